@@ -60,7 +60,7 @@ impl Compiler {
             }
             None => {
                 cargo.args(["test", "--no-run", "--test", env!("CARGO_CRATE_NAME"), "--no-default-features"]);
-                // Whatever is wrong about these means no more than that the library is built once more.
+                // A wrong guess here means no more than that the library is built once more.
                 cargo
                     .args(["--features", &features()])
                     .args((!cfg!(debug_assertions)).then_some("--release"));
@@ -116,7 +116,7 @@ impl Compiler {
     }
 }
 
-/// Those that this test was built with, so that Cargo finds what it was built with.
+/// The features that this test was built with, so that Cargo finds the same library.
 fn features() -> String {
     let all = [
         ("acl", cfg!(feature = "acl")),

@@ -1,4 +1,4 @@
-//! Closing an Ascend device: what the library was given back when it returns, and what it says where that was refused.
+//! Closing an Ascend device: what the library got back when it returns, and what the error says where that was refused.
 
 use pinpool::Device;
 
@@ -7,7 +7,7 @@ use crate::support::doubles::{HANG, StandIn};
 use crate::support::skip;
 use crate::{bytes, calls, filled, pool, round_trip, until};
 
-/// Where something stays.
+/// For a test after which something stays allocated.
 fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
     if !npu::is_set() {
         return TODAY.again(test, &[]);
@@ -18,7 +18,7 @@ fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
     }
 }
 
-/// Opened twice it is set twice, if only for a moment; both are undone when it is closed.
+/// Opened twice the device is set twice, if only for a short time; both are undone when it is closed.
 #[test]
 fn a_device_that_was_opened_again_is_let_go_of_as_often() {
     let test = "closing::a_device_that_was_opened_again_is_let_go_of_as_often";
@@ -93,7 +93,7 @@ fn a_lost_device_is_closed_without_a_call() {
     leaving_something("closing::a_lost_device_is_closed_without_a_call", |stand_in| {
         let device = Device::open("acl:0").unwrap();
         let memory = device.alloc(1000).unwrap();
-        // The worker has begun, which takes calls of its own.
+        // The worker has begun; its beginning takes calls of its own.
         drop(device.alloc(1000).unwrap());
         until("all else is freed", || calls(stand_in, "aclrtMalloc") == calls(stand_in, "aclrtFree") + 1);
         stand_in.kill(0, 507_010);
@@ -108,8 +108,8 @@ fn a_lost_device_is_closed_without_a_call() {
     });
 }
 
-/// Before host memory is freed every device is drained. One that turns out to be lost then is none that uses it: what
-/// is in flight there never comes to be freed.
+/// Before host memory is freed every device is drained. A device that turns out to be lost then does not use it: what
+/// is in flight there never runs.
 #[test]
 fn another_device_that_is_lost_keeps_nothing_of_this_one() {
     leaving_something("closing::another_device_that_is_lost_keeps_nothing_of_this_one", |stand_in| {
@@ -126,7 +126,7 @@ fn another_device_that_is_lost_keeps_nothing_of_this_one() {
     });
 }
 
-/// One refusal to wait for the device is no reason to lose gigabytes for good.
+/// One refused wait for the device must not leak gigabytes for good.
 #[test]
 fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
     let test = "closing::freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now";
@@ -135,7 +135,7 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
             let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
             let pool = pool(&devices[0], 1 << 20);
             round_trip(&pool, &devices[0].stream().unwrap(), 1, 10_000);
-            // Of this device, and of the other one.
+            // The wait for this device, and the wait for the other one.
             stand_in.fail("aclrtSynchronizeDevice", nth, 107_020, false);
             drop(pool);
             devices.into_iter().for_each(|device| device.close(HANG).unwrap());
@@ -144,8 +144,8 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
     });
 }
 
-/// A blocking copy that was never submitted, since what comes before it cannot be waited for, uses no memory: the error
-/// comes back at once, and nobody waits for the whole device.
+/// A blocking copy that was never submitted, since the work before it cannot be waited for, uses no memory: the error
+/// is returned at once, without a wait for the whole device.
 #[test]
 fn a_copy_that_was_not_submitted_is_not_waited_for() {
     on_each("closing::a_copy_that_was_not_submitted_is_not_waited_for", &[TODAY, EARLY_2022], |stand_in| {
@@ -159,13 +159,13 @@ fn a_copy_that_was_not_submitted_is_not_waited_for() {
     });
 }
 
-/// What this crate asked for and knew might be refused leaves no message, which somebody would take for that of a later
+/// A call of the crate that may be refused, as expected, leaves no message: a reader would take it for that of a later
 /// error.
 #[test]
 fn no_message_of_an_expected_refusal_is_left() {
     on_each("closing::no_message_of_an_expected_refusal_is_left", &[TODAY], |stand_in| {
         let said = || {
-            // SAFETY: acl.h has the signature; what it gives is null or a string.
+            // SAFETY: acl.h has the signature; the result is null or a string.
             let text =
                 unsafe { stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")() };
             // SAFETY: as above.

@@ -6,14 +6,14 @@ use crate::support::doubles::StandIn;
 use crate::support::doubles::npu::{self, on_each};
 use crate::{bytes, filled, pool};
 
-/// A server that calls the library itself.
+/// A server that calls the library directly.
 #[derive(Clone, Copy)]
 pub struct Server<'a> {
     pub stand_in: &'a StandIn,
 }
 
 impl Server<'_> {
-    /// What is current on this thread. 0: nothing.
+    /// The context that is current on this thread. 0: none.
     pub fn current(&self) -> usize {
         let mut current = 0_usize;
         match crate::acl!(self, "aclrtGetCurrentContext", &raw mut current) {
@@ -30,7 +30,7 @@ impl Server<'_> {
     }
 }
 
-/// Every kind of call there is, with a look at what is current after each.
+/// Every kind of call there is, with a check of the current context after each.
 fn all_calls(device: &Device, look: impl Fn(&str)) {
     let pool = pinpool::Pool::builder(device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     look("a pool");
@@ -61,7 +61,7 @@ fn all_calls(device: &Device, look: impl Fn(&str)) {
     if let Ok(value) = device.register(vec![1_u8; 100_000]) {
         drop(stream.upload(value, memory.slice(..)).err());
     }
-    // SAFETY: nobody else uses it.
+    // SAFETY: no other code uses it.
     drop(unsafe { device.raw_memory(memory.address(), 10, memory.clone()) }.unwrap());
     look("registering and raw memory");
     drop(stream.hold(()).unwrap());
@@ -79,10 +79,10 @@ fn the_callers_context_is_put_back() {
     on_each("contexts::the_callers_context_is_put_back", &npu::WAYS, |stand_in| {
         let server = Server { stand_in };
         let device = Device::open("acl:0").unwrap();
-        // Opening changes nothing: this thread has none.
+        // Opening changes nothing: this thread has no context.
         assert_eq!(server.current(), 0);
         let ours = pinpool::acl::raw_context(&device).unwrap().addr();
-        // Another device's, the same device's, and one that the server made.
+        // The context of another device, of the same device, and one that the server made.
         crate::says!(server, 0, "aclrtSetDevice", 1);
         let second = server.current();
         crate::says!(server, 0, "aclrtSetDevice", 0);
@@ -96,7 +96,7 @@ fn the_callers_context_is_put_back() {
                 });
             });
         }
-        // A thread that has none has ours, or none, and can set what it likes.
+        // A thread without a context has the crate's after a call, or none, and can set any.
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 all_calls(&device, |what| {
@@ -121,7 +121,7 @@ fn handles_may_be_waited_for_and_dropped_anywhere() {
         let pools = devices.each_ref().map(|device| pool(device, 1 << 20));
         let streams = devices.each_ref().map(|device| device.stream().unwrap());
         let memories = devices.each_ref().map(|device| device.alloc(50_000).unwrap());
-        // Submitted by turns on one thread, waited for on threads that have seen neither device.
+        // Submitted by turns on one thread, waited for on threads that have used neither device.
         let mut flights = Vec::new();
         for round in 0..10 {
             let n = round % 2;
@@ -141,7 +141,7 @@ fn handles_may_be_waited_for_and_dropped_anywhere() {
     });
 }
 
-/// A part of everything, whatever of it fails.
+/// A part of everything, whichever calls of it fail.
 fn whatever_fails(
     device: &Device,
     pool: &pinpool::Pool,
@@ -150,7 +150,7 @@ fn whatever_fails(
     let memory = device.alloc(10_000)?;
     for on in [stream, other] {
         let sent = on.upload(filled(pool, &bytes(1, 10_000)), &memory)?.wait();
-        // By the CPU's own way, and at once.
+        // By the CPU alone, and at once.
         drop(on.upload_part(filled(pool, &bytes(1, 10_000)), 1..77, memory.slice(3..79)?)?);
         on.upload_blocking(&[7; 100], &memory)?;
         let (from, to) = on.copy_host(sent?, pool.checkout(10_000)?)?;
@@ -159,7 +159,7 @@ fn whatever_fails(
     }
     other.wait_for(stream)?;
     drop(pool.checkout_zeroed(500)?);
-    // SAFETY: nobody else uses it.
+    // SAFETY: no other code uses it.
     drop(unsafe { device.raw_memory(memory.address() + 64, 10, ()) }?);
     stream.synchronize()
 }
@@ -173,14 +173,15 @@ fn the_callers_context_is_put_back_after_errors_too() {
         let theirs = server.current();
         let device = Device::open("acl:0").unwrap();
         let pool = pinpool::Pool::builder(&device).capacity(1 << 20).build().unwrap();
-        // One of them in the hands of others. What destroys them is not to fail.
+        // One stream's handle is given out. The calls that destroy the streams are not to fail.
         let streams = [device.stream().unwrap(), device.stream().unwrap()];
         pinpool::acl::raw_stream(&streams[1]).unwrap();
         whatever_fails(&device, &pool, &streams).unwrap();
         assert_eq!(server.current(), theirs);
         let mut failed = 0;
         for (call, count) in stand_in.report().calls {
-            // What looks what is current, and what puts it back; what may stay for good; and what is no call of ours.
+            // The call that reads the current context, and the one that restores it; calls whose failure may leak; and
+            // those that the crate does not make.
             let other =
                 ["CurrentContext", "Destroy", "Free", "Reset", "SetDevice", "Init", "Name", "Msg", "standin"];
             if other.iter().any(|part| call.contains(part)) {

@@ -6,7 +6,7 @@ use crate::support::doubles::StandIn;
 use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
 use crate::{bytes, calls, filled, pool};
 
-/// More than what this crate takes of the smallest device's events.
+/// More than the crate uses of the smallest device's events.
 const MANY: usize = 1000;
 
 fn limit(stand_in: &StandIn, events: usize) {
@@ -14,12 +14,11 @@ fn limit(stand_in: &StandIn, events: usize) {
     unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_limits")(events, 1984) }
 }
 
-/// Goes on when the device does, however many marks it is asked for meanwhile; and tells the most events that there
-/// were.
-fn more_marks_than_events(stand_in: &StandIn) {
+/// Submits more copies than there are events while the device hangs: all of them complete when it resumes.
+fn more_copies_than_events(stand_in: &StandIn) {
     let device = Device::open("acl:0").unwrap();
     let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
-    // Handed out: each submit wants an event.
+    // Handed out to the program: each submit needs an event.
     pinpool::acl::raw_stream(&stream).unwrap();
     let memory = device.alloc(64 * 64).unwrap();
     stand_in.hang(true);
@@ -27,7 +26,7 @@ fn more_marks_than_events(stand_in: &StandIn) {
     let flights: Vec<InFlight<std::sync::Arc<PinnedBuf>>> = (0..MANY + 50)
         .map(|n| stream.upload(shared.clone(), memory.slice(n % 64 * 64..(n % 64 + 1) * 64)).unwrap())
         .collect();
-    // Far more often than failing for good is told by.
+    // Far more often than it takes to find that a failure is for good.
     for _ in 0..1500 {
         device.reap();
     }
@@ -45,15 +44,15 @@ fn more_marks_than_events(stand_in: &StandIn) {
 
 #[test]
 fn a_device_may_run_out_of_events() {
-    // This crate stops before the last one, since the library may block there.
-    on_each("events::a_device_may_run_out_of_events", &[SMALL_2022], more_marks_than_events);
+    // The crate stops before the last one, since the library may block there.
+    on_each("events::a_device_may_run_out_of_events", &[SMALL_2022], more_copies_than_events);
 }
 
 #[test]
 fn others_may_have_nearly_all_events() {
     on_each("events::others_may_have_nearly_all_events", &[TODAY, LATE_2022], |stand_in| {
         limit(stand_in, 8);
-        more_marks_than_events(stand_in);
+        more_copies_than_events(stand_in);
     });
 }
 
@@ -73,7 +72,7 @@ fn events_are_recorded_again_or_made_anew() {
             .sum();
         let recorded = calls(stand_in, "aclrtRecordEvent");
         assert!(recorded >= 200);
-        // The newest kind is recorded again; of the older ones nobody says that they can be.
+        // Events of the newest kind are recorded again; the documentation does not allow that for the older ones.
         if calls(stand_in, "aclrtCreateEventExWithFlag") > 0 {
             assert!(made <= 4, "{made} events for {recorded} recordings");
         } else {
@@ -91,12 +90,12 @@ fn a_query_that_fails_never_reads_as_done() {
         let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
         let memory = device.alloc(10_000).unwrap();
         for round in 0..40 {
-            // The call's own affair, and the moment's; before it has looked, and when it has.
+            // An argument error, and a transient one; before the query has run, and after it.
             let code = if round % 2 == 0 { 507_000 } else { 207_001 };
             stand_in.fail(query, 1 + round as u64 % 3, code, round % 4 > 1);
             let buf = filled(&pool, &bytes(round, 10_000));
             let mut buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
-            // Were it not done, the late copy would now read this.
+            // Were the copy not complete, it would read this now.
             buf.fill(0xFF);
             drop(buf);
             let back = stream.download(&memory, pool.checkout(10_000).unwrap()).unwrap().wait().unwrap();

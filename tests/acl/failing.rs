@@ -1,4 +1,4 @@
-//! Every call failed once: what it says, and that nothing is lost by it.
+//! Every call failed once: the error it returns, and that nothing is lost by it.
 
 use pinpool::{Device, Error, ErrorClass, Pool, Result, Stream, acl};
 
@@ -7,7 +7,7 @@ use crate::support::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way,
 use crate::support::doubles::{HANG, StandIn};
 use crate::support::skip;
 
-/// A little of everything, and the device closed. What failed, if anything did, and whether all was given back.
+/// A little of everything, and the device closed. Returns what failed, if anything did, and whether all was given back.
 fn a_little_of_everything() -> (Result<()>, bool) {
     let device = match Device::open("acl:0") {
         Ok(device) => device,
@@ -17,7 +17,7 @@ fn a_little_of_everything() -> (Result<()>, bool) {
     (outcome, device.close(HANG).is_ok())
 }
 
-/// Whatever fails is an error that comes back; what came back without one is right.
+/// Every failure is returned as an error; a result without an error is right.
 fn a_little_on(device: &Device) -> Result<()> {
     let pool = Pool::builder(device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
     let (stream, other) = (device.stream()?, device.stream()?);
@@ -49,7 +49,7 @@ fn a_little_on(device: &Device) -> Result<()> {
             }
         }
     }
-    // SAFETY: nobody else uses it.
+    // SAFETY: no other code uses it.
     unsafe { device.raw_memory(memory.address(), 100, ()) }?;
     stream.synchronize()?;
     pool.trim(0);
@@ -75,7 +75,7 @@ fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceBuffer, round: us
     Ok(())
 }
 
-/// Calls after whose failing something stays: they are what would have taken it away, or the way there.
+/// Calls whose failure may leave something allocated: they would have freed it, or led to that.
 const ENDING: [&str; 13] = [
     "aclrtFree",
     "aclrtFreeHost",
@@ -88,16 +88,16 @@ const ENDING: [&str; 13] = [
     "aclrtStreamQuery",
     "aclrtGetCurrentContext",
     "aclrtSetCurrentContext",
-    // Made, and said to have failed.
+    // Done, and reported as failed.
     "aclrtCreateEvent",
     "aclrtRecordEvent",
 ];
 
-/// Until all that was opened is closed: `over` in the report counts what was asked for.
-fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
+/// Waits until all that was opened is closed: `over` in the report counts the calls, whatever their result.
+fn all_closed(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
     let report = stand_in.final_report();
     assert!(report.over, "a device is still open: {report:?}");
-    // What could not be destroyed goes with the device, which others may have set as well.
+    // An object that could not be destroyed ends with the device, which the server may have set as well.
     let allowed = |violation: &String| ENDING.contains(&failed) && violation.starts_with("DEV-1");
     let broken: Vec<&String> =
         report.violations[*seen..].iter().filter(|violation| !allowed(violation)).collect();
@@ -111,7 +111,7 @@ fn every_call(test: &str, way: Way) {
         crate::support::panicking::install_if_asked();
         let mut seen = 0;
         assert!(matches!(a_little_of_everything(), (Ok(()), true)));
-        let mut leaks = settled(stand_in, "", &mut seen);
+        let mut leaks = all_closed(stand_in, "", &mut seen);
         assert_eq!(leaks, Vec::<String>::new());
         let calls: Vec<(String, u64)> =
             stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
@@ -125,7 +125,7 @@ fn every_call(test: &str, way: Way) {
                 for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Transient)] {
                     stand_in.fail(&call, nth.max(1), code, false);
                     let (outcome, closed) = a_little_of_everything();
-                    // At once: whoever was told that all was given back can rely on it.
+                    // At once: a caller that was told that all was given back can rely on it.
                     let now = stand_in.report();
                     assert!(
                         !closed || (now.over && now.leaks == leaks),
@@ -149,7 +149,7 @@ fn every_call(test: &str, way: Way) {
                             "{call} is not told with the code's name: {text}"
                         );
                     }
-                    let left = settled(stand_in, &call, &mut seen);
+                    let left = all_closed(stand_in, &call, &mut seen);
                     if !ENDING.contains(&call.as_str()) {
                         assert_eq!(left, leaks, "{call}, {nth}, {code}");
                     }
@@ -160,7 +160,7 @@ fn every_call(test: &str, way: Way) {
         struck += stand_in.struck();
         assert!(
             struck > 60 && said > 30 && given_back > 60,
-            "{struck} calls were made to fail, {said} times somebody was told, {given_back} times all was given back"
+            "{struck} calls were made to fail, {said} errors were returned, {given_back} times all was given back"
         );
     });
 }
@@ -201,7 +201,7 @@ fn every_call_fails_once_in_early_2022() {
 fn an_error_says_what_the_library_says_of_it() {
     on_each("failing::an_error_says_what_the_library_says_of_it", &[TODAY], |stand_in| {
         let device = Device::open("acl:0").unwrap();
-        // Told with this failure, not with the next one; and not what another call has left there.
+        // The message comes with this failure, not with the next one; a message left by another call does not.
         stand_in.fail("aclrtMalloc", 1, 207_001, false);
         let first = device.alloc(1000).unwrap_err();
         let Error::Device(first) = first else { panic!("{first:?}") };

@@ -1,4 +1,4 @@
-//! Devices that are lost: by an error that ends them, and by others who end the library.
+//! Devices that are lost: by an error that ends them, and by a program that ends the library.
 
 use pinpool::{Device, ErrorClass};
 
@@ -8,7 +8,7 @@ use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
 use crate::support::skip;
 use crate::{bytes, filled, pool, round_trip, until};
 
-/// In a process of its own, where things stay for good.
+/// In a process of its own, for a test after which something stays allocated.
 fn leaving_things(test: &str, body: impl FnOnce(&StandIn)) {
     if !npu::is_set() {
         return [TODAY, ON_DEVICE, EARLY_2022].iter().for_each(|way| way.again(test, &[]));
@@ -47,7 +47,7 @@ fn a_lost_device_is_not_called_any_more() {
         // The other one lives.
         assert_eq!(devices[1].lost(), None);
         round_trip(&pools[1], &devices[1].stream().unwrap(), 3, 50_000);
-        // What the lost one had is let go without a call that frees anything.
+        // What the lost one had is dropped without a call that frees anything.
         let frees = |report: &crate::support::doubles::Report| -> Vec<(String, u64)> {
             let freeing =
                 ["aclrtFree", "aclrtFreeHost", "aclrtDestroyEvent", "aclrtDestroyStream", "aclrtResetDevice"];
@@ -74,12 +74,12 @@ fn a_library_that_others_end_is_left_alone() {
         let memory = device.alloc(10_000).unwrap();
         stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap().wait().unwrap();
         crate::says!(server, 0, "aclFinalize");
-        // It comes back as an error of the library's end, once, and everything after it fails at once.
+        // The first call returns an error of class `Shutdown`; every later one fails at once.
         let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
         assert_eq!(refused.error.class(), ErrorClass::Shutdown, "{}", refused.error);
         until("the device is known to be lost", || device.lost().is_some());
         assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::Shutdown);
-        // A thread of ours may have been in the middle of one.
+        // A thread of the crate may have been in the middle of a call.
         let mut calls = stand_in.report().calls;
         until("calls under way have returned", || {
             std::thread::sleep(std::time::Duration::from_millis(20));

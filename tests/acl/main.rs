@@ -1,5 +1,5 @@
 //! Ascend devices through the crate's public face, over the stand-in library of `tests/doubles/acl`: what the
-//! contract's suite, which runs there too, does not ask.
+//! contract's suite, which runs there too, does not test.
 //!
 //! Each test runs in a process of its own for each library and machine that it is about
 //! (`tests/support/doubles/npu.rs`), and afterwards no rule of the stand-in may have been broken and nothing may be
@@ -36,7 +36,7 @@ fn bytes(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
-/// A pool with room for so many bytes.
+/// A pool with room for that many bytes.
 fn pool(device: &Device, capacity: usize) -> Pool {
     Pool::builder(device).capacity(capacity).extent(128 << 10).region(256 << 10).build().unwrap()
 }
@@ -56,7 +56,7 @@ fn round_trip(pool: &Pool, stream: &Stream, seed: usize, len: usize) {
     assert!(*back == sent, "{len} bytes");
 }
 
-/// Until it is so, which no test says how long takes.
+/// Waits until it is so; no test asserts how long that takes.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
     let since = Instant::now();
     while !so() {
@@ -145,20 +145,20 @@ fn nothing_is_called_after_the_end() {
         }
         drop((device, pool, stream, memory));
         let ended = npu::no_trace(stand_in);
-        // Whoever calls late has had time.
+        // A late call has had time to come.
         std::thread::sleep(Duration::from_millis(50));
         assert_eq!(stand_in.report().calls, ended.calls);
     });
 }
 
-/// Runs after the crate's own handler, since it was left before; the library's come last.
+/// Runs after the crate's own exit handler, which was registered later; the library's come last.
 extern "C" fn look_at_the_end() {
     let stand_in = npu::stand_in().expect("it is there");
     let before = stand_in.report();
     std::thread::sleep(Duration::from_millis(50));
     let after = stand_in.report();
     let held = |report: &doubles::Report| report.leaks.iter().any(|leak| leak.starts_with("hosts"));
-    // Part of the work was done, or nothing is seen here.
+    // Part of the work was done; otherwise this shows nothing.
     println!("held at the end: {}", held(&before));
     let code = if before.calls == after.calls && before.violations.is_empty() { 0 } else { 3 };
     // SAFETY: ends the process as it is.
@@ -183,7 +183,7 @@ fn nothing_is_called_while_the_process_ends() {
     // SAFETY: the function lives as long as the process.
     assert_eq!(unsafe { libc::atexit(look_at_the_end) }, 0);
     let device = Device::open("acl:0").unwrap();
-    // Much to be freed, one by one, by a thread of the crate's.
+    // Much memory to be freed, range by range, by a thread of the crate's.
     let pool = Pool::builder(&device).capacity(16 << 20).region(16 << 20).extent(4096).build().unwrap();
     pool.wait_pinned(Some(HANG)).unwrap();
     drop((pool, device));
@@ -213,7 +213,7 @@ fn plain_memory_is_never_copied_from_asynchronously() {
             drop(stream.upload(buf, &memory).unwrap());
             let landing = pool.checkout_on(&stream, 100_000).unwrap();
             assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == sent);
-            // Memory that is no pool's at all.
+            // Memory of no pool.
             stream.upload_blocking(&sent[..777], memory.slice(100..877)).unwrap();
             let mut back = vec![0; 777];
             stream.download_blocking(memory.slice(100..877), &mut back).unwrap();

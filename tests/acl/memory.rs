@@ -11,7 +11,7 @@ use crate::support::doubles::HANG;
 use crate::support::doubles::npu::{self, LATE_2022, ON_DEVICE, TODAY, on_each};
 use crate::{bytes, filled, pool, until};
 
-/// What of a block a segment for so many bytes must have, by the vendor's rule.
+/// How many bytes of a block a segment of that length must have, by the vendor's rule.
 fn span(len: usize) -> usize {
     len.next_multiple_of(32) + 32
 }
@@ -63,7 +63,7 @@ fn segments_keep_to_the_rule_in_both_modes() {
                     }
                     let sent = bytes(round, len);
                     buf.extend_from_slice(&sent);
-                    // The stand-in looks whether each copy keeps to the rule, too.
+                    // The stand-in checks, too, whether each copy keeps to the rule.
                     let buf = stream.upload(buf, memory.slice(..len)).unwrap().wait().unwrap();
                     let back = stream.download(memory.slice(..len), buf).unwrap().wait().unwrap();
                     prop_assert!(*back == sent);
@@ -85,7 +85,7 @@ fn zeros_are_written_by_who_has_the_memory() {
         let device = Device::open("acl:0").unwrap();
         let pool = pool(&device, 256 << 10);
         for len in [1, 31, 4096, 100_001] {
-            // What was there before is not zero.
+            // What the memory held before is not zero.
             drop(filled(&pool, &vec![0xEE; len]));
             let buf = pool.checkout_zeroed(len).unwrap();
             assert_eq!(*buf, vec![0; len]);
@@ -98,7 +98,7 @@ fn zeros_are_written_by_who_has_the_memory() {
             assert!(error.contains("aclrtMemset") && error.contains("507000"), "{error}");
             assert_eq!(pool.stats().checked_out_bytes, 0, "the buffer is back");
         }
-        // Other devices' pools have it, too.
+        // Pools of other devices have it, too.
         let host = crate::pool_on_host();
         assert_eq!(*host.checkout_zeroed(777).unwrap(), [0; 777]);
     });
@@ -172,10 +172,10 @@ fn registering_works_in_whole_pages() {
         assert!(over[..4196] == *first);
         // What begins and ends within the registered value.
         stream.upload_blocking(&registered[10..1000], memory.slice(..990)).unwrap();
-        // Memory that cannot be written to is refused before the library hears of it.
+        // Read-only memory is refused before the library is called.
         let file = tempfile::tempfile().unwrap();
         file.set_len(8192).unwrap();
-        // SAFETY: nobody else has the file.
+        // SAFETY: no other code has the file.
         let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
         let refused = device.register_read_only(map).unwrap_err();
         assert!(

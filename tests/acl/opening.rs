@@ -1,4 +1,4 @@
-//! Finding the library, beginning with it, and what is said where that fails.
+//! Finding the library, initialising it, and the errors where that fails.
 
 use pinpool::{Device, Error, acl};
 
@@ -88,7 +88,7 @@ fn a_toolkit_is_found_by_its_home() {
         let device = Device::open("acl").unwrap();
         assert_eq!(device.name(), "acl:0");
         let found = acl::about(&device).unwrap().library;
-        // Unless the system's loader has found one first.
+        // Unless the system's loader has found a library first.
         let own = found.ends_with("lib64/libascendcl.so");
         assert!(own || found.to_str() == Some("libascendcl.so"), "{}", found.display());
     } else {
@@ -104,7 +104,7 @@ fn devices_that_are_not_there_are_named() {
     if part(test, "none", &[(PATH, library), ("PINPOOL_STANDIN_DEVICES", "0"), (doubles::PATH, "/nowhere")]) {
         let why = why("acl:0");
         assert!(why.contains("ASCEND_RT_VISIBLE_DEVICES"), "{why}");
-        // Going on without one says so in the log, not by failing.
+        // Going on without a device is a line in the log, not an error.
         assert_eq!(Device::open("auto").unwrap().name(), "host:0");
     }
     if part(test, "two", &[(PATH, library), (doubles::PATH, "/nowhere")]) {
@@ -127,7 +127,7 @@ fn devices_that_are_not_there_are_named() {
         "taken",
         &[(PATH, library), ("PINPOOL_STANDIN_FAIL", "aclrtSetDevice:1:507033"), (doubles::PATH, "/nowhere")],
     ) {
-        // The first one is taken, so the second is taken in its place.
+        // The first device is busy, so the second is taken in its place.
         assert_eq!(Device::open("auto").unwrap().name(), "acl:1");
     }
     for (call, code) in [
@@ -141,7 +141,7 @@ fn devices_that_are_not_there_are_named() {
         if part(test, call, &[(PATH, library), ("PINPOOL_STANDIN_FAIL", &fault)]) {
             let error = Device::open("acl:0").unwrap_err().to_string();
             assert!(error.contains("acl:0") && error.contains(call) && error.contains(code), "{error}");
-            // What it failed for is over.
+            // The cause of the failure is over.
             drop(Device::open("acl:0").unwrap());
             npu::no_trace(&npu::stand_in().unwrap());
         }

@@ -15,7 +15,7 @@ fn handle(word: usize) -> *mut c_void {
     std::ptr::without_provenance_mut(word)
 }
 
-/// Tells when it is dropped.
+/// Sets a flag when it is dropped.
 struct Keeper(Arc<AtomicUsize>);
 
 impl Drop for Keeper {
@@ -52,7 +52,7 @@ fn a_servers_own_context_is_worked_in() {
     on_each("sharing::a_servers_own_context_is_worked_in", &npu::WAYS, |stand_in| {
         let server = Server { stand_in };
         crate::says!(server, 0, "aclInit", 0);
-        // Set, so that opening and closing it elsewhere does not end what is made there.
+        // Set, so that opening and closing it elsewhere does not destroy what is made there.
         crate::says!(server, 0, "aclrtSetDevice", 1);
         let own = crate::made!(server, "aclrtCreateContext", 1);
         let stream = crate::made!(server, "aclrtCreateStream");
@@ -92,7 +92,7 @@ fn a_stream_of_another_context_is_refused() {
     // SAFETY: refused.
     let refused = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap_err();
     assert!(matches!(&refused, Error::WrongContext { device } if device == "acl:1"), "{refused}");
-    // The library is asked by trying, and that is all that was tried.
+    // The crate finds out by trying one call, and tried nothing else.
     let found = stand_in.report();
     assert_eq!(found.violations.len(), 1, "{found:?}");
     assert!(found.violations[0].starts_with("CTX-3"), "{found:?}");
@@ -120,12 +120,12 @@ fn a_hold_covers_what_the_server_queued() {
                 let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
                 crate::says!(server, 0, "aclrtMemcpyAsync", to, 64 * 64, from, 64 * 64, 1, raw);
                 drop(stream.hold(buf).unwrap());
-                // Wanted again at once; given out only when that copy is done.
+                // Reused at once; handed out only when that copy is complete.
                 drop(filled(&pool, &vec![0xEE; 64 * 64]));
                 let landing = pool.checkout(64 * 64).unwrap();
                 assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == bytes(round, 64 * 64));
             }
-            // Between host buffers, in order, whatever else has its functions run there.
+            // Between host buffers, in order, whatever functions the server runs there.
             let (from, to) = (filled(&pool, &bytes(5, 3000)), pool.checkout(3000).unwrap());
             let (_, to) = stream.copy_host(from, to).unwrap();
             assert!(*to.wait().unwrap() == bytes(5, 3000));
@@ -147,7 +147,7 @@ fn the_default_stream_and_streams_of_ours() {
         // SAFETY: it is the context's, and lives as long.
         let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut()) }.unwrap();
         round_trip(&pool, &default, 1, 30_000);
-        // Ours, on which the server queues something.
+        // A stream of the crate, on which the server queues work.
         let stream = device.stream().unwrap();
         let raw = acl::raw_stream(&stream).unwrap().addr();
         crate::says!(server, 0, "aclrtSetDevice", 0);

@@ -268,7 +268,7 @@ fn a_sample_is_made_and_removed() {
     assert_eq!((&report["bytes"], &report["verified"]), (&3_000_001.into(), &true.into()));
     assert_eq!(left(), 0);
 
-    // Nor does one stay behind when the command is killed in the middle, at whatever moment.
+    // Nor does one stay behind when the command is killed in the middle, at whatever time.
     for wait in [1, 30, 100] {
         let command = &mut load(["--sample", "1GiB"]);
         let mut child = command.env("TMPDIR", files.0.path()).stdout(Stdio::null()).spawn().unwrap();
@@ -313,7 +313,7 @@ fn what_cannot_be_obeyed_is_refused() {
         let command = &mut pinpool();
         refuses(command.args(["load", "--device", device]).arg(file), cause);
     }
-    // Without any command the whole help is said, and it is an error all the same.
+    // Without any command the whole help is printed, and it is an error all the same.
     assert_eq!(pinpool().output().unwrap().status.code(), Some(2));
 }
 
@@ -348,7 +348,7 @@ fn files_go_to_a_gpu_and_back() {
 }
 
 /// Runs the command on both Ascend devices, over the stand-in in each of these ways; then no rule was broken, nothing
-/// is left, and no call came after the device was let go. On a machine's own library only the command's own word
+/// is left, and no call came after the device was closed. On a machine's own library only the command's own output
 /// counts.
 #[cfg(feature = "acl")]
 fn on_npus(ways: &[doubles::npu::Way], run: impl Fn(&str, &[(&str, &Path)]), calls: &[&str]) {
@@ -414,7 +414,7 @@ fn files_go_to_an_npu_and_back() {
     on_npus(&doubles::npu::WAYS, run, &["aclrtMemcpyAsync", "aclrtMemcpy"]);
 }
 
-/// The other commands that open a device let go of it, too.
+/// The other commands that open a device close it, too.
 #[test]
 #[cfg(feature = "acl")]
 fn every_command_leaves_an_npu_in_order() {
@@ -427,7 +427,7 @@ fn every_command_leaves_an_npu_in_order() {
         let run = |device: &str, environment: &[(&str, &Path)]| {
             let output =
                 pinpool().args(command).arg(device).envs(environment.iter().copied()).output().unwrap();
-            // What the doctor finds on this machine, and what is refused, is not the matter here.
+            // The doctor's findings on this machine, and what is refused, do not matter here.
             assert!(output.status.code().is_some_and(|code| code < 3), "{command:?}: {}", stderr(&output));
             assert!(command[0] != "bench" || output.status.success(), "{}", stderr(&output));
         };
@@ -455,7 +455,7 @@ fn a_device_without_room_is_a_failure() {
 #[test]
 fn what_fails_is_told_from_what_cannot_be_obeyed() {
     let files = Files::new();
-    // Its first byte cannot be read, by nobody.
+    // Its first byte cannot be read, by any process.
     let index = files.path("m.safetensors.index.json");
     std::os::unix::fs::symlink("/proc/self/mem", &index).unwrap();
     fails(&mut load([&index]), "cannot be read at offset 0");
@@ -593,7 +593,7 @@ fn checkpoints_that_lie_are_refused_by_tensor() {
     refuses(&mut load([&index]), "no name of a file beside the index");
 }
 
-/// What a stranger wrote may be long; what is made of it in memory is not much longer.
+/// A file of a stranger may be long; what the command keeps of it in memory is not much longer.
 #[test]
 fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
     let files = Files::new();
@@ -702,7 +702,7 @@ fn the_bench_measures_a_gpu() {
     assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
 }
 
-/// What was measured is worth something, whatever comes of the device afterwards.
+/// A measured figure is printed, even if closing the device then fails.
 #[test]
 #[cfg(feature = "cuda")]
 fn figures_are_printed_where_the_device_cannot_be_closed() {
@@ -724,7 +724,7 @@ fn figures_are_printed_where_the_device_cannot_be_closed() {
     is_bench(&serde_json::from_str(text.lines().last().unwrap()).unwrap());
 }
 
-/// The command gets so much address space.
+/// Limits the command's address space.
 fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
     // SAFETY: between fork and exec only a system call is made, which is allowed there.
     unsafe {
@@ -738,7 +738,7 @@ fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
     }
 }
 
-/// What came of a command that must have ended by then.
+/// The output of a command that must have ended by then.
 fn ends(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let since = std::time::Instant::now();
@@ -772,7 +772,7 @@ fn the_bench_takes_any_size() {
 
 #[test]
 fn threads_that_cannot_be_had_are_no_panic() {
-    // A user who has nothing running here, so that the limit counts this command's threads alone.
+    // A user id of no running process here, so that the limit counts this command's threads alone.
     const NOBODY: u32 = 65_533;
     let mut codes = Vec::new();
     for most in (2..48).step_by(3) {
@@ -841,7 +841,8 @@ fn limited(limit: u64, mut command: Command) -> Command {
             if libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
-            // CAP_IPC_LOCK. Fails where we have no right to drop it: then we are not root, and do not have it either.
+            // CAP_IPC_LOCK. Fails where the test has no right to drop it: then it is not root, and does not have it
+            // either.
             libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
             Ok(())
         });
@@ -873,7 +874,7 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
     let output = fails(limited(65_536, args("refuse")).arg("--json"), "memlock limit");
     assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
 
-    // A bench's figures are then of something else than they are called, and the object says so.
+    // A bench's figures then measure other memory than their names say, and the object says so.
     let mut command = pinpool();
     command.args(["bench", "--json", "--device", "host", "--size", "1MiB", "--threads", "2"]);
     let output = limited(65_536, command).output().unwrap();
@@ -893,7 +894,7 @@ fn hundreds_of_megabytes_through_64_mib() {
     let report = succeeds(load([&file]).args(["--verify", "--threads", "2"]), 64 << 20);
     assert_eq!((&report["bytes"], &report["verified"]), (&(300 << 20).into(), &true.into()));
     println!("{report}");
-    // And the sample of the first command that anybody runs.
+    // And the sample of the command in the README.
     let report = succeeds(load(["--verify", "--threads", "2"]).env("TMPDIR", files.0.path()), 64 << 20);
     assert_eq!((&report["bytes"], &report["verified"]), (&(1 << 30).into(), &true.into()));
     println!("{report}");

@@ -1,4 +1,4 @@
-//! Closing a device: everything is given back by the time that it returns, and what is in the way is told.
+//! Closing a device: everything is given back by the time that it returns, and the error names what is in the way.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::{Subject, bytes, filled};
 const HANG: Duration = Duration::from_secs(60);
 
 impl Subject {
-    /// At the end of a test, when nothing of it is left but handles to its devices.
+    /// Closes the devices at the end of a test, when only handles to them are left.
     pub(super) fn close(self) {
         let Self { device, other, .. } = self;
         for device in [Some(device), other].into_iter().flatten() {
@@ -22,7 +22,7 @@ impl Subject {
     }
 }
 
-/// What was dropped only just now, copies in flight among it.
+/// Closes what was dropped only just now, copies in flight among it.
 pub(super) fn at_once(on: Subject) {
     let (pool, stream, memory) = (on.pool(2 << 20), on.stream(), on.alloc(100_000));
     let sent = bytes(1, 100_000);
@@ -33,7 +33,7 @@ pub(super) fn at_once(on: Subject) {
     on.close();
 }
 
-/// Each thing by itself keeps the device open, and the error says which; then it goes on waiting.
+/// Each thing by itself keeps the device open, and the error says which; then the wait goes on.
 pub(super) fn told(on: Subject) {
     let name = on.device.name().to_owned();
     let again = on.device.clone();
@@ -48,7 +48,7 @@ pub(super) fn told(on: Subject) {
     let Subject { device, other, .. } = on;
     let error = device.close(Duration::ZERO).unwrap_err();
     let held = error.held_by();
-    // Those in the pool and in the stream.
+    // The handles in the pool and in the stream.
     assert_eq!((held.handles, held.streams, held.busy_streams), (2, 1, 0), "{error}");
     assert_eq!((held.memory_bytes, held.leaked, held.forked), (5000, 0, false), "{error}");
     assert_eq!(held.registered_bytes, registered.as_ref().map_or(0, |_| 8192), "{error}");
@@ -60,7 +60,7 @@ pub(super) fn told(on: Subject) {
         assert!(error.to_string().contains(word), "{word}: {error}");
     }
 
-    // One after the other goes: a buffer keeps its pool's memory, and that the device.
+    // Dropped one after the other: a buffer keeps its pool's memory, and that memory the device.
     drop((pool, stream, registered));
     let error = error.wait(Duration::ZERO).unwrap_err();
     assert!(matches!(&error.held_by().pools[..], [pool] if !pool.open && pool.buffers == 1), "{error}");
@@ -79,7 +79,7 @@ pub(super) fn told(on: Subject) {
     }
 }
 
-/// Whatever other threads drop meanwhile is waited for, and what they close as well.
+/// What other threads drop meanwhile is waited for, and what they close as well.
 pub(super) fn waited_for(on: Subject) {
     if !on.has_threads() {
         return on.close();
@@ -106,12 +106,12 @@ pub(super) fn waited_for(on: Subject) {
 /// Opened again, it works; where it is still open that is the same device, which then keeps it open.
 pub(super) fn again(on: Subject) {
     let name = on.device.name().to_owned();
-    // Only devices that have a name for themselves: those of nodes made by hand are all called alike.
+    // Only devices with a name of their own: all nodes made by hand have the same names.
     let Some(same) = Device::open(&name).ok().filter(|_| on.pump.is_none()) else { return on.close() };
     let error = same.clone().close(Duration::ZERO).unwrap_err();
     assert!(error.held_by().handles >= 1);
     drop((on, same));
-    // A node made by hand is none that is found by name; then there is nothing to wait for either.
+    // A device of a node made by hand is never found by name; then there is nothing to wait for either.
     error.wait(HANG).unwrap();
     let device = Device::open(&name).unwrap();
     let pool = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow).build();
@@ -124,7 +124,7 @@ pub(super) fn again(on: Subject) {
     device.close(HANG).unwrap();
 }
 
-/// From a thread of ours it does not wait for itself.
+/// On a thread of the crate it does not wait for itself.
 pub(super) fn from_an_owner(on: Subject) {
     struct Closes(Option<Device>, mpsc::Sender<bool>);
     impl Drop for Closes {
@@ -135,7 +135,7 @@ pub(super) fn from_an_owner(on: Subject) {
     }
     let (say, hear) = mpsc::channel();
     let memory = on.alloc(4096);
-    // SAFETY: nobody uses it, and it outlives the slice.
+    // SAFETY: no other code uses it, and it outlives the slice.
     let foreign =
         unsafe { on.device.raw_memory(memory.address(), 4096, Closes(Some(on.device.clone()), say)) };
     match foreign {

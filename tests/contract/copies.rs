@@ -79,7 +79,7 @@ pub fn lateness(on: &Subject) {
 }
 
 pub fn early_reuse(on: &Subject) {
-    // Room for few buffers, so that they are wanted again at once.
+    // Room for few buffers, so that they are reused at once.
     let (pool, stream) = (on.pool(256 << 10), on.stream());
     let memories: Vec<DeviceBuffer> = (0..64).map(|_| on.alloc(30_000)).collect();
     for (i, memory) in memories.iter().enumerate() {
@@ -132,7 +132,7 @@ pub fn memory_is_kept(on: &Subject) {
         drop(stream.upload(filled(&pool, &bytes(round, 50_000)), &memory).unwrap());
         drop(stream.copy(&memory, &kept).unwrap());
         drop(memory);
-        // Would be given the same memory, were it freed.
+        // The next allocation would get the same memory, were it freed.
         let other = on.alloc(50_000);
         stream.upload_blocking(&[0xEE; 50_000], &other).unwrap();
         assert!(fetch(&pool, &stream, &kept) == bytes(round, 50_000), "round {round}");

@@ -42,7 +42,7 @@ pub fn drops(on: &Subject) {
                 2 => memory = None,
                 3 => assert!(*buf.take().unwrap() == *bytes(n, 10)),
                 4 => drop(flights[0].take()),
-                // Whatever is gone by now, this still arrives.
+                // Whatever is dropped by now, this download still completes.
                 _ => assert!(*flights[1].take().unwrap().wait().unwrap() == *bytes(n, 1000), "order {n}"),
             }
         }

@@ -1,7 +1,7 @@
 //! What any device must do, seen from outside: one suite, written once, run on every device there is.
 //!
-//! After each test its device is closed, which waits until everything was given back: so each of them shows, too, that
-//! nothing of what it did stays behind.
+//! After each test its device is closed, which waits until everything was given back: so each test shows, too, that it
+//! leaves nothing behind.
 //!
 //! A device joins by one more [`Subject`] in [`subjects`]. Nothing here knows how a device works, and nothing asserts
 //! how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without it a
@@ -48,18 +48,18 @@ struct Subject {
     device: Device,
     /// Another device of the same family, where there is one.
     other: Option<Device>,
-    /// Lets a device that does not move by itself make a step.
+    /// Makes a device that does not move by itself do a step.
     pump: Option<HostNode>,
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
         allow(dead_code, reason = "only an accelerator's streams have handles")
     )]
-    /// Whether others have the handles of its streams, which must make no difference.
+    /// Whether the program has the handles of its streams, which must make no difference.
     shared: bool,
 }
 
 impl Subject {
-    /// Whether several threads can wait at once: on a stepped device the one who waits moves it for all.
+    /// Whether several threads can wait at once: on a stepped device a waiter steps the device for all.
     fn has_threads(&self) -> bool {
         self.pump.is_none()
     }
@@ -81,12 +81,12 @@ impl Subject {
         stream
     }
 
-    /// There are no devices of Ascend's with managed memory here, and only some that can have memory registered.
+    /// No Ascend device here has managed memory, and only some can have memory registered.
     fn is_ascend(&self) -> bool {
         self.device.name().starts_with("acl")
     }
 
-    /// Whether an address of the host's is known to be none of the device's.
+    /// Whether a host address is known to be no address of the device's.
     fn tells_addresses(&self) -> bool {
         #[cfg(feature = "acl")]
         if let Ok(about) = pinpool::acl::about(&self.device) {
@@ -168,7 +168,7 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
     ]
 }
 
-/// This one forgets a handle on the host device, which therefore stays open.
+/// The host devices' test leaks a handle, so that device stays open.
 const FORGETS: &str = "a copy queue is dropped in every order";
 
 /// The suite.
@@ -216,7 +216,7 @@ const TESTS: &[Test] = &[
     ("many pieces gathered and scattered", queue::gathers),
 ];
 
-/// Those that end with the device.
+/// Tests that end with the device.
 const CLOSING: &[LastTest] = &[
     ("a device is closed with what was dropped just now", closing::at_once),
     ("what keeps a device open is told", closing::told),
@@ -229,11 +229,11 @@ const CLOSING: &[LastTest] = &[
 #[cfg(any(feature = "cuda", feature = "acl"))]
 const PER_DEVICE: usize = TESTS.len() + CLOSING.len() + 1;
 
-/// Runs the suite on the devices whose names start so, and tells how many tests were run.
+/// Runs the suite on the devices whose names start so, and returns how many tests ran.
 fn run(family: &str) -> usize {
     let required = std::env::var("PINPOOL_REQUIRE").unwrap_or_default();
     let names = required.split(',').map(str::trim).filter(|n| !n.is_empty());
-    // Names of no family at all are missed by the host's test.
+    // Names of no family at all make the host's test fail.
     let others = ["acl", "cuda"];
     let is_other = |name: &str| others.iter().any(|other| name.starts_with(other));
     let of_family = |name: &str| name.starts_with(family) || (family == "host" && !is_other(name));

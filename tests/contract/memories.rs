@@ -30,7 +30,7 @@ pub fn host_copies(on: &Subject) {
         assert!(first.is_done().unwrap(), "a later copy was done first");
         assert!(*to == bytes(round + 1, 70_000)[60_000..]);
         assert!(*first.wait().unwrap() == *sent);
-        // Dropped at once, and wanted again at once.
+        // Dropped at once, and allocated again at once.
         drop(stream.copy_host(shared, to).map(drop).unwrap_err());
         let (from, to) = (filled(&pool, &sent), pool.checkout(70_000).unwrap());
         drop(stream.copy_host(from, to).unwrap());
@@ -78,13 +78,13 @@ pub fn ordered(on: &Subject) {
             drop(user.download(memory.slice(1..), pool.checkout(49_999).unwrap()).unwrap());
         }
         drop(memory);
-        // Would be given the same memory, were it freed early.
+        // The next allocation would get the same memory, were it freed early.
         let next = home.alloc(50_000).unwrap();
         drop(home.upload(filled(&pool, &[0xEE; 50_000]), &next).unwrap());
         drop(next);
         assert!(fetch(&pool, user, &kept) == sent, "round {round}");
     }
-    // The stream's last handle goes first, with and without work in flight, and nothing was ever written.
+    // The stream's last handle is dropped first, with and without work in flight, and nothing was ever written.
     let memory = on.stream().alloc(1000).unwrap();
     home.upload_blocking(&[3; 1000], &memory).unwrap();
     assert!(fetch(&pool, &other, &memory) == [3; 1000]);
@@ -103,7 +103,7 @@ pub fn ordered(on: &Subject) {
     assert_eq!(on.device.lost(), None);
 }
 
-/// Says when it is dropped.
+/// Sets a flag when it is dropped.
 struct Owner {
     _memory: DeviceBuffer,
     gone: Arc<AtomicBool>,
@@ -117,7 +117,7 @@ impl Drop for Owner {
 
 pub fn by_address(on: &Subject) {
     let (pool, stream) = (on.pool(8 << 20), on.stream());
-    // Plain memory, and memory in stream order that is there for everybody.
+    // Plain memory, and memory in stream order that every stream may use.
     let pooled = stream.alloc(300_000).unwrap();
     stream.synchronize().unwrap();
     for memory in [on.alloc(300_000), pooled] {
@@ -134,7 +134,7 @@ pub fn by_address(on: &Subject) {
         stream.download_blocking(raw.slice(50_000..100_000), &mut back).unwrap();
         assert!(back == sent[..50_000]);
         stream.upload_blocking(&[7; 10], raw.slice(10..20)).unwrap();
-        // The last handle goes with the copy, which holds the owner.
+        // The last handle is dropped when the copy is complete; until then the copy holds the owner.
         let landing = pool.checkout(100_000).unwrap();
         let last = stream.download(raw.slice(100_000..).unwrap(), landing).unwrap();
         drop(raw);

@@ -52,7 +52,7 @@ impl DerefMut for Watched {
 // SAFETY: a vector that is not resized stays where it is.
 unsafe impl StableDeref for Watched {}
 
-/// Until it is so.
+/// Waits until `so` holds.
 fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
     let since = std::time::Instant::now();
     while !so() {
@@ -110,7 +110,7 @@ pub fn backings(on: &Subject) {
         };
         pool.wait_pinned(Some(HANG)).unwrap();
         let regions = pool.regions();
-        // What the driver gives has no mapping in common.
+        // Ranges that the driver allocates share no mapping.
         let lengths: Vec<usize> = regions.iter().map(|r| r.len).collect();
         let own = backing == Backing::Registered;
         assert_eq!(lengths, if own { vec![4 * PAGE] } else { vec![2 * PAGE; 2] }, "{backing:?}");
@@ -136,7 +136,7 @@ pub fn backings(on: &Subject) {
         assert_eq!((pool.stats().pinned_bytes + pool.stats().unpinned_bytes), 4 * PAGE);
         assert_eq!(pool.trim(0), 4 * PAGE);
         assert_eq!(pool.regions(), []);
-        // And grows anew.
+        // And it grows anew.
         drop(filled(&pool, b"again"));
         assert!(pool.shutdown(HANG).drained);
     }
@@ -168,7 +168,7 @@ pub fn adopted(on: &Subject) {
     // All of its whole pages, whatever a page is here.
     assert!(info.len > 4 * PAGE && base(&info) - start < PAGE && end - (base(&info) + info.len) < PAGE);
     assert_eq!(pool.regions(), [info]);
-    // SAFETY: mapped as long as the region is there, and nothing was handed out.
+    // SAFETY: mapped as long as the region is there, and no buffer was handed out.
     let seen = unsafe { std::slice::from_raw_parts(info.base.as_ptr(), info.len) };
     assert!(*seen == content[base(&info) - start..][..info.len], "adopting changed what was there");
     let stats = pool.stats();
@@ -183,7 +183,7 @@ pub fn adopted(on: &Subject) {
         assert!(fetch(&pool, &stream, &memory) == bytes(round, PAGE));
     }
     pool.check().unwrap();
-    // In use it stays.
+    // A region in use stays.
     let held = filled(&pool, b"held");
     assert_eq!((pool.trim(0), dropped.load(Ordering::SeqCst)), (0, 0));
     drop(held);
@@ -195,7 +195,7 @@ pub fn adopted(on: &Subject) {
     assert_eq!(pool.trim(0), held);
     until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
     assert_eq!((pool.regions(), pool.stats().pinned_bytes), (vec![], 0));
-    // With the pool it goes as well, and not while a buffer is out.
+    // It ends with the pool as well, and not while a buffer is out.
     let (watched, dropped) = Watched::new(content);
     pool.adopt(watched).unwrap();
     let last = filled(&pool, b"last");
@@ -294,7 +294,7 @@ pub fn registered(on: &Subject) {
     let vec = value.into_inner().unwrap();
     assert!(vec.as_ptr() == at && vec == last);
     assert_eq!(on.device.registered_bytes(), before);
-    // Other devices of the family may use what one has registered.
+    // Other devices of the family may use memory that one has registered.
     if let Some(other) = &on.other {
         let Some(value) = register(on, vec, false) else { return };
         let (stream, memory) = (other.stream().unwrap(), other.alloc(300_000).unwrap());
@@ -310,7 +310,7 @@ pub fn registered_is_kept(on: &Subject) {
     let (pool, stream) = (on.pool(4 << 20), on.stream());
     let before = on.device.registered_bytes();
     for (shared, waits) in [(false, false), (true, false), (false, true), (true, true)] {
-        // A page that nobody else has a part of.
+        // Whole pages, of which no other value has a part.
         let content = bytes(usize::from(shared), 200_001);
         let (watched, dropped) = Watched::new(content.clone());
         let Some(value) = register(on, watched, false) else { return };
@@ -329,7 +329,7 @@ pub fn registered_is_kept(on: &Subject) {
         until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
     }
     until(on, "all is unregistered", || on.device.registered_bytes() == before);
-    // Downloads write to it until they have landed, whoever has let go of it.
+    // Downloads write to the value until they are complete, though its handle was dropped.
     let (watched, dropped) = Watched::new(vec![0; 100_000]);
     let Some(value) = register(on, watched, false) else { return };
     let memory = on.alloc(100_000);
@@ -348,7 +348,7 @@ fn shared_memory(content: &[u8]) -> File {
     // SAFETY: a name that ends with a zero byte.
     let fd = unsafe { libc::memfd_create(c"pinpool".as_ptr(), libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: just made, and this function's alone.
     let mut file = unsafe { File::from_raw_fd(fd) };
     file.write_all(content).unwrap();
     file
@@ -357,7 +357,7 @@ fn shared_memory(content: &[u8]) -> File {
 pub fn read_only(on: &Subject) {
     let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(123_456));
     let content = bytes(4, 123_456);
-    // SAFETY: nobody else has the file.
+    // SAFETY: no other code has the file.
     let map = unsafe { Mmap::map(&file(&content)) }.unwrap();
     let at = map.as_ptr();
     let Some(value) = register(on, map, true) else { return };
@@ -366,7 +366,7 @@ pub fn read_only(on: &Subject) {
     assert!(fetch(&pool, &stream, &memory) == content);
     let map = value.into_inner().unwrap();
     assert!(map.as_ptr() == at && *map == *content);
-    // It need not be mapped for reading only; but nothing is downloaded into it.
+    // The device may refuse a read-only mapping; but nothing is downloaded into it.
     let Some(value) = register(on, bytes(5, 123_456), true) else { return };
     let refused = stream.download(&memory, value).unwrap_err();
     assert!(refused.error.to_string().contains("reading only"), "{}", refused.error);
@@ -393,7 +393,7 @@ pub fn mapped(on: &Subject) {
         let back = stream.download(&memory, value).unwrap().wait().unwrap().into_inner().unwrap();
         assert!(back.as_ptr() == at && back.iter().eq(content.iter().rev()));
     }
-    // What was downloaded into shared memory is there for all who have it.
+    // What was downloaded into shared memory shows in every mapping of it.
     // SAFETY: as above.
     let other = unsafe { Mmap::map(&shared) }.unwrap();
     assert!(other.iter().eq(content.iter().rev()));

@@ -6,7 +6,7 @@ use super::*;
 
 const HANG: Duration = Duration::from_secs(20);
 
-/// All of a pool is back, though what lands it may be another thread that is not done with that yet.
+/// All of a pool is back, though the thread that completes copies may need a little longer.
 fn all_back(on: &Subject, pool: &Pool) {
     let since = std::time::Instant::now();
     loop {
@@ -79,7 +79,7 @@ pub(super) fn order(on: &Subject) {
         let landing = pool.checkout(200_000).unwrap();
         let back = queue.download(&copy, landing).unwrap().wait().unwrap();
         assert!(*back == *sent, "round {round}");
-        // And streams' copies before other streams' work, by their handles.
+        // And copies of streams before work of other streams, by their handles.
         let other = on.stream();
         let flight = stream.upload(filled(&pool, &bytes(round + 50, 200_000)), &memory).unwrap();
         other.wait_for_copy(&flight).unwrap();
@@ -94,7 +94,7 @@ pub(super) fn order(on: &Subject) {
     if let Some(other) = &on.other {
         let flight = queue.upload(filled(&pool, b"here"), &memory).unwrap();
         let error = other.stream().unwrap().wait_for_copy(&flight);
-        // It may be done already: then there is nothing to wait for.
+        // It may be complete already: then there is nothing to wait for.
         assert!(matches!(error, Ok(()) | Err(Error::WrongDevice { .. })), "{error:?}");
         let error = queue.wait_for(&other.stream().unwrap()).unwrap_err();
         assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
@@ -110,7 +110,7 @@ pub(super) fn order(on: &Subject) {
     all_back(on, &pool);
 }
 
-/// Copies to the same bytes, and to overlapping ones: what is there afterwards is whole copies' bytes.
+/// Copies to the same bytes, and to overlapping ones: the bytes there afterwards are those of whole copies.
 pub(super) fn overlaps(on: &Subject) {
     let (pool, queue) = (on.pool(8 << 20), on.device.copy_queue().unwrap());
     let memory = on.alloc(64 << 10);
@@ -167,7 +167,8 @@ pub(super) fn refusals(on: &Subject) {
     all_back(on, &pool);
 }
 
-/// A queue that takes few copies: who does not wait is told so, who waits gets through, and nothing is lost.
+/// A queue that takes few copies: a caller that does not wait is told so, one that waits gets through, and nothing is
+/// lost.
 pub(super) fn depth(on: &Subject) {
     let (pool, queue) =
         (on.pool(8 << 20), on.device.copy_queue_with(QueueOptions::new().depth(3).threads(1)).unwrap());
@@ -229,10 +230,11 @@ pub(super) fn awaited(on: &Subject) {
     all_back(on, &pool);
 }
 
-/// Handles that are never dropped. In here, and not by `mem::forget`, so that a search for leaks finds other leaks only.
+/// Handles that are never dropped. In here, and not by `mem::forget`, so that a search for leaks finds other leaks
+/// only.
 static FORGOTTEN: Mutex<Vec<InFlight<PinnedBuf>>> = Mutex::new(Vec::new());
 
-/// Everything that belongs to a queue goes in any order, with copies pushed and under way.
+/// Everything that belongs to a queue is dropped in any order, with copies pushed and under way.
 pub(super) fn drops(on: &Subject) {
     for order in 0..6 {
         let pool = on.pool(8 << 20);
@@ -258,8 +260,8 @@ pub(super) fn drops(on: &Subject) {
                 clone.synchronize().unwrap();
             }
             4 if on.device.name().starts_with("host") => {
-                // A handle is forgotten: what it names is leaked, and nothing else is harmed. (The stand-in driver would
-                // miss what is leaked.)
+                // A handle is leaked: what it names is leaked with it, and nothing else is harmed. (The stand-in driver
+                // would report what is leaked.)
                 let mut flights = flights;
                 FORGOTTEN.lock().unwrap().extend(flights.pop());
                 drop((flights, queue));

@@ -1,5 +1,5 @@
-//! Gather and scatter by several threads, on host devices: every byte is in its place whoever packed it, in pools that
-//! have room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
+//! Gather and scatter by several threads, on host devices: every byte is in its place whichever thread packed it, in
+//! pools that have room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
 
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
@@ -20,7 +20,7 @@ fn setup(config: HostConfig, capacity: usize) -> Setup {
     Setup::new(config.memory(80 << 20), capacity, QueueOptions::new().packers(PACKERS), 32 << 20)
 }
 
-/// So many bytes, different ones for each seed.
+/// `len` bytes, different ones for each seed.
 fn bytes(seed: usize, len: usize) -> Vec<u8> {
     static NOISE: OnceLock<Vec<u8>> = OnceLock::new();
     let noise =
@@ -50,7 +50,7 @@ impl Pieces {
                 (bytes(i + first, len), place)
             })
             .collect();
-        // Thrown about, the same way each time.
+        // Shuffled, the same way each time.
         let count = made.len();
         (0..count).for_each(|i| made.swap(i, (i * 7919 + 13) % count));
         let (sources, places) = made.into_iter().unzip();
@@ -104,14 +104,14 @@ fn no_packers() {
     }
 }
 
-/// Whatever the pool has room for: many segments, a few, or one at a time.
+/// Pools with room for many segments, a few, or one at a time.
 #[test]
 fn every_byte_is_in_its_place() {
     own_process!();
     for capacity in [32 << 20, 5 << 20, 1 << 20] {
         for config in [HostConfig::new(), HostConfig::new().late(Duration::from_micros(200), 3)] {
             let s = setup(config, capacity);
-            // Short ones, which are planned by who packs them; and long ones beside them.
+            // Short ones, which are planned by the thread that packs them; and long ones beside them.
             for pieces in [
                 Pieces::new(&s.memory, 5, short(1200)),
                 Pieces::new(&s.memory, 0, short(60).chain([3 << 20, 700_000, 5 << 20])),
@@ -125,15 +125,15 @@ fn every_byte_is_in_its_place() {
             all_back(&s);
         }
     }
-    // Nobody helps where there are no threads.
+    // No helper packs where there are no threads.
     let s = setup(HostConfig::new().stepped(3), 3 << 20);
     let pieces = Pieces::new(&s.memory, 5, short(1200));
     s.queue.gather_blocking(&s.pool, &pieces.gather()).unwrap();
     pieces.come_back(&s);
 }
 
-/// Callers share the helpers, of which there are no more than was said, none before there is much to do, and none when
-/// the queue is gone.
+/// Callers share the helpers: no more of them than the options say, none before there is much to do, and none after the
+/// queue is dropped.
 #[test]
 fn callers_share_the_helpers() {
     own_process!();
@@ -161,7 +161,7 @@ fn callers_share_the_helpers() {
     no_packers();
 }
 
-/// Pinned pieces at the places that are given, each `LEN` bytes, numbered through.
+/// Pinned pieces at the given places, each `LEN` bytes, numbered.
 fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
     let piece = |(i, at): (usize, usize)| {
         let mut buf = from.checkout(LEN).unwrap();
@@ -173,7 +173,8 @@ fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(P
 
 const LEN: usize = 8 << 10;
 
-/// What a gather of pinned pieces brought is there, by way of a scatter to other buffers, which come back in order.
+/// Checks that the bytes of a gather of pinned pieces are there, by a scatter to other buffers, which come back in
+/// order.
 fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     let landing = |place: &DeviceSlice| {
         let mut landing = from.checkout(LEN).unwrap();
@@ -278,8 +279,8 @@ fn in_place(test: impl Fn(Setup)) {
     }
 }
 
-/// Pieces that are pushed in groups are counted as the copies that they are, lent as the buffers that they are, and
-/// come back by whatever way the handle ends.
+/// Pieces that are pushed in groups count as that many copies, as that many lent buffers, and come back in whichever
+/// way the handle ends.
 #[test]
 fn groups_count_as_their_copies() {
     const COUNT: usize = 1500;
@@ -302,7 +303,7 @@ fn groups_count_as_their_copies() {
         drop(came);
         all_back(&s);
     });
-    // Nothing moves unless it is told to.
+    // Nothing moves until the node resumes.
     let s = setup(HostConfig::new().stepped(3), 24 << 20);
     let pieces = apart(&s, 100);
     let out = s.pool.stats().checked_out_bytes;
@@ -355,8 +356,8 @@ fn a_copy_fails_in_a_group() {
     });
 }
 
-/// The device dies with groups pushed and in flight, and a handle that is waited for or gone: nothing is in use for
-/// good, and nobody waits for ever.
+/// The device dies with groups pushed and in flight, with a handle that waits or a dropped one: nothing stays in use
+/// for good, and no wait lasts for ever.
 #[test]
 fn a_device_dies_under_groups() {
     own_process!();
@@ -416,7 +417,7 @@ fn pieces_of_a_call_may_overlap() {
     });
 }
 
-/// Values of the caller's own, short neighbours that are staged among others that stay in place, both ways.
+/// Values of the program's own, short neighbours that are staged among others that stay in place, both ways.
 #[test]
 fn registered_values_are_packed_and_come_back_in_order() {
     const SHORT: usize = 700;
@@ -478,7 +479,7 @@ fn empty_pieces_wait_for_nothing() {
     all_back(&s);
 }
 
-/// Pinned pieces that leave no room: there is nothing to pack them in, nor to wait for.
+/// Pinned pieces that leave no room: there is no segment to pack them in, nor to wait for.
 #[test]
 fn pinned_pieces_may_be_all_that_the_pool_has() {
     own_process!();
@@ -537,7 +538,7 @@ fn a_refused_piece_comes_back_with_all_others() {
     }
 }
 
-/// A copy fails: the gather says so, whoever packed it, and the others happen.
+/// A copy fails: the gather says so, whichever thread packed it, and the others happen.
 #[test]
 fn a_copy_fails_in_a_gather() {
     own_process!();
@@ -565,7 +566,7 @@ fn a_copy_fails_in_a_gather() {
     assert_eq!(s.pool.stats().quarantined_bytes, 0);
 }
 
-/// The device dies at any moment of a gather or a scatter: both end, with that error, and nothing is in use.
+/// The device dies at any point of a gather or a scatter: both end, with that error, and nothing is in use.
 #[test]
 fn a_device_dies_under_a_gather() {
     own_process!();
@@ -594,8 +595,8 @@ fn a_device_dies_under_a_gather() {
     }
 }
 
-/// A batch that somebody else's copies have begun has no room for a group of a batch's length: its turn comes all the
-/// same.
+/// A batch that another thread's copies have begun has no room for a group of a batch's length: the group's turn comes
+/// all the same.
 #[test]
 fn a_long_group_has_its_turn_beside_single_copies() {
     own_process!();
@@ -637,7 +638,7 @@ fn a_long_group_has_its_turn_beside_single_copies() {
     all_back(&s);
 }
 
-/// A waker on the queue's thread must not wait, nor have helpers wait for what only that thread does.
+/// A waker on the queue's thread must not wait, nor make helpers wait for what only that thread does.
 #[test]
 fn a_waker_that_scatters_is_refused() {
     struct Scatters {
@@ -693,7 +694,7 @@ fn a_waker_that_scatters_is_refused() {
     all_back(&s);
 }
 
-/// Bytes that are more each time somebody asks.
+/// Bytes that are more each time the crate asks for them.
 struct Grows {
     bytes: Vec<u8>,
     asked: std::sync::atomic::AtomicUsize,
@@ -772,7 +773,8 @@ fn a_segment_that_is_there_is_long_enough() {
     all_back(&s);
 }
 
-/// What a call has of the pool stays with it to its end: others may wait for that, and for the call.
+/// A call keeps the segments that it has to its end, so it goes on while other requests wait for them, and for the
+/// call.
 #[test]
 fn a_call_goes_on_with_the_segment_that_it_has() {
     own_process!();
@@ -785,7 +787,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
         expected.extend_from_slice(&bytes(i, 1000));
         pieces.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
     }
-    // All but one segment, whichever length that has.
+    // All but one segment, whatever length that has.
     let one =
         [1_500_000, 1 << 20, 600_000].into_iter().find_map(|len| s.pool.try_checkout(len).ok()).unwrap();
     let mut rest: Vec<PinnedBuf> = Vec::new();
@@ -812,7 +814,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         done
     });
-    assert_eq!(done.expect("it waits for who waits for it").unwrap(), 2400);
+    assert_eq!(done.expect("the call waits for a request that waits for the call").unwrap(), 2400);
     drop(rest);
     let stream = s.device.stream().unwrap();
     let back =

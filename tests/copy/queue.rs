@@ -11,7 +11,7 @@ use pinpool::{
 
 use crate::support::rig::queue::Setup;
 
-/// More marks than anybody tries to record.
+/// More failures than there are attempts to record an event.
 const FOR_GOOD: u64 = 10_000;
 
 const LEN: usize = 300;
@@ -90,7 +90,7 @@ fn a_copy_fails_alone() {
                 assert_eq!(s.pool.stats().quarantined_bytes, 0);
             }
         }
-        // Where nobody asks, nothing is kept; and a gather says what one of its copies failed with.
+        // Where no caller asks, nothing is kept; and a gather says what one of its copies failed with.
         s.node.fail(Fault { device: 0, call: Call::Copy, nth: 3, failure: Failure::Transient });
         drop(s.push(20));
         s.queue.synchronize().unwrap();
@@ -103,7 +103,7 @@ fn a_copy_fails_alone() {
     });
 }
 
-/// Marks that fail are made up for.
+/// A failed event is made up for by a later one.
 #[test]
 fn marks_fail() {
     everywhere(|s| {
@@ -120,7 +120,7 @@ fn marks_fail() {
     });
 }
 
-/// The device dies with copies pushed, submitted and waited for, and with a queue's handles there or gone.
+/// The device dies with copies pushed, submitted and waited for, with a queue's handles there or dropped.
 #[test]
 fn a_device_dies_under_a_queue() {
     for keeps in [true, false] {
@@ -158,7 +158,7 @@ fn a_device_dies_under_a_queue() {
     }
 }
 
-/// A queue whose device hangs: deadlines pass, handles come back, and when it goes on all is well.
+/// A queue whose device hangs: deadlines pass, handles come back, and when the device resumes all copies complete.
 #[test]
 fn a_device_hangs_under_a_queue() {
     let s = setup(HostConfig::new(), QueueOptions::new().depth(20).threads(1));
@@ -210,24 +210,24 @@ fn a_full_queue_lets_everyone_through() {
 }
 
 impl Setup {
-    /// Has marks fail for good, while the device works.
-    fn fail_marks(&self) {
+    /// Makes recording an event fail for good, while the device works.
+    fn fail_events(&self) {
         self.node.start_trace();
         for _ in 0..FOR_GOOD {
             self.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
         }
     }
 
-    /// Marks that were tried since then.
+    /// Events that the crate tried to record since then.
     fn tried(&self) -> usize {
         self.node.trace().iter().filter(|call| **call == Call::Record).count()
     }
 }
 
-/// After how many marks that failed in a row a stream is given up.
+/// How many events in a row must fail until a stream is given up.
 fn tries() -> usize {
     let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    s.fail_marks();
+    s.fail_events();
     let sent = s.push(1).remove(0);
     while sent.is_done().is_ok() {
         assert!(s.tried() < FOR_GOOD as usize, "the stream is never given up");
@@ -235,27 +235,27 @@ fn tries() -> usize {
     s.tried()
 }
 
-/// A staged gather goes in two batches, and marks fail for good between them: the last copy is refused while the first
+/// A staged gather goes in two batches, and events fail for good between them: the last copy is refused while the first
 /// batch is in flight, on a device that is alive. The segment, which both copies read, is not taken again.
 #[test]
 fn a_segment_outlives_the_batch_that_is_refused() {
     let tries = tries();
     let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    s.fail_marks();
+    s.fail_events();
     let before = s.push(1);
     while s.tried() < tries - 1 {
         s.device.reap();
     }
-    assert_eq!(s.tried(), tries - 1, "one look is one mark");
+    assert_eq!(s.tried(), tries - 1, "one look is one event");
     let (first, last) = (bytes(1, LEN), bytes(2, LEN));
     // They overlap on the device, so they never share a batch.
     let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
     let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
     let gathered = s.queue.gather(&s.pool, &pieces).unwrap();
-    assert_eq!(s.tried(), tries, "the first batch's mark was the last straw");
+    assert_eq!(s.tried(), tries, "the first batch's event was one failure too many");
     assert!(gathered.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
     drop(before);
-    // Nothing has been copied yet. Whoever takes all that the pool has writes to it.
+    // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
     assert_eq!(s.queue.stats().copies, 2, "one before, and the first of the two");
     let mut taken = Vec::new();
     while let Ok(mut buf) = s.pool.try_checkout(2 * LEN) {
@@ -292,7 +292,7 @@ fn a_pool_of_another_device_is_refused() {
     s.all_back();
 }
 
-/// On the thread that submits nobody else would submit what a waker wants to come first.
+/// On the thread that submits no other thread would submit the copy that a waker wants to come first.
 #[test]
 fn a_waker_may_have_a_stream_wait_for_a_copy_that_it_has_pushed() {
     struct Pushes {
@@ -355,13 +355,13 @@ fn ends(what: &str, test: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// What a waker does that must not wait.
+/// What a waker tries, though it must not wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
     ForRoom,
     ForCopy,
     ForAll,
-    /// On a stream, where the copies went that it is woken by.
+    /// On the stream of the copy whose completion wakes it.
     OnStream,
 }
 
@@ -408,7 +408,7 @@ impl std::task::Wake for Waiter {
     }
 }
 
-/// A thread of the caller's that waits finds out by itself what is done, and wakes others as it does. A waker that
+/// A thread of the program that waits sees by itself what is complete, and wakes other waiters as it does. A waker that
 /// waited there would wait for that very thread.
 #[test]
 fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
@@ -450,7 +450,7 @@ fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
                 }
                 s.queue.synchronize().unwrap();
             }
-            // In a waker only.
+            // Refused in a waker only.
             drop(s.queue.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
             drop(stream.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
             stream.synchronize().unwrap();
@@ -459,8 +459,8 @@ fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
     }
 }
 
-/// A stream is lost on a thread that submits, which wakes who waited. Nobody but that thread would submit what one of
-/// them wants to come first, and it never will.
+/// A stream is lost on a thread that submits, which wakes the waiters. Only that thread would submit what one of them
+/// wants to come first, and it never will.
 #[test]
 fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
     struct Follows {
@@ -499,7 +499,7 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
             memory: s.range(900),
             told,
         }));
-        s.fail_marks();
+        s.fail_events();
         let mut before = s.push(1);
         let polled = std::pin::Pin::new(&mut before[0]).poll(&mut std::task::Context::from_waker(&waker));
         assert!(polled.is_pending());
@@ -507,7 +507,7 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
         while s.tried() < tries - 1 {
             s.device.reap();
         }
-        // The mark behind this one is the last straw, on this thread, which submits it.
+        // The event behind this copy is one failure too many, on this thread, which submits it.
         let last = s.push(1);
         assert_eq!(s.tried(), tries);
         let told = hears.recv_timeout(HANG).expect("the waker returns");
@@ -521,7 +521,7 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
     });
 }
 
-/// Many copies that go together need as much room, which others who need little would take away from them for ever.
+/// Copies that go together need as much room, which single copies of other threads would take away from them for ever.
 #[test]
 fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
     let config = HostConfig::new().late(Duration::from_micros(50), 1);
@@ -543,7 +543,7 @@ fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
         let s = s.clone();
         move || {
             for _ in 0..4 {
-                // As long as is copied from where it is.
+                // Long enough to be copied from where it is.
                 let piece = |i: usize| {
                     let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
                     (s.filled(&bytes(i, 4096)), place)
@@ -571,8 +571,8 @@ fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
     s.all_back();
 }
 
-/// Two threads drive one stepped device. While one of them is in the midst of finding out what is done, the other one
-/// has nothing to step; but its copy is about to be done.
+/// Two threads drive one stepped device. While one of them sees copies complete, the other one has nothing to step; but
+/// its copy is about to be complete.
 #[test]
 fn two_threads_wait_on_a_stepped_device() {
     let s = setup(HostConfig::new().stepped(7), QueueOptions::new());
@@ -590,7 +590,7 @@ fn two_threads_wait_on_a_stepped_device() {
             });
         }
     });
-    // Where nobody moves it, a wait ends.
+    // Where no thread steps the device, a wait ends.
     s.node.hang(0);
     let late = s.push(1).remove(0).wait();
     assert!(matches!(late, Err(Error::Timeout(_))), "{late:?}");
@@ -598,7 +598,7 @@ fn two_threads_wait_on_a_stepped_device() {
     s.all_back();
 }
 
-/// Bytes that are fewer from the so many-th question on.
+/// Bytes that are fewer from the `steady`-th question on.
 struct Shrinks {
     bytes: Vec<u8>,
     asked: std::sync::atomic::AtomicUsize,
@@ -653,11 +653,11 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
     s.all_back();
 }
 
-/// A copy is in flight from the push on, whether it was submitted or not: so says its segment, and so say the sums.
+/// A copy is in flight from the push on, whether it was submitted or not: its segment and the sums say so.
 #[test]
 fn pushed_copies_are_in_flight_at_once() {
     let s = setup(HostConfig::new(), QueueOptions::new().threads(1));
-    // Nothing lands until it is told to.
+    // No copy completes until the node resumes.
     s.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
     let mut flights = Vec::new();
     let mut granted = 0;

@@ -1,5 +1,5 @@
-//! `Device::close` where not everything comes back: devices that fail, hang and die. (What every device does when all
-//! goes well is in the contract's suite.)
+//! `Device::close` where not everything comes back: devices that fail, hang and die. (The contract's suite has what
+//! every device does when all goes well.)
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -61,7 +61,7 @@ fn what_hangs_is_told_and_waited_for() {
     assert_eq!(node.live(0), Default::default());
 }
 
-/// A stream that is lost keeps what was in flight there for good: nobody waits for it.
+/// A lost stream keeps what was in flight there for good: `close` does not wait for it.
 #[test]
 fn what_never_comes_back_is_not_waited_for() {
     let (node, device) = open();
@@ -82,14 +82,14 @@ fn what_never_comes_back_is_not_waited_for() {
     assert_eq!((pool.open, pool.buffers, pool.quarantined), (false, 1, 1), "{error}");
     assert!(pool.quarantined_bytes >= 4096 && !error.is_closed(), "{error}");
     assert!(error.to_string().contains("the pool weights") && error.to_string().contains("never come back"));
-    // The device memory that the copy may still use.
+    // The device memory that the copy may still use stays allocated.
     assert_eq!((error.held_by().memory_bytes, error.held_by().handles), (4096, 0), "{error}");
-    assert!(error.held_by().leaked >= 1, "the mark's event may still be recorded: {error}");
+    assert!(error.held_by().leaked >= 1, "the driver's event may still be recorded: {error}");
     let error = error.wait(FOREVER).unwrap_err();
     assert!(!error.is_closed(), "{error}");
 }
 
-/// While others still hold something that can come back, it is waited for, whatever else never does.
+/// While another thread still holds something that can come back, `close` waits for it, whatever else never does.
 #[test]
 fn what_can_come_back_is_waited_for_all_the_same() {
     let (node, device) = open();
@@ -115,7 +115,8 @@ fn what_can_come_back_is_waited_for_all_the_same() {
     });
 }
 
-/// The driver refuses to take something back: closed it is, and the error says that something stays.
+/// The driver refuses to take something back: the device is closed all the same, and the error says that something
+/// stays.
 fn refused(call: Call) -> CloseError {
     let (node, device) = open();
     let bed = Bed::on(&device);
@@ -127,7 +128,7 @@ fn refused(call: Call) -> CloseError {
     assert!(error.to_string().contains("is closed, but not everything was given back: 1 things"), "{error}");
     let live = node.live(0);
     assert_ne!(live, Default::default(), "{call:?}: something stays");
-    // It is over: waiting changes nothing.
+    // `close` is over: a further wait changes nothing.
     error.wait(FOREVER).unwrap_err()
 }
 
@@ -150,7 +151,7 @@ fn a_device_that_was_lost_says_so() {
     assert!(error.to_string().contains("was lost"), "{error}");
 }
 
-/// A pool of several devices keeps all of them open by its handles, and by its memory the one that made that.
+/// The handles of a pool of several devices keep all of these open; its memory keeps the one that allocated it open.
 #[test]
 fn a_pool_of_two_devices() {
     let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
@@ -168,7 +169,7 @@ fn a_pool_of_two_devices() {
     error.wait(FOREVER).unwrap();
 }
 
-/// What is out is counted while owners are at work: a return may be counted before the checkout that it ends.
+/// Counts what is out while threads are at work: a return may be counted before the checkout that it ends.
 #[test]
 fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
     let (_node, device) = open();
@@ -196,12 +197,12 @@ fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
         }
         over.store(true, Ordering::Relaxed);
     });
-    // One is kept, a few are on their way.
+    // One is the reserve's, a few are in the channel.
     assert!(most <= 100, "{most}");
     drop(reserved);
 }
 
-/// A device that others move is moved before it is let go.
+/// A stepped device is stepped by `close`.
 #[test]
 fn a_stepped_device_is_moved_first() {
     let node = HostNode::new(HostConfig::new().memory(64 << 20).stepped(5)).unwrap();
@@ -212,7 +213,7 @@ fn a_stepped_device_is_moved_first() {
     drop(bed);
     device.close(FOREVER).unwrap();
     assert_eq!(node.live(0), Default::default());
-    // Nobody else moves it, so nobody is waited for.
+    // No other thread steps it, so `close` does not wait for the memory.
     let device = Device::on(&node, 0).unwrap();
     let memory = device.alloc(64).unwrap();
     let error = device.close(FOREVER).unwrap_err();

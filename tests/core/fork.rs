@@ -1,4 +1,4 @@
-//! A fork, seen from the child: once its parent had opened a device nothing of the crate can be used there, nothing
+//! A fork, seen from the child: once its parent had opened a device, nothing of the crate can be used there, nothing
 //! hangs, and nothing that is dropped there does anything. What the child finds comes back as its exit code, since it
 //! may not print (locks of the parent's threads may be held for ever) nor unwind into the test harness.
 
@@ -102,7 +102,7 @@ fn a_child_can_check_nothing_out() {
     pool.check().unwrap();
 }
 
-/// A buffer that the parent had out becomes a token that nobody redeems, without a lock.
+/// A buffer that the parent had checked out becomes a token that is never redeemed, without a lock.
 #[test]
 fn a_child_makes_tokens_of_nothing() {
     own_process!();
@@ -158,7 +158,7 @@ fn drops_in_a_child_do_nothing() {
     pool.check().unwrap();
 }
 
-/// The last handles go in the child, while threads of the parent hold their locks all the time.
+/// The last handles are dropped in the child, while threads of the parent hold their locks all the time.
 #[test]
 fn a_child_may_drop_the_last_handles_whatever_the_threads_are_doing() {
     own_process!();
@@ -210,7 +210,8 @@ fn a_child_may_drop_the_last_handles_whatever_the_threads_are_doing() {
     shared.check().unwrap();
 }
 
-/// A device of the child's own, with the last handle of the parent's gone there: its threads do not exist.
+/// The child opens a device of its own. The last handle of the parent's device is dropped there, whose threads do not
+/// exist in the child.
 #[test]
 fn a_child_may_drop_a_device_and_a_pool_for_good() {
     own_process!();
@@ -311,7 +312,7 @@ fn a_child_of_a_process_that_opened_nothing_is_like_any_other() {
     in_a_fresh_process("a_child_of_a_process_that_opened_nothing_is_like_any_other", || {
         for _ in 0..3 {
             let code = forked(|| match works() {
-                // It has opened one by now.
+                // The child has opened one by now.
                 true => forked(|| i32::from(!is_forked(Device::open("host")))).unwrap_or(2),
                 false => 3,
             });
@@ -638,7 +639,7 @@ fn child(
             !is_forked(pool.redeem(token))
         }
         5 => {
-            // Threads of its own can use no more than it, and their thread-locals go as ever.
+            // Threads of the child can use no more than it can, and their thread-locals are destroyed as ever.
             std::thread::scope(|scope| {
                 let asks = || is_forked(pool.try_checkout(7)) && is_forked(pool.clone().checkout(7));
                 let all: Vec<_> = (0..4).map(|_| scope.spawn(asks)).collect();
@@ -646,7 +647,7 @@ fn child(
             })
         }
         _ => {
-            // By way of the process's end, in which the thread's caches go, and what is left here.
+            // Ends by the process's normal exit, in which the thread's caches are destroyed, and what is left here.
             std::mem::forget((held, rest));
             std::process::exit(0)
         }
@@ -654,7 +655,7 @@ fn child(
     if wrong { 20 + (turn % 7) as i32 } else { 0 }
 }
 
-/// Forks beside threads that are at work: whatever lock these have at that moment, no child comes to it.
+/// Forks beside threads that are at work: whatever locks these hold at the fork, the child waits for none of them.
 fn beside_threads(device: &Device, rounds: usize) {
     let builder = |capacity: usize| Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow);
     let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
@@ -737,7 +738,7 @@ fn other_programs_can_be_started() {
     assert_eq!(pool.stats().checked_out_bytes, 0);
 }
 
-/// Whoever looks at a pool in the child, or ends it, is not kept waiting for threads that the child does not have.
+/// A look at a pool in the child, or its shutdown, does not wait for threads that the child does not have.
 #[test]
 fn a_child_waits_for_nothing() {
     own_process!();
@@ -798,7 +799,7 @@ fn the_callers_memory_is_left_alone_in_a_child() {
     let dropped = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let value = |len: usize| Counted(vec![3; len], dropped.clone());
     pool.adopt(value(256 << 10)).map_err(Error::from).unwrap();
-    // One that is over: nothing but its handles keeps its memory.
+    // One that is complete: only its handles keep its memory.
     let closed =
         Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
     closed.adopt(value(256 << 10)).map_err(Error::from).unwrap();
@@ -871,7 +872,7 @@ fn a_task_that_waits_is_told_in_a_child() {
     assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_ready());
 }
 
-/// What there is belongs to the parent, whose threads are not here: nobody could be waited for.
+/// What is there belongs to the parent, whose threads are not here: the child could wait for none of them.
 #[test]
 fn a_child_closes_no_device() {
     own_process!();

@@ -153,7 +153,7 @@ fn round_trip(device: &Device, mut buf: PinnedBuf) {
     assert!(*buf == *bytes);
 }
 
-/// Everything of the pool's goes, with threads a little later.
+/// All that the pool had is given back, by threads a little later.
 fn all_is_given_back(node: &HostNode, locked: usize) {
     let since = std::time::Instant::now();
     while (node.live(0), locked_bytes()) != (HostUsage::default(), locked) {
@@ -255,12 +255,12 @@ fn a_limit_hit_while_growing_leaves_what_is_there() {
             assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (pages(12), 0));
             assert!(first.is_pinned());
             parts_add_up(&pool);
-            // What is there serves on.
+            // What is pinned serves on.
             round_trip(&device, pool.checkout(100).unwrap());
             let again = pool.try_checkout(pages(8) - 32);
             assert!(matches!(again, Err(Error::Exhausted { .. })), "{again:?}");
             pool.wait_pinned(Some(HANG)).unwrap();
-            // Who can be served by what comes back goes on waiting, and gets it.
+            // A request that returned buffers can serve goes on waiting, and gets them.
             std::thread::scope(|scope| {
                 let waiter = if stepped {
                     None
@@ -276,7 +276,8 @@ fn a_limit_hit_while_growing_leaves_what_is_there() {
                     None => drop(pool.checkout(pages(8) - 32).unwrap()),
                 }
             });
-            // Who cannot be gets the error, whether growing fails before or after it begins to wait.
+            // A request that they cannot serve gets the error, whether growing fails before or after the request begins
+            // to wait.
             let two = [Request::new(pages(8) - 32); 2];
             for _ in 0..20 {
                 let refused = pool.checkout_many(&two, Some(HANG));

@@ -41,7 +41,7 @@ fn send(pool: &Pool, stream: &Stream, device: &Device) {
     drop(stream.upload(buf, device.alloc(4096).unwrap()).unwrap());
 }
 
-/// A capture elsewhere that makes a mark fail is neither completion nor loss: the mark is made later.
+/// A capture elsewhere that makes recording an event fail is neither completion nor loss: the event is recorded later.
 #[test]
 fn a_capture_does_not_lose_a_stream() {
     for call in [Call::Record, Call::CreateEvent, Call::Query] {
@@ -63,7 +63,7 @@ fn a_capture_does_not_lose_a_stream() {
     }
 }
 
-/// The cache of a thread stays within its bound for a reserve too.
+/// The bound of a thread cache holds for a reserve too.
 #[test]
 fn a_reserve_is_not_hoarded_by_one_thread() {
     let (_node, device) = stepped(1 << 20);
@@ -78,7 +78,7 @@ fn a_reserve_is_not_hoarded_by_one_thread() {
     pool.check().unwrap();
 }
 
-/// A stream that is lost while its device lives may still use device memory: that stays too.
+/// A stream that is lost while its device lives may still use device memory: that memory stays allocated too.
 #[test]
 fn what_a_lost_stream_may_use_is_not_freed() {
     let (node, device) = stepped(1 << 20);
@@ -100,11 +100,11 @@ fn a_failed_growth_ends_the_wait() {
     fail(&node, Call::Pin, Failure::Argument);
     let refused = pool.checkout(4096).unwrap_err();
     assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
-    // It was a matter of that call.
+    // Only that call failed.
     pool.checkout(4096).unwrap();
 }
 
-/// The same where the device has threads: there nobody would ever have come to wake the waiter.
+/// The same where the device has threads: there no thread would ever have woken the waiter.
 #[test]
 fn a_failed_growth_ends_the_wait_on_threads() {
     for _ in 0..100 {
@@ -153,7 +153,7 @@ fn a_request_longer_than_any_region_waits_for_idle_ones() {
     let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
     let refused = pool.checkout(100 << 10).unwrap_err();
     assert!(matches!(refused, Error::Timeout(_)), "{refused}");
-    // Regions that nobody uses make way.
+    // Regions without a buffer that is out make way.
     drop(held);
     pool.checkout(100 << 10).unwrap();
 }
@@ -228,7 +228,7 @@ fn idle_regions_make_way_for_a_request_that_fits_none_of_them() {
     pool.check().unwrap();
 }
 
-/// A waker whose end panics.
+/// A waker whose drop panics.
 struct Bomb;
 
 impl Wake for Bomb {
@@ -278,7 +278,7 @@ fn a_waker_whose_drop_panics_frees_nothing_early() {
     pool.check().unwrap();
 }
 
-/// Whom a cancelled wait makes way for is woken, whatever the waker of the one that was cancelled does.
+/// The request that a cancelled wait made way for is woken, whatever the waker of the cancelled wait does.
 #[test]
 fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
     let (_node, device) = stepped(1 << 20);
@@ -296,7 +296,7 @@ fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
     drop(held);
 }
 
-/// Nor does a waker that is replaced leave a wait behind that nobody can end.
+/// Nor does a replaced waker whose drop panics leave a wait in the queue that nothing ends.
 #[test]
 fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
     let (_node, device) = stepped(1 << 20);
@@ -379,8 +379,7 @@ fn several_requests_grow_by_extents_that_hold_them() {
     }
 }
 
-/// Two threads that trimmed at once counted a region that went as gone twice: room that never came back, or an
-/// overflow.
+/// Two threads that trimmed at once counted one unpinned region twice: room that never came back, or an overflow.
 #[test]
 fn a_region_goes_once_however_many_trim() {
     const REGION: usize = 64 << 10;
@@ -393,7 +392,7 @@ fn a_region_goes_once_however_many_trim() {
         let trimmers: Vec<_> =
             (0..3).map(|_| scope.spawn(|| (0..2000).map(|_| pool.trim(0)).sum::<usize>())).collect();
         for _ in 0..2000 {
-            // All of the capacity, so that a region that is counted as going for good is missed.
+            // All of the capacity, so that a region that is counted as leaving for good is missed.
             let all: Vec<_> =
                 (0..4).map(|_| pool.checkout_timeout(60 << 10, Duration::from_secs(20))).collect();
             assert!(all.iter().all(Result::is_ok), "{all:?}, {:?}", pool.stats());
@@ -401,12 +400,12 @@ fn a_region_goes_once_however_many_trim() {
         trimmers.into_iter().map(|trimmer| trimmer.join().unwrap()).sum()
     });
     drop(pool);
-    // The worker tells of each, in its own time.
+    // The worker tells of each region, in its own time.
     let since = std::time::Instant::now();
     while *gone.lock().unwrap() < said && since.elapsed() < Duration::from_secs(20) {
         std::thread::sleep(Duration::from_millis(1));
     }
-    // The rest went with the pool.
+    // The others were given back with the pool.
     let (gone, left) = (*gone.lock().unwrap(), 4 * REGION);
     assert!((said..=said + left).contains(&gone), "{said} bytes were said to go, {gone} went");
 }
@@ -415,7 +414,7 @@ fn a_region_goes_once_however_many_trim() {
 #[test]
 fn a_pool_grows_as_long_as_one_device_is_left() {
     const PIECE: usize = 200 << 10;
-    // Known to be lost before the pool grows, or found out by its growing; and either one of the two.
+    // The device is known to be lost before the pool grows, or growing finds it out; the device is either of the two.
     for (known, dead) in [(true, 0), (false, 0), (true, 1), (false, 1)] {
         let node = HostNode::new(HostConfig::new().devices(2).memory(4 << 20)).unwrap();
         let devices = [Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap()];
@@ -442,7 +441,7 @@ fn a_pool_grows_as_long_as_one_device_is_left() {
     }
 }
 
-/// What overflows is too long by the pool's own measure, as anything else that is.
+/// What overflows is too long by the pool's own measure, as any other excess.
 #[test]
 fn the_largest_length_is_the_pools_own_whatever_was_asked_for() {
     let device = Device::open("host").unwrap();
@@ -453,7 +452,7 @@ fn the_largest_length_is_the_pools_own_whatever_was_asked_for() {
     }
 }
 
-/// Threads of the crate run code of the caller's, which must not wait there for what only that thread does.
+/// Threads of the crate run code of the program, which must not wait there for what only that thread does.
 #[test]
 fn nobody_waits_for_the_thread_that_he_is_on() {
     use std::sync::mpsc;
@@ -480,7 +479,7 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     drop(owned.unwrap());
     let asked = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
     assert!(matches!(asked, Err(Error::Exhausted { .. })), "{asked:?}");
-    // It has made the pool grow all the same.
+    // The pool has grown all the same.
     drop(pool.checkout(3 << 20).unwrap());
 
     // A waker runs on the thread that finds out what is done.
@@ -506,22 +505,22 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     // Many more behind it, so that the other is under way when the first wakes.
     let mut others: Vec<_> = (0..5).map(|_| upload(&other)).collect();
     let waker = Waker::from(Arc::new(Waits(Mutex::new(others.pop()), tell)));
-    // Until one is not complete at once, on whatever machine.
+    // Until one copy is not complete at once, on whatever machine.
     let first = loop {
         let mut first = Box::pin(upload(&stream));
         if matches!(first.as_mut().poll(&mut Context::from_waker(&waker)), Poll::Pending) {
             break first;
         }
     };
-    // Complete by then, or refused: but never waited for.
+    // Complete by then, or refused: but the waker never waited for it.
     let error = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
     assert!(matches!(error, None | Some(Error::Unsupported(_))), "{error:?}");
     drop((first, others));
     assert!(pool.shutdown(Duration::from_secs(20)).drained);
 }
 
-/// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. What it ended
-/// with and wrote goes to `verdict` here.
+/// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. Its exit status
+/// and output are passed to `verdict` here.
 #[cfg(target_os = "linux")]
 fn in_a_process(test: &str, part: &str, verdict: impl FnOnce(std::process::ExitStatus, &str)) -> bool {
     const PART: &str = "PINPOOL_TEST_PART";
@@ -584,7 +583,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         use_it(&new, 3);
         new.check().unwrap();
     }
-    // Another thread has, and sleeps: what it caches is taken back, as ever.
+    // Another thread has used the pool, and sleeps: what it caches is taken back, as ever.
     if in_a_process(test, "asleep", well) {
         let (used, was_used) = std::sync::mpsc::channel();
         let (end, ends) = std::sync::mpsc::channel::<()>();
@@ -604,7 +603,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         });
         pool.check().unwrap();
     }
-    // Others use it all the time.
+    // Other threads use the pool all the time.
     if in_a_process(test, "busy", well) {
         let (done, started) = (AtomicBool::new(false), std::sync::Barrier::new(3));
         std::thread::scope(|scope| {
@@ -628,7 +627,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         });
         pool.check().unwrap();
     }
-    // Of one that computes all the time nothing is known. (The only part whose end is not a success.)
+    // A thread that computes all the time shows nothing of its state. (The only part whose end is not a success.)
     let aborted = |status: std::process::ExitStatus, text: &str| {
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(status.signal(), Some(libc::SIGABRT), "{text}");
@@ -697,7 +696,7 @@ fn signals_are_for_the_programs_threads() {
     let threads = loop {
         let threads = threads();
         let all = kinds.iter().all(|kind| threads.iter().any(|(name, _)| name.starts_with(kind)));
-        // The C library blocks all of them for a moment where a thread begins, ends, or starts another.
+        // The C library blocks all of them for an instant where a thread begins, ends, or starts another.
         if all && threads.iter().all(|(_, blocked)| blocked & raised == 0) {
             break threads;
         }
@@ -707,14 +706,14 @@ fn signals_are_for_the_programs_threads() {
     for (name, blocked) in threads {
         assert_eq!(blocked & wanted, wanted, "{name} blocks {blocked:x}");
     }
-    // One that comes while only those could take it waits for this one.
+    // A signal that comes while only those threads could take it waits for this thread.
     // SAFETY: the handler only counts; sets of signals, filled within.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigaddset(&raw mut set, libc::SIGUSR1);
         assert_eq!(libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()), 0);
         libc::signal(libc::SIGUSR1, handle as extern "C" fn(libc::c_int) as libc::sighandler_t);
-        // Where the harness has a thread of its own beside this one, that one may take it.
+        // Where the harness has a thread of its own beside this one, that thread may take it.
         let alone = libc::getpid() == libc::syscall(libc::SYS_gettid) as libc::pid_t;
         assert_eq!(libc::kill(libc::getpid(), libc::SIGUSR1), 0);
         std::thread::sleep(Duration::from_millis(50));
@@ -725,8 +724,8 @@ fn signals_are_for_the_programs_threads() {
     drop((sampling, pipeline, queue, stream));
 }
 
-/// A stepped device has no thread for what lets go of others' memory: the owner goes after the submission that found
-/// the device dead, and may use the pool.
+/// A stepped device has no thread that drops the owners of foreign memory: an owner is dropped after the submission
+/// that found the device dead, and may use the pool.
 #[test]
 fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
     struct Asks(Pool, Arc<Mutex<Vec<bool>>>);
@@ -747,7 +746,7 @@ fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
     let mut small = pool.checkout(100).unwrap();
     small.try_resize(100, 1).unwrap();
     drop(stream.upload(small, slice).unwrap());
-    // So large that its own submission records the mark, which fails for good.
+    // So large that its own submission records the event, which fails for good.
     let mut large = pool.checkout(5 << 20).unwrap();
     large.try_resize(5 << 20, 1).unwrap();
     let _out = pool.checkout(8 << 20).unwrap();

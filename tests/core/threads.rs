@@ -1,9 +1,9 @@
 //! The pool under many threads, on host devices whose copies run late.
 //!
-//! What is asserted is what must hold in any interleaving: each byte that went to the device is the one that was
-//! written, each byte that came back is the one that was there, and when everybody is gone nothing is in use. These
-//! tests also are what runs the asymmetric fence for real (a compiler fence against the membarrier system call): loom
-//! models the protocol with two full fences instead.
+//! What is asserted must hold in any interleaving: each byte that went to the device is the one that was written, each
+//! byte that came back is the one that was there, and when all threads have ended nothing is in use. These tests also
+//! are what runs the asymmetric fence for real (a compiler fence against the membarrier system call): loom models the
+//! protocol with two full fences instead.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -73,8 +73,8 @@ fn is(bytes: &[u8], stamp: u64) -> bool {
     bytes.chunks(8).all(|chunk| *chunk == word[..chunk.len()])
 }
 
-/// Everybody is gone: nothing may be in use.
-fn settled(pool: &Pool, streams: &[Stream]) {
+/// All users have ended: nothing may be in use.
+fn all_idle(pool: &Pool, streams: &[Stream]) {
     streams.iter().for_each(|s| s.synchronize().unwrap());
     let stats = pool.stats();
     let used = (stats.checked_out_bytes, stats.in_flight_bytes, stats.claimed_bytes, stats.quarantined_bytes);
@@ -103,7 +103,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
                     fill(&mut buf, stamp);
                     let sent = stream.upload(buf, &memory).unwrap();
                     match random.below(4) {
-                        // Back at once, under other hands.
+                        // Back at once, and reused by any thread.
                         0 => drop(sent),
                         1 => assert!(is(&sent.wait().unwrap(), stamp)),
                         2 => {
@@ -124,7 +124,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
                 done.fetch_add(1, Ordering::SeqCst);
             });
         }
-        // Somebody looks all the time, which keeps everybody out of their thread caches again and again.
+        // Checks all the time, which revokes every thread's permit again and again.
         while done.load(Ordering::SeqCst) < THREADS {
             pool.check().unwrap();
             let s = pool.stats();
@@ -134,12 +134,12 @@ fn every_byte_arrives_whatever_the_threads_do() {
             std::thread::sleep(Duration::from_micros(200));
         }
     });
-    settled(&pool, &streams);
+    all_idle(&pool, &streams);
 }
 
 #[test]
 fn buffers_travel_between_threads() {
-    // Some only take and others only return, so that transfer caches and the runs are on the way.
+    // Some threads only take and others only return, so that segments pass through the transfer caches and the runs.
     let device = late();
     let pool = builder(&device).capacity(2 << 20).thread_cache(16 << 10).build().unwrap();
     let stop = AtomicBool::new(false);
@@ -168,7 +168,7 @@ fn buffers_travel_between_threads() {
         }
         stop.store(true, Ordering::SeqCst);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -186,14 +186,14 @@ fn a_thread_leaves_what_it_cached_to_the_pool() {
                 });
             }
         });
-        // The thread's locals may outlive the scope by a moment, so this may have to take back what they have.
+        // The thread's locals may outlive the scope by a little, so this may have to take back what they cache.
         let whole = pool.checkout(Request::new(200 << 10)).unwrap();
         drop(whole);
         if round % 10 == 0 {
             pool.check().unwrap();
         }
     }
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -214,9 +214,9 @@ fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
         }
     }
     held.clear();
-    // All of it comes back to where it was taken from, and what this thread keeps can be had.
+    // All of it returns to where it was taken from, and what this thread caches can be had.
     for pool in &pools {
-        settled(pool, &[]);
+        all_idle(pool, &[]);
         assert_eq!(pool.stats().checkouts, pool.stats().returns);
         drop(pool.try_checkout(700 << 10).unwrap());
     }
@@ -229,8 +229,8 @@ fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
     assert_eq!(pools[3].stats().misses, first, "a hit, though another pool was used in between");
 }
 
-/// One thread checks out, another returns, so many together; lengths follow each other, so that what is kept of the
-/// last is in the way of the next.
+/// One thread checks out, another returns, `together` at a time; the lengths follow each other, so that cached segments
+/// of the last length are in the way of the next.
 fn flow_one_way(together: usize, lens: &[usize]) {
     const CACHE: usize = 1 << 20;
     let device = late();
@@ -251,7 +251,7 @@ fn flow_one_way(together: usize, lens: &[usize]) {
             for (at, bufs) in take.into_iter().enumerate() {
                 drop(bufs);
                 if at % (100 / together) == 0 {
-                    // Two threads and what lies between them.
+                    // Two thread caches and the transfer caches.
                     let cached = pool.stats().cached_bytes;
                     assert!(cached <= 2 * CACHE + 4 * CACHE, "{cached} bytes are cached");
                 }
@@ -263,16 +263,16 @@ fn flow_one_way(together: usize, lens: &[usize]) {
     });
     let stats = pool.stats();
     assert_eq!(stats.checkouts, (lens.len() * total * together) as u64);
-    // Batches come round between the two threads: few checkouts find nothing at hand.
+    // Batches circulate between the two threads: few checkouts find their cache empty.
     assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
 fn what_flows_one_way_is_bounded_and_comes_round() {
     flow_one_way(100, &[8 << 10]);
     flow_one_way(1, &[8 << 10]);
-    // More classes than what lies between threads has room for.
+    // More classes than the transfer caches have room for.
     flow_one_way(100, &[2000, 3000, 4000, 5000, 6000, 8000, 10_000, 12_000, 14_000, 16_000, 18_000, 20_000]);
 }
 
@@ -295,7 +295,7 @@ fn a_buffer_dropped_by_a_thread_local_comes_back() {
         })
         .join()
         .unwrap();
-        settled(&pool, &[]);
+        all_idle(&pool, &[]);
     }
 }
 
@@ -323,7 +323,7 @@ fn idle_threads_give_up_what_they_cache() {
         });
     }
     assert!(pool.stats().reclaims > 0);
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 /// Runs `main` beside a thread that makes a call each time that it is told to.
@@ -357,8 +357,8 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
         pair();
         let cached = pool.stats().cached_bytes;
         assert!(cached > 0);
-        // What it caches stands in the way of this, the last three of 64 pages. There is room for another region,
-        // though.
+        // The cached segments stand in the way of this request for all but the last three of 64 pages. There is room
+        // for another region, though.
         let large = pool.try_checkout(nearly_all);
         let large = large.or_else(|_| {
             pool.wait_pinned(None).unwrap();
@@ -370,14 +370,14 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
         pair();
         let stats = pool.stats();
         assert_eq!((stats.growths, stats.cached_bytes), (1, cached), "and this was made of new memory");
-        // No more can be had of the system. (It has been at work since it was last looked at.)
+        // No further region fits. (The thread has used its cache since the last look at it.)
         let other = pool.try_checkout(nearly_all).expect("what a thread caches is taken back");
         assert!(pool.stats().reclaims > 0);
         assert_eq!(pool.stats().cached_bytes, 0, "its cache is empty");
         drop((large, other));
         pair();
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -403,12 +403,12 @@ fn a_thread_at_work_shares_what_it_has_of_a_class() {
         assert_eq!(pool.stats().cached_bytes * 2, both, "and serves its owner");
         drop(mine);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
 fn taking_back_while_the_owners_are_busy() {
-    // The fence for real: owners take and return without pause while others take everything back from them.
+    // The fence for real: owners take and return without pause while this thread takes everything back from them.
     let device = late();
     let pool = builder(&device).capacity(512 << 10).thread_cache(64 << 10).build().unwrap();
     let (stop, pairs) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -420,7 +420,7 @@ fn taking_back_while_the_owners_are_busy() {
                 let mut mine = 0;
                 while !stop.load(Ordering::Relaxed) {
                     let stamp = stamp(thread, mine as usize);
-                    // Two at once, so that one handed out twice would be seen.
+                    // Two at once, so that a segment handed out twice would be seen.
                     let (a, b) = (pool.try_checkout(random.len(8)), pool.try_checkout(random.len(8)));
                     let mut bufs: Vec<PinnedBuf> = a.into_iter().chain(b).collect();
                     for (i, buf) in bufs.iter_mut().enumerate() {
@@ -435,11 +435,11 @@ fn taking_back_while_the_owners_are_busy() {
             });
         }
         let (since, mut round) = (Instant::now(), 0);
-        // The owners may not have begun when the rounds are over.
+        // The owners may not have begun when the rounds are done.
         while round < rounds(2000) || pool.stats().reclaims == 0 || pairs.load(Ordering::Relaxed) == 0 {
             assert!(since.elapsed() < HANG, "{:?}", pool.stats());
             round += 1;
-            // Regions in use stay: this is for taking back what is cached.
+            // Regions in use stay: the call is there to take back what is cached.
             pool.trim(512 << 10);
             match pool.try_checkout(Request::new(300 << 10)) {
                 Ok(buf) => drop(buf),
@@ -449,7 +449,7 @@ fn taking_back_while_the_owners_are_busy() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -487,7 +487,7 @@ fn waiters_are_all_served() {
         }
     });
     assert!(pool.stats().waits > 0);
-    settled(&pool, &[stream]);
+    all_idle(&pool, &[stream]);
 }
 
 /// Wakes a thread that polls.
@@ -518,7 +518,7 @@ fn futures_are_woken_and_may_be_dropped_at_any_time() {
                     loop {
                         match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
                             Poll::Ready(buf) => {
-                                // Away for a while, so that memory is short.
+                                // Held for a while, so that memory is short.
                                 let mut buf = buf.unwrap();
                                 fill(&mut buf, 1);
                                 drop(stream.upload(buf, memory).unwrap());
@@ -531,7 +531,7 @@ fn futures_are_woken_and_may_be_dropped_at_any_time() {
                                 cancelled.fetch_add(1, Ordering::Relaxed);
                                 break;
                             }
-                            // A wake-up that is lost would end the test here, for good.
+                            // A lost wake-up would stop the test here, for good.
                             Poll::Pending => rung.recv().unwrap(),
                         }
                     }
@@ -541,7 +541,7 @@ fn futures_are_woken_and_may_be_dropped_at_any_time() {
     });
     println!("{} served, {} cancelled", served.load(Ordering::Relaxed), cancelled.load(Ordering::Relaxed));
     assert!(served.load(Ordering::Relaxed) > 0 && cancelled.load(Ordering::Relaxed) > 0);
-    settled(&pool, &[stream]);
+    all_idle(&pool, &[stream]);
 }
 
 #[test]
@@ -557,7 +557,7 @@ fn pools_may_go_while_buffers_are_out() {
             for thread in 0..THREADS {
                 let (pool, stream, memory) = (pool.clone(), &stream, memory.clone());
                 scope.spawn(move || {
-                    // Shut down before this thread had its three: nothing to see.
+                    // Shut down before this thread had its three buffers: nothing to see.
                     let bufs: Result<Vec<PinnedBuf>, _> = (0..3).map(|_| pool.checkout(1000)).collect();
                     drop(pool);
                     let mut bufs = match bufs {
@@ -655,8 +655,8 @@ fn a_device_that_dies_takes_only_its_own() {
     }
 }
 
-/// Whoever asks has a region pinned, and then joins the queue. If others take the region in between, and keep it, what
-/// the capacity still allows is pinned all the same.
+/// A thread that misses has a region pinned, and then joins the queue. If other threads take the region in between, and
+/// keep it, what the capacity still allows is pinned all the same.
 #[test]
 fn who_waits_gets_what_the_capacity_allows() {
     const REGION: usize = 64 << 10;
@@ -678,7 +678,7 @@ fn who_waits_gets_what_the_capacity_allows() {
     }
 }
 
-/// What is pinned never exceeds the capacity, not even while one thread trims and others have the pool grow.
+/// What is pinned never exceeds the capacity, not even while one thread trims and others make the pool grow.
 #[test]
 fn what_goes_is_unpinned_before_what_comes_is_pinned() {
     const REGION: usize = 64 << 10;
@@ -686,7 +686,7 @@ fn what_goes_is_unpinned_before_what_comes_is_pinned() {
     let device = Device::on(&node, 0).unwrap();
     let most = Arc::new(AtomicUsize::new(0));
     let (seen, looks) = (most.clone(), node.clone());
-    // What has been pinned instead of a region that is still there.
+    // What is pinned while a region that leaves is still pinned.
     let before = move |_: &pinpool::RegionInfo| {
         seen.fetch_max(looks.live(0).pinned_bytes, Ordering::Relaxed);
     };

@@ -1,4 +1,4 @@
-//! A request that no region of a grown pool has room for waits for idle regions, and no longer than it was to.
+//! A request that no region of a grown pool has room for waits for idle regions, and no longer than its timeout.
 
 use std::time::Duration;
 

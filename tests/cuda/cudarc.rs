@@ -1,4 +1,4 @@
-//! cudarc beside the pool: one context, one stream, and whose bytes have landed when the CPU reads them.
+//! cudarc beside the pool: one context, one stream, and copies that are complete when the CPU reads their bytes.
 //!
 //! On a GPU where there is one, else on the stand-in driver, which cudarc finds as `libcuda.so` on the library path and
 //! which runs every copy as late as the rules allow. Each test has a process of its own.
@@ -26,7 +26,7 @@ fn beside(test: &str, body: impl FnOnce()) {
         body();
         if let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() {
             let mut report = stand_in.final_report();
-            // cudarc records and destroys events, and frees memory, before its streams have come to that: the driver
+            // cudarc records and destroys events, and frees memory, before its streams have reached them: the driver
             // allows it.
             report.violations.retain(|v| !v.starts_with("EVT-3") && !v.starts_with("EVT-4"));
             report.leaks.retain(|leak| !leak.starts_with("allocations"));
@@ -67,7 +67,7 @@ fn named(built: &Path) -> (String, String) {
     let make = || {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudarc");
         std::fs::create_dir_all(&folder).unwrap();
-        // Put in place at once: another process may be using what is there.
+        // Renamed into place at once: another process may be using what is there.
         let (name, mine) = (folder.join("libcuda.so"), folder.join(format!("new.{}", std::process::id())));
         let _ = std::fs::remove_file(&mine);
         std::os::unix::fs::symlink(built, &mine).unwrap();
@@ -137,7 +137,7 @@ fn what_the_pool_says_has_landed_has() {
                 let landed = shared.download_from(&device, landing).unwrap().wait().unwrap();
                 assert!(*landed == *new, "{way}: the pool's stream-ready buffer is stale");
             }
-            // Of another project: told, and not judged.
+            // An error of another project: reported, not judged.
             println!("{way}: {stale} of 5 rounds stale with cudarc's own pinned slice, 0 with the pool");
         }
     });
@@ -242,23 +242,23 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         unsafe { late.enable_event_tracking() };
         let refused = adopted(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
-        // Of another `CudaContext` for the same context, which has no stream but the default one: what it will do to
-        // the slice waits for no event.
+        // A slice of another `CudaContext` for the same context, which has no stream but the default one: what cudarc
+        // will do to the slice waits for no event.
         let quiet = CudaContext::new(0).unwrap();
         let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
         let refused = other.upload_to(filled(), &mut lone).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
         let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
-        // Nor if it has another one: it stops tracking when that goes.
+        // Nor if that has another stream: cudarc stops tracking when it is dropped.
         let second_of_quiet = quiet.new_stream().unwrap();
         let refused = other.upload_to(filled(), &mut lone).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
-        // With a stream of its own it does not stop before the slice is gone.
+        // With a stream of its own the slice stays tracked until it is dropped.
         let mut owned = on_device(&second_of_quiet, &[0; 64]);
         other.upload_to(filled(), &mut owned).unwrap().wait().unwrap();
         assert_eq!(second_of_quiet.clone_dtoh(&owned).unwrap(), [7; 64]);
-        // The default stream of our own context: ours keeps it tracking.
+        // The default stream of the shared context: the pool's stream keeps it tracking.
         let mut beside = on_device(&own.1.context().default_stream(), &[0; 64]);
         other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
         assert_eq!(own.1.context().default_stream().clone_dtoh(&beside).unwrap(), [7; 64]);
@@ -299,7 +299,7 @@ fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
             // Ready on the one is ready on the other.
             let landing = pool.checkout_on(&once, LEN).unwrap();
             let flight = again.download_from(&slice, landing).unwrap();
-            // All of cudarc's handles go first.
+            // All of cudarc's handles are dropped first.
             drop((once, again, slice, stream));
             assert!(*flight.wait().unwrap() == *sent, "{way}");
         }
@@ -342,7 +342,7 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
             let mut buf = pool.checkout(len).unwrap();
             buf.extend_from_slice(&new);
             let sent = on_other.upload_to(buf, &mut fresh).unwrap();
-            // In this order: the stand-in's streams do what is waited for.
+            // In this order: the stand-in runs a stream when a call waits for it.
             drop(unwritten.map(|read| read.wait().unwrap()));
             drop(sent.wait().unwrap());
             let stale = reads.into_iter().map(|read| read.wait().unwrap());
@@ -379,18 +379,18 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
             let mut slice = fresh();
             drop(on_other.upload_to(filled(round), &mut slice).unwrap());
             assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round, LEN), "read by cudarc, round {round}");
-            // Freed, and its memory another's.
+            // Freed, and its memory given to another slice.
             drop(on_other.upload_to(filled(round + 1), &mut slice).unwrap());
             drop(slice);
             let mut slice = fresh();
             on_owner.upload_to(filled(round + 2), &mut slice).unwrap().wait().unwrap();
             other.synchronize().unwrap();
             assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
-            // Read on two streams, and written: cudarc knows of one of the two.
+            // Read on two streams, and written: cudarc tracks one of the two.
             let landing = || pool.checkout(LEN).unwrap();
             let landings: Vec<_> = (0..READS).map(|_| landing()).collect();
             let (landing, buf) = (landing(), filled(round + 3));
-            // As many as keep the other stream at it for a while.
+            // Enough to keep the other stream busy for a while.
             let reads = landings.into_iter().map(|landing| on_other.download_from(&slice, landing).unwrap());
             let mut reads: Vec<_> = reads.collect();
             reads.push(on_owner.download_from(&slice, landing).unwrap());
@@ -403,8 +403,8 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
     });
 }
 
-/// cudarc keeps the event of a slice's last read alone. A download of ours covers the read of cudarc's before it, also
-/// on the slice's own stream, and where none was ever made on another.
+/// cudarc keeps the event of a slice's last read alone. A download of the crate covers the read of cudarc's before it,
+/// also on the slice's own stream, and where none was ever made on another.
 #[test]
 fn a_download_covers_the_read_before_it() {
     const READS: usize = 16;
@@ -433,7 +433,7 @@ fn a_download_covers_the_read_before_it() {
     });
 }
 
-/// The driver gives the handle of a stream that is gone to another one.
+/// The driver gives the handle of a destroyed stream to another one.
 #[test]
 fn a_streams_handle_may_have_been_anothers() {
     const LEN: usize = 3000;
@@ -460,7 +460,7 @@ fn a_streams_handle_may_have_been_anothers() {
             drop(on_other.upload_to(buf, &mut fresh).unwrap().wait().unwrap());
             assert!(*read.wait().unwrap() == *bytes(round, LEN), "round {round}");
             assert!(owner.clone_dtoh(&fresh).unwrap() == bytes(round + 1, LEN), "round {round}");
-            // Gone when the pool's threads have let go of it as well.
+            // Destroyed when the pool's threads have dropped it as well.
             let gone = Arc::downgrade(&owner);
             drop((owner, fresh));
             doubles::gpu::until("the stream is gone", || gone.strong_count() == 0);
@@ -473,7 +473,7 @@ fn a_streams_handle_may_have_been_anothers() {
     });
 }
 
-/// Each call that a copy of another stream's slice makes, failed once: it is refused, or as ever.
+/// Each call that a copy of another stream's slice makes, failed once: the copy is refused, or works as ever.
 #[test]
 fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
     const LEN: usize = 5000;
@@ -506,12 +506,12 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
             for (nth, code, after) in (1..=12)
                 .flat_map(|nth| [2, 400, 801, 900, 999].map(|code| (nth, code)))
                 .flat_map(|(nth, code)| [false, true].map(|after| (nth, code, after)))
-                // Made, and named to nobody: it stays.
+                // Created, and its handle never returned: it stays.
                 .filter(|(_, _, after)| !after || call != "cuEventCreate")
             {
                 let fault = format!("{call} {nth} {code} {after}");
-                // Events are used again by the same device, so that one makes few. Other calls would fail where an
-                // earlier device ends.
+                // Events are reused by the same device, so that one makes few. Other calls would fail where an earlier
+                // device ends.
                 if call == "cuEventCreate" {
                     made = None;
                 }
@@ -552,7 +552,7 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
     });
 }
 
-/// What cudarc knows of a slice's uses stays as it was where a copy is refused: those before are waited for all the
+/// What cudarc knows of a slice's uses stays as it was where a copy is refused: earlier uses are waited for all the
 /// same.
 #[test]
 fn a_refused_copy_makes_cudarc_forget_nothing() {
@@ -569,7 +569,7 @@ fn a_refused_copy_makes_cudarc_forget_nothing() {
         for nth in 1..=6 {
             for up in [true, false] {
                 let mut slice = on_device(&owner, &old);
-                // Used by cudarc on one stream, and not by ours on another.
+                // Used by cudarc on one stream, and not by the crate on another.
                 match up {
                     true => other.memcpy_dtod(&from, &mut slice).unwrap(),
                     false => other.memcpy_dtod(&slice, &mut into).unwrap(),
@@ -601,7 +601,7 @@ fn a_refused_copy_makes_cudarc_forget_nothing() {
     });
 }
 
-/// Captures beside uploads, of the same streams under a lock, as the one who captures promises, and of others at any
+/// Captures beside uploads: of the same streams under a lock, as the contract of `adopt` has it, and of others at any
 /// time.
 #[test]
 fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
@@ -615,7 +615,7 @@ fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
         let neighbour = context.new_stream().unwrap();
         let shared = adopted(&copied).unwrap();
         let pool = pool(shared.device(), 64 * LEN);
-        // Of the stream that copies, and of another one.
+        // Slices of the stream that copies, and of another one.
         let mut slices = [on_device(&copied, &[0; LEN]), on_device(&owner, &[0; LEN])];
         let (lock, stop, sent) = (Mutex::new(()), AtomicBool::new(false), AtomicU64::new(0));
         let rounds = rounds(200);
@@ -650,7 +650,7 @@ fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
                 graphs.extend(capture(stream, mode));
                 drop(turn);
                 graphs.extend(capture(&neighbour, mode));
-                // Not faster than the others, who take turns by a lock that is not fair.
+                // No faster than the other threads, which take turns by a lock that is not fair.
                 let since = std::time::Instant::now();
                 while sent.load(Ordering::Relaxed) == before && since.elapsed() < Duration::from_secs(1) {
                     std::thread::yield_now();
@@ -662,7 +662,7 @@ fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
         shared.synchronize().unwrap();
         context.check_err().unwrap();
         println!("{} graphs beside {} uploads", graphs.len(), sent.load(Ordering::Relaxed));
-        // All has come back, and is another's. A graph that has a copy in it would show that.
+        // All has returned, and is reused. A graph that has a copy in it would show that.
         doubles::gpu::until("everything is back", || pool.stats().in_flight_bytes == 0);
         let mut others = Vec::new();
         while let Ok(mut buf) = pool.try_checkout(LEN) {
@@ -687,7 +687,7 @@ fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
 fn address_of(slice: &cudarc::driver::CudaSlice<u8>, stream: &CudaStream) -> u64 {
     use cudarc::driver::DevicePtr;
     let (address, guard) = slice.device_ptr(stream);
-    // Dropped it would record an event, and a fresh slice is to have none.
+    // Dropped, the guard would record an event, and a fresh slice is to have none.
     std::mem::forget(guard);
     address
 }
@@ -704,7 +704,7 @@ fn a_slice_spoils_no_capture() {
         let pool = pool(shared.device(), 1000);
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         for round in 0..2 {
-            // Of the stream that copies, and of the slice's own, whose events are the capture's from then on.
+            // Slices of the stream that copies, and of the slice's own, whose events are the capture's from then on.
             let captured = if round == 0 { &one } else { &other };
             captured.begin_capture(mode).unwrap();
             let mut buf = pool.checkout(1000).unwrap();
@@ -714,7 +714,7 @@ fn a_slice_spoils_no_capture() {
             let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
             assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
             assert!(*refused.buffer.unwrap() == *bytes(2, 1000));
-            // SAFETY: begun above; nobody else has the graph.
+            // SAFETY: begun above; no other code has the graph.
             unsafe {
                 let graph = result::stream::end_capture(captured.cu_stream()).unwrap();
                 result::graph::destroy(graph).unwrap();
@@ -726,7 +726,7 @@ fn a_slice_spoils_no_capture() {
     });
 }
 
-/// cudarc notes errors and goes on, and does nothing for order while one is noted.
+/// cudarc stores an error and goes on, and orders nothing while one is stored.
 #[test]
 fn an_error_that_cudarc_has_noted_breaks_no_order() {
     beside("an_error_that_cudarc_has_noted_breaks_no_order", || {

@@ -1,6 +1,6 @@
 //! GPUs through the stand-in driver: opening, contexts, captures, trouble, and every driver call failing once.
 //!
-//! What any device must do is in `contract`. Here is what only CUDA has, and what only a double can be told to do. Each
+//! What any device must do is in `contract`. Here is what only CUDA has, and what only a double can be made to do. Each
 //! test runs in a child of its own, which loads the stand-in; see `support/doubles`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
@@ -144,7 +144,7 @@ fn auto_goes_on_without_gpus_where_they_cannot_be_counted() {
             "{error}"
         );
         assert!(!Device::open("auto").unwrap().name().starts_with("cuda"));
-        assert_eq!(d.struck(), 2, "nobody asks again for the next one");
+        assert_eq!(d.struck(), 2, "no call asks for the next one");
     });
 }
 
@@ -169,7 +169,7 @@ fn the_callers_context_and_mode_are_left_alone() {
     on_stand_in("the_callers_context_and_mode_are_left_alone", |d| {
         let device = Device::open("cuda:0").unwrap();
         let other = made(d, "cuDevicePrimaryCtxRetain", 1);
-        // Once with none, once with another GPU's, once with the very one.
+        // Once with none, once with another GPU's, once with the pool's own.
         let same = made(d, "cuDevicePrimaryCtxRetain", 0);
         for context in [0, other, same] {
             assert_eq!(driver(d, "cuCtxSetCurrent", context, 0), 0);
@@ -203,7 +203,7 @@ fn a_capture_elsewhere_survives_everything() {
         let context = made(d, "cuDevicePrimaryCtxRetain", 0);
         assert_eq!(driver(d, "cuCtxSetCurrent", context, 0), 0);
         let captured = made(d, "cuStreamCreate", 1);
-        // In global mode: unsafe calls of any thread would spoil it, this one's among them.
+        // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
         assert_eq!(driver(d, "cuStreamBeginCapture_v2", captured, 0), 0);
         let pool = pool(&device);
         let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
@@ -212,13 +212,13 @@ fn a_capture_elsewhere_survives_everything() {
             round_trip(&pool, &stream, &memory, round);
             other.wait_for(&stream).unwrap();
         }
-        // Looked at now, since a blocking copy that a capture forbids waits for its end.
+        // Checked now, since a blocking copy that a capture forbids waits for the capture's end.
         assert_eq!(d.report().violations, Vec::<String>::new());
         stream.upload_blocking(&bytes(7, 100_000), &memory).unwrap();
-        // The pool grows, and gives back.
+        // The pool grows, and is trimmed.
         drop((0..15).map(|_| filled(&pool, &bytes(1, 100_000))).collect::<Vec<_>>());
         pool.trim(0);
-        // The reaper asks by itself.
+        // The reaper polls by itself.
         drop(stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
         until("the buffer comes back", || pool.stats().in_flight_bytes == 0);
         drop((pool, stream, other, memory, device));
@@ -296,7 +296,7 @@ fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
             let sent = bytes(round, 10_000);
             let mut borrowed = sent.clone();
             stream.upload_blocking(&borrowed, &memory).unwrap();
-            // Would arrive, were the copy still to run.
+            // Would be copied, were the copy still to run.
             borrowed.fill(0xEE);
             let landing = pool.checkout(10_000).unwrap();
             assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
@@ -347,7 +347,7 @@ impl Server {
         Some(buf)
     }
 
-    fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+    fn finish<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
         match flight.wait_timeout(HANG) {
             Ok(buf) => Some(buf),
             Err(SubmitError { buffer: Some(_), .. }) => {
@@ -364,7 +364,8 @@ impl Server {
         }
     }
 
-    /// A large buffer without waiting for others to come back, since they are all ours: only for the pool to grow.
+    /// A large buffer without waiting for other buffers, since this test has them all: it is only there to make the
+    /// pool grow.
     fn grown(&mut self, pool: &Pool) -> Option<PinnedBuf> {
         for _ in 0..4 {
             match pool.try_checkout(BIG) {
@@ -419,7 +420,7 @@ impl Server {
             };
             match flight {
                 Ok(flight) => {
-                    let buf = self.settle(flight)?;
+                    let buf = self.finish(flight)?;
                     if *buf != *bytes(seed, LEN) {
                         self.wrong("wrong bytes, reported as done");
                     }
@@ -458,7 +459,7 @@ impl Server {
             match one.copy_host(from, to) {
                 Ok((from, to)) => {
                     drop(from);
-                    if self.settle(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
+                    if self.finish(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
                         self.wrong("wrong bytes on the host, reported as done");
                     }
                     break;
@@ -486,7 +487,7 @@ impl Server {
         let [Some(one), Some(two)] = streams else { return None };
         let (near, far) =
             (self.again("alloc", || device.alloc(LEN))?, self.again("alloc", || device.alloc(LEN))?);
-        // More than a tick has room for, and dropped.
+        // More than a sequence number has room for, and dropped.
         for _ in 0..20 {
             drop(self.upload(&pool, &one, &near, 1)?);
         }
@@ -494,7 +495,7 @@ impl Server {
         self.again("wait_for", || two.wait_for(&one))?;
         self.download(&pool, &two, &far, 1)?;
         let flight = self.upload(&pool, &two, &far, 2)?;
-        let buf = self.settle(flight)?;
+        let buf = self.finish(flight)?;
         if *buf != *bytes(2, LEN) {
             self.wrong("a buffer came back from an upload with other bytes");
         }
@@ -508,10 +509,10 @@ impl Server {
         }
         let buf = self.buffer(&pool, 4, LEN)?;
         match Stream::hold_on_all(&[&one, &two], buf) {
-            Ok(held) => drop(self.settle(held)),
+            Ok(held) => drop(self.finish(held)),
             Err(e) => self.dead |= e.error.is_device_lost(),
         }
-        // The pool grows to its capacity and gives back.
+        // The pool grows to its capacity and is trimmed.
         let mut all = Vec::new();
         for _ in 0..6 {
             all.push(self.grown(&pool)?);
@@ -541,7 +542,7 @@ impl Server {
     }
 }
 
-/// A run with one call failing. What is wrong with it.
+/// A run with one call failing. Returns what is wrong with it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::Report) {
     let served = faults::on_a_thread(stand_in, fault, || {
         let mut server = Server::default();
@@ -556,7 +557,7 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::R
     if !report.over && !lost {
         server.wrong("the device is never closed");
     }
-    // The failing call was to give something back itself.
+    // The failing call was to give memory back itself.
     let may_leak = match fault.map_or("", |f| f.0) {
         // Without a context nothing is given back.
         name if name.starts_with("cuCtx") => "streams events allocations registrations",

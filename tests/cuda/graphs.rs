@@ -22,7 +22,7 @@ fn open() -> Device {
 }
 
 fn adopt(device: &Device, stream: usize) -> Stream {
-    // SAFETY: tests keep their streams until all is done.
+    // SAFETY: tests keep their streams until all work on them is complete.
     unsafe { cuda::adopt_stream(device, stream as *mut c_void) }.unwrap()
 }
 
@@ -82,7 +82,7 @@ fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
                 is_capturing(stream.synchronize());
                 is_capturing(stream.upload_blocking(&sent, &memory));
                 is_capturing(stream.download_blocking(&memory, &mut [0; LEN]));
-                // What was submitted before goes on, and comes back.
+                // What was submitted before goes on, and returns.
                 assert!(*before.wait().unwrap() == *sent);
                 // Other streams have nothing to do with it.
                 round_trip(&pool, &other, &memory, mode);
@@ -127,7 +127,7 @@ fn a_global_capture_survives_the_pool() {
         let work = |seed: usize| {
             let device = open();
             let pool = pool(&device, 2 << 20);
-            // Copying and reaping, on a stream of ours, an adopted one, and a new one each.
+            // Copying and reaping, on a stream of the crate, an adopted one, and a new one each.
             let (own, adopted) = (device.stream().unwrap(), adopt(&device, foreign));
             let memory = device.alloc(LEN).unwrap();
             for round in 0..10 {
@@ -142,7 +142,7 @@ fn a_global_capture_survives_the_pool() {
             assert!(back == bytes(7, LEN));
             cuda::raw_stream(&own).unwrap();
             own.synchronize().unwrap();
-            // Growing, up to the capacity, and giving back.
+            // Growing, up to the capacity, and trimming.
             drop((0..14).map(|_| filled(&pool, &bytes(1, 100_000))).collect::<Vec<_>>());
             until("the reaper sees it", || pool.stats().in_flight_bytes == 0);
             assert!(pool.trim(0) > 0);
@@ -195,8 +195,8 @@ fn the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured() {
     });
 }
 
-/// Captures an upload, a copy back and a hold, replays the graph with new bytes each time, and takes it apart in one of
-/// several orders.
+/// Captures an upload, a copy back and a hold, replays the graph with new bytes each time, and destroys its parts in
+/// one of several orders.
 fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize) {
     let pool = pool(device, 2 << 20);
     let memory = device.alloc(LEN).unwrap();
@@ -206,7 +206,7 @@ fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize
     let mut output = stream.download_captured(&memory, landing).unwrap();
     let held = stream.hold_captured(Arc::new(filled(&pool, &bytes(77, 100)))).unwrap();
     let graph = gpu.end_capture(raw);
-    // The graph keeps it, and everything that it is a copy for.
+    // The graph keeps the buffer, and everything that it is a copy for.
     drop(memory);
     let out = pool.stats().checked_out_bytes;
     assert!(out >= 2 * LEN);
@@ -232,7 +232,7 @@ fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize
     match order {
         0 => {
             gpu.ok("cuGraphDestroy", &[graph]);
-            // What was instantiated keeps them on.
+            // The executable graph keeps them on.
             std::thread::sleep(std::time::Duration::from_millis(20));
             assert!(input.is_kept() && output.is_kept());
             gpu.launch(executable, raw);
@@ -250,7 +250,7 @@ fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize
             gpu.ok("cuGraphDestroy", &[graph]);
         }
         _ => {
-            // A launch that is under way keeps them, too.
+            // A launch in flight keeps them, too.
             gpu.ok("cuGraphLaunch", &[executable, raw]);
             gpu.ok("cuGraphExecDestroy", &[executable]);
             gpu.ok("cuGraphDestroy", &[graph]);
@@ -319,7 +319,7 @@ fn what_a_graph_is_not_given_comes_back() {
             ("cuStreamGetCaptureInfo_v3", true),
             ("cuUserObjectCreate", true),
             ("cuGraphRetainUserObject", true),
-            // Perhaps a part of the graph all the same: it stays with it.
+            // Perhaps a part of the graph all the same: the buffer stays with the graph.
             ("cuMemcpyHtoDAsync_v2", false),
         ];
         for (call, back) in refusals {
@@ -334,7 +334,7 @@ fn what_a_graph_is_not_given_comes_back() {
             gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
             until("it is back", || pool.stats().checked_out_bytes == 0);
         }
-        // A capture that somebody has spoiled takes nothing.
+        // A spoiled capture takes nothing.
         gpu.begin_capture(raw, 0);
         gpu.call("cuStreamSynchronize", &[raw]);
         let spoiled = stream.upload_captured(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
@@ -343,7 +343,7 @@ fn what_a_graph_is_not_given_comes_back() {
         drop(spoiled);
         let mut graph = 0_usize;
         assert_eq!(gpu.call("cuStreamEndCapture", &[raw, (&raw mut graph) as usize]), 901);
-        // Wrong calls are told so as anywhere.
+        // Wrong calls get their usual errors.
         gpu.begin_capture(raw, 1);
         let small = device.alloc(10).unwrap();
         let refusal = stream.upload_captured(filled(&pool, &bytes(1, LEN)), &small).unwrap_err();
@@ -358,7 +358,7 @@ fn what_a_graph_is_not_given_comes_back() {
     });
 }
 
-/// Bytes of which all are registered, by the first question, and that are more again from the so many-th on.
+/// Bytes all of which are registered, by the first question, and that are more again from a later question on.
 struct Grows {
     bytes: Vec<u8>,
     asked: std::sync::atomic::AtomicUsize,
@@ -409,8 +409,8 @@ fn what_grows_meanwhile_is_launched_no_further_than_its_place() {
     });
 }
 
-/// A mark that failed is made up for by a thread of ours, which asks whether the stream is being captured just before a
-/// capture begins: the mark is then none.
+/// A thread of the crate makes up for an event that failed: it asks whether the stream is being captured just before a
+/// capture begins, and the event it then records becomes part of the capture.
 #[test]
 fn a_mark_that_got_into_a_capture_is_made_again() {
     on_stand_in("a_mark_that_got_into_a_capture_is_made_again", |gpu, d| {
@@ -420,7 +420,8 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
             (pool(&device, 2 << 20), adopt(&device, raw), device.alloc(LEN).unwrap());
         let sent = bytes(1, LEN);
         let buf = filled(&pool, &sent);
-        // It asks, and is told no; and has to ask again for as long as this thread may be held up before it captures.
+        // The thread asks, and is told no; and has to ask again for as long as this thread may be held up before it
+        // captures.
         (1..=900).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
         (1..=1500).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
         let flight = stream.upload(buf, &memory).unwrap();
@@ -429,7 +430,7 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
             d.report().violations.iter().any(|v| v.starts_with("CAP-3"))
         });
         assert!(!flight.is_done().unwrap());
-        // And waiting would be for the capture's end, which may be this thread's to bring about.
+        // And a wait would be for the capture's end, which this thread may have to bring about.
         until("the lies are over", || {
             d.report().calls.iter().any(|c| c.0 == "cuStreamIsCapturing" && c.1 >= 1600)
         });
@@ -483,8 +484,8 @@ fn memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph() {
     });
 }
 
-/// On the legacy default stream no mark can be made while a blocking stream is captured, perhaps by the very thread
-/// that would wait for it.
+/// On the legacy default stream no event can be recorded while a blocking stream is captured, perhaps by the very
+/// thread that would wait for it.
 #[test]
 fn waiting_on_the_legacy_stream_beside_a_capture_is_refused() {
     on_stand_in("waiting_on_the_legacy_stream_beside_a_capture_is_refused", |gpu, d| {

@@ -257,7 +257,7 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
         let first = device.register(value.clone()).unwrap();
         let value = refusal(device.register(value).unwrap_err(), "712", "register it once");
         assert_eq!(device.registered_bytes(), 10_000);
-        // Not even for another GPU: it has it already.
+        // Not even for another GPU: it is registered for that already.
         let other = Device::open("cuda:1").unwrap();
         let value = refusal(other.register(value).unwrap_err(), "712", "register it once");
         assert_eq!(other.registered_bytes(), 0);
@@ -303,7 +303,7 @@ fn a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody() {
         let flight = stream.upload(value, &memory).unwrap();
         assert!(!flight.is_done().unwrap());
         drop(flight);
-        // The handle is gone, and the copy has not even begun.
+        // The handle is dropped, and the copy has not even begun.
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(1));
             assert_eq!(calls(&d.report(), "cuMemHostUnregister"), 0);
@@ -333,7 +333,7 @@ fn what_cannot_be_unregistered_is_leaked_and_not_dropped() {
         d.fail("cuMemHostUnregister", 1, 999, false);
         let error = value.into_inner().err().unwrap();
         assert!(error.to_string().contains("cuMemHostUnregister failed with 999"), "{error}");
-        // What comes after these is done: the worker has one thing at a time.
+        // Later calls of the worker are done, and so are these: it does one thing at a time.
         drop(device.register(bytes(3, 100)).unwrap().into_inner().unwrap());
         assert_eq!((dropped.load(Ordering::SeqCst), also.load(Ordering::SeqCst)), (0, 0));
         assert_eq!(device.registered_bytes(), 2 * PAGE, "they are still counted");
@@ -384,7 +384,7 @@ fn adopting_is_rolled_back_when_a_part_fails() {
             assert!(refused.error.to_string().contains(&format!("failed with {code}")), "{}", refused.error);
             let map = refused.memory.unwrap();
             assert!(map.as_ptr() == at && map.iter().all(|b| *b == nth as u8));
-            // Nothing of it is registered, so all of it can be.
+            // No part of it is registered, so all of it can be.
             let value = device.register(map).unwrap();
             value.into_inner().unwrap();
             assert_eq!((pool.regions(), pool.pinning().wanted), (vec![], 0));
@@ -394,7 +394,7 @@ fn adopting_is_rolled_back_when_a_part_fails() {
         let value: Arc<[u8]> = bytes(1, 100).into();
         let _kept = device.register(value.clone()).unwrap();
         assert_eq!(d.report().violations, Vec::<String>::new());
-        // Not even the rolling back works: then it is leaked, since the device may still reach it.
+        // Not even the rollback works: then the memory is leaked, since the device may still reach it.
         let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
         d.fail("cuMemHostRegister_v2", 3, 1, false);
         d.fail("cuMemHostUnregister", 2, 999, false);
@@ -419,7 +419,7 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
         let info = pool.adopt(watched).unwrap();
         d.fail("cuMemHostUnregister", 1, 999, false);
         assert_eq!(pool.trim(0), info.len);
-        // The worker has done it when it has done what came later.
+        // The worker has done it when it has done a later call.
         drop(device.alloc(1).unwrap());
         assert_eq!((dropped.load(Ordering::SeqCst), d.struck()), (0, 1));
         // And the driver's own memory likewise.
@@ -438,13 +438,13 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
 // --- every call fails once
 // -----------------------------------------------------------------------------------------------
 
-/// A careful user of all of it, who tries each thing twice.
+/// A careful user of all of it, which tries each thing twice.
 type User = Findings;
 
 const LEN: usize = 30_000;
 
 impl User {
-    /// The same for what gives the memory back, as it was.
+    /// The same for a call whose error gives the memory back, as it was.
     fn again_with<T: Deref<Target = [u8]>, R>(
         &mut self,
         what: &str,
@@ -478,7 +478,8 @@ impl User {
         None
     }
 
-    /// A buffer without waiting for others to come back, since they are all ours: only for the pool to grow.
+    /// A buffer without waiting for other buffers, since this test has them all: it is only there to make the pool
+    /// grow.
     fn grown_to_the_end(&mut self, pool: &Pool) -> Option<PinnedBuf> {
         for _ in 0..4 {
             match pool.try_checkout(2 * PAGE - 4096) {
@@ -501,7 +502,7 @@ impl User {
         for round in 0..2 {
             let content = bytes(round, LEN);
             let value = self.again_with("register", content.clone(), |v| device.register(v))?;
-            let value = self.settled(stream.upload(value, memory))?;
+            let value = self.outcome(stream.upload(value, memory))?;
             let sent = value.is_some();
             let mut target = self.again_with("register", vec![0_u8; LEN], |v| device.register(v))?;
             if round == 1 {
@@ -512,7 +513,7 @@ impl User {
                 }
             }
             target[0] = 1;
-            if let Some(back) = self.settled(stream.download(memory, target))? {
+            if let Some(back) = self.outcome(stream.download(memory, target))? {
                 if sent && *back != *content {
                     self.wrong("wrong bytes, reported as done");
                 }
@@ -520,12 +521,12 @@ impl User {
             }
         }
         let read = self.again_with("register_read_only", bytes(9, LEN), |v| device.register_read_only(v))?;
-        self.settled(stream.hold(read))?;
+        self.outcome(stream.hold(read))?;
         Some(())
     }
 
-    /// What came of a submission: the value, or nothing where it failed.
-    fn settled<B: pinpool::Lend, L>(
+    /// The result of a submission: the value, or nothing where it failed.
+    fn outcome<B: pinpool::Lend, L>(
         &mut self,
         submitted: Result<pinpool::InFlight<B>, SubmitError<L>>,
     ) -> Option<Option<B>> {
@@ -546,7 +547,7 @@ impl User {
         }
     }
 
-    /// Everything that makes a call of those that this file is about. `None`: the device is lost.
+    /// Everything that makes one of the calls that this file is about. `None`: the device is lost.
     fn use_all(&mut self) -> Option<()> {
         let device = self.again("open", || Device::open("cuda:0"))?;
         let stream = self.again("stream", || device.stream())?;
@@ -554,7 +555,7 @@ impl User {
         let flags = HostAllocFlags { portable: true, mapped: true, write_combined: true };
         for backing in [Backing::HostAlloc(flags), Backing::Managed, Backing::Registered] {
             let pool = self.again("build", || small(&device).backing(backing).build())?;
-            // What failed to come is asked for again by who needs it.
+            // A checkout asks again for memory that failed to be pinned.
             let mut bufs = Vec::new();
             for i in 0..2 {
                 let mut buf = self.grown_to_the_end(&pool)?;
@@ -565,7 +566,7 @@ impl User {
                 self.again("device_address", || buf.device_address(&device))?;
             }
             for buf in bufs {
-                self.settled(stream.upload(buf, &memory))?;
+                self.outcome(stream.upload(buf, &memory))?;
             }
             pool.trim(0);
             let mut map = MmapMut::map_anon(4 * PAGE).ok()?;
@@ -583,7 +584,7 @@ impl User {
     }
 }
 
-/// A run with one call failing. What is wrong with it.
+/// A run with one call failing. Returns what is wrong with it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
     let used = faults::on_a_thread(stand_in, fault, || {
         let mut user = User::default();
@@ -596,7 +597,7 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
     if !report.over && !lost {
         user.wrong("the device is never closed");
     }
-    // The failing call was to give something back itself, or to set the thread up for that.
+    // The failing call was to give memory back itself, or to set the thread up for that.
     let may_leak = match fault.map_or("", |f| f.0) {
         name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
         "cuMemFree_v2" => "allocations hosts",
@@ -626,7 +627,7 @@ fn every_call_fails_once() {
         ];
         let sweep = faults::Sweep {
             test: TEST,
-            // Each of ours that there is; of the others the first, one amid them and the last.
+            // Each call of the crate's own kind; of the others the first, one amid them and the last.
             turns: &|name, count| match OURS.contains(&name) {
                 true => (1..=count).collect(),
                 false => vec![1, count / 2, count],

@@ -9,7 +9,7 @@ use crate::support::doubles::{self, HANG, StandIn};
 
 const MIB: usize = 1 << 20;
 
-/// Runs the body in a child, on a stand-in whose two GPUs hang on these nodes.
+/// Runs the body in a child, on a stand-in whose two GPUs are on these nodes.
 fn on_nodes(test: &str, nodes: &str, body: impl FnOnce(&StandIn)) {
     if !doubles::is_set() {
         return doubles::again(test, &[("PINPOOL_STANDIN_NUMA", nodes)]);
@@ -85,7 +85,7 @@ fn a_node_that_is_used_up_leaves_the_others_alone() {
         assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().ready, 5 * MIB);
         drop(pool.try_checkout(200_000).unwrap());
         drop(pool.try_checkout(Request::new(200_000).near(&first)).unwrap());
-        // Who waits is served by what comes back on that node.
+        // A waiter is served by what returns on that node.
         let waiting = std::thread::scope(|scope| {
             let waiting = scope.spawn(|| pool.checkout_timeout(request, HANG).unwrap());
             while pool.stats().waiting == 0 {
@@ -155,7 +155,7 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
                 let pool = pool.build().unwrap();
                 let before = pool.wait_pinned(Some(HANG)).unwrap().ready;
                 d.kill(0, 700);
-                // Otherwise it is growing that finds out.
+                // Otherwise growing finds it out.
                 assert!(!known || first.alloc(1).unwrap_err().is_device_lost());
                 let held: Vec<_> = (0..8).map(|_| pool.checkout_timeout(400_000, HANG).unwrap()).collect();
                 let pinning = pool.wait_pinned(Some(HANG)).unwrap();
@@ -168,7 +168,8 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
                 }
                 let adopted = pool.adopt(vec![0_u8; 3 * MIB]).map_err(|e| e.error).unwrap().len;
                 pool.check().unwrap();
-                // What the living device has pinned goes, and so does what the dead one had (which it cannot undo).
+                // What the living device has pinned is given back, and so is what the dead one had (which it cannot
+                // undo).
                 assert_eq!((pool.trim(0), pool.pinning().ready), (pinning.ready + adopted, 0));
                 assert!(pool.shutdown(HANG).drained);
                 drop((pool, stream, target, first, second));
@@ -182,7 +183,7 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
     }
 }
 
-/// Growing, adopting, trimming, several at once and tasks that give up, on both nodes at the same time.
+/// Growing, adopting, trimming, several requests at once and futures that are dropped, on both nodes at the same time.
 #[test]
 fn nodes_are_used_from_many_threads() {
     on_nodes("nodes_are_used_from_many_threads", "0,1", |_| {
@@ -232,7 +233,7 @@ fn nodes_are_used_from_many_threads() {
         let pinning = pool.wait_pinned(Some(HANG)).unwrap();
         assert_eq!(pinning.wanted, pinning.ready);
         pool.check().unwrap();
-        // Those of the reserve stay.
+        // The regions of the reserve stay.
         assert_eq!((pool.trim(0), pool.pinning().wanted), (pinning.ready, 0));
         assert_eq!(pool.stats().pinned_bytes, 256 << 10);
         assert!(pool.shutdown(HANG).drained);
@@ -270,9 +271,9 @@ fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
         let adopted = pool.adopt(vec![0_u8; MIB]).map_err(|e| e.error).unwrap();
         assert!(first.lost().is_some() && adopted.pinned == adopted.len);
         assert_eq!((pool.pinning().wanted, pool.trim(0)), (adopted.len, adopted.len));
-        // The worker has unpinned it when it has done what came later.
+        // The worker has unpinned it when it has done a later call.
         second.register(vec![0; 1]).map_err(|e| e.error).unwrap().into_inner().unwrap();
-        // Where all are dead, the caller is told, and has the memory back.
+        // Where all devices are dead, the caller is told, and gets the memory back.
         d.kill(1, 700);
         let refused = pool.adopt(vec![0_u8; MIB]).unwrap_err();
         assert!(refused.error.is_device_lost() && refused.memory.is_some_and(|m| m.len() == MIB));
@@ -280,7 +281,7 @@ fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
     });
 }
 
-/// The device that pins dies while many wait for what it was to pin.
+/// The device that pins dies while many requests wait for what it was to pin.
 #[test]
 fn nobody_who_waits_notices_that_another_device_pins() {
     on_nodes("nobody_who_waits_notices_that_another_device_pins", "0,0", |d| {

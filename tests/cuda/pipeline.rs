@@ -127,7 +127,7 @@ fn files_are_copied_from_the_page_cache_in_every_way() {
             }
         }
         let stats = pipeline.stats();
-        // Each file system has its own mind about what may be asked of it; this one's cache was just written.
+        // Each file system differs in what may be asked of it; the cache of this file was just written.
         assert!(stats.window_bytes > 0 || stats.windows_refused > 0 || stats.cached_bytes == 0, "{stats:?}");
         println!("{stats:?}");
         all_is_back(&device, &pool);
@@ -154,7 +154,7 @@ fn windows_that_are_refused_are_read_and_counted() {
                 s.window_bytes + s.cached_bytes + s.direct_bytes + s.buffered_bytes
             };
             assert_eq!(moved(&after) - moved(&before), LEN as u64);
-            // Another thread may have had one meanwhile; the first of several comes before the refused one.
+            // Another thread may have had a window meanwhile; the first of several comes before the refused one.
             assert!(after.window_bytes > before.window_bytes || nth == 1, "{after:?}");
             assert!(pipeline.download_vec(&memory).unwrap() == sent);
         }
@@ -202,7 +202,7 @@ fn whatever_call_fails_a_load_from_windows_is_right_or_an_error_and_leaves_nothi
     );
 }
 
-/// On purpose, since the device may still reach it: the value, and its registration.
+/// On purpose, since the device may still reach the value: it is leaked, and its registration.
 #[test]
 fn a_window_that_cannot_be_unregistered_is_leaked_and_the_load_none_the_worse() {
     on_stand_in_leaking(
@@ -317,14 +317,14 @@ fn there_are_no_windows_while_others_are_about() {
         std::thread::sleep(Duration::from_millis(150));
         assert_eq!(load(), 0, "way was given");
         drop(way);
-        // Nobody is about any more, after a while.
+        // No foreground transfer is active any more, after a while.
         until("windows again", || load() > 0);
         assert!(pipeline.download_vec(&memory).unwrap() == sent);
         all_is_back(&device, &pool);
     });
 }
 
-/// Not on the stand-in, whose copies are the CPU's: it would die of this, as any program that reads such a mapping.
+/// Not on the stand-in, whose copies are the CPU's: it would crash, as any program that reads such a mapping.
 #[test]
 fn a_mapped_file_that_becomes_shorter_is_an_error_and_no_death() {
     on_gpu("a_mapped_file_that_becomes_shorter_is_an_error_and_no_death", |gpu| {

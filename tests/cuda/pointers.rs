@@ -1,5 +1,5 @@
 //! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap,
-//! on the stand-in driver: what only CUDA has, and what only a double can be told to do.
+//! on the stand-in driver: what only CUDA has, and what only a double can be made to do.
 //!
 //! What any device must do with all of these is in `contract`, and each driver call fails once in `driver.rs`. Each
 //! test runs in a child of its own, which loads the stand-in; see `support/doubles`.
@@ -83,7 +83,7 @@ fn fetch(pool: &Pool, stream: &Stream, memory: impl Into<DeviceSlice>) -> Vec<u8
     stream.download(memory, landing).unwrap().wait().unwrap().to_vec()
 }
 
-/// What is said about an address that is refused, and the whole text.
+/// The error's class for a refused address, and its whole text.
 fn refused(device: &Device, at: u64, length: usize) -> (AddressFault, String) {
     // SAFETY: refused.
     let refusal = unsafe { device.raw_memory(at, length, "owner".to_owned()) }.unwrap_err();
@@ -141,7 +141,7 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
         says(memory, 1001, past(1), &["1000 bytes", "leaves it by 1"]);
         says(memory + 999, 41, past(40), &["leaves it by 40"]);
         says(memory + 1, usize::MAX, past(usize::MAX - 999), &[]);
-        // Known to nobody: the heap of kernels, what was freed, what never was, and the end of everything.
+        // Known to no allocator: the heap of kernels, what was freed, what never was, and the end of everything.
         let both = ["malloc", "no copy call accepts", "cudaMalloc", "Device::alloc", "was freed"];
         says(d.device_malloc(64), 16, AddressFault::Unknown, &both);
         assert_eq!(d.call("cuMemFree_v2", [memory as usize, 0, 0, 0]), 0);
@@ -159,7 +159,7 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
         for at in
             [managed, d.special(0, 1, 64), d.special(0, 2, 64), d.made("cuMemAllocAsync", 64, pooled) as u64]
         {
-            // SAFETY: nobody frees it, and only this thread uses it.
+            // SAFETY: no code frees it, and only this thread uses it.
             let memory = unsafe { device.raw_memory(at, 64, ()) }.unwrap();
             assert_eq!(d.call("cuStreamSynchronize", [pooled, 0, 0, 0]), 0);
             if at != managed {
@@ -188,7 +188,7 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
             assert_eq!((refusal.error.class(), refusal.buffer.as_deref()), (class, Some("owner")));
             assert!(matches!(&refusal.error, Error::Device(e) if e.call == name), "{}", refusal.error);
         }
-        // The last of them took the device along, and nobody is asked about addresses any more.
+        // The last error lost the device, and the driver is asked about addresses no more.
         let asked = d.calls("cuPointerGetAttributes");
         // SAFETY: refused.
         let refusal = unsafe { device.raw_memory(memory.address(), 64, ()) }.unwrap_err();
@@ -197,7 +197,7 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
     });
 }
 
-/// Tells on which thread it is dropped, and may panic then.
+/// Records on which thread it is dropped, and may panic then.
 struct Owner {
     gone: Arc<Mutex<Option<String>>>,
     panics: bool,
@@ -232,7 +232,7 @@ fn an_owner_goes_on_the_worker_when_the_last_copy_is_done() {
             until("the owner goes", || gone.lock().unwrap().is_some());
             assert_eq!(gone.lock().unwrap().as_deref(), Some("pinpool-cuda:0"));
         }
-        // Refused, it is the caller's again, to be dropped where that is.
+        // Refused, the owner is the caller's again, to be dropped where that is.
         let gone = Arc::new(Mutex::new(None));
         // SAFETY: refused.
         let refusal =
@@ -250,7 +250,7 @@ fn an_owner_may_use_the_device_when_it_goes() {
     struct Last(Option<(Device, Stream, DeviceBuffer)>, Arc<Mutex<bool>>);
     impl Drop for Last {
         fn drop(&mut self) {
-            // Calls of the worker's own, on the worker; and the last handle to everything goes here.
+            // Calls for the worker, made on the worker; and the last handle to everything is dropped here.
             let (device, stream, memory) = self.0.take().unwrap();
             stream.upload_blocking(&[5; 64], &memory).unwrap();
             drop(device.alloc(64).unwrap());
@@ -284,11 +284,12 @@ fn users_of_the_runtime_api_share_the_context() {
             assert_eq!(d.call("cuMemcpyDtoDAsync_v2", [to, from, 1000, their_stream]), 0);
         };
         let their_sync = || assert_eq!(d.call("cuStreamSynchronize", [their_stream, 0, 0, 0]), 0);
-        // Theirs in our copies, once it is theirs to give: nothing orders their stream and ours but waiting.
-        // SAFETY: freed at the end, and what is done is waited for on either side.
+        // Their memory in copies of the crate, once their work on it is complete: only waiting orders their stream and
+        // the crate's.
+        // SAFETY: freed at the end, and all work is waited for on either side.
         let raw = unsafe { device.raw_memory(theirs as u64, 1000, ()) }.unwrap();
         drop(stream.upload(filled(&pool, &bytes(2, 1000)), &raw).unwrap().wait().unwrap());
-        // Ours in theirs, by its address; and theirs read by us.
+        // The crate's memory in their copies, by its address; and their memory read by the crate.
         their_copy(ours.address() as usize, theirs);
         their_sync();
         assert!(fetch(&pool, &stream, &ours) == bytes(2, 1000));
@@ -298,7 +299,7 @@ fn users_of_the_runtime_api_share_the_context() {
         their_sync();
         assert!(fetch(&pool, &stream, &raw) == bytes(3, 1000));
         assert_eq!(d.0.report().notes, Vec::<String>::new(), "nothing was copied from pageable memory");
-        // Their thread is as it was, and so is their context when we are gone.
+        // Their thread is as it was, and so is their context when the crate's device is closed.
         assert_eq!(d.made("cuCtxGetCurrent", 0, 0), context);
         drop((raw, buf, ours, pool, stream, device));
         until("we are gone", || d.calls("cuDevicePrimaryCtxRelease_v2") == 1);
@@ -338,7 +339,7 @@ fn copies_between_host_memory_do_not_keep_the_caller() {
         drop(to);
         until("all is back", || (pool.stats().in_flight_bytes, pool.stats().checked_out_bytes) == (0, 0));
         pool.check().unwrap();
-        // A device that dies first never calls the function: both are quarantined, and who waits is told.
+        // A device that dies first never calls the function: both are quarantined, and the waiter gets an error.
         d.0.hang(true);
         let (from, to) =
             stream.copy_host(filled(&pool, &bytes(4, 1000)), pool.checkout(1000).unwrap()).unwrap();
@@ -370,15 +371,15 @@ fn memory_in_stream_order_is_freed_behind_its_holds() {
         assert_eq!(d.calls("cuStreamWaitEvent"), 1, "the other stream waits for the allocation");
         drop(home.upload(filled(&pool, &bytes(2, 1000)), &fresh).unwrap());
         assert_eq!(d.calls("cuStreamWaitEvent"), 1, "its own does not");
-        // Held by copies that are not done, by either stream.
+        // Held by copies that are not complete, on either stream.
         drop((memory, fresh));
         drop(device.alloc(1).unwrap());
-        assert_eq!(d.calls("cuMemFreeAsync"), 1, "only what nobody uses is freed");
+        assert_eq!(d.calls("cuMemFreeAsync"), 1, "only what no copy uses is freed");
         d.0.hang(false);
         home.synchronize().unwrap();
         other.synchronize().unwrap();
         until("the other is freed, too", || d.calls("cuMemFreeAsync") == 2);
-        // The streams go with the last memory of theirs, and not before.
+        // The streams are destroyed with the last memory of theirs, and not before.
         let last = home.alloc(64).unwrap();
         drop(home);
         other.synchronize().unwrap();
@@ -467,7 +468,7 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         let refusal = unsafe { device.raw_memory(plain.address(), 64, ()) }.unwrap_err();
         assert_eq!(refusal.error.class(), ErrorClass::Shutdown);
         drop((plain, ordered, raw));
-        // The owner comes last, and by then the others have had their turn.
+        // The owner is dropped last, and by then the others have had their turn.
         until("the owner goes", || gone.lock().unwrap().is_some());
         assert_eq!((d.calls("cuMemFree_v2"), d.calls("cuMemFreeAsync")), (0, 0));
         drop((stream, device));
@@ -513,7 +514,7 @@ fn a_capture_elsewhere_survives_all_of_it() {
         d.runtime(0);
         let (pool, home, other) = (pool(&device), device.stream().unwrap(), device.stream().unwrap());
         let captured = d.made("cuStreamCreate", 1, 0);
-        // In global mode: unsafe calls of any thread would spoil it, this one's among them.
+        // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
         assert_eq!(d.call("cuStreamBeginCapture_v2", [captured, 0, 0, 0]), 0);
         set_device_heap_limit(&device, device_heap_limit(&device).unwrap()).unwrap();
         for round in 0..10 {

@@ -2,7 +2,7 @@
 //!
 //! What every device does is in `contract/queue.rs`. Here is what only a GPU's driver has: the call for many copies in
 //! its two forms and its conditions, streams of the server's, and a driver that fails, hangs and dies, which only a
-//! double can be told to.
+//! double can be made to do.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
@@ -50,7 +50,7 @@ fn arrived(device: &Device, memory: &DeviceBuffer, count: usize) {
     }
 }
 
-/// What is pushed while the driver is busy goes in batches, where there are any, with one mark each.
+/// Copies pushed while the driver is busy go in batches, where there are any, with one event each.
 fn in_batches(test: &'static str, library: Option<&str>, batch: Option<&str>) {
     if let (Some(library), false) = (library, doubles::is_set() || doubles::required()) {
         let Some(library) = doubles::older(library) else { return skip!("no cargo") };
@@ -67,18 +67,18 @@ fn in_batches(test: &'static str, library: Option<&str>, batch: Option<&str>) {
             assert!(*flight.wait().unwrap() == *bytes(i, LEN));
         }
         arrived(&device, &memory, COUNT);
-        if let (Some(d), Some((copies, marks))) = (&gpu.stand_in, before) {
-            let (copies, marks) =
-                (calls(d, "cuMemcpyHtoDAsync_v2") - copies, calls(d, "cuEventRecord") - marks);
+        if let (Some(d), Some((copies, events))) = (&gpu.stand_in, before) {
+            let (copies, events) =
+                (calls(d, "cuMemcpyHtoDAsync_v2") - copies, calls(d, "cuEventRecord") - events);
             let batches = batch.map_or(0, |name| calls(d, name));
             match batch {
-                // How many there are depends on who was faster. Copies are not one by one, and marks neither.
+                // Their number depends on which thread was faster. Copies do not go one by one, and events neither.
                 Some(_) => {
                     assert!(batches > 0 && copies < COUNT as u64 / 2, "{batches} batches, {copies} copies")
                 }
                 None => assert_eq!((calls(d, "cuMemcpyBatchAsync"), copies), (0, COUNT as u64)),
             }
-            assert!(marks < COUNT as u64 / 2, "{marks} marks");
+            assert!(events < COUNT as u64 / 2, "{events} events");
         }
         drop(queue);
         all_back(&pool);
@@ -143,7 +143,7 @@ fn streams_of_the_server_depend_on_copies() {
             let flight = queue.upload(filled(&pool, &bytes(seed, 100_000)), memory.slice(..100_000)).unwrap();
             stream.wait_for_copy(&flight).unwrap();
             drop(flight);
-            // The server's own work, which nobody tells us of.
+            // The server's own work, of which the crate is not told.
             gpu.ok(
                 "cuMemcpyDtoDAsync_v2",
                 &[copy.address() as usize, memory.address() as usize, 100_000, raw],
@@ -156,7 +156,7 @@ fn streams_of_the_server_depend_on_copies() {
         let flight = queue.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
         gpu.begin_capture(raw, 2);
         let refused = stream.wait_for_copy(&flight);
-        // It may be done already.
+        // It may be complete already.
         assert!(matches!(refused, Ok(()) | Err(Error::Capturing { .. })), "{refused:?}");
         assert!(matches!(queue.wait_for(&stream), Err(Error::Capturing { .. })));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
@@ -180,7 +180,7 @@ fn rows_go_as_rectangles() {
         let queue = device.copy_queue().unwrap();
         let whole: Vec<u8> = (0..ROWS).flat_map(|i| bytes(i, PIECE)).collect();
         let host = Arc::new(filled(&pool, &whole));
-        // Until some have come together in the queue: who is faster, nobody knows.
+        // Until some have come together in the queue: which thread is faster differs from run to run.
         let rectangles = |faults: &dyn Fn()| {
             for _ in 0..200 {
                 let before = calls(d, "cuMemcpy2DAsync_v2");
@@ -224,7 +224,7 @@ fn rows_go_as_rectangles() {
     });
 }
 
-/// The same by one call, without luck: its pieces are pushed together.
+/// The same by one call, without chance: its pieces are pushed together.
 #[test]
 fn rows_of_one_call_go_as_rectangles() {
     on_gpu("rows_of_one_call_go_as_rectangles", |gpu| {
@@ -236,7 +236,7 @@ fn rows_of_one_call_go_as_rectangles() {
         let mut bufs: Vec<PinnedBuf> = (0..ROWS).map(|i| filled(&pool, &bytes(i, LEN))).collect();
         bufs.sort_by_key(|buf| buf.as_ptr().addr());
         let expected: Vec<Vec<u8>> = bufs.iter().map(|buf| buf.to_vec()).collect();
-        // Of the stand-in's, which counts.
+        // Only the stand-in counts.
         let rectangles = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpy2DAsync_v2"));
         let before = rectangles();
         let pieces = bufs.into_iter().enumerate().map(|(i, buf)| (buf, place(i))).collect();
@@ -329,7 +329,7 @@ fn a_refused_batch_goes_one_by_one() {
             push(&queue, &pool, &memory, 300).into_iter().filter_map(|flight| flight.wait().err()).collect();
         d.calm();
         assert!(matches!(&*failed, [error] if error.class() == ErrorClass::Transient), "{failed:?}");
-        // One that nobody asks about leaves nothing behind either.
+        // A dropped one leaves nothing behind either.
         (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 2, false));
         d.fail("cuMemcpyHtoDAsync_v2", 50, 2, false);
         drop(push(&queue, &pool, &memory, 300));
@@ -413,7 +413,7 @@ fn a_device_dies_under_a_queue() {
         let error = waiting.join().unwrap();
         assert!(error.is_device_lost(), "{error}");
         for flight in flights {
-            // Some may have been done before; none says so that was not.
+            // Some may have completed before; no copy says so that did not.
             if let Err(error) = flight.wait() {
                 assert!(error.is_device_lost(), "{error}");
             }
@@ -428,11 +428,11 @@ fn a_device_dies_under_a_queue() {
         assert!(queue.synchronize().is_err());
         pool.check().unwrap();
         drop((queue, memory, pool, device));
-        // A sticky code says that the context is of no use; there is nothing to be given back to it.
+        // A sticky code says that the context is of no use; the crate gives nothing back to it.
     });
 }
 
-/// A hung device: who waits with a deadline gets the handle back, and a full queue says so.
+/// A hung device: a waiter with a deadline gets the handle back, and a full queue says so.
 #[test]
 fn a_hung_device_fills_its_queue() {
     on_stand_in("a_hung_device_fills_its_queue", |_, d| {
@@ -478,7 +478,7 @@ fn a_child_leaves_a_queue_alone() {
         let flights = push(&queue, &pool, &memory, 64);
         queue.synchronize().unwrap();
         let buf = filled(&pool, &bytes(3, 100));
-        // Until threads have nothing to do and hold no lock.
+        // Until the threads have nothing to do and hold no lock.
         std::thread::sleep(Duration::from_millis(300));
         let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
         let before = made();

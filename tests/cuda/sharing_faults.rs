@@ -23,7 +23,7 @@ const LEN: usize = 4000;
 #[derive(Default)]
 struct Server {
     found: Findings,
-    /// A reference to a user object cannot be given back: then it stays, with what it keeps.
+    /// A reference to a user object cannot be given back: then the object stays, with what it keeps.
     may_leak: bool,
 }
 
@@ -75,7 +75,7 @@ impl Server {
         None
     }
 
-    fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+    fn finish<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
         match flight.wait_timeout(HANG) {
             Ok(buf) => Some(buf),
             Err(SubmitError { error, buffer }) => {
@@ -119,14 +119,14 @@ impl Server {
             drop(self.submit(pool, 1, |buf| stream.upload(buf, &memory))?);
         }
         let held = self.submit(pool, 2, |buf| stream.hold(buf))?;
-        drop(self.settle(held)?);
+        drop(self.finish(held)?);
         self.again("wait_for", || other.wait_for(stream))?;
         let flight = self.submit(pool, 3, |buf| other.download(&memory, buf))?;
-        if *self.settle(flight)? != *bytes(1, LEN) {
+        if *self.finish(flight)? != *bytes(1, LEN) {
             self.wrong("wrong bytes, reported as done");
         }
         let joint = self.submit(pool, 4, |buf| Stream::hold_on_all(&[stream, other], buf))?;
-        drop(self.settle(joint)?);
+        drop(self.finish(joint)?);
         self.again("synchronize", || stream.synchronize())
     }
 
@@ -165,13 +165,13 @@ impl Server {
         let context = self.made(raw, "cuCtxCreate_v2", &[0, 0])?;
         let theirs = self.made(raw, "cuStreamCreate", &[1])?;
         let gone = Arc::new(AtomicBool::new(false));
-        // SAFETY: destroyed when the keeper is gone.
+        // SAFETY: destroyed when the keeper is dropped.
         let device = self.again("adopt_context", || unsafe {
             cuda::adopt_context_with(context as *mut c_void, Flag(gone.clone()))
         })?;
         gone.store(false, Ordering::SeqCst);
         let pool = self.again("build", || Pool::builder(&device).capacity(256 << 10).build())?;
-        // SAFETY: destroyed when all is done.
+        // SAFETY: destroyed when all work is complete.
         let adopted =
             self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, theirs as *mut c_void) })?;
         let own = self.again("stream", || device.stream())?;

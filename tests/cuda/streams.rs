@@ -25,7 +25,7 @@ fn open() -> Device {
 }
 
 fn adopt(device: &Device, stream: usize) -> Result<Stream, Error> {
-    // SAFETY: tests keep their streams until all is done, or see to it that nothing depends on that.
+    // SAFETY: tests keep their streams until all work is complete, or see to it that nothing depends on that.
     unsafe { cuda::adopt_stream(device, stream as *mut c_void) }
 }
 
@@ -77,7 +77,7 @@ fn copies_on_a_stream_of_the_servers() {
             }
             assert_eq!(cuda::raw_stream(&stream).unwrap() as usize, raw);
             assert_eq!(cuda::raw_context(&device).unwrap() as usize, gpu.context);
-            // In both directions with streams of ours.
+            // In both directions with streams of the crate.
             let own = device.stream().unwrap();
             drop(stream.upload(filled(&pool, &bytes(7, LEN)), &memory).unwrap());
             own.wait_for(&stream).unwrap();
@@ -88,13 +88,13 @@ fn copies_on_a_stream_of_the_servers() {
             stream.synchronize().unwrap();
         }
         drop(device);
-        // It is not ours to destroy.
+        // The crate does not destroy it.
         gpu.ok("cuStreamSynchronize", &[raw]);
         gpu.ok("cuStreamDestroy_v2", &[raw]);
     });
 }
 
-/// The server's own copy reads the buffer, and nobody tells the pool when: a hold after it covers it.
+/// The server's own copy reads the buffer, of which the pool is not told: a hold after it covers it.
 fn holds_cover(gpu: &Gpu, device: &Device, stream: &Stream, raw: usize) {
     let pool = pool(device, ROOM);
     let memory = gpu.memory(LEN);
@@ -106,7 +106,7 @@ fn holds_cover(gpu: &Gpu, device: &Device, stream: &Stream, raw: usize) {
         if held {
             drop(stream.hold(buf).unwrap());
         } else if gpu.stand_in.is_some() {
-            // The mistake that the hold is for.
+            // The mistake that the hold prevents.
             drop(buf);
         } else {
             break;
@@ -136,7 +136,7 @@ fn a_hold_covers_what_the_server_has_queued_on_a_stream_of_ours() {
         let stream = device.stream().unwrap();
         let raw = cuda::raw_stream(&stream).unwrap() as usize;
         holds_cover(gpu, &device, &stream, raw);
-        // Given out and adopted it is the very stream.
+        // Given out and adopted it is the same stream.
         let memory = device.alloc(64).unwrap();
         let pool = pool(&device, ROOM);
         assert!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory));
@@ -155,7 +155,7 @@ fn an_open_tick_is_closed_when_the_handle_is_given_out() {
         let sent = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap();
         let raw = cuda::raw_stream(&stream).unwrap() as usize;
         assert!(records() > before);
-        // Submits close their own ticks from here on, at once.
+        // Submits close their own sequence numbers from here on, at once.
         let before = records();
         let more = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap();
         assert!(records() > before);
@@ -186,7 +186,7 @@ fn only_streams_that_others_can_reach_are_asked_about() {
         for seed in 0..50 {
             round_trip(&pool, &adopted, &memory, seed);
         }
-        // Once for each submit; and once more where the reaper or a waiter comes by while its mark is being recorded.
+        // Once for each submit; and once more where the reaper or a waiter polls while the event is being recorded.
         let asked = asked() - before;
         assert!((100..=250).contains(&asked), "{asked}");
     });
@@ -216,14 +216,14 @@ fn a_context_of_the_servers() {
     on_gpu("a_context_of_the_servers", |gpu| {
         let context = gpu.other_context();
         let (keeper, dropped) = flag();
-        // SAFETY: destroyed below, when the keeper is gone.
+        // SAFETY: destroyed below, when the keeper is dropped.
         let device = unsafe { cuda::adopt_context_with(context as *mut c_void, keeper) }.unwrap();
         assert!(device.name().contains("cuda:0") && device.name() != "cuda:0");
         assert_eq!(cuda::raw_context(&device).unwrap() as usize, context);
         assert_eq!(gpu.made("cuCtxGetCurrent", &[]), gpu.context, "the caller's is as it was");
         let (primary, foreign) = (open(), gpu.stream());
         {
-            // Pinned memory is everybody's; the rest is not.
+            // Every context may use pinned memory; the rest belongs to one.
             let pool = Pool::builder(&device).device(&primary).capacity(2 << 20).build().unwrap();
             let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
             round_trip(&pool, &stream, &memory, 1);
@@ -248,8 +248,8 @@ fn a_context_of_the_servers() {
             gpu.ok("cuStreamDestroy_v2", &[raw]);
             gpu.current(gpu.context);
         }
-        // The primary context is the device that everybody opens.
-        // SAFETY: as long as anybody has it open.
+        // The primary context is the device that `Device::open` opens.
+        // SAFETY: it lives as long as one handle has it open.
         let same = unsafe { cuda::adopt_context(gpu.context as *mut c_void) }.unwrap();
         let (pool, memory) = (pool(&primary, ROOM), primary.alloc(1000).unwrap());
         round_trip(&pool, &same.stream().unwrap(), &memory, 5);
@@ -279,7 +279,7 @@ fn an_owner_is_kept_for_as_long_as_it_is_needed() {
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
         let raw = gpu.stream();
         let (keeper, dropped) = flag();
-        // SAFETY: destroyed when the keeper is gone.
+        // SAFETY: destroyed when the keeper is dropped.
         let stream = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, keeper) }.unwrap();
         let (second, gone) = flag();
         // SAFETY: as above.
@@ -303,7 +303,7 @@ fn an_owner_is_kept_for_as_long_as_it_is_needed() {
     });
 }
 
-/// Says that it is dropped, when it has taken its time.
+/// Sets a flag when it is dropped, after a delay.
 struct Says(&'static str, Duration, Arc<Mutex<Vec<&'static str>>>);
 
 impl Drop for Says {
@@ -319,7 +319,7 @@ fn a_context_goes_after_the_streams_in_it() {
         let context = gpu.other_context();
         let said = Arc::new(Mutex::new(Vec::new()));
         let says = |what, late| Says(what, Duration::from_millis(late), said.clone());
-        // SAFETY: destroyed below, when both keepers are gone.
+        // SAFETY: destroyed below, when both keepers are dropped.
         let device = unsafe { cuda::adopt_context_with(context as *mut c_void, says("context", 0)) }.unwrap();
         gpu.current(context);
         let raw = gpu.stream();
@@ -337,7 +337,7 @@ fn a_context_goes_after_the_streams_in_it() {
     });
 }
 
-/// Nobody can know when memory is really freed, so nothing is promised about the stream until then.
+/// Freeing happens at a time that the program cannot know, so nothing is promised about the stream until then.
 #[test]
 fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
     on_gpu("memory_may_outlive_the_stream_that_it_was_allocated_on", |gpu| {
@@ -346,7 +346,7 @@ fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
         let stream = adopt(&device, raw).unwrap();
         let (used, unused) = (stream.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap());
         stream.upload_blocking(&bytes(1, LEN), &used).unwrap();
-        // Freed when the stream has come to it, and not before.
+        // Freed when the stream has reached it, and not before.
         drop(stream.alloc(LEN).unwrap());
         stream.synchronize().unwrap();
         // As `adopt_stream` has it: all that was submitted is known to be complete.
@@ -358,7 +358,7 @@ fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
     });
 }
 
-/// Memory is freed by a thread of ours, at a time that nobody chooses: in the middle of a capture, too.
+/// A thread of the crate frees memory at a time of its own: in the middle of a capture, too.
 #[test]
 fn freeing_memory_gets_into_no_capture() {
     on_stand_in("freeing_memory_gets_into_no_capture", |gpu, d| {
@@ -371,12 +371,12 @@ fn freeing_memory_gets_into_no_capture() {
             stream.synchronize().unwrap();
             let before = freed();
             gpu.begin_capture(raw, 1);
-            // Whoever asks does so just before the capture begins.
+            // The thread asks just before the capture begins.
             (1..=10).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
             drop(memory);
             until("it is freed", || freed() > before);
             gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
-            // The lies that are left.
+            // Uses up the false answers that are left.
             (1..=10).for_each(|_| drop(cuda::raw_stream(&stream)));
             stream.synchronize().unwrap();
             let leaks = d.report().leaks;
@@ -431,7 +431,7 @@ fn a_new_stream_under_an_old_handle_is_another() {
     });
 }
 
-/// What is in flight on a stream may be had for later work on it, only if it is known to be that stream.
+/// What is in flight on a stream is claimed for later work on it only if it is known to be that stream.
 #[test]
 fn claims_need_streams_that_can_be_told_apart() {
     const TEST: &str = "claims_need_streams_that_can_be_told_apart";
@@ -449,12 +449,12 @@ fn claims_need_streams_that_can_be_told_apart() {
             Ok(landing) => assert!(landing.was_claimed() && !old),
             Err(error) => assert!(matches!(error, Error::Exhausted { .. }) && old, "{error}"),
         }
-        // On a stream that is being captured nothing comes after what is in flight.
+        // On a stream that is being captured nothing can be ordered after what is in flight.
         gpu.begin_capture(raw, 1);
         assert!(matches!(pool.try_checkout_on(&stream, LEN), Err(Error::Exhausted { .. })));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
         assert_eq!(pool.try_checkout_on(&stream, LEN).is_ok(), !old);
-        // Streams of ours are always known.
+        // Streams of the crate are always known.
         until_hung_is_over(d, &pool);
         d.hang(true);
         let own = device.stream().unwrap();
@@ -495,7 +495,8 @@ fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
         let raw = gpu.stream();
         let stream = adopt(&device, raw).unwrap();
-        // No mark for it, and then nobody to record one on. (Enough of them for a thread to be held up in between.)
+        // No event can be recorded for it, and then there is no stream left to record one on. (Enough failures for a
+        // thread to be held up in between.)
         (1..=400).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
         let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
         gpu.ok("cuStreamDestroy_v2", &[raw]);
@@ -517,7 +518,7 @@ fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
     });
 }
 
-/// Who reads a log or a gauge knows which context it is of.
+/// A reader of a log or a gauge sees which context it is of.
 #[test]
 fn contexts_of_one_gpu_have_names_of_their_own() {
     on_gpu("contexts_of_one_gpu_have_names_of_their_own", |gpu| {
@@ -525,7 +526,7 @@ fn contexts_of_one_gpu_have_names_of_their_own() {
         let (keeper, dropped) = flag();
         let keeper = Arc::new(keeper);
         let adopted = |context: usize| {
-            // SAFETY: destroyed below, when the keepers are gone.
+            // SAFETY: destroyed below, when the keepers are dropped.
             unsafe { cuda::adopt_context_with(context as *mut c_void, keeper.clone()) }.unwrap()
         };
         let (one, two) = (adopted(contexts[0]), adopted(contexts[1]));
@@ -563,7 +564,7 @@ fn a_child_drops_everything_without_a_driver() {
         let landing = pool.checkout_on(&stream, 1000).unwrap();
         let buf = filled(&pool, &bytes(3, 1000));
         until("the copy has landed", || flight.is_done().unwrap());
-        // Until threads have nothing to do and hold no lock, of the stand-in's above all.
+        // Until the threads have nothing to do and hold no lock, of the stand-in's above all.
         std::thread::sleep(Duration::from_millis(300));
         let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
         let before = made();

@@ -6,8 +6,8 @@
 //! without where it does not, and never believes an error.
 //!
 //! After each run: nothing panicked or hung, `check()` finds every byte, nothing is checked out or in flight, bytes are
-//! quarantined only if the device was lost, what was reported as done holds the right bytes, and when pool, streams and
-//! device are gone the device has everything back (but for what the failing call itself was to give back).
+//! quarantined only if the device was lost, what was reported as complete holds the right bytes, and when pool, streams
+//! and device are dropped the device has everything back (but for what the failing call itself was to give back).
 //!
 //! On the stepped device the replay is exact: the same calls in the same order up to the one that fails. On the
 //! threaded device calls interleave, so there the first few calls of each kind are made to fail.
@@ -108,7 +108,7 @@ fn stepped() -> HostNode {
     HostNode::new(HostConfig::new().memory(4 << 20).stepped(11)).unwrap()
 }
 
-/// One run with one failing call. What went wrong, if anything did.
+/// One run with one failing call. Returns what went wrong, if anything did.
 fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Report, Vec<String>) {
     let done = catch_unwind(AssertUnwindSafe(|| scenario(node, threaded)));
     let struck = node.clear_faults() == 0;
@@ -127,7 +127,7 @@ fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Rep
     (report, wrong)
 }
 
-/// Fails with the findings, the same one of several calls once.
+/// Fails with the findings; the same finding of several calls is printed once.
 fn assert_none(mut findings: Vec<(Failure, Call, u64, String)>) {
     let all = findings.len();
     findings.sort_by_key(|(failure, call, _, text)| (format!("{failure:?}"), *call, text.clone()));
@@ -190,7 +190,7 @@ fn calls_fail_on_threads() {
                 let over = AtomicBool::new(false);
                 let (report, wrong) = std::thread::scope(|scope| {
                     if failure == Failure::Stall {
-                        // A blocking copy that stalls comes back when somebody resumes the device.
+                        // A blocking copy that stalls returns when the device is resumed.
                         scope.spawn(|| {
                             while !over.load(Ordering::Relaxed) {
                                 std::thread::sleep(Duration::from_millis(5));
@@ -211,7 +211,7 @@ fn calls_fail_on_threads() {
     assert_none(failures);
 }
 
-/// The same again, while whatever is told of it panics.
+/// The same again, while the subscriber panics at every call.
 #[test]
 fn each_call_fails_once_under_a_subscriber_that_panics() {
     let again = std::process::Command::new(std::env::current_exe().unwrap())
@@ -232,9 +232,9 @@ fn a_lost_stream_does_not_take_the_device_along() {
     let (lost, other) = (device.stream().unwrap(), device.stream().unwrap());
     let mut buf = pool.checkout(SLOT).unwrap();
     fill(&mut buf, 1, SLOT);
-    // The only handle to the target goes with the copy.
+    // The only handle to the target is dropped with the copy's.
     drop(lost.upload(buf, device.alloc(SLOT).unwrap()).unwrap());
-    // No mark can ever be made: recording fails until the pool gives up.
+    // No event can ever be recorded: recording fails until the pool gives up.
     for _ in 0..1200 {
         node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
     }

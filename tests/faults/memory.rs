@@ -3,8 +3,8 @@
 //! One scenario makes pools of memory that the device allocates, adopts memory and registers values. It is run once
 //! without faults, and the calls that it makes are recorded; then again for each of these calls and each kind of
 //! failure. After each run nothing panicked or hung, memory that was refused came back as it was, what was reported as
-//! done holds the right bytes, each value was dropped once or is leaked because the call that failed was to let go of
-//! it, and the device has everything back. `faults` does the same for what a pool does with its own memory.
+//! complete holds the right bytes, each value was dropped once or is leaked because the failing call was to release it,
+//! and the device has everything back. `faults` does the same for what a pool does with its own memory.
 
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
 
@@ -29,7 +29,7 @@ fn bytes(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
-/// Bytes that are counted as long as they are there.
+/// Bytes that are counted while they exist.
 struct Counted(Vec<u8>, Arc<AtomicUsize>);
 
 impl Counted {
@@ -64,7 +64,7 @@ unsafe impl StableDeref for Counted {}
 struct User {
     node: HostNode,
     wrong: Vec<String>,
-    /// Values that are there.
+    /// Values that exist.
     there: Arc<AtomicUsize>,
 }
 
@@ -88,7 +88,7 @@ impl User {
         None
     }
 
-    /// The same for what gives the memory back, as it was.
+    /// The same for a call whose error gives the memory back, as it was.
     fn give<R>(
         &mut self,
         what: &str,
@@ -119,13 +119,13 @@ impl User {
         None
     }
 
-    /// What came of a submission: the value, or nothing where it failed. `None`: the device is lost.
-    fn settled<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<Option<B>> {
+    /// The result of a submission: the value, or nothing where it failed. `None`: the device is lost.
+    fn outcome<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<Option<B>> {
         let mut flight = match submitted {
             Ok(flight) => flight,
             Err(refused) => return (!refused.error.is_device_lost()).then_some(None),
         };
-        // What stalls goes on when somebody has a look.
+        // A stalled copy goes on when the device is resumed after a wait.
         for patience in [Duration::from_millis(50), Duration::from_millis(50), HANG] {
             match flight.wait_timeout(patience) {
                 Ok(value) => return Some(Some(value)),
@@ -160,14 +160,14 @@ impl User {
                 self.wrong("pinned or not");
             }
             self.again("device_address", || buf.device_address(device))?;
-            let sent = self.settled(stream.upload(buf, &memory))?.is_some();
+            let sent = self.outcome(stream.upload(buf, &memory))?.is_some();
             let landing = self.again("checkout", || pool.checkout_timeout(PAGE, HANG))?;
-            if let Some(back) = self.settled(stream.download(&memory, landing))? {
+            if let Some(back) = self.outcome(stream.download(&memory, landing))? {
                 if sent && *back != *bytes(1, PAGE) {
                     self.wrong("wrong bytes, reported as done");
                 }
             }
-            self.settled(stream.hold(()))?;
+            self.outcome(stream.hold(()))?;
             device.reap();
             pool.trim(0);
             if let Err(error) = pool.check() {
@@ -196,14 +196,14 @@ impl User {
             let value = self.give("register", value, |value| device.register(value))?;
             self.again("device_address", || value.device_address(device))?;
             let sent = match round {
-                0 => self.settled(stream.upload(Arc::new(value), &memory))?.is_some(),
+                0 => self.outcome(stream.upload(Arc::new(value), &memory))?.is_some(),
                 1 => {
                     // Dropped in flight.
                     let sent = stream.upload(value, &memory);
                     self.node.resume(0);
                     sent.is_ok()
                 }
-                _ => match self.settled(stream.upload(value, &memory))? {
+                _ => match self.outcome(stream.upload(value, &memory))? {
                     Some(value) => {
                         if let Ok(back) = value.into_inner() {
                             if *back != *content {
@@ -217,7 +217,7 @@ impl User {
             };
             let value = Counted::new(vec![0; 30_001], &self.there);
             let target = self.give("register", value, |value| device.register(value))?;
-            if let Some(back) = self.settled(stream.download(&memory, target))? {
+            if let Some(back) = self.outcome(stream.download(&memory, target))? {
                 if sent && *back != *content {
                     self.wrong("wrong bytes, reported as done");
                 }
@@ -225,8 +225,8 @@ impl User {
         }
         let value = Counted::new(bytes(9, 1000), &self.there);
         let value = self.give("register_read_only", value, |value| device.register_read_only(value))?;
-        self.settled(stream.hold(value))?;
-        self.settled(stream.hold(()))?;
+        self.outcome(stream.hold(value))?;
+        self.outcome(stream.hold(()))?;
         Some(())
     }
 }
@@ -237,7 +237,7 @@ fn node(stepped: bool) -> HostNode {
     HostNode::new(if stepped { config.stepped(5) } else { config }).unwrap()
 }
 
-/// A run with one call failing. What is wrong with it.
+/// A run with one call failing. Returns what is wrong with it.
 fn run(node: &HostNode, failed: Option<(Call, Failure)>) -> Vec<String> {
     let there = Arc::new(AtomicUsize::new(0));
     let mut user = User { node: node.clone(), wrong: Vec::new(), there: there.clone() };
@@ -291,7 +291,7 @@ const KINDS: [Failure; 6] = [
 
 fn every_call_fails_once(stepped: bool) {
     panicking::install_if_asked();
-    // How much may be locked is the system's affair.
+    // The system decides how much may be locked.
     let probe = Device::on(&node(stepped), 0).unwrap().register(vec![0; 1 << 20]);
     if let Err(RegisterError { error: Error::MemLock { .. }, .. }) = probe {
         skip!("the memlock limit is used up");
@@ -305,10 +305,10 @@ fn every_call_fails_once(stepped: bool) {
     let mut counts: Vec<(Call, u64)> = Vec::new();
     for call in Call::ALL {
         let count = trace.iter().filter(|c| **c == call).count() as u64;
-        // These have nothing to do with host memory; `faults` has them.
+        // These calls have nothing to do with host memory; `faults` has them.
         let others = [Call::CopyBlocking, Call::WaitEvent, Call::AllocateOn, Call::FreeOn, Call::Examine];
         assert!(count > 0 || others.contains(&call), "{call:?} is never made");
-        // With threads, calls interleave, and which one it is that fails varies.
+        // With threads, calls interleave, and which of them fails varies.
         counts.push((call, if stepped { count } else { count.min(3) }));
     }
     let (mut runs, mut findings) = (0, Vec::new());
@@ -356,7 +356,7 @@ fn what_overlaps_is_refused_and_comes_back() {
     let parts: Vec<_> = parts.into_iter().map(|p| device.register(p).unwrap()).collect();
     assert_eq!(device.registered_bytes(), 100 * 100);
     drop(parts);
-    // A pool's own buffers are pinned already, whoever asks.
+    // A pool's own buffers are pinned already, for every device of the pool.
     let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
     let again = device.register(value).unwrap();
     let again = stream.upload(again, &memory).unwrap().wait().unwrap();
@@ -424,7 +424,7 @@ fn adopting_and_trimming_go_on_while_others_check_out() {
                     let mut buf = pool.checkout_timeout(len, HANG).unwrap();
                     buf.extend_from_slice(&bytes(round, len));
                     std::thread::yield_now();
-                    assert!(*buf == *bytes(round, len), "somebody else has the same memory");
+                    assert!(*buf == *bytes(round, len), "another owner has the same memory");
                 }
             });
         }

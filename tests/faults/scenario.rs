@@ -1,9 +1,9 @@
-//! What the server does in a run: everything that there is to do, one topic after the other.
+//! What the server does in a run: everything that a pool offers, one topic after the other.
 
 use super::audit::audit;
 use super::*;
 
-/// Everything that there is to do. The report says what went wrong.
+/// All topics. The report says what went wrong.
 pub fn scenario(node: &HostNode, threaded: bool) -> Report {
     let mut report = Report::default();
     let device = Device::on(node, 0).expect("opening makes no device call");
@@ -101,7 +101,7 @@ fn copies(s: &mut Server<'_>) {
         s.expected[10] = s.expected[0];
         s.download(0, 10);
     }
-    // Device memory that goes while it is in use.
+    // Device memory whose handle is dropped while it is in use.
     let short_lived = s.again("alloc", |s| s.device.alloc(SLOT));
     if let (Some(target), Some(mut buf)) = (short_lived, s.checkout(SLOT)) {
         let seed = s.next_seed();
@@ -254,7 +254,7 @@ fn shortage(s: &mut Server<'_>) {
             s.wrong("a token was redeemed twice");
         }
     }
-    // All of them go in flight and are dropped.
+    // All of them are sent and dropped.
     s.node.hang(0);
     let kept = hogs.len() / 2;
     for (at, buf) in hogs.into_iter().enumerate() {
@@ -305,7 +305,7 @@ fn shortage(s: &mut Server<'_>) {
             Err(e) => s.wrong(format!("waiting for a claimed buffer: {e}")),
         }
     }
-    // Everybody waits until something comes back: a thread, a task, several at once.
+    // Every request waits until memory returns: a thread, a task, several at once.
     for stream in [0, 1] {
         let mut hogs = Vec::new();
         while let Ok(mut buf) = s.pool.try_checkout(BIG) {

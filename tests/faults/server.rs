@@ -1,5 +1,5 @@
-//! A small server: each thing that one does with a pool, tried again where that is what the error asks for, with a look
-//! at every byte that comes back.
+//! A small server: each call that a server makes, tried again where that is what the error asks for, with a check of
+//! every byte that comes back.
 
 use super::*;
 
@@ -56,7 +56,7 @@ impl Server<'_> {
                 Err(error) if error.is_device_lost() => return None,
                 Err(error) => last = Some(error),
             }
-            // Whatever is stalled goes on, as after an operator's visit.
+            // Resumes what is stalled, as an operator would.
             self.node.resume(0);
         }
         if !self.dead() {
@@ -82,7 +82,7 @@ impl Server<'_> {
         self.again("checkout", |s| s.pool.checkout_timeout(len, HANG))
     }
 
-    /// Waits for what is in flight. Only with the device may it be lost.
+    /// Waits for what is in flight. It may only be lost with the device.
     pub fn settle<B: Lend>(&mut self, mut flight: InFlight<B>) -> Option<B> {
         for _ in 0..2 {
             match flight.wait_timeout(HANG) {
@@ -109,7 +109,7 @@ impl Server<'_> {
         let mut buf = self.checkout(SLOT)?;
         fill(&mut buf, seed, SLOT);
         for _ in 0..2 {
-            // From here on nobody knows what is there, until a copy is reported as done.
+            // From here on the content is not known, until a copy is reported as complete.
             self.expected[slot] = None;
             let target = self.slot(slot);
             match self.streams[stream].upload(buf, target) {
@@ -157,7 +157,7 @@ impl Server<'_> {
         Some(())
     }
 
-    /// After this, what was sent on the stream is certain.
+    /// After this, what was sent on the stream has certainly arrived.
     pub fn synchronize(&mut self, stream: usize) {
         if self.again("synchronize", |s| s.streams[stream].synchronize()).is_some() {
             for (on, slot, seed) in std::mem::take(&mut self.sent) {

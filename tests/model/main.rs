@@ -2,12 +2,11 @@
 //!
 //! Random sequences of operations (`ops`), with faults, hung streams and dying devices, run against the pool and the
 //! model (`world`); after every step everything that must hold is asserted. The run is deterministic: a stepped device
-//! has no threads, and the sequences follow from a seed. What random sequences take only by luck is scripted
-//! (`scripted`): every call of the device failing in every way, among others. At the end the run prints how often each
-//! transition was taken, and fails if one never was.
+//! has no threads, and the sequences follow from a seed. Transitions that random sequences take only by luck are
+//! scripted (`scripted`): every call of the device failing in every way, among others. At the end the run prints how
+//! often each transition was taken, and fails if one never was.
 //!
-//! With `PINPOOL_SUBSCRIBER=panics` a subscriber, and every waker once it has noted that it was called, panic
-//! meanwhile.
+//! With `PINPOOL_SUBSCRIBER=panics` a subscriber panics meanwhile, and every waker once it has noted its call.
 //!
 //! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
 //! tries N times to make a failing case smaller.

@@ -1,4 +1,4 @@
-//! What a case is made of: how the pool is set up, and what is done to it. Plain data, so that a failing case can be
+//! What a case is made of: how the pool is set up, and the operations on it. Plain data, so that a failing case can be
 //! shrunk, printed and read.
 //!
 //! Operations that name a buffer, a stream or a copy in flight carry an index that is taken modulo what there is, so
@@ -64,7 +64,7 @@ pub enum Patience {
     Timeout,
 }
 
-/// What becomes of a handle to something in flight.
+/// What is done with a handle to something in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "that is what it says")]
 pub enum Keep {
@@ -73,7 +73,7 @@ pub enum Keep {
     Forget,
 }
 
-/// What becomes of a stream-ready buffer.
+/// What is done with a stream-ready buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     Land(Keep),
@@ -111,7 +111,7 @@ pub enum Op {
     Write(usize, u8),
     Drop(usize, Who),
     ForgetBuf(usize),
-    /// Buffer, lane, part in 256ths, what becomes of the handle, whether the device memory is dropped at once.
+    /// Buffer, lane, part in 256ths, what is done with the handle, whether the device memory is dropped at once.
     Upload(usize, usize, Option<(u8, u8)>, Keep, bool),
     /// Buffer, lane, region.
     Download(usize, usize, usize, Keep),

@@ -1,5 +1,5 @@
-//! How often each transition was taken, over all cases. One that never was fails the run: then a test that looks at it
-//! proves nothing.
+//! How often each transition was taken, over all cases. One that never was fails the run: then a test of it proves
+//! nothing.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Headers that are right, and headers that lie.
+//! Headers that are right, and headers that are wrong on purpose.
 
 use pinpool::Error;
 use pinpool::safetensors::{Checkpoint, Header};
@@ -11,7 +11,7 @@ fn parse(bytes: &[u8]) -> Result<Header, Error> {
     Header::parse("it", bytes, bytes.len() as u64)
 }
 
-/// The tensor that is blamed, and why.
+/// The tensor that the error names, and why.
 fn lie(header: &str, data: usize) -> (Option<Box<str>>, String) {
     let bytes = with_header(header, vec![0; data]);
     let error = parse(&bytes).map(drop).expect_err(header);
@@ -133,7 +133,7 @@ fn lies_about_the_whole_are_refused() {
         let opened = Checkpoint::open(folder.put("a.safetensors", &bytes)).map(drop).unwrap_err();
         assert!(opened.to_string().contains(why), "{opened}");
     }
-    // A file that is longer than what is given of it.
+    // A file that is longer than its given length.
     let whole = file(&[made("a", "U8", &[40], 1)]);
     let len = whole.len() as u64;
     assert_eq!(Header::parse("it", &whole[..whole.len() - 40], len).unwrap().tensors.len(), 1);
@@ -151,14 +151,14 @@ fn shapes_of_more_axes_than_anybody_uses_are_refused() {
         assert!(named.as_deref() == Some("a") && why.contains("more than 64 axes"), "{named:?}");
         assert!(why.len() < 1000, "{count} axes are told in {} bytes", why.len());
     }
-    // As many as may be: what is wrong is told, and not all of them.
+    // As many tensors as may be: the error names what is wrong, and not all of them.
     let (_, why) = lie(&axes(64), 2);
     assert!(why.contains("[1, 1, 1, 1, 1, 1, 1, 1, ... 64 axes], 1 bytes, and has 2"), "{why}");
     let fine = format!(r#"{{"a":{{"dtype":"U8","shape":[{}2],"data_offsets":[0,2]}}}}"#, "1,".repeat(63));
     assert_eq!(parse(&with_header(&fine, [0; 2])).unwrap().tensors[0].shape().len(), 64);
 }
 
-/// A header may be a hundred megabytes long; a message is read by people.
+/// A header may be a hundred megabytes long; an error text is short enough to read.
 #[test]
 fn what_a_stranger_wrote_is_not_all_in_the_message() {
     let long = "\u{1f600}x\\n".repeat(40_000);
@@ -180,7 +180,7 @@ fn what_a_stranger_wrote_is_not_all_in_the_message() {
         let Error::Malformed { tensor, .. } = error else { panic!("{error}") };
         assert!(tensor.is_none_or(|name| name.chars().count() <= 203));
     }
-    // Of a name that is not so long, nothing is missing.
+    // A name that is not so long is shown whole.
     let name = "n".repeat(200);
     let (named, _) = lie(&format!(r#"{{"{name}":7}}"#), 0);
     assert_eq!(named.as_deref(), Some(&*name));
@@ -246,7 +246,8 @@ fn tensors() -> impl Strategy<Value = Vec<Made>> {
     })
 }
 
-/// Whatever is accepted lies side by side behind the header, up to the file's end, each tensor as long as its shape says.
+/// A header that is accepted has its tensors side by side behind it, up to the file's end, each as long as its shape
+/// says.
 fn is_sound(header: &Header, bytes: &[u8]) {
     let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap());
     let mut end = start;
@@ -297,7 +298,7 @@ proptest! {
                 _ => bytes.insert(at, byte),
             }
         }
-        // What the format's own crate makes of it.
+        // What the format's own crate says of it.
         let theirs = SafeTensors::deserialize(&bytes);
         match parse(&bytes) {
             Ok(header) => {
@@ -313,7 +314,7 @@ proptest! {
             }
             Err(Error::Malformed { what, why, .. }) => {
                 prop_assert!(what == "it" && !why.is_empty());
-                // They let a name come twice.
+                // That crate lets a name come twice.
                 prop_assert!(theirs.is_err() || why.contains("twice") || why.contains("inside"), "{}", why);
             }
             Err(error) => prop_assert!(false, "{error}"),

@@ -63,7 +63,7 @@ fn an_index_that_lies_is_refused() {
     let error = Checkpoint::open(with(&long)).map(drop).unwrap_err();
     assert!(matches!(&error, Error::Malformed { tensor: Some(_), .. }), "no name of a file");
     assert!(error.to_string().len() < 2000, "{} bytes", error.to_string().len());
-    // In two files, says the index: in which, nobody can tell.
+    // In two files, says the index: it cannot be told in which.
     folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2)]));
     let both = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
     refused(&with(both), Some("a"), "twice");
@@ -81,7 +81,7 @@ fn a_folder_without_an_index_is_all_of_its_files() {
     folder.put("config.json", "{}");
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     assert_eq!(checkpoint.tensors().map(|t| t.name()).collect::<Vec<_>>(), ["z", "b"]);
-    // What two of them have is nobody's.
+    // A tensor that two files have is refused.
     folder.put("c.safetensors", file(&[made("b", "U8", &[3], 1)]));
     refused(folder.path(), Some("b"), "b.safetensors too");
 
@@ -97,7 +97,7 @@ fn what_is_no_file_is_not_waited_for() {
     for name in ["pipe.safetensors", "pipe.safetensors.index.json"] {
         let path = folder.path().join(name);
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        // Nobody ever writes into it.
+        // No process ever writes into it.
         let (told, result) = std::sync::mpsc::channel();
         let opened = path.clone();
         std::thread::spawn(move || _ = told.send(Checkpoint::open(opened).map(drop)));
@@ -109,7 +109,7 @@ fn what_is_no_file_is_not_waited_for() {
     }
 }
 
-/// As a hub's cache has them: the files beside the index are links to elsewhere.
+/// As in a hub's cache: the files beside the index are links to elsewhere.
 #[test]
 fn links_are_followed_and_must_lead_somewhere() {
     let (folder, store) = (Folder::new(), Folder::new());
@@ -121,20 +121,20 @@ fn links_are_followed_and_must_lead_somewhere() {
     std::fs::remove_file(&index).unwrap();
     assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 1);
 
-    // One that leads nowhere is a file that is missing, not one that is not there.
+    // A link that leads nowhere is an error for a missing file, not a checkpoint without it.
     std::os::unix::fs::symlink(store.path().join("gone"), folder.path().join("2.safetensors")).unwrap();
     let missing = Checkpoint::open(folder.path()).map(drop).unwrap_err();
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
 }
 
-/// As a hub's cache has it when it was tidied up. Which tensors were meant, only the index could tell.
+/// As in a hub's cache that was tidied up. Which tensors were meant, only the index could tell.
 #[test]
 fn an_index_that_cannot_be_read_is_not_done_without() {
     let folder = Folder::new();
     folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
     let index = folder.path().join("model.safetensors.index.json");
     let open = || {
-        // Nobody ever writes into the pipe.
+        // No process ever writes into the pipe.
         let (told, result) = std::sync::mpsc::channel();
         let path = folder.path().to_owned();
         std::thread::spawn(move || _ = told.send(Checkpoint::open(path).map(drop)));
@@ -168,7 +168,7 @@ fn a_folder_whose_files_say_how_many_they_are_has_to_have_all_of_them() {
     refused(folder.path(), None, "model-00002-of-00003.safetensors is missing");
     put("model-00002-of-00003.safetensors");
     assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 3);
-    // Others count for themselves, and some from nothing.
+    // Other series of files count on their own, and some from 0.
     put("head-of-state.safetensors");
     put("extra-0-of-2.safetensors");
     put("extra-1-of-2.safetensors");

@@ -163,9 +163,9 @@ fn a_load_knows_how_many_are_left() {
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
     for left in (0..tensors.len()).rev() {
-        // None: an error ends it.
+        // No upper bound may be promised: an error ends the load early.
         assert_eq!((loading.left(), loading.size_hint()), (left, (0, Some(left))));
-        // Whoever takes just those that are left has seen its end.
+        // A caller that takes just the tensors that are left has seen the load's end.
         assert_eq!(loading.progress().over, left == 0);
         assert_eq!(loading.next().is_some(), left > 0);
     }
@@ -288,7 +288,7 @@ fn tasks_get_tensors_as_threads_do() {
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
     arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
 
-    // Polled once, and forgotten about: what it had begun ends by itself.
+    // Polled once, and dropped: what it had begun ends by itself.
     let mut loading = checkpoint.loader(&pipeline).start().unwrap();
     let mut next = Box::pin(loading.next_tensor());
     let _ = next.as_mut().poll(&mut Context::from_waker(Waker::noop()));

@@ -1,4 +1,4 @@
-//! What a header or an index costs that is refused: two and a half times its own bytes, these included.
+//! What a refused header or index costs: two and a half times its own bytes, these included.
 //!
 //! Allocations of the thread that reads are counted, the old and the new block of one that grows both. What is measured
 //! is of a few megabytes; `tests/cli` has a hundred, under a limit of the system's.
@@ -15,7 +15,7 @@ use pinpool::safetensors::{Checkpoint, Header};
 use super::{Folder, file, made, with_header};
 
 thread_local! {
-    /// Bytes that the thread has, and the most that it had.
+    /// Bytes that the thread has allocated, and the most that it had.
     static HELD: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
 }
 
@@ -28,7 +28,7 @@ fn count(bytes: isize) {
     });
 }
 
-// SAFETY: all of it is the system's.
+// SAFETY: the system's allocator does all of it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
@@ -53,7 +53,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// The most memory that this takes, beyond what there is.
+/// The most memory that the call takes, beyond what was allocated before.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, f64) {
     let start = HELD.get().0;
     HELD.set((start, start));
@@ -65,7 +65,7 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, f64) {
 const BYTES: usize = 1 << 20;
 const INDEX: usize = 4 << 20;
 
-/// So many bytes, of pieces by number.
+/// That many bytes, of numbered pieces.
 fn filled(front: &str, back: &str, piece: impl FnMut(&mut String, usize)) -> String {
     filled_to(BYTES, front, back, piece)
 }

@@ -1,4 +1,4 @@
-//! Names of any characters: exact where a program asks for them, escaped and short where a person reads them.
+//! Names of any characters: exact where a program asks for them, escaped and short in messages.
 
 use pinpool::Error;
 use pinpool::safetensors::{Checkpoint, Header};
@@ -77,12 +77,12 @@ fn whatever_is_wrong_with_them_is_said_in_plain_characters() {
             refused(&folder.put("model.safetensors.index.json", format!(r#"{{"weight_map":{map}}}"#)));
         }
     }
-    // What is not strange is as it was.
+    // A plain name is shown as it is.
     let text = refused(&Folder::new().put("modèle-é.safetensors", with_header(r#"{"poids.é":7}"#, [])));
     assert!(text.contains("modèle-é.safetensors is refused: tensor \"poids.é\" is not described"), "{text}");
 }
 
-/// The fields have what was said; the message has it escaped, in every variant that has a text.
+/// The fields have the exact name; the message has it escaped, in every variant that has a text.
 #[test]
 fn every_error_shows_what_others_said_in_plain_characters() {
     use pinpool::{AddressFault, DeviceError, ErrorClass};

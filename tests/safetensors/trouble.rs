@@ -119,7 +119,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     }
 }
 
-/// Its time of modification is another one afterwards, however coarse the system's clock of files is.
+/// Sets another time of modification, however coarse the system's clock of files is.
 fn write_to(path: &std::path::Path) {
     let file = OpenOptions::new().write(true).open(path).unwrap();
     let len = file.metadata().unwrap().len();
@@ -139,7 +139,7 @@ fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
         let got = std::thread::scope(|scope| {
             let loading = scope.spawn(|| checkpoint.tensor(&pipeline, name));
             let since = std::time::Instant::now();
-            // What is on its way was read.
+            // A chunk on its way was read already.
             while rig.pool.stats().in_flight_bytes < 100_000 {
                 assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
                 std::thread::sleep(Duration::from_millis(1));
@@ -339,7 +339,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     assert!(changed(&error), "{error}");
     rig.all_is_back();
 
-    // While it is: what was not handed out by then is not, and the load does not end well.
+    // While it is: tensors that were not handed out by then are not, and the load ends with an error.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     pipeline.set_rate(Some(1));
     let mut loading = checkpoint.loader(&pipeline).start().unwrap();
@@ -351,7 +351,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     drop(results);
     rig.all_is_back();
 
-    // A new file of the same name is another one: what was opened is loaded.
+    // A new file of the same name is another file: the load continues with the one that was opened.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     let before = std::fs::read(&second).unwrap();
     std::fs::remove_file(&second).unwrap();
@@ -364,7 +364,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     rig.all_is_back();
 }
 
-/// By an error in the place of its last tensor: nobody need ask for more than there is.
+/// The error is in the place of the file's last tensor: a caller need not ask for more than there is.
 #[test]
 fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
@@ -414,7 +414,7 @@ fn two_files_in_the_same_memory_are_refused() {
         assert!(matches!(&refused, Err(Error::Config(text)) if text.contains("overlap")), "{refused:?}");
         rig.all_is_back();
     }
-    // Longer than need be: what is beyond the first file's tensors is the second's.
+    // Longer than need be: the bytes beyond the first file's tensors are used for the second's.
     let mut at = 0;
     let got = checkpoint.loader(&pipeline).memory(|len| {
         at += len.next_multiple_of(16);
@@ -423,7 +423,7 @@ fn two_files_in_the_same_memory_are_refused() {
     arrived(&pipeline, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
 }
 
-/// The caller's own code may do what it wants, and end as it wants.
+/// The program's own code may do anything, and end in any way.
 #[test]
 fn callbacks_that_panic_or_wait_leave_nothing_behind() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());

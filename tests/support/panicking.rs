@@ -59,7 +59,7 @@ impl Subscriber for Panics {
 
 static ASKED: AtomicBool = AtomicBool::new(false);
 
-/// For code of others that is no subscriber: panics where one that panics was asked for.
+/// For foreign code that is no subscriber: panics where the environment asks for a panicking subscriber.
 #[allow(dead_code, reason = "wakers of one test do")]
 pub fn panic_if_asked() {
     if ASKED.load(Ordering::Relaxed) {

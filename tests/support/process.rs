@@ -66,7 +66,7 @@ fn path_of(test: &str) -> String {
     path.clone()
 }
 
-/// Prints what a child said, as this test's own output; and tells which tests the child skipped.
+/// Prints the output of a child as this test's own, and reports which tests the child skipped.
 pub fn forward(stdout: &str, stderr: &str) {
     print!("{stdout}");
     for line in stderr.lines() {

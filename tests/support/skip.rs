@@ -1,4 +1,4 @@
-//! A test that cannot run here, or not all of it, says so.
+//! The line that a test prints if it cannot run here, or not all of it.
 
 use std::io::Write;
 
@@ -7,8 +7,8 @@ pub const SKIPPED: &str = "skipped: ";
 /// The test that a child process was started for.
 pub const TEST: &str = "PINPOOL_TEST";
 
-/// Says why the test that runs here is left out, in the words of `format!`: one line on standard error, `skipped: TEST:
-/// WHY`. The harness shows nothing of what a test prints that passes; this line goes past it.
+/// Prints why the running test is skipped, in the words of `format!`: one line on standard error, `skipped: TEST: WHY`.
+/// The harness hides the output of a test that passes; this line goes past it.
 macro_rules! skip {
     ($($why:tt)+) => {
         $crate::support::skip::write(&format!($($why)+))

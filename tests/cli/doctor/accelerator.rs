@@ -34,7 +34,7 @@ fn the_kernels_part_of_the_driver() {
     machine.file("/sys/module/nvidia/version", "440.33.01\n");
     machine.gpu("1MiB").is("driver", "fail", &["440.33.01", "CUDA 11.0"], &["install NVIDIA's driver"]);
     machine.without("/sys/module");
-    // Somebody else has the card.
+    // Another driver has the card.
     let driver = format!("/sys/devices/pci0000:64/0000:64:01.0/{GPU}/driver");
     machine.link(&driver, "../../../../bus/pci/drivers/nouveau");
     machine.gpu("1MiB").is("driver", "fail", &["driven by nouveau"], &["blacklist nouveau"]);
@@ -85,7 +85,7 @@ fn the_drivers_files() {
     machine.file("/var/run/secrets/kubernetes.io/token", "");
     machine.gpu("1MiB").is("device-files", "fail", &[], &["resources.limits: nvidia.com/gpu: 1"]);
 
-    // There, and not to be opened: a socket is nobody's device.
+    // There, and not to be opened: a socket is no device.
     let machine = Machine::healthy();
     machine.nvidia().without("/dev/nvidiactl");
     let _socket = std::os::unix::net::UnixListener::bind(machine.root().join("dev/nvidiactl")).unwrap();
@@ -94,7 +94,7 @@ fn the_drivers_files() {
 
 #[test]
 fn the_library_is_where_loaders_look() {
-    // Without a GPU of this machine's own, which would open all the same.
+    // Only without a GPU of this machine's own, which would open all the same.
     if pinpool::Device::open("cuda:0").is_ok() {
         skip!("this machine's own GPU opens");
         return;
@@ -171,7 +171,7 @@ fn ascend_has_files_of_its_own() {
     findings(command.env("ASCEND_TOOLKIT_HOME", "/opt/cann")).is("library", "ok", &["/opt/cann/lib64"], &[]);
 }
 
-/// Wherever the doctor runs, each thing that it finds missing has a remedy.
+/// On whatever machine the doctor runs, each thing that it finds missing has a remedy.
 #[test]
 fn every_vendor_has_remedies_for_every_place() {
     use pinpool::family::{By, FAMILIES};
@@ -240,7 +240,7 @@ fn windows_below() {
     machine.gpu("1MiB").is("container", "ok", &["none"], &[]);
 }
 
-/// The stand-in driver's GPU, on a fabricated bus: what is expected of its link, and said about it.
+/// The stand-in driver's GPU, on a fabricated bus: the speed expected of its link, and the doctor's words about it.
 #[cfg(feature = "cuda")]
 #[test]
 fn what_a_link_should_give_on_a_gpu() {
@@ -297,12 +297,12 @@ fn what_a_link_should_give_on_a_gpu() {
         look().is("link", "ok", &["shows no PCIe link"], &[]);
         link(&device, "32.0 GT/s PCIe", "16");
     }
-    // More than any processor's copies: that is told.
+    // More than any processor copies: the doctor says so.
     machine.without(&format!("{bridge}/current_link_speed"));
     link(&device, "64.0 GT/s PCIe", "32");
     look().is("copy", "warn", &["its link should give 207.7 GB/s"], &["numa"]);
 
-    // The limit of locked memory is not NVIDIA's to count.
+    // The limit of locked memory does not count what NVIDIA's driver pins.
     machine.file("/proc/self/limits", &super::machine::limits("65536", "unlimited", "unlimited"));
     look().is("memlock", "warn", &["does not count", "RDMA"], &[]);
 }

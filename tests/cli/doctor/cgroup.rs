@@ -10,7 +10,7 @@ use std::process::Command;
 use super::{doctor, findings};
 use crate::support::skip;
 
-/// A group of our own, removed in the end.
+/// A group of the test's own, removed in the end.
 struct Group {
     path: PathBuf,
     /// The file that bounds its memory.
@@ -75,7 +75,7 @@ impl Group {
         unsafe {
             command.pre_exec(move || {
                 use std::os::fd::AsRawFd;
-                // 0 stands for whoever writes it.
+                // 0 stands for the process that writes it.
                 match libc::write(file.as_raw_fd(), b"0".as_ptr().cast(), 1) {
                     1 => Ok(()),
                     _ => Err(std::io::Error::last_os_error()),
@@ -88,7 +88,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Processes that have just ended are in it for a moment more.
+        // Processes that have just ended are in it for a little longer.
         for _ in 0..100 {
             if fs::remove_dir(&self.path).is_ok() {
                 return;

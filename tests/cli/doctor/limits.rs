@@ -29,7 +29,7 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
         .spares("memlock", "docker");
     machine.host("4MiB").is("memlock", "ok", &["enough"], &[]);
 
-    // Whoever may raise it needs nobody's help.
+    // A process that may raise its limit needs no administrator.
     machine.file("/proc/self/limits", &memlock("8388608/unlimited"));
     machine
         .host("256MiB")
@@ -44,7 +44,7 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     // As a service.
     machine.file("/proc/self/cgroup", "0::/system.slice/model-server.service\n");
     machine.host("256MiB").is("memlock", "fail", &[], &["in model-server.service: LimitMEMLOCK=infinity"]);
-    // A user's session is one by name only.
+    // A user's session is a service by name only.
     machine.file("/proc/self/cgroup", "0::/user.slice/user-1000.slice/user@1000.service\n");
     machine.host("256MiB").is("memlock", "fail", &[], &["in the server's unit: LimitMEMLOCK"]);
 }
@@ -106,7 +106,7 @@ fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     machine.host("256MiB").is("memlock", "ok", &["64 KiB", "CAP_IPC_LOCK"], &[]);
     machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
     machine.host("256MiB").is("memlock", "ok", &[], &[]);
-    // One's own number alone, and what rootless containers have: a range of subordinate numbers besides.
+    // The user's own id alone; and the map of rootless containers: a range of subordinate numbers besides.
     let own = "         0       1000          1\n";
     for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
         machine.file("/proc/self/uid_map", &map);
@@ -163,7 +163,7 @@ fn mappings_run_out() {
     );
     machine.file("/proc/self/maps", &"00400000-00401000 r-xp 00000000 00:00 0\n".repeat(999));
     machine.host("1MiB").is("mappings", "fail", &["999 in use"], &["vm.max_map_count"]);
-    // In a container it is the host's to set.
+    // In a container the host sets it.
     machine.file("/.dockerenv", "");
     machine.host("1MiB").is("mappings", "fail", &[], &["on the container's host: sudo sysctl"]);
 }
@@ -207,8 +207,8 @@ fn limited(resource: libc::__rlimit_resource_t, value: u64) -> Command {
             if libc::setrlimit(resource, &raw const limit) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
-            // CAP_IPC_LOCK: what the bounding set lacks, no executable brings back. Who may not drop it does not have
-            // it.
+            // CAP_IPC_LOCK: a capability that the bounding set lacks is given back by no executable. A process that may
+            // not drop it does not have it.
             libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
             Ok(())
         });
@@ -227,7 +227,7 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     let fix = found.check("memlock")["fix"].as_str().unwrap();
     let remedies = ["LimitMEMLOCK=infinity", "--ulimit memlock=-1", "IPC_LOCK"];
     assert!(remedies.iter().any(|remedy| fix.contains(remedy)), "{fix}");
-    // What the limit allows can be had, if this process may allow so much.
+    // Memory within the limit can be locked, if this process may set such a limit.
     if hard(libc::RLIMIT_MEMLOCK) < 4 << 20 {
         skip!("in part: the limit cannot be as high as 4 MiB here");
         return;
@@ -237,7 +237,7 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     assert_ne!(found.check("copy")["status"], "fail");
 }
 
-/// Where memory runs out while it is at work it says so, and the other findings with it.
+/// Where memory runs out during the run the doctor says so, and prints the other findings with it.
 #[test]
 fn without_address_space_all_checks_are_told() {
     for kib in [307_200_u64, 380 << 10, 450 << 10] {
@@ -259,7 +259,7 @@ fn without_address_space_all_checks_are_told() {
     }
 }
 
-/// In a user namespace everybody has all capabilities, and may lock no more for it.
+/// In a user namespace every process has all capabilities, and may lock no more for it.
 #[test]
 fn without_the_right_to_lock_a_user_namespace_gives_none() {
     let works = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();

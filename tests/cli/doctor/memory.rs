@@ -83,7 +83,7 @@ fn a_high_mark_slows_down() {
         &["MemoryHigh="],
     );
     machine.host("512MiB").is("cgroup", "ok", &[], &[]);
-    // A group that is nobody's but the administrator's.
+    // A group that the administrator made, and no service manager.
     machine.file("/proc/self/cgroup", "0::/mine/inner\n");
     machine.group("/sys/fs/cgroup/mine", &[("memory.high", "1073741824")]);
     machine.host("4GiB").is(

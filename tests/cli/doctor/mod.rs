@@ -69,7 +69,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// What a run with `--json` said, once its form and its exit status have been seen to be right.
+/// The output of a run with `--json`, once its form and its exit status have been checked.
 struct Findings(Value);
 
 fn findings(command: &mut Command) -> Findings {
@@ -89,7 +89,7 @@ fn findings(command: &mut Command) -> Findings {
     for check in checks {
         assert_eq!(keys(check), ["fix", "found", "name", "status"]);
         assert!(!check["found"].as_str().unwrap().is_empty());
-        // Who is told that something is wrong is told what to do.
+        // A report of something wrong says what to do.
         match check["status"].as_str().unwrap() {
             "ok" => assert!(check["fix"].is_null(), "{check}"),
             "warn" | "fail" => assert!(!check["fix"].as_str().unwrap().is_empty(), "{check}"),

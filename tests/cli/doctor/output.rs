@@ -119,7 +119,7 @@ fn a_closed_pipe_is_no_panic() {
     }
 }
 
-/// What is not there is said to be unknown.
+/// A thing that the files do not show is reported as unknown.
 #[test]
 fn a_machine_that_shows_nothing() {
     let nothing = tempfile::tempdir().unwrap();
@@ -233,7 +233,7 @@ fn sums_of_nonsense_end_at_the_largest_number() {
         .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
 }
 
-/// What the system's files say may be a stranger's: a mount point, a group's name, a driver's.
+/// A text of the system's files may come from a stranger: a mount point, a group's name, a driver's.
 #[test]
 fn what_files_say_cannot_steer_a_terminal() {
     let machine = Machine::healthy();

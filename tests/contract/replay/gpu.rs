@@ -3,12 +3,12 @@
 //! Each scenario has a process of its own, since the driver to load is chosen once in a process; and since an address
 //! that was freed on purpose must not be given out again.
 //!
-//! In half of the phases the streams are pinpool's alone; in the others their handles are given out, and on a real GPU
-//! a kernel of a tenth of a millisecond now and then holds one up, so that dozens of copies are in flight behind it
-//! while their handles are dropped. The stand-in copies only for who waits.
+//! In half of the phases only pinpool uses the streams; in the others their handles are given out, and on a real GPU a
+//! kernel of a tenth of a millisecond now and then holds a stream up, so that dozens of copies are in flight behind it
+//! while their handles are dropped. The stand-in copies only when a caller waits.
 //!
-//! Failures: the stand-in has calls reported as failed that were done. A real driver cannot be told to; there the
-//! copies that are to fail are from memory that its owner has freed, which the driver refuses when it is called.
+//! Failures: the stand-in reports calls as failed that were done. A real driver cannot be told to; there the copies
+//! that are to fail are from memory that its owner has freed, which the driver refuses when it is called.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -67,7 +67,7 @@ pub fn on_gpu(test: &str, scenario: fn(&dyn Site)) {
     assert!(child.stdout.contains("1 passed"), "{test} did not run");
 }
 
-/// The driver beside pinpool, for good.
+/// The driver beside pinpool, never unloaded.
 struct Inner {
     raw: Raw,
     /// The primary context, which pinpool works in too.
@@ -97,7 +97,7 @@ impl Inner {
 struct Gpu {
     inner: &'static Inner,
     device: Device,
-    /// On a real one.
+    /// Whether it is a real one.
     kernels: Option<Arc<Kernels<'static>>>,
 }
 
@@ -109,7 +109,8 @@ impl Gpu {
         let zeros = || Page(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
         let pinned: &'static [Page] = Box::leak((0..16).map(|_| zeros()).collect());
         raw.register(pinned.as_ptr().cast::<u8>().cast_mut(), size_of_val(pinned));
-        // One in a process, which is a child of its own: where a static keeps it, no search for leaks finds it.
+        // One in a process, which is a child of its own: it is kept by a static, so that a search for leaks does not
+        // find it.
         static INNER: OnceLock<Inner> = OnceLock::new();
         let inner = INNER.get_or_init(|| Inner { raw, context, real, pinned, taken: 0.into() });
         let kernels = real.then(|| Arc::new(Kernels::load(&inner.raw)));
@@ -182,7 +183,7 @@ impl Remote for Slot {
     fn read(&self, words: &mut [u64]) {
         self.inner.enter();
         let len = size_of_val(words);
-        // SAFETY: nobody else has the words, until the copy was waited for.
+        // SAFETY: no other code has the words, until the copy was waited for.
         unsafe { self.inner.raw.download(words.as_mut_ptr().cast(), self.at, len, self.stream) };
         self.inner.raw.synchronize(self.stream);
     }
@@ -195,7 +196,7 @@ impl Remote for Slot {
 struct RawStream {
     inner: &'static Inner,
     stream: usize,
-    /// What makes it late.
+    /// The kernel that makes it late.
     kernels: Option<Arc<Kernels<'static>>>,
     copies: AtomicUsize,
 }

@@ -1,5 +1,5 @@
 //! The host devices: on threads, where streams run late and against each other, some with random delays, and stepped,
-//! where a copy runs only when nobody can go on without it or the seed says so.
+//! where a copy runs only when no thread can go on without it or the seed says so.
 
 use std::time::Duration;
 

@@ -8,7 +8,7 @@
 //! The scenarios (`scenarios.rs`) are written once and run on the host devices (`host.rs`), on the stand-in for an
 //! Ascend device (`npu.rs`), and on a GPU (`gpu.rs`): the first one of the machine, or the stand-in of `tests/doubles`,
 //! whose copies are as late as the rules allow. On a real GPU a kernel now and then keeps a stream from copying; what
-//! the plain pool gets wrong there is told, not judged.
+//! the plain pool gets wrong there is reported, not judged.
 //!
 //! `PINPOOL_REPLAY=full` runs at least 1,700,000 checkouts in each scenario, 10,200,000 in all, on the host devices and
 //! as many on a real GPU; otherwise a small part.

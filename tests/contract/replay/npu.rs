@@ -1,8 +1,8 @@
 //! An Ascend device: the stand-in library of `tests/doubles/acl`, as of today, on the device itself, and of early 2022.
 //!
-//! Each scenario has a process of its own for each of these. The stand-in copies only for who waits, so every copy is
-//! as late as it may be; and what a library does that copies from memory which was given away early, it does. No such
-//! device was at hand: on a real one these scenarios are not run.
+//! Each scenario has a process of its own for each of these. The stand-in copies only when a caller waits, so every
+//! copy is as late as it may be; and what a library does that copies from memory which was given away early, the
+//! stand-in does. No such device was at hand: on a real one these scenarios are not run.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ pub fn on_npu(test: &str, scenario: fn(&dyn Site)) {
     }
 }
 
-/// The library beside pinpool, for good.
+/// The library beside pinpool, never unloaded.
 struct Server {
     stand_in: StandIn,
     /// The device's default context, which pinpool works in too.
@@ -70,7 +70,8 @@ impl Npu {
         let block = made!(server, "aclrtMallocHost", (BUFFERS + 1) * STRIDE);
         // On the device it may start anywhere.
         server.block = block.next_multiple_of(64);
-        // One in a process, which is a child of its own: where a static keeps it, no search for leaks finds it.
+        // One in a process, which is a child of its own: it is kept by a static, so that a search for leaks does not
+        // find it.
         static SERVER: OnceLock<Server> = OnceLock::new();
         Self { server: SERVER.get_or_init(|| server), device: Device::open("acl:0").unwrap() }
     }

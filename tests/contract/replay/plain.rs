@@ -1,5 +1,5 @@
 //! The plain pool, which is what many servers have: a list of buffers under a lock, and a handle that returns its
-//! buffer when it is dropped. Copies in flight are nobody's business.
+//! buffer when it is dropped. It knows nothing of copies in flight.
 //!
 //! Its bytes are relaxed atomics, so that its race is a defined one: what is read is wrong, the test is not. On the
 //! host its [`Engine`] is a thread that runs each copy only when so many more were submitted; on a GPU (`gpu.rs`) or an
@@ -103,7 +103,7 @@ impl Drop for Buf<'_> {
 
 /// A stream.
 pub trait Engine: Sync {
-    /// Submits a copy of so many words.
+    /// Submits a copy of that many words.
     fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize);
     fn synchronize(&self);
 }
@@ -113,7 +113,7 @@ enum Job {
     Sync(SyncSender<()>),
 }
 
-/// Copies in order, each only when `lag` more have been submitted or somebody waits.
+/// Copies in order, each only when `lag` more have been submitted or a caller waits.
 pub struct Late {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -169,7 +169,7 @@ impl Drop for Late {
     }
 }
 
-/// Runs rounds against a plain pool until it has given out so many buffers. Returns checkouts and corruptions.
+/// Runs rounds against a plain pool until it has handed out that many buffers. Returns checkouts and corruptions.
 pub fn run(site: &dyn Site, target: u64, round: impl Fn(&Pool<'_>, &mut Random, u64) -> u64) -> (u64, u64) {
     let pool = Pool { site, free: Mutex::default(), checkouts: AtomicU64::new(0) };
     let mut random = Random(1);

@@ -1,6 +1,6 @@
 //! The six scenarios, each written once: a round of it on the plain pool, and one on pinpool.
 //!
-//! A round on the plain pool tells how many messages it got wrong. A round on pinpool compares by itself; it lets go of
+//! A round on the plain pool tells how many messages it got wrong. A round on pinpool compares by itself; it drops
 //! handles at once, a little later, or after waiting for them in one of several ways.
 
 use std::sync::Arc;
@@ -115,7 +115,7 @@ pub fn download_read_at_once(site: &dyn Site) {
                 let flight = if w.random.one_in(2) {
                     w.checkouts += 1;
                     let landing = w.pool.checkout_on(&w.streams[stream], w.len_of(n)).unwrap();
-                    // A claimed buffer is the same checkout going on, under another length.
+                    // A claimed buffer continues the same checkout, with another length.
                     w.checkouts -= u64::from(landing.was_claimed());
                     w.streams[stream].download(source, landing).unwrap()
                 } else {
@@ -123,7 +123,7 @@ pub fn download_read_at_once(site: &dyn Site) {
                     w.streams[stream].download(source, landing).unwrap()
                 };
                 match w.random.below(4) {
-                    // Nobody wants it any more; its memory may be claimed while the copy is under way.
+                    // The handle is dropped; its memory may be claimed while the copy is under way.
                     0 => drop(flight),
                     1 if late.len() < 8 => late.push((flight, seq, n)),
                     _ => {
@@ -195,7 +195,8 @@ pub fn two_streams_with_one_shared_buffer(site: &dyn Site) {
     );
 }
 
-/// A request is aborted while its blocks are being fetched; the next request gets them, and the late copies land there.
+/// A request is aborted while its blocks are being fetched; the next request gets them, and the late copies write
+/// there.
 pub fn aborted_half_way(site: &dyn Site) {
     let (engine, memory) = (site.engine(16), site.memory());
     const BLOCKS: usize = 8;
@@ -221,13 +222,13 @@ pub fn aborted_half_way(site: &dyn Site) {
                 for block in 0..BLOCKS {
                     let landing = w.checkout(WORDS);
                     if block >= stop {
-                        // Aborted: this one was never submitted.
+                        // Aborted: the copy was never submitted.
                         break;
                     }
                     fetched.push(w.streams[block % 2].download(w.slot(block, WORDS), landing).unwrap());
                 }
                 drop(fetched);
-                // The next one has buffers of its own, and nobody else writes to them.
+                // The next request has buffers of its own, and no copy of another writes to them.
                 let mut next = Vec::new();
                 for _ in 0..BLOCKS {
                     next.push(w.filled());
@@ -254,7 +255,7 @@ pub fn aborted_half_way(site: &dyn Site) {
     );
 }
 
-/// A copy is reported as failed, or asking about it fails, and that is taken for its end; but it runs.
+/// A copy is reported as failed, or polling it fails, and a server takes that for its end; but the copy runs.
 pub fn error_reported_as_done(site: &dyn Site) {
     let (engine, memory) = (site.engine(8), site.memory());
     let failures = AtomicU64::new(0);
@@ -268,7 +269,7 @@ pub fn error_reported_as_done(site: &dyn Site) {
                 let buf = pool.checkout();
                 engine.copy(source, &buf.words, WORDS);
                 if random.one_in(4) {
-                    // Said to have failed, so it is over: back with the buffer.
+                    // Said to have failed, so a plain server takes it for complete: the buffer goes back.
                     drop(buf);
                     let next = pool.checkout();
                     next.words.write(first + i as u64, WORDS);

@@ -1,4 +1,4 @@
-//! A server on pinpool that goes through the scenarios, and what it runs on.
+//! A server on pinpool that runs the scenarios, and what it runs on.
 //!
 //! A [`Site`] is a kind of device: it says which phases a scenario has there, and has the memory and the streams that
 //! the plain pool is run with on it. A [`Machine`] is the device of one phase: what the scenarios can tell it beside
@@ -26,10 +26,10 @@ pub trait Site: Sync {
     /// Whether copies are late for certain, so that the plain pool must be seen to corrupt.
     fn is_late(&self) -> bool;
 
-    /// Runs a scenario's parts, which add up to so many checkouts.
+    /// Runs a scenario's parts, which add up to that many checkouts.
     fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup));
 
-    /// A stream for the plain pool: one that is late by about so many copies.
+    /// A stream for the plain pool: one that is late by about that many copies.
     fn engine(&self, lag: usize) -> Box<dyn Engine>;
 
     /// A buffer for the plain pool.
@@ -52,7 +52,7 @@ pub trait Machine: Sync {
     /// A thread that uses the device begins.
     fn enter(&self) {}
 
-    /// Whether it moves only when it is told to.
+    /// Whether it moves only when it is stepped.
     fn is_stepped(&self) -> bool {
         false
     }
@@ -64,16 +64,16 @@ pub trait Machine: Sync {
     /// Keeps a stream busy for a while.
     fn delay(&self, _: &Stream) {}
 
-    /// Has the next copy reported as failed. Gives what it is to copy from.
+    /// Makes the next copy be reported as failed. Returns what it is to copy from.
     fn fail_copy(&self, source: DeviceSlice) -> DeviceSlice;
 
-    /// Has asking for a copy's end fail once: for the moment, or because of a capture.
+    /// Makes polling a copy fail once: transiently, or because of a capture.
     fn fail_query(&self, _capture: bool) {}
 
-    /// Has the next event recorded, and said to have failed.
+    /// Makes the next event be recorded, and reported as failed.
     fn fail_record(&self) {}
 
-    /// Nothing is to fail any more.
+    /// Ends the failures.
     fn calm(&self) {}
 }
 
@@ -172,7 +172,7 @@ impl Worker<'_> {
         first
     }
 
-    /// Lands a handle in one of the ways that there are.
+    /// Waits for a handle in one of the ways that there are.
     pub fn land(&mut self, flight: InFlight<PinnedBuf>) -> PinnedBuf {
         match self.random.below(3) {
             0 => self.block_on(flight),
@@ -210,7 +210,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Waits, also where a stepped device says that it cannot go on just now, because asking failed.
+    /// Waits, also where a stepped device says that it cannot go on just now, because polling failed.
     pub fn patiently(&mut self, mut flight: InFlight<PinnedBuf>) -> PinnedBuf {
         loop {
             match flight.wait_timeout(Duration::from_secs(20)) {
@@ -245,14 +245,14 @@ pub struct Setup {
     pub target: u64,
 }
 
-/// Runs rounds on several workers of one pool until they have checked out so many buffers, and looks for what is lost.
+/// Runs rounds on several workers of one pool until they have checked out that many buffers, and looks for lost ones.
 fn phase(
     (machine, device): On<'_>,
     Setup { workers, exact, target }: Setup,
     round: &(impl Fn(&mut Worker<'_>) + Sync),
     tally: &mut Tally,
 ) {
-    // A run for each class; or, of one class, so little that a round does not fit and somebody always waits for what is
+    // A run for each class; or, of one class, so little that a round does not fit and a worker always waits for what is
     // in flight.
     let capacity = if exact { 640 << 10 } else { 24 << 10 };
     let pool = Pool::builder(device).capacity(capacity).build().unwrap();
@@ -299,7 +299,7 @@ fn phase(
         while machine.step() {}
         device.reap();
         let stats = pool.stats();
-        // On threads the last ones come back a little later.
+        // With threads, the last buffers come back a little later.
         if stats.returns == stats.checkouts || since.elapsed() > Duration::from_secs(20) {
             break stats;
         }

@@ -1,5 +1,4 @@
-//! Transfers that stop: what they leave on the wire, in the hands of workers and in the memory of handles that outlive
-//! them.
+//! Transfers that stop: what they leave on the wire, with workers and in the memory of handles that outlive them.
 
 use std::borrow::Cow;
 use std::future::Future as _;
@@ -19,7 +18,7 @@ use super::{Rig, block_on, pattern};
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
 
-/// Breaks or panics behind so many bytes.
+/// Breaks or panics behind the given number of bytes.
 struct Breaks {
     left: usize,
     panics: bool,
@@ -104,7 +103,7 @@ fn a_canceller_keeps_nothing() {
     }
 }
 
-/// Waits to be told before it gives what lies at `at` or behind.
+/// Waits for the test before it gives what lies at `at` or behind.
 struct Waits {
     bytes: Vec<u8>,
     at: u64,
@@ -137,7 +136,7 @@ fn what_has_stopped_does_not_wait_for_the_rate() {
     let source = Waits { bytes: pattern(1 << 20, 1), at: 1, goes_on: Mutex::new(goes_on) };
     let upload = pipeline.upload(source, &memory).unwrap();
     assert!(upload.wait_landed(64 << 10));
-    // It is being filled now, or will be not at all.
+    // It is being filled now, or never will be.
     std::thread::sleep(Duration::from_millis(50));
     upload.cancel();
     go_on.send(()).unwrap();
@@ -154,7 +153,7 @@ fn what_has_landed_for_nobody_waits_for_no_worker() {
     let (go_on, goes_on) = channel();
     let source = Waits { bytes: pattern(1 << 20, 1), at: 0, goes_on: Mutex::new(goes_on) };
     let upload = pipeline.upload(source, &memory[0]).unwrap();
-    // The only worker is in there.
+    // The only worker is inside the call.
     std::thread::sleep(Duration::from_millis(50));
     let file = tempfile::tempfile().unwrap();
     rig.node.hang(0);
@@ -180,7 +179,7 @@ fn what_has_landed_before_it_was_cancelled_waits_for_no_worker_either() {
     std::thread::sleep(Duration::from_millis(50));
     let file = tempfile::tempfile().unwrap();
     let download = pipeline.download(&memory[1], FileSink::new(file, "a file")).unwrap();
-    // All that may land has.
+    // All that may land has landed.
     std::thread::sleep(Duration::from_millis(100));
     download.cancel();
     let ended = download.wait_timeout(HANG).expect("it ends").map(drop).unwrap_err();

@@ -1,4 +1,4 @@
-//! What is brought or taken by the caller's own thread: where it ends, what it costs, and both at once.
+//! What the caller's own thread brings or takes: where it ends, what it costs, and both at once.
 
 use std::io::{self, Read};
 use std::sync::mpsc::channel;
@@ -32,7 +32,7 @@ fn a_reader_may_end_where_a_chunk_does() {
     rig.all_is_back();
 }
 
-/// A reader that looks at what it is given.
+/// A reader that records what it is given.
 struct Looks {
     left: usize,
     given: u64,
@@ -87,7 +87,7 @@ fn a_download_can_be_written_to_a_feed_of_the_same_pipeline() {
     rig.all_is_back();
 }
 
-/// A writer that takes its time keeps no more than its half from others.
+/// A slow writer keeps no more than its half from others.
 #[test]
 fn a_slow_writer_of_the_foreground_leaves_room() {
     let rig = Rig::plain();
@@ -121,7 +121,7 @@ fn a_slow_writer_of_the_foreground_leaves_room() {
     rig.all_is_back();
 }
 
-/// A writer that calls something when it has had its first bytes.
+/// A writer that makes a call when it has its first bytes.
 struct Calls<F: FnMut()>(Option<F>);
 
 impl<F: FnMut()> io::Write for Calls<F> {

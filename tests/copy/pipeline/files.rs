@@ -102,7 +102,7 @@ fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let bytes = pattern(512 << 10, 4);
     std::fs::write(file.path(), &bytes).unwrap();
-    // Not open for writing: nothing of it is incomplete but what was to come, and nobody is told to remove it.
+    // Not open for writing: nothing in the file is incomplete, and no error says to remove it.
     let sink = FileSink::new(std::fs::File::open(file.path()).unwrap(), "read");
     let failed = pipeline.download(&memory, sink).unwrap().wait().unwrap_err().error.to_string();
     assert!(failed.contains("not open for writing") && !failed.contains("remove"), "{failed}");
@@ -229,7 +229,7 @@ fn what_has_no_length_is_refused_with_what_to_do() {
     // Both ends, so that opening it does not wait.
     let both = || OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let sources = [
-        // Nobody writes to it: to open it would wait.
+        // No process writes to it: to open it would wait.
         FileSource::open(&pipe),
         FileSource::new(both(), "a pipe"),
         FileSource::open("/dev/zero"),

@@ -1,5 +1,5 @@
-//! How a pipeline behaves beside others: how much it takes, who goes first, and what it does when there is nothing to
-//! do.
+//! How a pipeline behaves beside others: how much it takes, the order of bulk and foreground, and what it does when
+//! there is nothing to do.
 
 use std::borrow::Cow;
 use std::io;
@@ -107,7 +107,7 @@ fn at_most_so_many_bulk_chunks_are_on_the_wire_and_the_foreground_goes_past_them
     std::thread::sleep(Duration::from_millis(30));
     assert_eq!(copies(), 2, "no third is submitted");
     assert!(!load.is_over() && load.progress().done == 0);
-    // And yet somebody in a hurry gets through.
+    // A foreground transfer still gets through.
     let first = pipeline.with_priority(Priority::Foreground);
     first.upload_slice(&bytes[..1000], &small).unwrap();
     assert!(first.download_vec(&small).unwrap() == bytes[..1000]);
@@ -144,7 +144,7 @@ fn while_way_is_given_bulk_chunks_go_one_by_one() {
     reaches(1);
     drop(another);
     reaches(1);
-    // At once, and not when the first has arrived; two, since the foreground was about a moment ago.
+    // At once, and not when the first has arrived; two, since the foreground was active a short time ago.
     drop(way);
     reaches(2);
     for _ in 0..100 {
@@ -213,9 +213,9 @@ fn the_foreground_is_seen_to_arrive_before_bulk_chunks_that_went_earlier() {
         std::thread::yield_now();
     }
     std::thread::sleep(Duration::from_millis(30));
-    // Through the workers, which are to see it while the watcher waits for the others.
+    // Through the workers, which see it while the watcher waits for the others.
     let sent = first.upload(bytes[..300_000].to_vec(), &small).unwrap();
-    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "nobody looks");
+    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "no worker looks");
     assert!(!load.is_over());
     rig.node.resume(0);
     load.wait().unwrap();
@@ -236,9 +236,9 @@ fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
         while since.elapsed() < Duration::from_micros(round % 200) {
             std::hint::spin_loop();
         }
-        // It stays open, and so nobody hears of its end.
+        // The feed stays open, so that its end wakes no worker.
         let feed = pipeline.feed(&small).unwrap();
-        let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: nobody drains") };
+        let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: no worker drains") };
         assert!(back.unwrap().into_vec().unwrap() == bytes);
         drop(feed);
     }
@@ -280,7 +280,7 @@ fn rate(rig: &Rig) {
     let taken = since.elapsed();
     // The first chunk, less than a quarter, goes at once. A machine that is slower than this is within its rate.
     assert!(taken >= Duration::from_millis(190), "{taken:?}");
-    // The foreground has none.
+    // The foreground has no rate.
     pipeline.set_rate(Some(1));
     let first = pipeline.with_priority(Priority::Foreground);
     first.upload_slice(&bytes, &memory).unwrap();
@@ -322,7 +322,7 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
     let load = pipeline.upload(bytes.clone(), &memory).unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);
     while rig.pool.stats().waiting == 0 {
-        assert!(Instant::now() < deadline, "it waits like anybody");
+        assert!(Instant::now() < deadline, "it waits like any other");
         std::thread::yield_now();
     }
     std::thread::sleep(Duration::from_millis(20));

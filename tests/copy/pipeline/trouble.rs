@@ -239,7 +239,7 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
                     let Error::Transfer { what, cause, .. } = &error else { panic!("{error}") };
                     assert!(what == "bytes in memory" && matches!(**cause, Error::Device(_)));
                 } else {
-                    // Marks are made up for.
+                    // A failed event is made up for by a later one.
                     assert!(
                         first.is_ok() || matches!(first, Err(Error::Transfer { .. })),
                         "{call:?} {first:?}"
@@ -314,7 +314,7 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
     }
     use std::future::Future;
     rig.all_is_back();
-    // Nobody has a share of the source any more.
+    // Nothing has a share of the source any more.
     assert_eq!(Arc::strong_count(&bytes), 1);
     pipeline.upload_slice(&bytes, &memory).unwrap();
     assert!(pipeline.download_vec(&memory).unwrap()[..] == bytes[..]);
@@ -387,7 +387,7 @@ fn a_sink_that_fails_or_panics_ends_its_transfer() {
     rig.all_is_back();
 }
 
-/// What a source or sink panics with: dropping it panics as well.
+/// The payload that a source or sink panics with: dropping it panics as well.
 struct Bomb;
 
 impl Drop for Bomb {
@@ -585,7 +585,7 @@ fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
     rig.all_is_back();
 }
 
-/// On the thread that finds out what is done nobody may wait for a copy: it would wait for itself.
+/// On the thread that sees copies complete no code may wait for a copy: the wait would be for its own thread.
 #[test]
 fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     struct Sends {

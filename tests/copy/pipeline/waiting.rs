@@ -1,4 +1,4 @@
-//! Transfers that wait for a segment, for a place on the wire or for the pool, and for whom nobody but others can make
+//! Transfers that wait for a segment, for a place on the wire or for the pool, where only other transfers can make
 //! room: they go on when there is some.
 
 use std::borrow::Cow;
@@ -14,7 +14,7 @@ use super::{Rig, block_on, pattern};
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
 
-/// Bytes that are not memory, for all that the pipeline knows.
+/// Bytes that the pipeline cannot take for memory.
 struct Opaque(Vec<u8>);
 
 impl Source for Opaque {
@@ -86,7 +86,7 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
     rig.all_is_back();
 }
 
-/// The one that stands in the pool's queue for all of them leaves it, and another has to.
+/// The worker that waits in the pool's queue for all of them leaves it, and another has to join it.
 #[test]
 fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
@@ -100,10 +100,10 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     let second = pipeline.upload(bytes.clone(), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     first.cancel();
-    // Longer than it takes to see that.
+    // Longer than a worker takes to see that.
     std::thread::sleep(Duration::from_millis(500));
     drop(all);
-    assert!(second.wait_timeout(HANG).is_ok(), "nobody is in the pool's queue any more");
+    assert!(second.wait_timeout(HANG).is_ok(), "no worker is in the pool's queue any more");
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
     // A worker in the queue, and a task that waits.
     let all = all_of(&rig);
@@ -125,7 +125,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     rig.all_is_back();
 }
 
-/// Its owner may be waiting for one of the others.
+/// The feed's owner may be waiting for one of the other transfers.
 #[test]
 fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
@@ -227,7 +227,7 @@ fn what_waits_for_the_rate_goes_on_when_there_is_none() {
     }
 }
 
-/// What lands for its caller leaves the wire, and nobody else hears of that.
+/// A chunk that lands for its caller leaves the wire, and wakes no worker by that.
 #[test]
 fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
     struct Waits<F: FnMut()>(Option<F>);
@@ -247,7 +247,7 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
     memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
     let beside = || {
         let Ok(back) = pipeline.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
-            panic!("nobody tells it")
+            panic!("no thread tells it")
         };
         assert!(back.unwrap().into_vec().unwrap() == bytes);
     };
@@ -255,7 +255,7 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
     rig.all_is_back();
 }
 
-/// Whoever looks up from time to time does not go back to the end of the pool's queue for that.
+/// A waiter that looks up from time to time does not go back to the end of the pool's queue for that.
 #[test]
 fn who_waits_for_the_pool_keeps_his_place() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
@@ -264,10 +264,10 @@ fn who_waits_for_the_pool_keeps_his_place() {
     let all = all_of(&rig);
     let load = pipeline.upload(bytes.clone(), &memory).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
-    // Longer than it waits at a time.
+    // Longer than a waiter waits at a time.
     std::thread::sleep(Duration::from_millis(900));
     let stats = rig.pool.stats();
-    assert!(stats.waiting == 1 && stats.timeouts == 0, "nobody has given up: {stats:?}");
+    assert!(stats.waiting == 1 && stats.timeouts == 0, "no waiter has given up: {stats:?}");
     drop(all);
     assert!(load.wait_timeout(HANG).is_ok());
     assert!(pipeline.download_vec(&memory).unwrap() == bytes);
@@ -297,14 +297,14 @@ fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
         drop(all);
         let pushed = hears.recv_timeout(HANG);
         rig.node.resume(0);
-        assert!(pushed.is_ok(), "nobody stands in the queue for it");
+        assert!(pushed.is_ok(), "no request is in the queue for it");
     });
     long.wait().unwrap();
     feed.finish_blocking().unwrap();
     rig.all_is_back();
 }
 
-/// Whose bytes are put away by a call.
+/// A sink that makes a call for the bytes it is given.
 struct Puts<F>(F);
 
 impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
@@ -317,7 +317,7 @@ impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
     }
 }
 
-/// An arrival frees a place on the wire and brings a chunk to be drained: two workers hear of it.
+/// An arrival frees a place on the wire and brings a chunk to be drained: two workers are woken.
 #[test]
 fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let rig = Rig::plain().direct();
@@ -336,11 +336,11 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let over = plain.wait_timeout(HANG).is_ok();
     drop(told);
     slow.wait().unwrap();
-    assert!(over, "nobody was told of the place");
+    assert!(over, "no worker was told of the place");
     rig.all_is_back();
 }
 
-/// Whoever leaves the pool's queue for something else leaves it to others.
+/// A worker that leaves the pool's queue for other work leaves its place to another waiter.
 #[test]
 fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
     let rig = Rig::plain().direct();
@@ -367,7 +367,7 @@ fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
         drop(all);
         let pushed = hears.recv_timeout(HANG);
         rig.node.resume(0);
-        assert!(pushed.is_ok(), "nobody asks the pool");
+        assert!(pushed.is_ok(), "no thread asks the pool");
         long.wait().unwrap();
     });
     feed.finish_blocking().unwrap();
@@ -375,7 +375,7 @@ fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
     rig.all_is_back();
 }
 
-/// So many bytes, when told.
+/// That many bytes, when told.
 struct Told(usize, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
 
 impl Source for Told {
@@ -392,7 +392,7 @@ impl Source for Told {
     }
 }
 
-/// The same for a task, which nobody's thread waits for, also where a watcher waits for the rate.
+/// The same for a task, for which no thread waits, also where a watcher waits for the rate.
 #[test]
 fn a_task_is_looked_after_while_all_workers_are_busy() {
     for (rate, rounds) in [(None, 3), (Some(256), 10)] {
@@ -420,7 +420,7 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
             let pushed = hears_done.recv_timeout(HANG);
             pipeline.set_rate(None);
             drop(told);
-            assert_eq!(pushed, Ok(()), "nobody asks the pool");
+            assert_eq!(pushed, Ok(()), "no thread asks the pool");
         });
         slow.wait().unwrap();
         feed.finish_blocking().unwrap();
@@ -454,7 +454,7 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
         let pushed = hears_done.recv_timeout(HANG);
         wire.cancel();
         drop(told);
-        assert_eq!(pushed, Ok(false), "nobody asks the pool");
+        assert_eq!(pushed, Ok(false), "no thread asks the pool");
     });
     slow.wait().unwrap();
     feed.finish_blocking().unwrap();
@@ -462,7 +462,7 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
     rig.all_is_back();
 }
 
-/// A worker that looks around for long has others look again for it, and does not sleep through that.
+/// A worker that polls for long makes others look again for it, and does not sleep through that.
 #[test]
 fn a_patient_worker_asks_the_pool_again() {
     let rig = Rig::plain();
@@ -474,18 +474,18 @@ fn a_patient_worker_asks_the_pool_again() {
     let all = all_of(&rig);
     let upload = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    // Rouses the watcher.
+    // Wakes the watcher.
     let idle = pipeline.feed(&memory[2]).unwrap();
     std::thread::sleep(Duration::from_millis(1500));
     drop(all);
     let over = upload.wait_timeout(HANG).is_ok();
     feed.finish_blocking().unwrap();
     drop(idle);
-    assert!(over, "nobody asks the pool");
+    assert!(over, "no thread asks the pool");
     rig.all_is_back();
 }
 
-/// However much else is going on.
+/// However much other work goes on.
 #[test]
 fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
     let rig = Rig::plain().direct();
@@ -507,7 +507,7 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
         drop(all);
         let heard = hears.recv_timeout(HANG / 2);
         busy.cancel();
-        assert_eq!(heard, Ok(false), "nobody asks the pool");
+        assert_eq!(heard, Ok(false), "no thread asks the pool");
     });
     drop((busy, feed));
     rig.all_is_back();
@@ -537,13 +537,13 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
         drop(all);
         let written = hears_done.recv_timeout(HANG);
         drop(told);
-        assert_eq!(written, Ok(1 << 20), "nobody asks the pool");
+        assert_eq!(written, Ok(1 << 20), "no thread asks the pool");
     });
     slow.wait().unwrap();
     rig.all_is_back();
 }
 
-/// Each of them asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
+/// Each pipeline asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
 /// must not sleep for what the pool never gave. (`share.rs` has the model.)
 #[test]
 fn pipelines_on_a_pool_with_room_for_a_few_chunks_all_go_on() {

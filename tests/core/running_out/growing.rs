@@ -58,7 +58,7 @@ fn it_grows_up_to_the_cap_and_is_trimmed() {
     assert_eq!(again.len(), 7);
     assert_eq!(checked(&pool).pinned_bytes, 1 << 20);
     drop((kept, again, pool));
-    // Each region went once, and each was announced.
+    // Each region was unpinned once, and each was announced.
     let told = gone.lock().unwrap();
     let mut ids: Vec<_> = told.iter().map(|r| r.id).collect();
     ids.sort_unstable();
@@ -83,7 +83,7 @@ fn trimming_leaves_a_region_alone_that_is_being_pinned() {
         }
         pool.wait_pinned(Some(HANG)).unwrap();
         checked(&pool);
-        // All that the pool thinks it has is there.
+        // All that the pool counts is there.
         let mut bufs = Vec::new();
         while let Ok(mut buf) = pool.try_checkout(pages(128)) {
             let full = buf.capacity();
@@ -113,7 +113,7 @@ fn growing_that_fails_is_the_waiters_error() {
     fail();
     let error = pool.checkout_many(&[pages(8), pages(8)], None).unwrap_err();
     assert!(refused(&error), "each could be had, but not both: {error}");
-    // Who can be served by what is there waits for it.
+    // A request that the existing memory can serve waits for it.
     let all = pool.checkout(pages(8)).unwrap();
     fail();
     let waiter = Waiter::new(pool.checkout_async(pages(8)));
@@ -129,18 +129,19 @@ fn growing_that_fails_is_the_waiters_error() {
 fn what_fits_no_region_makes_idle_ones_go() {
     let rig = Rig::stepped();
     let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
-    // It fits into the capacity, but not into what is left of it, nor into the region that there is while that is used.
+    // The request fits into the capacity, but not into what is left of it, nor into the existing region while that is
+    // in use.
     let small = pool.checkout(1).unwrap();
     assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted { .. })));
     let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
     let next = Waiter::new(pool.checkout_async(pages(1)));
     waiting.still_waits();
-    // Idle by now, the region goes for one that is large enough; what came later is behind it.
+    // Idle by now, the region is unpinned to make room for one that is large enough; later requests are behind that.
     drop(small);
     let large = waiting.ready().unwrap();
     assert!(checked(&pool).pinned_bytes <= 256 << 10);
     drop((large, next.ready().unwrap()));
-    // Who asks while everything is idle does not wait for it.
+    // A request made while everything is idle does not wait for it.
     drop(pool.try_checkout(pages(64)).unwrap());
     assert_eq!(checked(&pool).waiting, 0);
 }
@@ -182,7 +183,7 @@ fn buffers_that_do_not_fit_together_are_not_waited_for() {
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
     let error = block_on(pool.checkout_many_async(both)).unwrap_err();
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
-    // Known at the latest when all is back; and those behind are served.
+    // Known at the latest when all is back; and the requests behind it are served.
     let first = pool.checkout(1).unwrap();
     let waiting = Waiter::new(pool.checkout_many_async(both));
     let next = Waiter::new(pool.checkout_async(pages(16)));
@@ -197,7 +198,7 @@ fn a_reserve_is_for_those_who_name_it() {
     let rig = Rig::stepped();
     let pool = rig.builder(128 << 10).reserve("decode", 32 << 10).reserve("other", 32 << 10).build().unwrap();
     assert_eq!(checked(&pool).pinned_bytes, 128 << 10);
-    // As long as the pool proper has something, the reserve stays untouched.
+    // As long as the pool's own part has free memory, the reserve stays untouched.
     drop(pool.checkout(pages(16).reserve("decode")).unwrap());
     let early = pool.checkout_async(pages(2).reserve("decode"));
     let all = pool.checkout(pages(16)).unwrap();
@@ -206,7 +207,7 @@ fn a_reserve_is_for_those_who_name_it() {
     assert!(matches!(pool.try_checkout(pages(8).reserve("decode")), Err(Error::Exhausted { .. })));
     // What counts is what is free when it is asked for, not when the future was made.
     let early = block_on(early).unwrap();
-    // Waiting for the reserve is no matter of the pool proper, and the other way round.
+    // A wait for the reserve does not stop the pool's own part, nor the other way round.
     let named = Waiter::new(pool.checkout_async(pages(8).reserve("decode")));
     let mut unnamed = Waiter::new(pool.checkout_async(pages(1)));
     drop((early, reserved));
@@ -253,7 +254,7 @@ fn pinning_can_be_asked_about_and_awaited() {
 }
 
 /// The worker wakes a thread that waits for a region's last extent before it has done its own bookkeeping. The region
-/// may be idle by then, and goes all the same.
+/// may be idle by then, and is unpinned all the same.
 #[test]
 fn what_has_just_come_may_go_at_once() {
     const REGION: usize = 2 << 20;

@@ -1,8 +1,8 @@
-//! What happens when the pool has nothing left: failing, waiting, growing, trimming, and the end.
+//! What happens when the pool has nothing left: failing, waiting, growing, trimming, and closing.
 //!
-//! Who waits is mostly a future here, polled by hand, on a stepped device: then the order of things is the test's own,
-//! and a test needs no clock. What only threads can show (a parked waiter, pinning in the background) is on the
-//! threaded device.
+//! A waiter is mostly a future here, polled by hand, on a stepped device: then the test determines the order of events,
+//! and needs no clock. What only threads can show (a parked waiter, pinning in the background) is on the threaded
+//! device.
 
 mod growing;
 mod trouble;
@@ -90,7 +90,7 @@ impl Wake for Bell {
     }
 }
 
-/// Someone who waits: a future and the bell that it rings.
+/// A request that waits: a future and the waker that it is polled with.
 struct Waiter<F: Future> {
     future: Pin<Box<F>>,
     bell: Arc<Bell>,
@@ -159,7 +159,7 @@ fn checked(pool: &Pool) -> PoolStats {
     s
 }
 
-/// Sends a buffer on its way and forgets about it.
+/// Submits a buffer and drops the handle.
 fn send(stream: &Stream, mut buf: PinnedBuf) {
     buf.clear();
     buf.extend_from_slice(&[5; 32]);

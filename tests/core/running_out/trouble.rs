@@ -57,7 +57,7 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
         send(&stuck, pool.checkout(pages(4)).unwrap());
         let held = Stream::hold_on_all(&[&going, &stuck], pool.checkout(pages(1)).unwrap()).unwrap();
         for _ in 0..50 {
-            // Everything that the other stream uses comes round and round.
+            // All that the other stream uses is reused again and again.
             send(&going, pool.checkout_timeout(pages(8), HANG).unwrap());
         }
         going.synchronize().unwrap();
@@ -107,7 +107,7 @@ fn a_panic_in_the_callers_code_loses_nothing() {
             panic!("on purpose");
         }));
         assert!(caught.is_err());
-        // A panic of a thread that holds a thread cache.
+        // A thread that holds a thread cache panics.
         let thread = std::thread::scope(|scope| {
             scope
                 .spawn(|| {
@@ -150,7 +150,7 @@ fn a_panic_in_a_callback_loses_nothing() {
     let stream = rig.device.stream().unwrap();
     let bomb = Waker::from(Arc::new(Bomb));
     let mut cx = Context::from_waker(&bomb);
-    // Woken by the reaper, which has others to wake and to bring back.
+    // Woken by the reaper, which has other waiters to wake and other buffers to return.
     rig.node.hang(0);
     let mut sent = Box::pin(stream.hold(pool.checkout(pages(30)).unwrap()).unwrap());
     assert!(sent.as_mut().poll(&mut cx).is_pending());
@@ -192,7 +192,7 @@ fn buffers_outlive_their_pool() {
         sent.extend_from_slice(&[6; 4096]);
         let sent = stream.upload(sent, &memory).unwrap();
         send(&stream, pool.checkout(1000).unwrap());
-        // Somebody still waits when the last handle goes: not for ever.
+        // A thread still waits when the last handle is dropped: not for ever.
         let waiting = pool.clone().checkout_async(10);
         drop(pool);
         drop(waiting);
@@ -244,7 +244,7 @@ fn shutting_down_ends_all_waits() {
     }
 }
 
-/// Memory that is on its way to the pool proper is for those who wait for a reserve as well, however they wait.
+/// Memory that the pool grows by also serves requests that wait for a reserve, parked threads and futures alike.
 #[test]
 fn who_waits_for_a_reserve_gets_what_the_pool_grows_by() {
     let rig = Rig::threads();
@@ -252,7 +252,8 @@ fn who_waits_for_a_reserve_gets_what_the_pool_grows_by() {
     for how in 0..2 {
         let builder = rig.builder(128 << 10).region(64 << 10).initial(0).reserve("urgent", 64 << 10);
         let pool = builder.build().unwrap();
-        // The reserve's, since there is nothing else yet; or from the first region, and then the reserve is left.
+        // From the reserve's memory, since there is no other yet; or from the first region, and then the reserve is
+        // left.
         let held = pool.checkout_timeout(urgent(), HANG).unwrap();
         let got = match how {
             0 => pool.checkout_timeout(urgent(), HANG),

@@ -1,4 +1,4 @@
-//! Nothing is left, and somebody asks: refusals, deadlines, who comes first, and futures that are dropped or woken.
+//! Requests when nothing is left: refusals, deadlines, their order, and futures that are dropped or woken.
 
 use super::*;
 
@@ -23,7 +23,7 @@ fn a_deadline_leaves_no_trace() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
-    // What it says was waited is what it was told to wait, at least.
+    // The error's waiting time is the timeout, at least.
     let (since, timeout) = (Instant::now(), Duration::from_millis(20));
     let error = pool.checkout_timeout(100, timeout).unwrap_err();
     let Error::Timeout(waited) = error else { panic!("{error}") };
@@ -51,7 +51,7 @@ fn a_thread_waits_until_something_comes_back() {
             });
             eventually(|| (pool.stats().waiting == 1).then_some(()), || format!("{pool:?}"));
             if way == 1 {
-                // Back by way of a stream.
+                // Returned by way of a stream.
                 send(&rig.device.stream().unwrap(), all);
             } else {
                 drop(all);
@@ -71,7 +71,7 @@ fn on_a_stepped_device_the_waiter_moves_the_device() {
     send(&stream, pool.checkout(pages(16)).unwrap());
     assert!(matches!(pool.try_checkout(9), Err(Error::Exhausted { .. })));
     drop(pool.checkout(9).unwrap());
-    // Nothing can come back: nobody else moves the device, so waiting ends.
+    // Nothing can come back: no other thread steps the device, so waiting ends.
     let all = pool.checkout(pages(16)).unwrap();
     assert!(matches!(pool.checkout(9), Err(Error::Timeout(_))));
     drop(all);
@@ -98,7 +98,7 @@ fn plain_memory_says_that_it_is_plain() {
     let stats = checked(&pool);
     assert_eq!((stats.unpinned_fallbacks, stats.unpinned_fallback_bytes), (2, 5007));
     assert_eq!((stats.unpinned_bytes, stats.waiting), (0, 0));
-    // What is wrong with a request is wrong with plain memory too.
+    // A request that is wrong is wrong with plain memory too.
     assert!(matches!(pool.checkout_or_unpinned(0), Err(Error::ZeroLength)));
     assert!(matches!(pool.checkout_or_unpinned(1 << 30), Err(Error::TooLong { .. })));
     drop(all);
@@ -149,7 +149,7 @@ fn first_come_first_served() {
     let first = first.ready().unwrap();
     second.still_waits();
     third.still_waits();
-    // Nor may somebody new take what is free.
+    // Nor may a new request take what is free.
     assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted { .. })));
     drop(b);
     drop((first, second.ready().unwrap(), third.ready().unwrap()));
@@ -181,7 +181,7 @@ fn a_big_request_is_passed_64_times_and_no_more() {
     let mut late = Waiter::new(pool.checkout_async(32));
     passed.pop();
     late.still_waits();
-    // More small ones come and go, until the run is empty.
+    // More small ones are taken and returned, until the run is empty.
     drop(others);
     big.still_waits();
     drop(passed);
@@ -198,7 +198,7 @@ fn what_the_head_could_use_is_not_given_past_it() {
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
     let one = Waiter::new(pool.checkout_async(32));
-    // The same class, but several at once: not before there are as many.
+    // The same class, but several at once: not served before as many are free.
     let several = Waiter::new(pool.checkout_many_async([Request::new(32); 3]));
     let last = Waiter::new(pool.checkout_async(32));
     drop(all);
@@ -222,7 +222,7 @@ fn several_buffers_come_together_or_not_at_all() {
     let bufs = pool.checkout_many(&[pages(15), pages(1)], None).unwrap();
     assert_eq!(bufs.len(), 2);
     drop(bufs);
-    // More than there can ever be.
+    // More than the pool can ever have.
     let error = pool.checkout_many(&[pages(8), pages(9)], None).unwrap_err();
     assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
     assert_eq!(checked(&pool).checked_out_bytes, 0);
@@ -235,7 +235,7 @@ fn a_dropped_future_leaves_no_trace() {
     let all = pool.checkout(pages(16)).unwrap();
     // Never polled.
     drop(pool.checkout_async(pages(3)));
-    // Dropped while waiting, at the head: who comes next is served.
+    // Dropped while waiting, at the head: the next request is served.
     let (a, b) = (pool.checkout(pages(1)).err(), pool.stats().waiting);
     assert!(matches!(a, Some(Error::Timeout(_))) && b == 0);
     let head = Waiter::new(pool.checkout_async(pages(16)));
@@ -246,14 +246,14 @@ fn a_dropped_future_leaves_no_trace() {
     assert_eq!(pool.stats().waiting, 2);
     drop(all);
     let next = next.ready().unwrap();
-    // Granted and dropped unseen.
+    // Granted, and dropped before it was polled.
     let (mut last, granted) = (last, Waiter::new(pool.checkout_async(pages(2))));
     last.still_waits();
     drop(next);
     assert_eq!((last.rung(), granted.rung()), (1, 0));
     assert_eq!(checked(&pool).checked_out_bytes, 16 * PAGE);
     drop(last);
-    assert_eq!(granted.rung(), 1, "what nobody took goes to the next");
+    assert_eq!(granted.rung(), 1, "what was not taken goes to the next");
     drop(granted);
     let stats = checked(&pool);
     assert_eq!((stats.checked_out_bytes, stats.waiting, stats.requested_bytes), (0, 0, 0));
@@ -299,14 +299,14 @@ fn a_waker_may_own_buffers_of_the_pool() {
         assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
         drop(waker);
         match way {
-            // The queue has the last handle to it, and lets go of it when the future goes,
+            // The queue has the last handle to the waker, and drops it when the future is dropped,
             0 => drop(future),
-            // when another one comes,
+            // when another waker replaces it,
             1 => assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()),
-            // or when it wakes.
+            // or when it is woken.
             2 => drop(all),
             _ => {
-                // The same for one who waits for a stream.
+                // The same for a future that waits for a stream.
                 drop(future);
                 let waker = Waker::from(Arc::new(Task(Mutex::new(Some(all)))));
                 let mut sent = Box::pin(stream.hold(pool.checkout(100).unwrap()).unwrap());
@@ -321,7 +321,7 @@ fn a_waker_may_own_buffers_of_the_pool() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
-/// Whoever holds it while asking for the next would wait for itself.
+/// Otherwise a thread that asks for a second buffer while it holds the first would wait for itself.
 #[test]
 fn one_small_buffer_does_not_use_up_a_small_pool() {
     let rig = Rig::stepped();
@@ -333,7 +333,7 @@ fn one_small_buffer_does_not_use_up_a_small_pool() {
     drop(first);
 }
 
-/// What is in flight on a stream and about to come back is a waiter's, not that of the next request for the same
+/// A segment that is in flight on a stream and about to return is for a waiter, not for the next request on the same
 /// stream.
 #[test]
 fn a_claim_does_not_pass_a_waiter() {

@@ -1,4 +1,4 @@
-//! Streams of the server's: the legacy default stream, and a handle that comes again.
+//! Streams of the server's: the legacy default stream, and a handle that the driver gives again.
 
 use pinpool::Error;
 
@@ -52,7 +52,8 @@ pub fn legacy(gpu: &Gpu) {
     gpu.no_violations();
 }
 
-/// The driver gives a destroyed stream's handle to a new one: what was handed out for the old one is not for the new.
+/// The driver gives a destroyed stream's handle to a new one: what was made for the old stream does not serve the new
+/// one.
 pub fn recreated(gpu: &Gpu) {
     const TEST: &str = "a_handle_that_comes_again_is_another_stream";
     const TRIES: usize = 1000;
@@ -103,7 +104,7 @@ pub fn recreated(gpu: &Gpu) {
     gpu.no_violations();
 }
 
-/// What a download into another stream's buffer says.
+/// The error of a download into another stream's buffer.
 fn stream_ready(stream: &pinpool::Stream, memory: &pinpool::DeviceBuffer, buf: pinpool::StreamBuf) -> Error {
     match stream.download(memory, buf) {
         Ok(_) => panic!("a buffer of the old stream was taken for the new one"),

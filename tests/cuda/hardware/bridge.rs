@@ -21,7 +21,7 @@ mod streams {
 
     /// A stream of the driver's, which stays alive until all that is submitted to it is done.
     pub fn adopt_stream(device: &Device, stream: usize) -> Option<Result<Stream>> {
-        // SAFETY: the caller's word, in the line above.
+        // SAFETY: the caller's promise, in the line above.
         Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void) })
     }
 
@@ -40,9 +40,9 @@ mod pointers {
         Some(memory.address())
     }
 
-    /// Memory that somebody else has, which stays allocated until all that uses it is done.
+    /// Memory that the program owns, which stays allocated until all that uses it is complete.
     pub fn raw_memory(device: &Device, address: u64, len: usize) -> Option<Result<DeviceSlice>> {
-        // SAFETY: the caller's word, in the line above.
+        // SAFETY: the caller's promise, in the line above.
         Some(unsafe { device.raw_memory(address, len, ()) }.map_err(|refused| refused.error))
     }
 

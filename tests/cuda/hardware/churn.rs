@@ -1,4 +1,4 @@
-//! Many threads that check out, fill, upload and let go at once, and every byte checked where it arrives.
+//! Many threads that check out, fill, upload and drop at once, and every byte checked on the device.
 //!
 //! With kernels the check runs on the GPU, on the stream of the upload, right behind it; the buffer's handle is dropped
 //! as soon as both are submitted, so the host refills segments while copies are under way. Without kernels (the
@@ -60,7 +60,7 @@ impl Random {
     }
 }
 
-/// What a thread needs to have the GPU check: its stream's handle and the counts.
+/// What a thread needs to make the GPU check: its stream's handle and the counts.
 struct OnGpu<'a> {
     kernels: &'a Kernels<'a>,
     stream: usize,
@@ -93,7 +93,7 @@ fn worker(
         let (len, seed) = (random.len(), random.next());
         let memory = &ring[n as usize % RING];
         let slice = memory.slice(..len).expect("within the ring");
-        // The handle goes at once: the segment comes back when the copy is done.
+        // The handle is dropped at once: the segment returns when the copy is complete.
         drop(stream.upload(filled(pool, len, seed), &slice).expect("an upload"));
         match &on_gpu {
             Some(on) => {
@@ -103,7 +103,7 @@ fn worker(
             None => {
                 let buf = pool.checkout_timeout(len, HANG).expect("the pool has room");
                 landing.push_back((stream.download(&slice, buf).expect("a download"), seed));
-                // Few at a time: what one holds, another may be waiting for.
+                // Few at a time: another thread may be waiting for what one holds.
                 if landing.len() > 2 {
                     totals.checked += landing.pop_front().map(compare).unwrap_or_default();
                 }
@@ -121,7 +121,7 @@ fn worker(
     totals
 }
 
-/// `count` checkouts from so many threads on so many streams of one device. `kernels`: what checks, where a GPU can.
+/// `count` checkouts by several threads, each on a stream of one device. `kernels`: what checks, where a GPU can.
 pub fn churn(
     gpu: &Gpu,
     pool: &Pool,

@@ -1,17 +1,17 @@
 //! The rules of the stand-in that no code shows: what calls *do* that succeed.
 //!
-//! `tests/cuda/standin` compares codes. Here a stream is held up, something is done that a careful program would not
-//! do, and then it is looked at where bytes are: on the stand-in, where nothing runs before somebody asks, and on a
-//! GPU, where a kernel keeps the stream busy meanwhile, the same is to be seen.
+//! `tests/cuda/standin` compares codes. Here a stream is held up, the test does what a careful program would not do,
+//! and then looks at where the bytes are. The stand-in, where nothing runs before a call asks for it, and a GPU, which
+//! a kernel keeps busy meanwhile, must show the same.
 
 use super::{Gpu, HANG};
 use crate::support::kernels::{self, Kernels, Raw};
 
 const LEN: usize = 4096;
-/// Far longer than what is done meanwhile.
+/// Far longer than the calls meanwhile take.
 const STALL_NANOSECONDS: u64 = 300_000_000;
 
-/// Host memory that the driver knows, looked at byte by byte since a device may be writing to it.
+/// Host memory that the driver knows, read byte by byte since a device may be writing to it.
 struct Host<'a> {
     raw: &'a Raw,
     at: *mut u8,
@@ -20,7 +20,7 @@ struct Host<'a> {
 
 impl<'a> Host<'a> {
     fn new(raw: &'a Raw, registered: bool) -> Self {
-        // Never freed: should a driver write to it late, it writes to nobody else's. (And page by page, as drivers
+        // Never freed: should a driver write to it late, it writes to no other value. (And page by page, as drivers
         // count.)
         let at = Box::leak(vec![0_u8; 3 * LEN].into_boxed_slice()).as_mut_ptr();
         let at = at.wrapping_add(at.align_offset(LEN));
@@ -33,7 +33,7 @@ impl<'a> Host<'a> {
     fn fill(&self, seed: u64) {
         let mut bytes = [0; LEN];
         kernels::fill(&mut bytes, seed);
-        // SAFETY: ours, with that room.
+        // SAFETY: memory of this type, with that room.
         (0..LEN).for_each(|n| unsafe { self.at.add(n).write_volatile(bytes[n]) });
     }
 
@@ -59,7 +59,7 @@ impl Drop for Host<'_> {
     }
 }
 
-/// What was seen: the rule, what is claimed, whether it is so.
+/// What was seen: the rule, what it claims, whether that is so.
 type Seen = Vec<(&'static str, &'static str, bool)>;
 
 struct Bench<'a> {
@@ -83,7 +83,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What runs, runs: of the stand-in, that is. A GPU is left as busy as it is.
+    /// Lets the stand-in run what is queued. A GPU is left as busy as it is.
     fn release(&self) {
         if let Some(stand_in) = self.gpu.stand_in() {
             stand_in.hang(false);
@@ -100,7 +100,7 @@ impl<'a> Bench<'a> {
         at
     }
 
-    /// Asks until an event is complete.
+    /// Polls until an event is complete.
     fn wait(&self, event: usize) {
         super::until("an event is complete", || match self.gpu.raw.query(event) {
             0 => true,
@@ -144,7 +144,7 @@ pub fn effects(gpu: &Gpu) {
         raw.free(memory);
     }
 
-    // Events: not before what they cover, and not after what came later.
+    // Events: not complete before the work that they cover, and not dependent on later work.
     let (first, second) = (raw.event(), raw.event());
     let (back, memory) = (Host::new(raw, true), bench.memory(3));
     bench.stall(stream);

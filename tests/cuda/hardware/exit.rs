@@ -12,7 +12,7 @@ const EXIT: &str = "PINPOOL_HARDWARE_EXIT";
 const TIMES: u64 = 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Starts this test again and again, or, where that was done, gets the number of the run.
+/// Starts this test again and again; in such a child, returns the number of the run.
 fn again(test: &str) -> Option<u64> {
     if let Ok(number) = std::env::var(EXIT) {
         return Some(number.parse().expect("a number"));
@@ -53,7 +53,7 @@ pub fn copies(gpu: &Gpu) {
     let ready: Vec<_> = (0..copies).map(|n| filled(&pool, len, n as u64)).collect();
     let mut flights: Vec<_> =
         ready.into_iter().map(|buf| stream.upload(buf, &memory).expect("an upload")).collect();
-    // Some waited for on another thread, some dropped, the others forgotten with everything else.
+    // Some waited for on another thread, some dropped, the others leaked with everything else.
     let waited = flights.split_off(copies / 2);
     std::thread::spawn(move || waited.into_iter().for_each(|flight| drop(flight.wait())));
     drop(flights.split_off(copies / 4));
@@ -67,7 +67,7 @@ pub fn growing(gpu: &Gpu) {
     let device = open(0);
     let built = Pool::builder(&device).capacity(capacity).initial(16 << 20).region(capacity / 4);
     let pool = built.extent(capacity / 16).build().expect("a pool");
-    // One more than there is room for, from several threads: the pool grows, and somebody waits.
+    // One more than there is room for, from several threads: the pool grows, and a thread waits.
     for _ in 0..4 {
         let pool = pool.clone();
         std::thread::spawn(move || {

@@ -7,12 +7,12 @@ use pinpool::{Device, Pool};
 use super::{Gpu, HANG, bridge, filled, kernels, open, pool, round_trip, skip, until};
 use crate::support::kernels::Counts;
 
-/// Checks out, copies, grows and gives back until it is told to stop. How often, and how many bytes were wrong.
+/// Checks out, copies, grows and trims until it is told to stop. Returns how often, and how many bytes were wrong.
 fn busy(device: &Device, pool: &Pool, stop: &AtomicBool) -> (u64, usize) {
     let (stream, memory) =
         (device.stream().expect("a stream"), device.alloc(100_000).expect("device memory"));
     let (mut rounds, mut wrong) = (0, 0);
-    // Relaxed: nothing is passed along with it.
+    // Relaxed: it publishes nothing else.
     while !stop.load(Ordering::Relaxed) {
         wrong += round_trip(pool, &stream, &memory, rounds);
         drop((0..8).map(|_| pool.checkout_timeout(1 << 20, HANG)).collect::<Vec<_>>());
@@ -69,7 +69,7 @@ pub fn replay(gpu: &Gpu) {
     pool.check().expect("the pool is whole");
 }
 
-/// In global mode unsafe calls of any thread would spoil the capture: the pool's are not among them.
+/// In global mode unsafe calls of any thread would spoil the capture: the pool makes none of them.
 pub fn survives(gpu: &Gpu) {
     const TEST: &str = "a_capture_elsewhere_survives_the_pool";
     const ROUNDS: u64 = 20;
@@ -92,7 +92,7 @@ pub fn survives(gpu: &Gpu) {
             drop(growing);
             pool.trim(0);
         }
-        // Nobody asks but the reaper.
+        // Only the reaper polls.
         drop(own.upload(filled(&pool, 1000, 1), &memory).expect("an upload"));
         until("the buffer comes back", || pool.stats().in_flight_bytes == 0);
         stop.store(true, Ordering::Relaxed);
@@ -110,7 +110,7 @@ pub fn survives(gpu: &Gpu) {
     println!("{TEST}: {ROUNDS} rounds on the capturing thread, {rounds} beside it, the graph is {graph:#x}");
 }
 
-/// The same with our own captured uploads, whose buffers nobody but the graph has.
+/// The same with the crate's own captured uploads, whose buffers only the graph has.
 pub fn keeps(gpu: &Gpu) {
     const TEST: &str = "a_graph_keeps_what_it_was_given";
     const LEN: usize = 64 << 10;

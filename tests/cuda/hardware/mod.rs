@@ -2,9 +2,9 @@
 //! at once, and processes that end in the middle of it all.
 //!
 //! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash stays with
-//! its test and is told. Where there is no GPU, those that need no kernels run on the stand-in of `tests/doubles`; the
-//! others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS` says
-//! how many checkouts the longest test makes (20,000; the full run is 1,000,000).
+//! its test and is reported. Where there is no GPU, those that need no kernels run on the stand-in of `tests/doubles`;
+//! the others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS`
+//! says how many checkouts the longest test makes (20,000; the full run is 1,000,000).
 //!
 //! pinpool is used through its public face, and the driver beside it by plain calls (`tests/support/kernels`).
 
@@ -56,12 +56,12 @@ impl Gpu {
         })
     }
 
-    /// The stand-in, which can be told things. `None`: a real GPU.
+    /// The stand-in, which the test can control. `None`: a real GPU.
     fn stand_in(&self) -> Option<&StandIn> {
         (!self.real).then(|| self.raw.stand_in())
     }
 
-    /// At the end of a test: the stand-in has seen none of its rules broken.
+    /// Checks at the end of a test that the stand-in saw none of its rules broken.
     fn no_violations(&self) {
         if let Some(stand_in) = self.stand_in() {
             assert_eq!(stand_in.report().violations, Vec::<String>::new());
@@ -78,7 +78,7 @@ pub enum Needs {
     Kernels,
 }
 
-/// Says that something is left out. Fails where it must not be.
+/// Reports that a part is left out. Fails where it must not be.
 fn skip(test: &str, why: &str) {
     crate::support::skip!("{why}");
     assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU, so nothing may be skipped: {why}");
@@ -123,7 +123,8 @@ fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
 /// A checked-out buffer with the pattern of a seed.
 fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
     let mut buf = pool.checkout_timeout(len, HANG).expect("the pool has room");
-    // SAFETY: the segment is mapped memory of ours alone, and all of `len` is written before it counts as such.
+    // SAFETY: the segment is mapped memory of this function alone, and all of `len` is written before it counts as
+    // such.
     unsafe {
         let room = std::slice::from_raw_parts_mut(buf.as_mut_ptr(), len);
         kernels::fill(room, seed);
@@ -140,7 +141,7 @@ fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: u64) ->
     kernels::wrong(&back, seed)
 }
 
-/// Until it is so, which no test says how long takes.
+/// Waits until it is so; no test asserts how long that takes.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
     let since = Instant::now();
     while !so() {

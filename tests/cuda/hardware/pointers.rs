@@ -75,7 +75,7 @@ pub fn addresses(gpu: &Gpu) {
         gpu.raw.enter(0);
         gpu.raw.release(1);
     }
-    // What was taken works, checked by the caller's own eyes.
+    // What was accepted works, checked by the driver's own copies.
     let stream = device.stream().expect("a stream");
     let sent = super::filled(&pool, 1 << 20, 9);
     stream.upload(sent, &good).expect("an upload").wait().expect("it is done");

@@ -5,10 +5,10 @@ use pinpool::{Device, ErrorClass, Stream};
 use super::{Gpu, bridge, filled, open, pool, round_trip, skip, until};
 use crate::support::kernels::POKE;
 
-/// Longer than it takes to do what is done meanwhile; a fault ends it at once.
+/// Longer than the calls meanwhile take; a fault ends it at once.
 const STALL_NANOSECONDS: u64 = 10_000_000_000;
 
-/// Lets nothing that is submitted to the stream from now on run. `false`: it cannot be done here.
+/// Keeps what is submitted to the stream from now on from running. `false`: that cannot be done here.
 pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) -> bool {
     if let Some(stand_in) = gpu.stand_in() {
         stand_in.hang(true);
@@ -20,7 +20,7 @@ pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) -> bool {
     true
 }
 
-/// What ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for that.
+/// Ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for that.
 pub struct Fault<'a> {
     gpu: &'a Gpu,
     ordinal: usize,
@@ -34,7 +34,7 @@ impl<'a> Fault<'a> {
             gpu.raw.enter(ordinal);
             let poke = gpu.raw.kernel(gpu.raw.module(POKE), c"poke");
             let (stream, memory) = (gpu.raw.stream(), gpu.raw.alloc(1));
-            // Once where it may: the kernel works.
+            // Once at an address where it may store: the kernel works.
             gpu.raw.launch(poke, 1, 1, stream, &[memory]);
             gpu.raw.synchronize(stream);
             (poke, stream)
@@ -42,13 +42,13 @@ impl<'a> Fault<'a> {
         Self { gpu, ordinal, kernel }
     }
 
-    /// Strikes. The caller's thread has the GPU's context current.
+    /// Ends the context, which is current on the caller's thread.
     pub fn strike(self) {
         let (gpu, Some((poke, stream))) = (self.gpu, self.kernel) else {
             self.gpu.raw.stand_in().kill(self.ordinal, 700);
             return self.gpu.raw.stand_in().hang(false);
         };
-        // In the page that nothing is ever mapped at.
+        // To the page that nothing is ever mapped at.
         gpu.raw.launch(poke, 1, 1, stream, &[0x10]);
         let code = gpu.raw.synchronized(stream);
         println!("a kernel that stores to 0x10: {code} ({})", gpu.raw.name(code));
@@ -124,7 +124,7 @@ pub fn wrong_argument(gpu: &Gpu) {
         stand_in.fail("cuMemcpyHtoDAsync_v2", 1, 1, false);
         stream.upload(filled(&pool, 100, 1), &memory).expect_err("it was told to fail").error
     } else {
-        // Device memory that its owner frees under us, which nobody may do: the driver says so.
+        // Device memory that its owner frees too early, against the contract: the driver says so.
         gpu.raw.enter(0);
         let freed = gpu.raw.alloc(LEN);
         let Some(slice) = bridge::raw_memory(&device, freed, LEN) else {

@@ -1,10 +1,11 @@
-//! Users of the runtime API in the same primary context: their memory, their streams and their copies beside ours.
+//! Users of the runtime API in the same primary context: their memory, streams and copies beside those of the crate.
 //!
 //! libcudart is loaded as a program would that was built against it. It is no part of the driver, so where there is
 //! none (or only one that is newer than the driver) the test is skipped even while `PINPOOL_REQUIRE` names a GPU.
 //!
-//! The runtime keeps the last error of each thread until it is asked for, and many programs ask for it after each of
-//! their own calls. So none of ours, failed ones among them, may leave one there, nor take theirs away.
+//! The runtime keeps the last error of each thread until a call asks for it, and many programs ask for it after each of
+//! their own calls. So no call of the crate, failed ones among them, may leave an error there, nor take the program's
+//! away.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -65,12 +66,12 @@ impl Runtime {
         made
     }
 
-    /// The calling thread's last error, which is none from then on.
+    /// The calling thread's last error; the call clears it.
     fn last_error(&self) -> u32 {
         self.0.call("cudaGetLastError", &[])
     }
 
-    /// What sort of memory an address is of, and whose.
+    /// The kind of memory at an address, and its device.
     fn attributes(&self, address: usize) -> (u32, u32) {
         // cudaPointerAttributes begins with the two; the rest has grown from version to version.
         let mut attributes = [0_u32; 64];
@@ -90,11 +91,11 @@ struct Both<'a> {
 }
 
 impl Both<'_> {
-    /// Copies of ours and of the runtime's by turns on one stream; how many bytes were wrong.
+    /// Copies of the crate and of the runtime by turns on one stream; returns how many bytes were wrong.
     fn rounds(&self, stream: &Stream, raw: usize, slice: &pinpool::DeviceSlice) -> usize {
         let (runtime, mut wrong, mut landing) = (self.runtime, 0, VecDeque::new());
         for round in 0..ROUNDS {
-            // Ours, read by the runtime.
+            // A copy of the crate, read by the runtime.
             self.kernels.spin(SPIN_NANOSECONDS, raw);
             drop(stream.upload(filled(self.pool, LEN, round), slice).expect("an upload"));
             runtime.ok("cudaMemcpyAsync", &[self.landing, self.memory, LEN, TO_HOST, raw]);
@@ -102,13 +103,13 @@ impl Both<'_> {
             // SAFETY: pinned memory of the runtime's of that length, and the copy there was waited for.
             let landed = unsafe { std::slice::from_raw_parts(self.landing as *const u8, LEN) };
             wrong += kernels::wrong(landed, round);
-            // The runtime's, from a buffer of ours that it keeps by a hold alone, read by us.
+            // A copy of the runtime, from a buffer of the pool that only a hold keeps, read by the crate.
             let seed = round + 1_000_000;
             let buf = filled(self.pool, LEN, seed);
             self.kernels.spin(SPIN_NANOSECONDS, raw);
             runtime.ok("cudaMemcpyAsync", &[self.memory, buf.as_ptr() as usize, LEN, TO_DEVICE, raw]);
             drop(stream.hold(buf).expect("a hold"));
-            // Overwrites the buffer, if it came back too early.
+            // Overwrites the buffer, if it returned too early.
             drop(filled(self.pool, LEN, seed + 1));
             let back = self.pool.checkout_timeout(LEN, HANG).expect("the pool has room");
             landing.push_back((stream.download(slice, back).expect("a download"), seed));
@@ -136,7 +137,7 @@ pub fn beside(gpu: &Gpu) {
     let mut version = 0_u32;
     runtime.ok("cudaRuntimeGetVersion", &[(&raw mut version) as usize]);
     println!("{TEST}: {name}, CUDA {version}");
-    // Makes the runtime begin, if setting the device did not.
+    // Makes the runtime initialise, if setting the device did not.
     runtime.ok("cudaFree", &[0]);
     let ours = pinpool::cuda::raw_context(&device).expect("a GPU") as usize;
     assert_eq!(gpu.raw.current(), ours, "the runtime works in another context");
@@ -154,7 +155,7 @@ pub fn beside(gpu: &Gpu) {
     assert_eq!(wrong, 0, "wrong bytes");
     assert_eq!(runtime.last_error(), 0);
 
-    // Each knows the other's memory.
+    // Each side knows the other's memory.
     let buf = pool.checkout(4096).expect("a buffer");
     let at = device.alloc(4096).expect("device memory");
     assert_eq!(runtime.attributes(buf.as_ptr() as usize).0, TYPE_HOST);
@@ -166,7 +167,7 @@ pub fn beside(gpu: &Gpu) {
     let mut none = 0_usize;
     let refused = runtime.0.call("cudaMalloc", &[(&raw mut none) as usize, 1 << 60]);
     assert_eq!(refused, OUT_OF_MEMORY);
-    // The runtime's own error is neither ours nor taken away by us.
+    // The crate neither reports the runtime's own error nor takes it away.
     let back = device.alloc(LEN).expect("device memory");
     assert_eq!(round_trip(&pool, &adopted, &back, 7), 0);
     assert_eq!((runtime.last_error(), runtime.last_error()), (OUT_OF_MEMORY, 0));
@@ -190,7 +191,8 @@ pub fn beside(gpu: &Gpu) {
 
 type Failing<'a> = Box<dyn FnOnce() -> pinpool::Error + 'a>;
 
-/// Calls of ours that fail, each followed by what the runtime says of it, and by calls of its own that must work.
+/// Calls of the crate that fail, each followed by what the runtime says of it, and by calls of the runtime that must
+/// work.
 fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) -> usize {
     let registered = vec![0_u8; 1 << 20];
     let at = registered.as_ptr().cast_mut();

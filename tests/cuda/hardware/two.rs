@@ -37,7 +37,7 @@ pub fn both(gpu: &Gpu) {
         println!("{TEST}: cuda:{ordinal}: {totals:?}");
         totals.judge();
     }
-    // One's buffers and streams are refused by the other, whatever the pool.
+    // Each device refuses the other's buffers and streams, whatever the pool.
     let (stream, memory) = (first.stream().expect("a stream"), second.alloc(100).expect("device memory"));
     let refused = stream.upload(filled(&pool, 100, 1), &memory).expect_err("memory of the other GPU");
     assert!(matches!(refused.error, pinpool::Error::WrongDevice { .. }), "{}", refused.error);
@@ -48,9 +48,9 @@ pub fn both(gpu: &Gpu) {
     }
 }
 
-/// One GPU dies, by a kernel's illegal address. The pool leaves the other serving if the driver does: that one is asked
-/// beside the pool. A driver may end CUDA in the whole process instead, as cuda.h allows it to (seen: 580.159.04); then
-/// the other device says so, too, and nothing hangs.
+/// One GPU dies, by a kernel's illegal address. The pool leaves the other serving if the driver does: the test asks
+/// that device beside the pool. A driver may end CUDA in the whole process instead, as cuda.h allows it to (seen:
+/// 580.159.04); then the other device says so, too, and nothing hangs.
 pub fn one_dies(gpu: &Gpu) {
     const TEST: &str = "a_dead_gpu_leaves_the_other_serving";
     const LEN: usize = 100_000;
@@ -106,7 +106,7 @@ pub fn one_dies(gpu: &Gpu) {
     gpu.no_violations();
 }
 
-/// More at once than is pinned: it has to be pinned for the living GPU, in a process where another one is dead.
+/// More at once than is pinned: it is pinned for the living GPU, in a process where another one is dead.
 fn grows(gpu: &Gpu, test: &str, pool: &Pool, device: &Device) {
     const EACH: usize = 1 << 20;
     let before = pool.stats().pinned_bytes;
@@ -124,7 +124,7 @@ fn grows(gpu: &Gpu, test: &str, pool: &Pool, device: &Device) {
         wrong += crate::support::kernels::wrong(&back, seed);
     }
     assert_eq!(wrong, 0);
-    // What is idle goes back, as far as the living one has pinned it.
+    // Idle memory is given back, as far as the living GPU has pinned it.
     let gone = pool.trim(0);
     println!("{test}: {} MiB went back, {} MiB stay pinned", gone >> 20, pool.stats().pinned_bytes >> 20);
     gpu.no_violations();

@@ -59,7 +59,7 @@ rules! {
         let context = made!(d, "cuCtxGetCurrent");
         says!(d, 0, "cuDevicePrimaryCtxRelease_v2", 0);
         let mut at = 0_usize;
-        // Still current, and known to be gone.
+        // Still current, and known to be destroyed.
         says!(d, 709, "cuMemAlloc_v2", &raw mut at, 1);
         says!(d, 709, "cuCtxPushCurrent_v2", context);
         d.broken(&["CTX-2", "CTX-2"]);
@@ -132,7 +132,7 @@ rules! {
         let (stream, event) = (d.stream(), d.event());
         says!(d, 0, "cuEventRecord", event, stream);
         d.wait(event);
-        // Seen complete: that is what recording again is for.
+        // Seen complete: only then is it recorded again.
         says!(d, 0, "cuEventRecord", event, stream);
         d.broken(&[]);
         says!(d, 0, "cuEventRecord", event, stream);
@@ -185,7 +185,7 @@ rules! {
         d.registers(0, &mut bytes[..PAGE]);
         d.uploads(1, memory, &bytes, stream);
         d.broken(&["MEM-5"]);
-        // Registered not at all is another matter: slow, allowed and counted.
+        // Memory that is not registered at all is another matter: slow, allowed and counted.
         d.uploads(0, memory, &bytes[PAGE..], stream);
         assert!(!d.is_stand_in() || d.stand_in.report().notes == ["PAGEABLE 1"]);
         d.finish(stream);
@@ -222,7 +222,7 @@ rules! {
     cap_1_captures_forbid_unsafe_calls (ready) |d| {
         let (stream, other, event) = (d.stream(), d.stream(), d.event());
         says!(d, 0, "cuEventRecord", event, other);
-        // Global: to every thread.
+        // Global mode: every thread is bound.
         says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
         let context = made!(d, "cuCtxGetCurrent");
         std::thread::scope(|scope| {
@@ -235,7 +235,7 @@ rules! {
         // It is spoiled.
         says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
         d.broken(&["CAP-1"]);
-        // But for those that say that they have nothing to do with it.
+        // Except calls that say that they have nothing to do with it.
         says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
         let mut mode = 2_u32;
         says!(d, 0, "cuThreadExchangeStreamCaptureMode", &raw mut mode);
@@ -343,7 +343,7 @@ behaviour! {
         assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
         assert_eq!(call!(d, "cuStreamWaitEvent", other, event, 0), 0);
         assert_eq!(d.download(&mut back, memory, other), 0);
-        assert_eq!(back, [0; 64], "nobody has asked yet");
+        assert_eq!(back, [0; 64], "no call has asked yet");
         assert_eq!(call!(d, "cuStreamSynchronize", other), 0);
         assert_eq!(back, [2; 64]);
         d.broken(&[]);
@@ -404,7 +404,7 @@ behaviour! {
         assert_eq!(call!(d, "cuStreamSynchronize", stream), 700);
         assert_eq!(call!(d, "cuMemFree_v2", memory), 700);
         assert_eq!(back, [0; 64]);
-        // The other GPU has nothing to do with it.
+        // The other GPU is not affected.
         d.current(1);
         assert_eq!(call!(d, "cuStreamSynchronize", d.stream()), 0);
     }
@@ -418,7 +418,7 @@ behaviour! {
         let mut at = 0_usize;
         assert_eq!(call!(d, "cuMemAlloc_v2", &raw mut at, 64), 2);
         assert_eq!(call!(d, "cuMemFree_v2", at), 0);
-        // The driver's end is for good.
+        // The end of the driver is for good.
         d.stand_in.fail("cuEventCreate", 1, 4, false);
         assert_eq!(call!(d, "cuEventCreate", &raw mut at, 2), 4);
         assert_eq!(call!(d, "cuInit", 0), 4);

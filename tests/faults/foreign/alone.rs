@@ -42,7 +42,7 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// What ends on time, or hangs.
+/// Runs a call that ends on time, or hangs.
 fn on_time<T: Send + 'static>(what: &str, run: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || tell.send(run()));
@@ -50,8 +50,8 @@ fn on_time<T: Send + 'static>(what: &str, run: impl FnOnce() -> T + Send + 'stat
 }
 
 /// An upload waits on a stream whose handle, like the buffer's, is dropped: only the timeline has it. Then the reaper
-/// meets `trouble` on another stream. The upload must still read its own bytes, whoever asks the pool for memory
-/// meanwhile.
+/// meets `trouble` on another stream. The upload must still read its own bytes, though other requests ask the pool for
+/// memory meanwhile.
 fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     let (node, device) = node();
     let pool = pool(&device, 1 << 20);
@@ -76,7 +76,7 @@ fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     first.download_blocking(&target, &mut back).unwrap();
     assert!(back.iter().all(|byte| *byte == 0xaa), "the device holds {:#x}, 0xaa was uploaded", back[0]);
     drop(others);
-    // The reaper is there as before.
+    // The reaper works as before.
     drop(first.upload(filled(&pool, 64, 1), &target).unwrap());
     until("a later copy is done", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
     pool.check().unwrap();
@@ -129,7 +129,7 @@ fn a_subscriber_panics_on_the_reaper() {
     turn.quiet();
 }
 
-/// The value is dropped on the device's worker thread, which others need.
+/// The value is dropped on the device's worker thread, which other calls need.
 #[test]
 fn a_registered_value_panics_when_it_is_dropped() {
     own_process!();
@@ -162,7 +162,7 @@ fn a_registered_value_panics_when_it_is_dropped() {
     pool.wait_pinned(Some(HANG)).unwrap();
 }
 
-/// Adopted memory goes by way of the worker, too.
+/// Adopted memory is given back on the worker, too.
 #[test]
 fn adopted_memory_panics_when_it_is_dropped() {
     own_process!();
@@ -182,7 +182,7 @@ fn adopted_memory_panics_when_it_is_dropped() {
     device.close(HANG).unwrap();
 }
 
-/// A subscriber that asks the pool when it hears of trouble. What each test's pool is, the subscriber finds here.
+/// A subscriber that calls the pool when an event reports trouble. It finds each test's pool here.
 fn the_subscriber_asks(how: &'static str, trouble: fn(&HostNode, &Device, &Pool)) {
     let _turn = Turn::take();
     on_time(how, move || {
@@ -235,7 +235,7 @@ fn a_stream_is_lost(node: &HostNode, device: &Device, pool: &Pool) {
 
 fn pinning_fails(node: &HostNode, _: &Device, pool: &Pool) {
     node.fail(Fault { device: 0, call: HostCall::Pin, nth: 0, failure: Failure::Argument });
-    // Whether it is served by another attempt is not the point.
+    // Whether another attempt serves the request does not matter here.
     drop(pool.checkout_timeout(900_000, Duration::from_millis(500)));
     drop(pool.checkout_many(&[900_000; 2].map(Request::new), Some(Duration::from_millis(500))));
 }
@@ -306,7 +306,7 @@ fn wakers_that_poll_at_once_take_no_stack() {
             match Pin::new(&mut checkout).poll(&mut Context::from_waker(&waker)) {
                 Poll::Ready(buf) => {
                     self.1.fetch_add(1, Ordering::Relaxed);
-                    // Serves the next of the queue.
+                    // Serves the next request of the queue.
                     drop(buf.unwrap());
                 }
                 Poll::Pending => *self.0.lock().unwrap() = Some(checkout),
@@ -330,14 +330,14 @@ fn wakers_that_poll_at_once_take_no_stack() {
         .collect();
     tasks.iter().for_each(|task| task.clone().run());
     assert_eq!(pool.stats().waiting, TASKS);
-    // A stack for a few hundred frames of ours.
+    // A stack for a few hundred frames of the crate.
     let thread = std::thread::Builder::new().stack_size(256 << 10);
     thread.spawn(move || drop(first)).unwrap().join().unwrap();
     until("all are served", || served.load(Ordering::Relaxed) == TASKS);
     assert_eq!(pool.stats().waiting, 0);
 }
 
-/// Cloning a waker is foreign code, too: what waits with such a waker is not woken, and in nobody's way.
+/// Cloning a waker is foreign code, too: a wait with such a waker is not woken, and stands in no other's way.
 #[test]
 fn a_waker_that_cannot_be_cloned_leaves_no_trace() {
     use std::task::{RawWaker, RawWakerVTable, Waker};
@@ -346,7 +346,7 @@ fn a_waker_that_cannot_be_cloned_leaves_no_trace() {
     }
     fn nothing(_: *const ()) {}
     static TABLE: RawWakerVTable = RawWakerVTable::new(clone, nothing, nothing, nothing);
-    // SAFETY: nothing is pointed at.
+    // SAFETY: the waker has no data to point at.
     let bad = unsafe { Waker::new(std::ptr::null(), &TABLE) };
     let cx = &mut Context::from_waker(&bad);
     own_process!();

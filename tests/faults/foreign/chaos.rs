@@ -1,9 +1,9 @@
 //! All of it at once: random work, under a subscriber, a recorder, wakers, values, sources and sinks that at a random
-//! call panic, block for a moment, or ask the pool for something.
+//! call panic, block for a short time, or call the pool.
 //!
-//! Each buffer is filled by its owner and looked at again before it is given up; what is uploaded is compared with what
-//! is downloaded. At the end everything is back, by the pool's count and by the device's. `PINPOOL_FOREIGN_SECONDS`
-//! says how long (2 by default), `PINPOOL_FOREIGN_SEED` with which seed.
+//! The owner of a buffer fills it, and compares it before it is dropped or sent; uploads are compared with downloads.
+//! At the end everything is back, by the pool's count and by the device's. `PINPOOL_FOREIGN_SECONDS` says how long (2
+//! by default), `PINPOOL_FOREIGN_SEED` with which seed.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -55,11 +55,11 @@ std::thread_local! {
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What code of others does when it is called.
+/// What foreign code does when the crate calls it.
 struct Mischief {
     pool: Pool,
     on: AtomicBool,
-    /// Calls of code of others, and misdeeds.
+    /// Calls of foreign code, and misdeeds.
     calls: AtomicU64,
     misdeeds: AtomicU64,
     seed: u64,
@@ -86,7 +86,7 @@ impl Mischief {
         })
     }
 
-    /// One call. `rare`: one in so many is a misdeed.
+    /// One call. `rare`: one in that many is a misdeed.
     fn happens(&self, rare: u64) {
         self.calls.fetch_add(1, Ordering::Relaxed);
         // A second panic within the first one's unwinding ends any process.
@@ -205,7 +205,7 @@ mod recorder {
     }
 }
 
-/// What a buffer holds by its owner's word.
+/// What a buffer holds, as its owner wrote it.
 struct Stamped(u8);
 
 impl Stamped {
@@ -219,7 +219,7 @@ impl Stamped {
     fn check(&self, bytes: &[u8], what: &str) {
         if let Some(at) = bytes.iter().position(|byte| *byte != self.0) {
             eprintln!("{what}: {:#x} at {at} in place of {:#x}", bytes[at], self.0);
-            // A panic would be caught by what is tested here.
+            // A panic here would be caught by the crate under test.
             std::process::abort();
         }
     }
@@ -260,7 +260,7 @@ impl Drop for Steady {
     }
 }
 
-/// Polls for at most so long, with wakers that misbehave before or after they wake.
+/// Polls for at most that long, with wakers that misbehave before or after they wake.
 fn awaited<F: Future>(mischief: &Arc<Mischief>, future: F, limit: Duration) -> Option<F::Output> {
     let mut future = pin!(future);
     let end = Instant::now() + limit;
@@ -280,12 +280,12 @@ fn awaited<F: Future>(mischief: &Arc<Mischief>, future: F, limit: Duration) -> O
         if left.is_zero() {
             return None;
         }
-        // A waker that panics too early wakes nobody.
+        // A waker that panics before it wakes wakes no task.
         std::thread::park_timeout(left.min(Duration::from_millis(2)));
     }
 }
 
-/// Drops what the crate has given back: that is the caller's own affair.
+/// Drops what the crate has given back: a panic in there is the caller's own matter.
 fn quiet<T>(run: impl FnOnce() -> T) -> T {
     let before = BUSY.with(|busy| busy.replace(true));
     let value = run();
@@ -293,7 +293,7 @@ fn quiet<T>(run: impl FnOnce() -> T) -> T {
     value
 }
 
-/// Why something was refused; what was refused with it goes.
+/// The reason of a refusal; the refused buffer is dropped.
 trait Refused {
     fn why(self) -> Error;
 }
@@ -341,7 +341,7 @@ impl Worker<'_> {
         Value::new(vec![byte; len], move || mischief.happens(3))
     }
 
-    /// One of many things that a server does. What a full pool, a failing device or a misbehaving source refuses is no
+    /// One of many things that a server does. A refusal by a full pool, a failing device or a misbehaving source is no
     /// failure.
     fn act(&mut self) -> Result<(), Error> {
         const LENGTHS: [usize; 6] = [1, 64, 700, 4096, 20_000, 120_000];
@@ -528,7 +528,7 @@ fn chaos(faults: bool) {
                     Worker { mischief, device, pool, queue, pipeline, stream, random, faults, what: 0 };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
-                    // What the pool, the device or a source refuses is told by an error, never by a panic.
+                    // A refusal by the pool, the device or a source is an error, never a panic.
                     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| worker.act())) {
                         // Its drop may panic.
                         std::mem::forget(payload);

@@ -1,4 +1,4 @@
-//! Code of others that misbehaves.
+//! Foreign code that misbehaves.
 
 use std::ops::{Deref, DerefMut};
 use std::panic::panic_any;
@@ -9,7 +9,7 @@ use std::task::{Wake, Waker};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// A payload of a panic whose own drop panics, with another such payload, so many times.
+/// A payload of a panic whose own drop panics, with another such payload, as many times as the number says.
 pub struct Bomb(pub u32);
 
 impl Drop for Bomb {
@@ -23,7 +23,7 @@ impl Drop for Bomb {
 /// What the subscriber was called for.
 pub struct Heard<'a> {
     pub call: Call,
-    /// Of spans that are there already it is not known.
+    /// Not known for spans that exist already.
     pub what: Option<&'a Metadata<'a>>,
 }
 
@@ -46,7 +46,7 @@ pub enum Call {
 type Act = Arc<dyn Fn(&Heard<'_>) + Send + Sync>;
 static ACT: RwLock<Option<Act>> = RwLock::new(None);
 
-/// The subscriber of this process: does what the test that has its turn wants.
+/// The subscriber of this process: does what the running test asks for.
 struct Subscribed;
 
 impl Subscribed {
@@ -86,13 +86,13 @@ impl Subscriber for Subscribed {
     }
 }
 
-/// A test's turn with the subscriber. In a process there is one.
+/// A test's turn with the subscriber, of which a process has one.
 pub struct Turn(());
 
 impl Turn {
     pub fn take() -> Self {
         tracing::subscriber::set_global_default(Subscribed).expect("there is no other");
-        // Panics on purpose say nothing, however many they are.
+        // Panics on purpose print nothing, however many they are.
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             let quiet = info.payload().is::<Bomb>() || info.payload().is::<Quiet>();
@@ -112,7 +112,7 @@ impl Turn {
     }
 }
 
-/// From here on the subscriber does this. Within a turn.
+/// From here on the subscriber does this, within a turn.
 pub fn act(act: impl Fn(&Heard<'_>) + Send + Sync + 'static) {
     *ACT.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(act));
 }
@@ -175,7 +175,7 @@ impl Drop for Value {
     }
 }
 
-/// Something that is set once and asked for by code of others.
+/// A value that is set once, and read by foreign code.
 pub struct Later<T>(OnceLock<T>);
 
 impl<T> Later<T> {

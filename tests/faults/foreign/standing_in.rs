@@ -16,8 +16,8 @@ fn panics_at_events(turn: &Turn) {
     });
 }
 
-/// A blocking copy into borrowed memory, whose wait the driver refuses at first. The subscriber that is told of that
-/// panics; the borrow must not end before the copy has landed.
+/// A blocking copy into borrowed memory, whose wait the driver refuses at first. The subscriber panics at the event
+/// that reports this; the borrow must not end before the copy is complete.
 #[test]
 fn a_subscriber_panics_before_borrowed_memory_has_come_back() {
     let test = "standing_in::a_subscriber_panics_before_borrowed_memory_has_come_back";
@@ -48,8 +48,8 @@ fn a_subscriber_panics_before_borrowed_memory_has_come_back() {
     });
 }
 
-/// The driver refuses a batch, and the subscriber that is told panics: copies that were never made must not read as
-/// complete.
+/// The driver refuses a batch, and the subscriber panics at the event that reports this: copies that were never made
+/// must not read as complete.
 #[test]
 fn a_subscriber_panics_inside_the_submission_of_a_batch() {
     let test = "standing_in::a_subscriber_panics_inside_the_submission_of_a_batch";

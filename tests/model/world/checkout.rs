@@ -21,7 +21,7 @@ impl World<'_> {
             || size.len > self.largest(Size { reserve: false, ..size }).max(self.largest(size))
     }
 
-    /// A new buffer: looks at it from all sides, and fills it.
+    /// Checks a new buffer from all sides, and fills it.
     pub(super) fn admit(&mut self, buf: PinnedBuf, size: Size) {
         assert_eq!((buf.capacity(), buf.len()), (size.len, 0), "another buffer than was asked for");
         let address = buf.as_ptr() as usize;
@@ -199,7 +199,7 @@ impl World<'_> {
         drop(waiting);
     }
 
-    /// Who was not woken must still wait, and equal requests are served in their order.
+    /// A waiter that was not woken must still wait, and equal requests are served in their order.
     pub(super) fn check_waiting(&mut self) {
         for at in 0..self.waiting.len() {
             if self.waiting[at].woken() {
@@ -216,7 +216,7 @@ impl World<'_> {
         }
         if let Some(pool) = &self.pool {
             let waiting = self.waiting.iter().filter(|w| !w.woken()).count();
-            assert_eq!(pool.stats().waiting, waiting, "others wait than those who wait");
+            assert_eq!(pool.stats().waiting, waiting, "the pool counts other waiters than the model");
         }
     }
 }

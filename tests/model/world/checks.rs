@@ -39,7 +39,7 @@ impl World<'_> {
         let regions: usize = pool.regions().iter().map(|r| r.len).sum();
         assert_eq!(regions, s.pinned_bytes + s.unpinned_bytes);
         self.check_snapshot(&pool, s);
-        // Exact but for what is on its way back, and for what was granted to a future that nobody has looked at.
+        // Exact but for buffers that are about to return, and for a grant to a future that was not polled since.
         let (least, unknown) = (self.requested(), self.detached.iter().sum::<usize>());
         assert!(s.requested_bytes >= least, "{} requested, {least} in our hands: {s:?}", s.requested_bytes);
         if !self.waiting.iter().any(Waiting::woken) && !self.may_lose {
@@ -56,7 +56,7 @@ impl World<'_> {
     /// The long form of the statistics says what the short one does, in parts that are the whole.
     pub(super) fn check_snapshot(&self, pool: &Pool, s: pinpool::PoolStats) {
         let all = pool.snapshot();
-        assert_eq!(all.pool, s, "nobody moves");
+        assert_eq!(all.pool, s, "no thread moves");
         let sum = |part: fn(&ClassStats) -> u64| all.classes.iter().map(part).sum::<u64>();
         assert_eq!(sum(|c| c.out_bytes as u64), s.granted_bytes as u64, "{all:#?}");
         assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (s.checkouts, s.returns), "{all:#?}");
@@ -87,7 +87,7 @@ impl World<'_> {
 
     // --- the end -----------------------------------------------------------------------------------------------------
 
-    /// Ends the case, and asks for everything back.
+    /// Ends the case, and takes everything back.
     pub fn end(mut self) {
         match self.setup.end {
             End::Quiet => {}
@@ -106,7 +106,7 @@ impl World<'_> {
         self.shared.clear();
         self.flights.clear();
         self.drain();
-        // What the devices hold now is what was sent, however late it went.
+        // The devices now hold what was sent, however late the copies ran.
         for at in 0..self.regions.len() {
             let (device, slice) = (self.regions[at].device, self.regions[at].memory.slice(..).unwrap());
             if !self.dead[device] {
@@ -161,7 +161,7 @@ impl World<'_> {
         self.sweep();
         let out = !self.bufs.is_empty() || !self.flights.is_empty();
         self.pool = None;
-        // From here on host memory goes with the last buffer in it: only what arrives in device memory can be seen.
+        // From here on host memory is unmapped with the last buffer in it: only what reaches device memory can be seen.
         self.copies.retain(|c| matches!(c.seen, Seen::Device(_)));
         if out {
             self.tally.note("pool dropped while buffers were out");
@@ -183,7 +183,7 @@ impl World<'_> {
         self.closed = true;
         self.sweep();
         self.poll_waiting();
-        assert!(self.waiting.is_empty(), "a shutdown left somebody waiting");
+        assert!(self.waiting.is_empty(), "a shutdown left a waiter");
         let ours = !self.bufs.is_empty() || !self.shared.is_empty() || !self.tokens.is_empty();
         assert!(!(down.drained && ours), "drained, and yet something is out");
         assert_eq!(down.drained, down.outstanding == 0);
@@ -198,6 +198,6 @@ impl World<'_> {
         assert!(self.bufs.iter().all(|b| *b.buf == *b.bytes));
         let bufs = self.bufs.len();
         self.join(&[size]);
-        assert_eq!(self.bufs.len(), bufs, "a closed pool served somebody");
+        assert_eq!(self.bufs.len(), bufs, "a closed pool served a request");
     }
 }

@@ -1,4 +1,4 @@
-//! Copies to and from the devices, claims on a stream, and what is let go meanwhile.
+//! Copies to and from the devices, claims on a stream, and handles dropped meanwhile.
 
 use super::*;
 
@@ -32,7 +32,7 @@ impl World<'_> {
             let memory = handle.alloc(len).ok();
             let blank = memory.as_ref().map(|m| probe.upload_blocking(&vec![BLANK; len], m));
             if let Some(Err(error)) = blank {
-                // Only a device that died by a fault a moment ago does that.
+                // Only a device that died by a fault in this very call does that.
                 assert!(error.is_device_lost() && world.tolerant(), "{error}");
                 return None;
             }
@@ -143,12 +143,12 @@ impl World<'_> {
         }
     }
 
-    /// A dead device takes nothing, and the buffer is ours as it was.
+    /// A dead device refuses the copy, and the buffer comes back as it was.
     pub(super) fn upload_to_ruins(&mut self, buf: PinnedBuf, lane: usize) -> PinnedBuf {
         let device = self.lanes[lane].device;
         let Some(memory) = self.ruins[device].as_ref().filter(|m| m.len() >= buf.len()) else { return buf };
         if self.devices[device].lost().is_none() {
-            return buf; // Nobody has noticed yet.
+            return buf; // No call has found the device dead yet.
         }
         match self.lanes[lane].stream.upload(buf, memory) {
             Err(SubmitError { error, buffer: Some(buf) }) => {
@@ -160,7 +160,7 @@ impl World<'_> {
         }
     }
 
-    /// Something that was submitted to a device that died by it.
+    /// A copy that was submitted to a device that died by it.
     pub(super) fn bury_if_dead(&mut self, device: usize, range: Range) {
         if self.devices[device].lost().is_some() {
             self.graves.push(range);
@@ -190,7 +190,7 @@ impl World<'_> {
         if !matches!(flight.handle, Handle::Nothing(_)) {
             self.detached.push(flight.capacity);
         }
-        // A shared buffer is in other hands too; its copies stand for it.
+        // A shared buffer has other handles too; its copies stand for it.
         if let (Handle::Own(_), Some(range)) = (&flight.handle, flight.range) {
             self.holds.push(Hold { range, after: flight.after.clone(), lanes: lanes.to_vec() });
         }
@@ -206,7 +206,7 @@ impl World<'_> {
         let at = { fit }.find(|&i| self.bufs[i].buf.capacity() >= slice.len()).unwrap_or(fits);
         let Live { mut buf, mut bytes } = self.bufs.swap_remove(at);
         while buf.len() < slice.len() || allowed.contains(&buf[..slice.len()].to_vec()) {
-            // So that what is there before the copy is known, and not by chance what the copy brings.
+            // So that the bytes before the copy are known, and differ from those that the copy brings.
             let id = self.id();
             bytes = pattern(id, slice.len());
             buf.clear();
@@ -375,7 +375,7 @@ impl World<'_> {
                         }
                         self.admit(buf, size);
                     }
-                    // It went back where it was.
+                    // It returned to where it was.
                     Err(Error::Timeout(_)) => self.detached.push(size.len),
                     Err(error) => {
                         self.submit_error(&error);
@@ -434,8 +434,8 @@ impl World<'_> {
             Ok(flight) => {
                 if claimed {
                     self.tally.note("claim used");
-                    // Which segment it was is not known, so of the downloads to segments that were given up on this
-                    // stream one may be overwritten before anybody has seen it.
+                    // Which segment it was is not known, so one of the downloads to segments whose handles were dropped
+                    // on this stream may be overwritten before the model has seen it.
                     let kept: Vec<Range> = self.flights.iter().filter_map(|f| f.range).collect();
                     self.copies.retain(|c| {
                         let given_up = !kept.iter().any(|range| overlap(*range, c.host));

@@ -3,7 +3,7 @@
 use super::*;
 
 impl World<'_> {
-    /// The device is gone: what has not run never will.
+    /// The device is dead: what has not run never will.
     pub(super) fn buried(&mut self, device: usize) {
         if std::mem::replace(&mut self.dead[device], true) {
             return;
@@ -47,8 +47,8 @@ impl World<'_> {
         if struck {
             self.tally.fault(call, failure);
             self.trouble = true;
-            let marks = matches!(call, Call::Record | Call::CreateEvent | Call::Query);
-            self.may_lose |= failure == Failure::Argument && marks;
+            let of_events = matches!(call, Call::Record | Call::CreateEvent | Call::Query);
+            self.may_lose |= failure == Failure::Argument && of_events;
             if failure == Failure::DeviceLost {
                 self.buried(device);
             }
@@ -61,7 +61,7 @@ impl World<'_> {
         }
     }
 
-    /// Everything that can move moves, and everything that is done comes back.
+    /// Everything that can move moves, and everything that is complete returns.
     pub(super) fn drain(&mut self) {
         for device in 0..DEVICES {
             self.node.resume(device as u32);
@@ -75,7 +75,7 @@ impl World<'_> {
         let waits = self.copies.iter().find(|c| !c.dead);
         assert!(waits.is_none(), "a copy never ran");
         if let Some(pool) = self.pool.clone() {
-            // What came back may have gone to those who wait.
+            // What returned may have served waiters.
             self.detached.clear();
             let stats = pool.stats();
             assert_eq!((stats.in_flight_bytes, stats.claimed_bytes), (0, 0), "still in flight: {stats:?}");

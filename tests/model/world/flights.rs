@@ -1,4 +1,4 @@
-//! What is in flight: waited for, polled, come back or lost.
+//! What is in flight: waited for, polled, returned or lost.
 
 use super::*;
 
@@ -7,7 +7,7 @@ impl World<'_> {
         (!self.flights.is_empty()).then(|| self.flights.swap_remove(at % self.flights.len()))
     }
 
-    /// A buffer is back: everything that it waited for has run, and it holds what it should.
+    /// A buffer has returned: all copies that it waited for have run, and it holds what it should.
     pub(super) fn back(&mut self, buf: PinnedBuf, flight: (Option<Range>, usize, Expect, Vec<u64>)) {
         let (range, capacity, expect, after) = flight;
         self.sweep();
@@ -48,7 +48,7 @@ impl World<'_> {
         let Some(Flight { handle, range, capacity, expect, after, .. }) = self.take_flight(at) else {
             return;
         };
-        // A wait that fails gives the buffer up, so it stands for a drop.
+        // A failed wait loses the buffer, so it stands for a drop.
         let hold = range.map(|range| Hold { range, after: after.clone(), lanes: Vec::new() });
         match handle {
             Handle::Own(flight) => match flight.wait() {

@@ -1,4 +1,4 @@
-//! What callers do with what they hold, and what they should not do.
+//! What callers do with what they hold, and misuses that are refused.
 
 use super::*;
 

@@ -1,16 +1,16 @@
 //! The pool under test beside a plain model of it.
 //!
-//! The model knows nothing of thread caches, runs and timelines. It knows which addresses are in whose hands, what was
+//! The model knows nothing of thread caches, runs and timelines. It knows which addresses are handed out, what was
 //! written where, and which copies were submitted; and since the device is stepped it can find out which copies have
-//! really run: a copy to the device has run when its bytes are there (looked at over a stream of its own, which moves
+//! really run: a copy to the device has run when its bytes are there (read over a stream of its own, which moves
 //! nothing else), a copy to the host when the memory says so. From that follows all that is asserted:
 //!
-//! - a buffer that is handed out overlaps nothing that is in anybody's hands, and no copy that has not run, unless it
+//! - a buffer that is handed out overlaps no other that is handed out, and no copy that has not run, unless it
 //!   was claimed on that copy's own stream;
 //! - what arrives in device memory is what was written before the copy was submitted, however late the copy ran;
 //! - what a buffer holds is what its owner wrote or what the device sent, and nothing else;
-//! - what a dead device had not let go of is never handed out again;
-//! - nobody is woken in vain or not at all, and equal requests are served in their order;
+//! - what a dead device still used is never handed out again;
+//! - no waiter is woken in vain or forgotten, and equal requests are served in their order;
 //! - and when everything is done, everything is back.
 
 mod checkout;
@@ -62,7 +62,7 @@ fn pattern(id: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Bytes that a segment for so many spans at least.
+/// Bytes that a segment for `len` bytes spans at least.
 fn span(len: usize) -> usize {
     len.next_multiple_of(32) + 32
 }
@@ -116,11 +116,11 @@ struct Copy {
     seen: Seen,
     /// What may be there when it has run.
     allowed: Vec<Vec<u8>>,
-    /// Its device is dead: it never will.
+    /// Its device is dead: it never will run.
     dead: bool,
 }
 
-/// What is submitted to a stream from a certain copy on runs after these copies of another.
+/// Work that is submitted to a stream from a certain copy on runs after these copies of another stream.
 struct Behind {
     lane: usize,
     from: u64,
@@ -130,7 +130,7 @@ struct Behind {
 /// Addresses, and the bytes from there.
 type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
-/// What the buffer will hold when it comes back.
+/// What the buffer will hold when it returns.
 #[derive(Clone)]
 enum Expect {
     Same(Vec<u8>),
@@ -207,7 +207,7 @@ struct Lane {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that does what it is told, and idles with what it caches.
+/// A thread that runs the jobs it is given, and idles with what it caches.
 struct Helper {
     jobs: Option<mpsc::Sender<Job>>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -243,7 +243,7 @@ pub struct World<'t> {
     node: HostNode,
     helper: Helper,
     pool: Option<Pool>,
-    /// A pool that serves the first device only, for what is foreign.
+    /// A pool that serves the first device only, for buffers that the second device must refuse.
     other: Option<Pool>,
     devices: Vec<Device>,
     probes: Vec<Stream>,
@@ -255,7 +255,7 @@ pub struct World<'t> {
     copies: Vec<Copy>,
     regions: Vec<Region>,
     behind: Vec<Behind>,
-    /// Regions that have gone since the last look, with what was in them.
+    /// Regions that were unpinned since the last look, with the bytes in them.
     gone: Gone,
     /// Device memory that outlives its device.
     ruins: [Option<DeviceBuffer>; DEVICES],
@@ -264,9 +264,9 @@ pub struct World<'t> {
     waiting: Vec<Waiting>,
     /// Addresses that must never be seen again.
     graves: Vec<Range>,
-    /// Lengths of what was given up while in flight and may not be back yet.
+    /// Lengths of buffers whose handles were dropped in flight, and which may not be back yet.
     detached: Vec<usize>,
-    /// Forgotten buffers: range and length.
+    /// Leaked buffers: range and length.
     forgotten: Vec<(Range, usize)>,
     next: u64,
     armed: Option<Fault>,
@@ -404,7 +404,7 @@ impl<'t> World<'t> {
                 (self.peek(device, &slice), vec![BLANK; len])
             }
             Seen::Host(address, before) => {
-                // Since the last look its buffer may have come back, and its region gone.
+                // Since the last look its buffer may have returned, and its region been unpinned.
                 let gone = self.gone.lock().unwrap().iter().find_map(|(base, bytes)| {
                     bytes.get(address.checked_sub(*base)?..)?.get(..before.len()).map(<[u8]>::to_vec)
                 });
@@ -413,7 +413,7 @@ impl<'t> World<'t> {
                     return true;
                 }
                 // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
-                // the stepped device runs on this thread only, so nobody writes there now.
+                // the stepped device runs on this thread only, so no copy writes there now.
                 let now = unsafe { std::slice::from_raw_parts(*address as *const u8, before.len()) };
                 (now.to_vec(), before.clone())
             }
@@ -487,13 +487,13 @@ impl<'t> World<'t> {
         bufs.chain(shared).chain(flights).chain(tokens).chain(self.forgotten.iter().map(|f| f.0)).collect()
     }
 
-    /// Nobody has this memory, and no device will ever touch it.
+    /// No buffer has this memory, and no device will ever touch it.
     fn assert_free(&mut self, range: Range) {
         self.sweep();
         for other in self.owned() {
             assert!(
                 !overlap(range, other),
-                "{range:x?} was handed out while {other:x?} is in somebody's hands"
+                "{range:x?} was handed out while {other:x?} was handed out already"
             );
         }
         for grave in &self.graves {
@@ -518,14 +518,14 @@ impl<'t> World<'t> {
         self.holds.retain(|h| !overlap(range, h.range));
     }
 
-    /// Bytes asked for by all that is in our hands.
+    /// Bytes asked for by all buffers that are out.
     fn requested(&self) -> usize {
         let bufs: usize = self.bufs.iter().map(|b| b.buf.capacity()).sum();
         let own = |f: &&Flight| matches!(f.handle, Handle::Own(_));
         let flights: usize = self.flights.iter().filter(own).map(|f| f.capacity).sum();
         let tokens: usize = self.tokens.iter().map(|t| t.2).sum();
         let forgotten: usize = self.forgotten.iter().map(|f| f.1).sum();
-        // A shared buffer counts once, whoever has it.
+        // A shared buffer counts once, however many handles it has.
         let arcs = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, s.buf.capacity()));
         let in_flight = self.flights.iter().filter(|f| matches!(f.handle, Handle::Shared(_)));
         let shared: BTreeSet<_> =

@@ -1,5 +1,5 @@
 //! The page in a headless Chromium. Time there is the browser's own (`--virtual-time-budget`): it goes on when nothing
-//! else is to be done, so a minute takes a moment, and nothing depends on how busy the machine is.
+//! else is to be done, so a minute takes an instant, and nothing depends on how busy the machine is.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,13 +7,13 @@ use std::process::Command;
 use super::fake::{Fake, pool};
 use super::{alone, programs, server};
 
-/// Chromium with a page, for so many seconds of its time. `None`: there is none.
+/// Chromium with a page, for that many seconds of its time. `None`: there is none.
 fn chromium(seconds: u32, more: &[&str], url: &str) -> Option<String> {
     let program = programs::find("browser", &["chromium", "chromium-browser", "google-chrome"])?;
     let _alone = alone();
     let profile = tempfile::tempdir().unwrap();
     let mut command = Command::new(program);
-    // In a container, and as root, there is no sandbox to be had; the page is our own.
+    // In a container, and as root, there is no sandbox to be had; the page is the test's own.
     command.args([
         "--headless",
         "--no-sandbox",
@@ -29,7 +29,7 @@ fn chromium(seconds: u32, more: &[&str], url: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The page as it is after so many seconds.
+/// The page as it is after that many seconds.
 fn dom(seconds: u32, url: &str) -> Option<String> {
     chromium(seconds, &["--dump-dom"], url).map(|dom| {
         // Without the script, which has all texts.
@@ -111,11 +111,11 @@ fn numbers_and_rates_are_those_of_the_metrics() {
     let Some(dom) = dom(20, &fake.url("/")) else { return };
     has(&dom, &[">live<", "No alarms", "Pool p: 80.0 MiB of 100 MiB in use (80%)", "50.0 MiB", "30.0 MiB"]);
     has(&dom, &["64.1 KiB", "larger", "3 of 8 out", "cuda:0, stream 7", ">12<"]);
-    // A look a second of the browser's time, give or take what a look takes.
+    // A fetch in each second of the browser's time, give or take what a fetch takes.
     has(&dom, &["75%", "of 50.00 GB/s"]);
     let speed = dom.split(" GB/s, ").next().unwrap().rsplit('>').next().unwrap().parse::<f64>().unwrap();
     assert!((20.0..=25.5).contains(&speed), "{speed}");
-    // A browser that asks for anything else has been told to by the page.
+    // Only the page could make the browser ask for another path.
     let asked = fake.asked.lock().unwrap();
     assert!(asked.iter().all(|path| path == "/" || path == "/metrics"), "{asked:?}");
 }
@@ -138,7 +138,7 @@ fn each_condition_is_said_in_words() {
     ];
     let lines: Vec<&str> = conditions.iter().map(|condition| condition.0).collect();
     let bad = format!("{}{}", pool("p", &lines), "pinpool_memory_capacity_bytes{pool=\"q\"} 4096\n");
-    // Counters come up after the first look.
+    // Counters rise after the first fetch.
     let fake = Fake::start(move |n| (200, if n == 0 { pool("p", &[]) } else { bad.clone() }));
     let Some(dom) = dom(5, &fake.url("/")) else { return };
     for (_, words) in conditions {

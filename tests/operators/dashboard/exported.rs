@@ -7,7 +7,7 @@ use pinpool::telemetry::METRICS;
 
 use super::{PATIENCE, example, get, server};
 
-/// The names in a text that begin as our metrics do, without what histograms add.
+/// The names in a text that begin as the crate's metrics do, without the endings of histograms.
 fn named(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     let ours = words.filter(|word| word.starts_with("pinpool_") || word.starts_with("server_link_"));
@@ -60,7 +60,7 @@ fn what_the_files_name_is_exported() {
 
 #[test]
 fn the_text_adds_up() {
-    // A look sends one value after the other, and a text that is rendered meanwhile has some of either look.
+    // The sampler sends one value after the other, and a text that is rendered meanwhile has some of either poll.
     let start = Instant::now();
     loop {
         let text = get(&server().url("/metrics"));

@@ -1,11 +1,11 @@
-//! A server that answers what a test wants, and remembers what it was asked.
+//! A server that gives a test's answers, and records the paths that it was asked for.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What a healthy pool of 100 MiB says: 20 free, 80 out. `POOL` is its name.
+/// What a healthy pool of 100 MiB exports: 20 free, 80 out. `POOL` is its name.
 pub const HEALTHY: &str = "\
 pinpool_memory_capacity_bytes{pool=\"POOL\"} 104857600
 pinpool_memory_locked_bytes{pool=\"POOL\"} 104857600
@@ -66,7 +66,7 @@ impl Fake {
 impl Drop for Fake {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // So that the listener looks. Should it be gone already, all the better.
+        // Wakes the listener, which then sees the flag. It may have ended already.
         let _ = TcpStream::connect(self.address);
     }
 }
@@ -94,11 +94,11 @@ fn serve(mut stream: TcpStream, asked: &Mutex<Vec<String>>, answer: &Answer) {
         _ => (404, "text/plain", String::new()),
     };
     let head = format!("HTTP/1.1 {status} -\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n", body.len());
-    // Whoever asked may have gone.
+    // The client may have closed the connection.
     let _ = stream.write_all(format!("{head}Connection: close\r\n\r\n{body}").as_bytes());
 }
 
-/// [`HEALTHY`] with a name, and lines of one's own in place of those about the same.
+/// [`HEALTHY`] with a name, and lines of the test's own in place of those of the same names.
 pub fn pool(name: &str, instead: &[&str]) -> String {
     let key = |line: &str| line.rsplit_once(' ').map(|(key, _)| key.to_owned());
     let healthy = HEALTHY.replace("POOL", name);

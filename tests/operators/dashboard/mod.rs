@@ -1,9 +1,9 @@
 //! The dashboard as an operator meets it: the page in a browser, the metrics in a Prometheus, and `pinpool top`.
 //!
-//! The example's server runs within this process, under its load; what cannot be had from it in a moment (alarms, a
-//! server that goes away, hostile names) comes from [`fake`] servers. The browser and Prometheus are real programs,
-//! Debian's packages `chromium` and `prometheus`. Where one is missing its tests say that they were skipped, and fail
-//! if `PINPOOL_REQUIRE` names `browser` or `prometheus`. Screenshots are left in `target/tmp/dashboard`.
+//! The example's server runs within this process, under its load; conditions that it does not reach at once (alarms, a
+//! server that ends, hostile names) come from [`fake`] servers. The browser and Prometheus are real programs, Debian's
+//! packages `chromium` and `prometheus`. Where one is missing its tests say that they were skipped, and fail if
+//! `PINPOOL_REQUIRE` names `browser` or `prometheus`. Screenshots are left in `target/tmp/dashboard`.
 
 #![cfg(all(feature = "metrics", target_os = "linux"))]
 
@@ -27,7 +27,7 @@ use clap::Parser;
 
 use served::{Dashboard, Options, router};
 
-/// What has not happened by then never will.
+/// A condition that has not come up after this long never will.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 struct Server {

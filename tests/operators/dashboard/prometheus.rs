@@ -61,7 +61,7 @@ impl Prometheus {
         );
         let file = folder.path().join("prometheus.yml");
         fs::write(&file, config).unwrap();
-        // It takes no port 0. Should somebody take this one meanwhile, it ends, and says so.
+        // It takes no port 0. Should another process take this one meanwhile, it ends, and says so.
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let log = fs::File::create(folder.path().join("log")).unwrap();
         let child = Command::new(program)
@@ -136,7 +136,7 @@ fn a_prometheus_has_all_that_the_dashboard_asks_for() {
         }
         missing.is_empty().then_some(())
     });
-    // A number that can be told: never more than there were.
+    // A number that the test can compare: no more checkouts than the pool has counted.
     let seen = prometheus.query("pinpool_checkouts_total");
     let seen: f64 = seen[0]["value"][1].as_str().unwrap().parse().unwrap();
     assert!(seen > 0.0 && seen <= server().dashboard.pool.stats().checkouts as f64, "{seen}");
@@ -144,7 +144,7 @@ fn a_prometheus_has_all_that_the_dashboard_asks_for() {
     let rules: Value = serde_json::from_str(&get(&format!("{}/api/v1/rules", prometheus.url))).unwrap();
     let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
     assert!(rules.len() > 10 && rules.iter().all(|rule| rule["health"] == "ok"), "{rules:#?}");
-    // The load's bursts give up waits.
+    // Bursts of the load make waits time out.
     prometheus.until("an alert about timeouts fires", |p| {
         let firing = p.query("ALERTS{alertname=\"PinpoolTimeouts\",alertstate=\"firing\",pool=\"serving\"}");
         (!firing.is_empty()).then_some(())

@@ -82,7 +82,7 @@ fn numbers_are_those_of_the_metrics() {
 #[test]
 fn a_process_that_is_gone_is_said_to_be_gone() {
     let address = Fake::saying(String::new()).address;
-    // The listener's thread ends when it has looked.
+    // The listener's thread ends when it has seen the flag.
     let said = loop {
         let said = complaint(&once(&address.to_string()));
         if !said.contains("no metrics of pinpool") && !said.contains("no answer:") {
@@ -146,7 +146,7 @@ fn the_screen_is_drawn_and_put_back_in_order() {
     assert!(seen.rfind(off) > seen.rfind(on), "the other screen is left: {seen:?}");
 }
 
-/// A server that answers each request as this does. The listener's thread lives as long as the process.
+/// A server that answers each request by this call. The listener's thread lives as long as the process.
 fn hostile(answer: impl Fn(&mut TcpStream, u16) -> std::io::Result<()> + Send + Sync + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -156,7 +156,7 @@ fn hostile(answer: impl Fn(&mut TcpStream, u16) -> std::io::Result<()> + Send + 
             let answer = answer.clone();
             std::thread::spawn(move || {
                 let _ = stream.read(&mut [0; 4096]);
-                // (It hears no more of us, once it has seen enough.)
+                // (The client closes the connection once it has read enough.)
                 let _ = answer(&mut stream, port);
             });
         }
@@ -168,7 +168,7 @@ fn head(stream: &mut TcpStream) -> std::io::Result<()> {
     stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
 }
 
-/// A server that says this.
+/// A server that answers with this text.
 fn saying(body: String) -> u16 {
     hostile(move |stream, _| {
         head(stream)?;
@@ -181,7 +181,7 @@ fn is_plain(text: &str) {
     assert!(!text.contains(bad), "{text:?}");
 }
 
-/// As many series as fit into an answer are read, and shown as far as anybody looks.
+/// As many series as fit into an answer are read, and as many as a screen can use are shown.
 #[test]
 fn the_work_grows_with_the_answer_and_no_faster() {
     let pools: String = (0..20_000)
@@ -205,7 +205,7 @@ fn the_work_grows_with_the_answer_and_no_faster() {
         let port = saying(body);
         let since = Instant::now();
         let text = text(&once(&format!("127.0.0.1:{port}")));
-        // (Twice a fifth of a second, and an interval, without others on the machine.)
+        // (A fifth of a second for each of two fetches, and an interval, without other load on the machine.)
         assert!(since.elapsed() < Duration::from_secs(15), "{what}: {:?}", since.elapsed());
         assert!(text.contains(word) && text.len() < 1 << 20, "{what}:\n{}", &text[..text.len().min(3000)]);
     }
@@ -268,7 +268,7 @@ fn what_a_server_says_cannot_steer_a_terminal() {
     let wide = format!("pinpool_memory_capacity_bytes{{pool=\"{}\"}} 1\n", "W".repeat(9_000_000));
     let shown = text(&once(&format!("127.0.0.1:{}", saying(wide))));
     assert!(shown.contains("WWW...") && shown.len() < 20_000, "{} bytes", shown.len());
-    // Where it says that it is elsewhere, and what it calls its state.
+    // The place that it redirects to, and the status that it gives.
     let elsewhere = hostile(|stream, port| {
         let place = b"http://127.0.0.1:".iter().copied().chain(port.to_string().into_bytes());
         let place: Vec<u8> = place.chain(*b"/\xc2\x9b31m\x1b[2J").collect();

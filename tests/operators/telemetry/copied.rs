@@ -1,4 +1,4 @@
-//! Bytes copied, by direction; and when a pool was looked at.
+//! Bytes copied, by direction; and when a sampler last looked at a pool.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -9,7 +9,7 @@ use super::Bench;
 use super::record::{clear, events, record};
 use crate::support::own_process;
 
-/// What a metric's events say, in order, with this label.
+/// The values of a metric's events, in order, with this label.
 fn values(metric: &str, label: (&str, &str)) -> Vec<f64> {
     let found = events("pinpool::metrics").into_iter().filter(|record| {
         record.fields.contains_key(metric) && record.fields.get(label.0).is_some_and(|value| value == label.1)
@@ -38,7 +38,7 @@ fn only_what_crosses_the_link_is_counted() {
     stream.download_blocking(memory.slice(..7), &mut [0; 7]).unwrap();
     let queue = bench.device.copy_queue().unwrap();
     queue.upload(full(200), memory.slice(..200)).unwrap().wait().unwrap();
-    // Within the device, within the host, and none at all.
+    // Within the device, within the host, and copies that fail: none of these count.
     stream.copy(memory.slice(..1000), memory.slice(4096..)).unwrap().wait().unwrap();
     stream.hold(full(100)).unwrap().wait().unwrap();
     assert!(stream.upload(full(8193), &memory).is_err(), "refused: it does not fit");
@@ -65,13 +65,13 @@ fn each_look_has_its_time() {
     sampler.poll();
     let found = values("gauge.pinpool.sampled.timestamp.seconds", ("pool", "seen"));
     assert_eq!(found.len(), 2);
-    // The system's time may be set at any moment, and not only forward.
+    // The system's time may be set at any time, and not only forward.
     assert!(found.iter().all(|seen| (seen - now()).abs() < 60.0), "{found:?}");
     drop(bench);
     clear();
     sampler.poll();
     assert!(
         values("gauge.pinpool.sampled.timestamp.seconds", ("pool", "seen")).is_empty(),
-        "nobody looks any more"
+        "no sampler looks any more"
     );
 }

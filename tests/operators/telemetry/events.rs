@@ -88,11 +88,11 @@ fn waiting_and_what_is_out() {
     assert_eq!((sum.level, sum.field("buffers")), (Level::WARN, "1"));
     assert!(sum.field("waited_seconds").parse::<f64>().unwrap() >= 0.005);
     let fields = ["age_seconds", "bytes", "exact", "pool", "requested", "site", "state", "tag"];
-    assert_eq!((one.level, one.names()), (Level::WARN, fields.to_vec()), "in nobody's flight: no stream");
+    assert_eq!((one.level, one.names()), (Level::WARN, fields.to_vec()), "not in flight: no stream");
     assert_eq!((one.field("tag"), one.field("requested")), ("kv-cache", "921600"));
     assert_eq!((one.field("state"), one.field("exact")), ("checked_out", "true"));
     assert!(one.field("site").starts_with(file!()), "{one:?}");
-    // By itself only once.
+    // Reported by itself only once.
     clear();
     assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
     assert!(events("pinpool::pool::stuck").is_empty());
@@ -133,7 +133,7 @@ fn all_that_is_quarantined_is_in_the_event() {
         buf.try_resize(4096, 1).unwrap();
         buf
     };
-    // One of its own, one that is shared and in flight twice, and one over two streams.
+    // One buffer in one copy, one that two copies share, and one that is held on two streams.
     let sent = stream.upload(filled(), &memory).unwrap();
     let shared = std::sync::Arc::new(filled());
     let lent = [(); 2].map(|()| stream.upload(shared.clone(), &memory).unwrap());
@@ -208,7 +208,7 @@ fn what_the_driver_does_not_take_back() {
     let bench = Bench::stepped(|builder| builder);
     bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Transient });
     assert_eq!(bench.pool.trim(0), 1 << 20);
-    // What is given up may be so by a thread of the library's; and threads of the tests before may still be at theirs.
+    // A thread of the library may leak memory later; and threads of earlier tests may still be at work.
     let ours = |target: &str| -> Vec<_> {
         events(target).into_iter().filter(|event| event.field("error").contains("armed")).collect()
     };

@@ -1,4 +1,4 @@
-//! What operators see, driven from outside: each condition is brought about, and then looked at as an operator would.
+//! What operators see, driven from outside: each condition is brought about, and then observed as an operator would.
 //!
 //! A test that records events has a process of its own, since a process has one subscriber.
 
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, Pool, PoolBuilder, Unpinned};
 
-/// Longer than anything takes here: what has not come by then hangs.
+/// Longer than anything takes here: a condition that has not come by then hangs.
 const HANG: Duration = Duration::from_secs(30);
 
 /// A node with one device, and a pool of 1 MiB on it.
@@ -40,9 +40,9 @@ impl Bench {
         Self::new(HostConfig::new().stepped(1), set)
     }
 
-    /// Everything that is queued runs, and comes back.
+    /// Runs everything that is queued, and returns all that is complete.
     fn settle(&self) {
-        // A mark that a look records is queued, too.
+        // An event that a poll records is queued, too.
         while self.node.step() | self.device.reap() || self.node.queued(0) > 0 {}
     }
 }

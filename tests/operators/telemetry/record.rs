@@ -112,7 +112,7 @@ pub fn clear() {
     records().clear();
 }
 
-/// What was recorded so far and is as wanted.
+/// The records so far that `wanted` accepts.
 pub fn all(wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
     records().iter().filter(|record| wanted(record)).cloned().collect()
 }

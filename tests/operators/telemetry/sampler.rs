@@ -101,7 +101,7 @@ fn values_are_those_of_the_snapshot() {
     assert_eq!(sum("pinpool.class.out.segments", &[("stride", "1088")]) as u64, 1);
     let waits = all(|record| record.fields.contains_key("histogram.pinpool.wait.seconds"));
     assert_eq!(waits.len() as u64, stats.waits, "one value for each wait");
-    // The second poll sends what came since.
+    // The second poll sends what was counted since.
     clear();
     drop(bench.pool.checkout(1000).unwrap());
     sampler.poll();
@@ -182,7 +182,7 @@ fn a_stream_that_hangs_is_told_once() {
     assert_eq!((buffers[0].field("state"), buffers[0].field("device")), ("in_flight", "host:0"));
     let fields = buffers[0].names();
     assert!(["stream", "seq", "completed", "event"].iter().all(|name| fields.contains(name)), "{fields:?}");
-    // Running again, it is stuck no more; hanging again, it is told again.
+    // Running again, it is stuck no more; hanging again, it is reported again.
     bench.node.resume(0);
     let mut buf = sent.wait().unwrap();
     clear();
@@ -237,8 +237,8 @@ fn the_next_buffer_of_a_segment_is_told_as_well() {
     }
 }
 
-/// Two pools of one name would be one to whoever reads: the second has a number. One that is built anew goes on as it
-/// was.
+/// Two pools of one name would look like one to a reader of the metrics: the second has a number. A pool that is built
+/// anew continues under the name of the dropped one.
 #[test]
 fn pools_of_one_name_are_told_apart() {
     own_process!();
@@ -265,7 +265,7 @@ fn pools_of_one_name_are_told_apart() {
     }
     let stuck = events("pinpool::pool::stuck");
     assert!(!stuck.is_empty() && stuck.iter().all(|record| record.fields["pool"] == "twin#2"), "{stuck:?}");
-    // In place of the first comes another, with a sampler that looks at the first all the time.
+    // Another pool replaces the first, while a sampler looks at the first all the time.
     let sampling = Sampler::new(&first).spawn(Duration::from_millis(10)).unwrap();
     drop(first);
     let again = twin(1 << 20);
@@ -273,7 +273,7 @@ fn pools_of_one_name_are_told_apart() {
     drop(sampling);
 }
 
-/// A name is a server's, and may be made of what came from elsewhere.
+/// A name is the server's, and may come from input of its clients.
 #[test]
 fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
     own_process!();

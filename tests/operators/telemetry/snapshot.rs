@@ -1,4 +1,4 @@
-//! The snapshot: what each part says after what has happened.
+//! The snapshot: each part after the conditions that it reports.
 
 use std::time::Duration;
 
@@ -72,7 +72,7 @@ fn devices_and_streams() {
     assert_eq!(s.pool.in_flight_bytes, 0);
     let device = &s.devices[0];
     assert_eq!((device.submitted, device.completed), (3, 3));
-    assert_eq!(one.stats().seq, one.stats().completed_seq + 1, "all ticks but the open one");
+    assert_eq!(one.stats().seq, one.stats().completed_seq + 1, "all sequence numbers but the open one");
     // The first of each stream was timed.
     assert_eq!((device.flight.count(), s.flight.count()), (2, 2));
     drop((one, two));
@@ -122,9 +122,9 @@ fn waits_are_timed() {
     let Error::Timeout(waited) = error else { panic!("{error}") };
     let first = bench.pool.snapshot().waiting;
     assert_eq!(first.count(), 1);
-    // Looking for it elsewhere first is in the time that was given, and is no wait.
+    // The search in other caches counts as part of the given time, and not as a wait.
     assert!(Duration::ZERO < first.sum() && first.sum() <= waited, "{first:?}");
-    // One that is granted counts as well. It has begun before it is seen to wait.
+    // A granted wait counts as well. The request has begun before it is seen to wait.
     let granted = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| bench.pool.checkout(512 << 10).is_ok());
         eventually("it waits", || bench.pool.stats().waiting == 1);

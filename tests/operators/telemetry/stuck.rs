@@ -1,4 +1,4 @@
-//! The report on buffers that are out: each state, what it waits for, and who asked for it.
+//! The report on buffers that are out: each state, what it waits for, and which code checked it out.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -61,8 +61,8 @@ fn each_state() {
     assert!(at.seq > at.completed, "{at:?}");
     assert_eq!(tagged(&bench, "returning").state, BufferState::Returning);
     let found = tagged(&bench, "shared");
-    assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 1), "kept by somebody and lent");
-    // Somebody waits: the mark is recorded.
+    assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 1), "kept and lent");
+    // A caller polls: the event is recorded.
     assert!(!flying.is_done().unwrap());
     assert_eq!(tagged(&bench, "flying").awaited[0].event, EventState::Recorded);
 
@@ -198,7 +198,7 @@ fn without_tracking_ages_count_from_the_first_look() {
     let second = all(&bench);
     assert_eq!(second.len(), 20);
     assert!(second.iter().all(|buffer| buffer.age >= Duration::from_millis(5)), "seen again: {second:#?}");
-    // What comes back and goes out again starts anew.
+    // A segment that returns and is checked out again starts anew.
     drop(bufs);
     assert!(all(&bench).is_empty());
     let again: Vec<_> = (0..20).map(|_| bench.pool.checkout(64).unwrap()).collect();
@@ -287,7 +287,7 @@ fn a_large_pool_is_looked_at_in_pieces() {
     let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
     let pool = &bench.pool;
     pool.wait_pinned(None).unwrap();
-    // More than fits into one piece, of two classes by turns, with holes, and with some kept by this thread.
+    // More than fits into one piece, of two classes by turns, with holes, and with some cached by this thread.
     let lens = [100, 1000];
     let mut out: Vec<_> = (0..9_000).map(|n| pool.checkout(lens[n % 2]).unwrap()).map(Some).collect();
     out.iter_mut().step_by(3).for_each(|buf| drop(buf.take()));
@@ -318,7 +318,7 @@ fn a_large_pool_is_looked_at_in_pieces() {
 fn looks_go_on_while_others_come_and_go() {
     own_process!();
     record();
-    // So few that all are seen at one moment, and more than that.
+    // So few that one piece of the report sees all, and more than that.
     come_and_go(500, true);
     come_and_go(6000, false);
 }
@@ -328,7 +328,7 @@ fn come_and_go(stay: usize, at_once: bool) {
     let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
     let pool = &bench.pool;
     pool.wait_pinned(None).unwrap();
-    // Those that stay are of another length than those that come and go, so they can be told apart.
+    // Buffers that stay have another length than those that come and go, so the report tells them apart.
     let kept: Vec<_> = (0..stay).map(|_| pool.checkout(1000).unwrap()).collect();
     let over = AtomicBool::new(false);
     let churn = |seed: usize| {
@@ -351,7 +351,7 @@ fn come_and_go(stay: usize, at_once: bool) {
             let report = pool.stuck(Duration::ZERO);
             let (stay, move_on): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.granted > 1000);
             assert_eq!(stay.len(), kept.len(), "each of those that are out all the time is there once");
-            assert!(!at_once || move_on.len() <= 3 * MOST, "{} that nobody has", move_on.len());
+            assert!(!at_once || move_on.len() <= 3 * MOST, "{} that no thread has", move_on.len());
             assert!(report.iter().all(|buffer| buffer.exact || buffer.age <= start.elapsed()));
         }
         over.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Sums: the parts equal the whole, at rest exactly (against a model), and while others move as well.
+//! Sums: the parts equal the whole, at rest exactly (against a model), and while other threads are at work as well.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use super::Bench;
 use super::record::record;
 use crate::support::own_process;
 
-/// What holds at any moment.
+/// What holds at any time.
 fn sums_hold(s: &Snapshot) {
     let p = &s.pool;
     let parts = p.free_bytes + p.checked_out_bytes + p.in_flight_bytes + p.quarantined_bytes + p.cut_bytes;
@@ -85,7 +85,8 @@ fn run(ops: Vec<Op>, track: bool) {
     let mut model = Model::default();
     let mut bufs: Vec<Known<PinnedBuf>> = Vec::new();
     let mut flights: Vec<Known<InFlight<PinnedBuf>>> = Vec::new();
-    // Of dropped handles nobody hears; so they are brought home before the next look.
+    // The model is not told when a dropped handle's copy is complete; so all of these are returned before the next
+    // look.
     let mut dropped: Vec<(usize, usize)> = Vec::new();
     let mut submitted = 0;
     let gone = |model: &mut Model, stride: usize, len: usize| {
@@ -176,7 +177,7 @@ fn under_way_the_sums_hold() {
     let done = AtomicU64::new(0);
     let pass: passing::Passing = Default::default();
     std::thread::scope(|scope| {
-        // One gives what another returns, two keep to themselves, one submits.
+        // One thread checks out what another returns, two keep to themselves, one submits.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 if let Ok(buf) = bench.pool.checkout(1000) {
@@ -237,7 +238,7 @@ mod passing {
     pub struct Passing(Mutex<VecDeque<PinnedBuf>>);
 
     impl Passing {
-        /// Where there are many, it is dropped here.
+        /// A buffer that would make the queue long is dropped here.
         pub fn push(&self, buf: PinnedBuf) {
             let mut queue = self.0.lock().unwrap();
             if queue.len() < 16 {

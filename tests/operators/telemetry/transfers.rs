@@ -27,7 +27,7 @@ fn rig(priority: Priority) -> (Bench, DeviceBuffer, Pipeline) {
     (bench, memory, pipeline)
 }
 
-/// The only transfer so far, which is over, with these fields besides those that it began with.
+/// The only transfer so far, which is complete, with these fields besides those that it began with.
 fn ended(fields: &[&str]) -> Record {
     let found = spans("pinpool::pipeline", "transfer");
     let [span] = &found[..] else { panic!("{} transfers: {found:#?}", found.len()) };
@@ -94,7 +94,7 @@ fn what_failed() {
     assert!(span.field("copied_bytes").parse::<usize>().unwrap() <= BYTES / 2, "{span:?}");
 }
 
-/// Gives nothing until somebody lets it: how many ask, and whether they are let.
+/// Gives nothing until the test opens it: the number of calls, and whether it is open.
 #[derive(Debug)]
 struct Shut(Arc<(Mutex<(usize, bool)>, Condvar)>);
 
@@ -157,7 +157,7 @@ fn what_was_cancelled() {
     assert!(matches!(transfer.wait().unwrap_err().error, Error::Cancelled { .. }));
     let span = ended(&["copied_bytes", "outcome", "seconds"]);
     assert_eq!((span.field("outcome"), span.field("what")), ("cancelled", "the source"));
-    // A feed that goes early cancels, too.
+    // A feed that is dropped early cancels, too.
     clear();
     let mut feed = pipeline.feed(&memory).unwrap();
     feed.push_blocking(&[1; 1000]).unwrap();

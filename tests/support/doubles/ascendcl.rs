@@ -1,8 +1,8 @@
 //! Building the stand-in libascendcl of `tests/doubles/acl`, whose page has its rules, and calling it without pinpool
 //! in between.
 //!
-//! A loaded library is a [`StandIn`] like the one that stands in for libcuda: what tests tell it and ask it has the
-//! same names. [`Acl`] has that one library to itself, one test at a time.
+//! A loaded library is a [`StandIn`] like the one that stands in for libcuda: the controls of tests have the same
+//! names. [`Acl`] has that one library to itself, one test at a time.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::{Double, HANG, Report, StandIn, again_with, build};
 use crate::support::skip;
 
-/// What pinpool looks at.
+/// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
 /// A file that the report is written to when the process exits.
 pub const REPORT: &str = "PINPOOL_STANDIN_REPORT";
@@ -35,7 +35,7 @@ pub fn named_or_built() -> Option<PathBuf> {
     named.or_else(library)
 }
 
-/// Whether this process is the child that [`again`] started, or was told by hand which library to load.
+/// Whether this process is the child that [`again`] started, or its environment names a library to load.
 pub fn is_set() -> bool {
     std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
 }
@@ -53,7 +53,7 @@ pub fn of_this_process() -> Option<StandIn> {
     StandIn::load(Path::new(&std::env::var_os(PATH)?))
 }
 
-/// What a process wrote down that had [`REPORT`] set and has ended. `None`: nothing.
+/// The report of a process that had [`REPORT`] set and has ended. `None`: there is none.
 pub fn report_of(path: &Path) -> Option<Report> {
     std::fs::read_to_string(path).ok().map(|text| Report::parse(&text))
 }
@@ -205,7 +205,7 @@ impl Acl {
         acl!(self, "aclrtMemcpyAsync", to, len, from, len, DEVICE_TO_HOST, stream)
     }
 
-    /// What device memory has, asked at once.
+    /// The attributes of device memory, read at once.
     pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         says!(self, 0, "aclrtMemcpy", bytes.as_mut_ptr(), len, at, len, DEVICE_TO_HOST);
@@ -220,7 +220,7 @@ impl Acl {
         status == 1
     }
 
-    /// Asks until it is complete, and says how often it was not.
+    /// Polls until it is complete, and returns how often it was not.
     pub fn wait(&self, event: usize) -> usize {
         let since = Instant::now();
         let mut asked = 0;
@@ -233,7 +233,7 @@ impl Acl {
 
     /// The latest error's text, if there is one.
     pub fn message(&self) -> Option<String> {
-        // SAFETY: acl.h has the signature; what it gives is null or a string until the next call.
+        // SAFETY: acl.h has the signature; the result is null or a string until the next call.
         unsafe {
             let text =
                 self.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
@@ -241,7 +241,7 @@ impl Acl {
         }
     }
 
-    /// Exactly these rules were broken, in this order.
+    /// Checks that exactly these rules were broken, in this order.
     pub fn broken(&self, ids: &[&str]) {
         let found = self.stand_in.report().violations;
         let ids_found: Vec<&str> = found.iter().filter_map(|v| v.split(' ').next()).collect();

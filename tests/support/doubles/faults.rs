@@ -14,16 +14,16 @@ use super::{Report, StandIn, again};
 /// The call, which one of them, the code, and whether it is done all the same.
 pub type Fault<'a> = (&'a str, u64, u32, bool);
 
-/// Runs the scenario. What is wrong with it.
+/// Runs the scenario. Returns what is wrong with it.
 pub type Run<'a> = &'a mut dyn FnMut(Option<Fault<'_>>) -> (Vec<String>, Report);
 
-/// What is tried.
+/// The parameters of a sweep.
 pub struct Sweep<'a> {
     /// The test, which is started again for each fault that needs a process of its own.
     pub test: &'a str,
-    /// Of a call that is made so often: which ones are to fail.
+    /// Of a call that is made that often: which ones are to fail.
     pub turns: &'a dyn Fn(&str, u64) -> Vec<u64>,
-    /// With which codes, and whether what was asked for is done all the same.
+    /// With which codes, and whether the call is done all the same.
     pub codes: &'a dyn Fn(&str) -> Vec<(u32, bool)>,
     /// Codes that end the device, or leave threads and memory behind, or leak a buffer and with it the device: each in
     /// a process of its own.
@@ -31,7 +31,7 @@ pub struct Sweep<'a> {
     pub run: Run<'a>,
 }
 
-/// What a scenario saw that should not have been, and whether the device was lost.
+/// What a scenario found wrong, and whether the device was lost.
 #[derive(Default)]
 pub struct Findings {
     pub wrong: Vec<String>,
@@ -68,10 +68,10 @@ impl Findings {
         }
         let lost = is_final(fault);
         if lost {
-            // Where the driver has ended nothing can be opened, and the error says that it is not there.
+            // After the end of the driver nothing can be opened, and the error says that there is no device.
             self.wrong.retain(|w| !w.starts_with("open failed") && !w.starts_with("adopt_context failed"));
         }
-        // Nobody may touch what a lost device had.
+        // No call may touch what a lost device had.
         const ALL: &str = "contexts streams events allocations hosts registrations graphs objects";
         let may_leak = if lost { ALL } else { may_leak };
         for leak in &report.leaks {

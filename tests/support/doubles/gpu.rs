@@ -1,4 +1,4 @@
-//! A GPU as a server uses it that is no Rust program: raw driver calls, on the real driver or on the stand-in.
+//! A GPU as a server in another language uses it: raw driver calls, on the real driver or on the stand-in.
 //!
 //! What is tested with it was written to run on both: where `PINPOOL_REQUIRE` names a GPU, on the machine's own driver,
 //! one test at a time; otherwise each in a child that loads the stand-in, whose rules must then not have been broken.
@@ -21,13 +21,13 @@ pub struct Raw(Library);
 /// The first GPU, whose primary context is current on this thread.
 pub struct Gpu {
     raw: Raw,
-    /// Where it is no real one.
+    /// The stand-in, where it is no real one.
     pub stand_in: Option<StandIn>,
     pub context: Word,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Runs the body of a test on a real GPU or on the stand-in, and looks afterwards whether any rule was broken.
+/// Runs the body of a test on a real GPU or on the stand-in, and checks afterwards that no rule was broken.
 pub fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
     if !required() && !is_set() {
         return again(test, &[]);
@@ -37,15 +37,15 @@ pub fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
     gpu.close();
 }
 
-/// The same, on the stand-in only: for what only a double can be told to do. No look afterwards.
+/// The same, on the stand-in only: for what only a double can be made to do. No check afterwards.
 pub fn on_stand_in(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
     on_stand_in_with(test, &[], body);
 }
 
-/// The same for what is leaked on purpose, which a sanitizer that looks for leaks is not to report.
+/// The same for a test that leaks on purpose, which a sanitizer that looks for leaks is not to report.
 pub fn on_stand_in_leaking(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
     let options = std::env::var("ASAN_OPTIONS").unwrap_or_default();
-    // The last word counts.
+    // The last option counts.
     on_stand_in_with(test, &[("ASAN_OPTIONS", &format!("{options}:detect_leaks=0"))], body);
 }
 
@@ -195,7 +195,7 @@ impl Gpu {
     }
 }
 
-/// A pool with room for so many bytes.
+/// A pool with room for that many bytes.
 pub fn pool(device: &Device, capacity: usize) -> Pool {
     let built = Pool::builder(device).capacity(capacity).extent(128 << 10).region(256 << 10);
     built.unpinned(Unpinned::Allow).build().unwrap()
@@ -212,7 +212,7 @@ pub fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
     buf
 }
 
-/// Until it is so, which no test says how long takes.
+/// Waits until it is so; no test asserts how long that takes.
 pub fn until(what: &str, mut so: impl FnMut() -> bool) {
     let since = std::time::Instant::now();
     while !so() {

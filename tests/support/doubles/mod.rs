@@ -28,7 +28,7 @@ use super::{panicking, process};
 use crate::support::skip;
 use libloading::{Library, Symbol};
 
-/// What pinpool looks at.
+/// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBCUDA";
 /// Longer than anything takes here: what has not happened by then hangs.
 pub const HANG: Duration = Duration::from_secs(20);
@@ -141,7 +141,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// As a sentence goes on after "the child".
+    /// Words that follow "the child" in a sentence.
     pub fn how(&self) -> String {
         match self.status {
             Some(status) => format!("ended with {status}"),
@@ -149,7 +149,7 @@ impl Ended {
         }
     }
 
-    /// What it said last, for a message: errors first, since a panic goes there.
+    /// Its last output, for a message: errors first, since a panic is printed there.
     pub fn last_words(&self) -> String {
         let of = |text: &str| {
             let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
@@ -159,11 +159,11 @@ impl Ended {
     }
 }
 
-/// Runs a test of this very executable in a process of its own, with more in its environment, for at most `limit`.
-/// Whatever becomes of it is told, not judged.
+/// Runs a test of this very executable in a process of its own, with more in its environment, for at most `limit`. Its
+/// end is returned, not judged.
 pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
     let mut command = process::command(test);
-    // What it says last is to be the reason.
+    // Its last output is to be the reason.
     command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied()).stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("this executable can be started again");
@@ -200,7 +200,7 @@ pub fn named_or_built() -> Option<PathBuf> {
     named.or_else(library)
 }
 
-/// Whether this process is the child that [`again`] started, or was told by hand which library to load.
+/// Whether this process is the child that [`again`] started, or its environment names a library to load.
 pub fn is_set() -> bool {
     std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
 }
@@ -238,7 +238,7 @@ pub fn real_driver() -> Result<(PathBuf, String), String> {
 /// A loaded stand-in. Loading it twice gives the same one, and it is the one that pinpool has loaded.
 pub struct StandIn(Library);
 
-/// What the stand-in wrote down.
+/// The report of the stand-in.
 #[derive(Debug, Default)]
 pub struct Report {
     /// `ID text`.
@@ -250,7 +250,7 @@ pub struct Report {
     pub calls: Vec<(String, u64)>,
     /// Every context that was retained was released, or was to be.
     pub over: bool,
-    /// The last call that was made, where the double tells.
+    /// The last call that was made, where the double reports it.
     pub last: Option<String>,
 }
 
@@ -306,7 +306,7 @@ impl StandIn {
     /// # Safety
     /// The type is the function's.
     pub unsafe fn get<T>(&self, name: &str) -> Symbol<'_, T> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         unsafe { self.0.get(name.as_bytes()) }.unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 

@@ -80,8 +80,8 @@ impl Way {
     }
 }
 
-/// Runs the body of a test in a process of its own for each of the ways, and looks afterwards whether any rule was
-/// broken or anything left.
+/// Runs the body of a test in a process of its own for each of the ways, and checks afterwards that no rule was broken
+/// and nothing is left.
 pub fn on_each(test: &str, ways: &[Way], body: impl FnOnce(&StandIn)) {
     if !is_set() {
         return ways.iter().for_each(|way| way.again(test, &[]));

@@ -1,9 +1,9 @@
 //! Kernels for tests on a real GPU, and the plain driver calls to run them, beside pinpool and not through it.
 //!
 //! The kernels are PTX written by hand, which the driver itself assembles when it loads them: no compiler and no
-//! toolkit is needed. The one that matters checks *on the device* that each byte of a buffer is what the host meant to
-//! send, so that a copy that read too late or from the wrong place is seen where it lands. [`fill`] and [`wrong`]
-//! compute the same pattern on the host.
+//! toolkit is needed. The one that matters checks *on the device* that each byte of a buffer is the one that the host
+//! meant to send, so that a copy that read too late or from the wrong place is seen on the device. [`fill`] and
+//! [`wrong`] compute the same pattern on the host.
 //!
 //! Calls that are not expected to fail panic with their name and the driver's word for the code.
 
@@ -74,7 +74,7 @@ pub struct Raw {
     library: StandIn,
 }
 
-/// Makes a call whose arguments are words, and gives its code.
+/// Makes a call whose arguments are words, and returns its code.
 macro_rules! code {
     ($raw:expr, $name:literal $(, $argument:expr)*) => {{
         // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
@@ -112,7 +112,7 @@ impl Raw {
         raw
     }
 
-    /// The stand-in, where that is what it is.
+    /// The stand-in, if the library is it.
     pub fn stand_in(&self) -> &StandIn {
         &self.library
     }
@@ -177,7 +177,7 @@ impl Raw {
         ask!(self, "cuStreamSynchronize", stream);
     }
 
-    /// What waiting for a stream says.
+    /// The code of waiting for a stream.
     pub fn synchronized(&self, stream: usize) -> u32 {
         code!(self, "cuStreamSynchronize", stream)
     }
@@ -193,12 +193,12 @@ impl Raw {
     /// Copies to the host on a stream.
     ///
     /// # Safety
-    /// Nobody touches the target until the copy is done.
+    /// No code touches the target until the copy is complete.
     pub unsafe fn download(&self, to: *mut u8, from: u64, len: usize, stream: usize) {
         ask!(self, "cuMemcpyDtoHAsync_v2", to, from, len, stream);
     }
 
-    /// Makes memory of the host's known to the driver, for every context.
+    /// Registers host memory with the driver, for every context.
     pub fn register(&self, at: *mut u8, len: usize) {
         ask!(self, "cuMemHostRegister_v2", at, len, 1);
     }
@@ -216,7 +216,7 @@ impl Raw {
         ask!(self, "cuEventRecord", event, stream);
     }
 
-    /// What asking about an event says: 0 or 600, if nothing is wrong.
+    /// The code of a query of an event: 0 or 600, if nothing is wrong.
     pub fn query(&self, event: usize) -> u32 {
         code!(self, "cuEventQuery", event)
     }
@@ -358,7 +358,7 @@ impl<'a> Kernels<'a> {
         at
     }
 
-    /// What is counted, when all that counts is done.
+    /// The counts, when all kernels that add to them are complete.
     pub fn read(&self, counts: u64) -> Counts {
         let mut bytes = [0; size_of::<[u64; 3]>()];
         self.raw.read(counts, &mut bytes);

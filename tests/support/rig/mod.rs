@@ -1,5 +1,5 @@
 //! What the tests of the pipeline, of checkpoints and of copy queues share: a host device of its own with a pool, bytes
-//! to move, and a task's end waited for.
+//! to move, and a wait for a task's end.
 #![allow(dead_code, reason = "each of them uses a part of it")]
 
 pub mod queue;
@@ -30,7 +30,7 @@ impl Rig {
         Self { node, device, pool, staging: Staging::Always }
     }
 
-    /// With the host device's own way with memory, which stages nothing.
+    /// With the staging that the host device itself chooses, which is none.
     pub fn direct(mut self) -> Self {
         self.staging = Staging::Auto;
         self
@@ -57,7 +57,7 @@ impl Rig {
         self.builder().build().unwrap()
     }
 
-    /// Everything is back, at once or a little later, and the books are right.
+    /// Everything is back, at once or a little later, and the sums are right.
     pub fn all_is_back(&self) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {

@@ -1,4 +1,4 @@
-//! That something was written is the caller's word, which is unsafe to give.
+//! The promise that bytes were written is the caller's, and unsafe to give.
 #![allow(unused)]
 
 use pinpool::PinnedBuf;

@@ -1,4 +1,4 @@
-//! The device cannot write to a buffer that others read.
+//! The device cannot write to a buffer that has other readers.
 #![allow(unused)]
 
 use pinpool::{DeviceSlice, PinnedBuf, Stream};

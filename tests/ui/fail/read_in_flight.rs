@@ -1,4 +1,4 @@
-//! What is in flight cannot be read before it was waited for.
+//! A buffer in flight cannot be read before its copy was waited for.
 #![allow(unused)]
 
 use pinpool::{DeviceSlice, PinnedBuf, Stream};

@@ -1,4 +1,4 @@
-//! A stream-ready buffer has no host-ready half before its copy has landed, by whatever bound it is asked for.
+//! A stream-ready buffer has no host-ready half before its copy is complete, whatever bound asks for it.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What the library does with a buffer that was lent is its own: code outside that has the bound cannot let go of one.
+//! Only the library calls the methods on a lent buffer: code outside that has the bound cannot release one.
 
 #![forbid(unsafe_code)]
 

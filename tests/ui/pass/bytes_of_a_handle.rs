@@ -1,4 +1,4 @@
-//! The bytes of a download are not the handle's to give.
+//! The handle of a download gives no access to its bytes.
 #![allow(unused)]
 
 use pinpool::{DeviceSlice, PinnedBuf, Stream};

@@ -1,4 +1,4 @@
-//! Nor can it be read.
+//! A buffer cannot be read once it was handed to the device.
 #![allow(unused)]
 
 use pinpool::{DeviceSlice, PinnedBuf, Stream};

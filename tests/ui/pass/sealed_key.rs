@@ -1,4 +1,4 @@
-//! What the methods of sealed traits take cannot be made by inference either.
+//! The argument that methods of sealed traits take cannot be made by inference either.
 
 #![forbid(unsafe_code)]
 

@@ -18,7 +18,7 @@ fn copies_are_as_late_as_they_may_be() {
     says!(a, 0, "aclrtRecordEvent", event, stream);
     says!(a, 0, "aclrtStreamWaitEvent", other, event);
     assert_eq!(a.download(to.at, memory, 64, other), 0);
-    assert_eq!(to[..64], [0xA5; 64], "nobody has asked yet");
+    assert_eq!(to[..64], [0xA5; 64], "no call has asked yet");
     says!(a, 0, "aclrtSynchronizeStream", other);
     assert_eq!(to[..64], [2; 64]);
     a.broken(&[]);
@@ -81,7 +81,7 @@ fn a_device_that_is_lost_stays_lost_until_it_is_reset() {
     says!(a, 507_010, "aclrtSynchronizeStream", stream);
     says!(a, 507_010, "aclrtFree", memory);
     assert_eq!(to[..64], [0xA5; 64], "what was queued never ran");
-    // The other one has nothing to do with it.
+    // The other device is not affected.
     says!(a, 0, "aclrtSetDevice", 1);
     says!(a, 0, "aclrtSynchronizeStream", a.stream());
     says!(a, 0, "aclrtResetDevice", 0);
@@ -127,7 +127,7 @@ fn texts_are_each_threads_own_and_the_latest() {
     let text = a.message().expect("two calls failed");
     assert!(text.contains("100000") && text.contains("aclrtMalloc") && !text.contains("107001"), "{text}");
     assert_eq!(a.message(), None, "once");
-    // Where it was shown the next one is.
+    // The next text is in the place of the last one.
     let shown = || unsafe {
         // SAFETY: acl.h has the signature.
         a.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")()
@@ -147,7 +147,7 @@ fn threads_on_two_devices_do_not_meet() {
             let a = &a;
             scope.spawn(move || {
                 says!(a, 0, "aclrtSetDevice", usize::from(thread % 2));
-                // A context of its own: the default one goes with the last thread that resets the device.
+                // A context of its own: the default one is destroyed with the last thread that resets the device.
                 let own = made!(a, "aclrtCreateContext", usize::from(thread % 2));
                 let (stream, event, memory) = (a.stream(), a.event(), a.memory(4096));
                 let (mut from, to) = (a.host(8192), a.host(8192));
@@ -204,7 +204,7 @@ fn what_is_left_is_reported() {
     says!(a, 0, "aclrtFree", memory);
     says!(a, 0, "aclrtDestroyStream", stream);
     says!(a, 0, "aclrtDestroyContext", own);
-    // What goes with its context was left, too.
+    // What is destroyed with its context counts as left, too.
     assert_eq!(a.stand_in.report().leaks, ["devices 1", "events 1"]);
     let mut status = 0_u32;
     says!(a, 107_017, "aclrtQueryEventStatus", event, &raw mut status);
@@ -242,7 +242,7 @@ fn the_report_is_written_at_the_end() {
     assert_eq!(report.leaks, ["devices 1", "hosts 1"]);
 }
 
-/// In a child: what a program is given that has no test in it.
+/// In a child: the report of a program that has no test in it.
 #[test]
 fn the_environment_says_what_there_is() {
     const TEST: &str = "rules::behaviour::the_environment_says_what_there_is";

@@ -10,7 +10,7 @@ rules! {
         says!(a, 0, "aclrtResetDevice", 0);
         a.broken(&["DEV-1"]);
         assert_eq!(a.stand_in.report().leaks, ["streams 1", "events 1"]);
-        // Its default context went, and what was in it.
+        // Its default context was destroyed, and what was in it.
         says!(a, 107_002, "aclrtSynchronizeStream", stream);
         a.broken(&["DEV-1", "CTX-2"]);
         assert!(a.stand_in.report().over);
@@ -34,7 +34,7 @@ rules! {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let (mut at, mut device) = (0_usize, 0_i32);
-                // Asking is no mistake.
+                // To ask is no mistake.
                 says!(a, 107_002, "aclrtGetCurrentContext", &raw mut at);
                 says!(a, 107_002, "aclrtGetDevice", &raw mut device);
                 a.broken(&[]);

@@ -2,7 +2,7 @@
 
 use crate::support::doubles::ascendcl::says;
 
-/// Memory that nobody locked, at a multiple of 64.
+/// Memory that is not page-locked, at a multiple of 64.
 #[repr(C, align(64))]
 struct Pageable([u8; 64]);
 
@@ -14,7 +14,7 @@ rules! {
         says!(a, 100_000, "aclrtMemcpyAsync", memory, 64, host.at, 64, 8, stream);
         says!(a, 100_000, "aclrtMemcpy", memory, 64, host.at, 64, -1_i32);
         a.broken(&["CPY-1", "CPY-1"]);
-        // The library finds out.
+        // The library finds out the kind by itself.
         says!(a, 0, "aclrtMemcpyAsync", memory, 64, host.at, 64, 4, stream);
         a.broken(&["CPY-1", "CPY-1"]);
     }
@@ -47,7 +47,7 @@ rules! {
         assert_eq!(to.0, [2; 64]);
         says!(a, 0, "aclrtMemsetAsync", to.0.as_mut_ptr(), 64, 3, 64, stream);
         a.broken(&["CPY-4"; 3]);
-        // What is copied at once may be anywhere, as may what is looked at first.
+        // A blocking copy may use any memory, and so may a call that checks the memory first.
         says!(a, 0, "aclrtMemcpyAsyncWithCondition", memory, 64, from.0.as_ptr(), 64, 1, stream);
         assert_eq!(a.read(memory, 64), [1; 64]);
         says!(a, 0, "aclrtMemset", memory, 64, 0, 64);
@@ -77,7 +77,7 @@ rules! {
         assert_eq!(a.read(memory, 64), [0xA5; 64]);
         says!(a, 0, "aclrtMemset", host.at, 64, 7, 64);
         a.broken(&["CPY-6", "CPY-6"]);
-        // Reading what is only read, too, disturbs nobody.
+        // Reading read-only memory, too, is in no copy's way.
         says!(a, 0, "aclrtMemcpy", host.at + 128, 64, host.at, 64, 0);
         a.broken(&["CPY-6", "CPY-6"]);
         says!(a, 0, "aclrtSynchronizeStream", stream);

@@ -100,7 +100,7 @@ rules! {
         says!(a, 207_000, "aclrtQueryEvent", event, &raw mut status);
         says!(a, 207_000, "aclrtQueryEventWaitStatus", event, &raw mut status);
         a.broken(&["EVT-7", "EVT-7"]);
-        // Those who have both tell it in two ways.
+        // An event of both kinds has both statuses.
         says!(a, 0, "aclrtRecordEvent", older, stream);
         while old_status!(a, "aclrtQueryEvent", older) == 1 {}
         assert_eq!(old_status!(a, "aclrtQueryEvent", older), 0);
@@ -119,17 +119,17 @@ rules! {
         let stream = a.stream();
         let older = [(); 3].map(|()| made!(a, "aclrtCreateEvent"));
         says!(a, 0, "aclrtRecordEvent", older[0], stream);
-        // It has its own already.
+        // It has its resource already.
         a.wait(older[0]);
         says!(a, 0, "aclrtRecordEvent", older[0], stream);
         says!(a, 0, "aclrtRecordEvent", older[1], stream);
         says!(a, 207_007, "aclrtRecordEvent", older[2], stream);
         a.broken(&["EVT-8"]);
-        // At once where it is taken at once, which is no violation.
+        // Where creating takes the resource, creating fails, which is no violation.
         let mut at = 0_usize;
         says!(a, 207_007, "aclrtCreateEventWithFlag", &raw mut at, SYNC);
         assert_eq!(made!(a, "aclrtGetEventAvailNum") & 0xFFFF_FFFF, 0);
-        // Neither without being waited for by streams, nor of the newer kind.
+        // Neither events that no stream can wait for, nor those of the newer kind.
         made!(a, "aclrtCreateEventWithFlag", PROGRESS);
         let newer = a.event();
         says!(a, 0, "aclrtRecordEvent", newer, stream);

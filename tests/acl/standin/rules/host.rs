@@ -53,7 +53,7 @@ rules! {
         a.broken(&["HST-2"]);
         says!(a, 0, "aclrtSynchronizeStream", stream);
         assert_eq!(a.read(memory, 64), [0xDD; 64]);
-        // Where it arrives nowhere.
+        // A copy to freed memory is discarded.
         let host = a.host(256);
         assert_eq!(a.download(host.at, memory, 64, stream), 0);
         says!(a, 0, "aclrtFreeHost", host.at);
@@ -75,7 +75,7 @@ rules! {
         a.wait(event);
         says!(a, 0, "aclrtFreeHost", host.at);
         a.broken(&["HST-3"]);
-        // Another stream has nothing to do with it; the device's end has.
+        // Waiting for another stream does not count; waiting for the device does.
         let (host, other) = (a.host(256), a.stream());
         assert_eq!(a.upload(memory, host.at, 64, stream), 0);
         says!(a, 0, "aclrtRecordEvent", event, stream);

@@ -11,7 +11,7 @@ rules! {
         a.broken(&["INIT-1"]);
         says!(a, 0, "aclInit", 0);
         made!(a, "aclrtGetDeviceCount");
-        // Somebody else in the process has it already: an error that is none.
+        // Other code in the process has initialised it already: an error that is none.
         says!(a, 100_002, "aclInit", 0);
         a.broken(&["INIT-1"]);
         assert_eq!(a.stand_in.report().notes, ["REPEATED-INIT 1"]);
@@ -34,7 +34,7 @@ rules! {
         says!(a, 0, "aclFinalizeReference", &raw mut left);
         assert_eq!(left, 1);
         says!(a, 0, "aclrtSynchronizeStream", stream);
-        // The last of those who initialised it: as many as did may do that.
+        // The last of the users that initialised it: each of them may end it once.
         says!(a, 0, "aclFinalizeReference", 0);
         says!(a, 100_001, "aclrtSynchronizeStream", stream);
         a.broken(&["INIT-3"]);
@@ -79,7 +79,7 @@ rules! {
         says!(a, 107_000, "aclrtSynchronizeEventWithTimeout", a.event(), -2_i32);
         says!(a, 100_000, "aclrtProcessReport", 0);
         a.broken(&["ARG-2"; 9]);
-        // No mistakes: what there is not.
+        // No mistakes: what the machine lacks.
         says!(a, 107_001, "aclrtSetDevice", 2);
         says!(a, 107_001, "aclrtSetDevice", -1_i32);
         a.broken(&["ARG-2"; 9]);

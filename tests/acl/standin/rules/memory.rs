@@ -54,7 +54,7 @@ rules! {
         assert_eq!(a.download(host.at, memory, 64, stream), 0);
         says!(a, 0, "aclrtFree", memory);
         a.broken(&["MEM-6"]);
-        // Nobody waited: what arrives is of nobody.
+        // No call waited: the copy brings the bytes of freed memory.
         says!(a, 0, "aclrtSynchronizeStream", stream);
         assert_eq!(host[..64], [0xDD; 64]);
         let memory = a.memory(64);

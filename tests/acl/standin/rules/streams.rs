@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::support::doubles::ascendcl::{Acl, acl, made, says};
 
-/// Counts its calls in what it is given.
+/// Counts its calls in its argument.
 unsafe extern "C" fn count(data: *mut c_void) {
     // SAFETY: each test gives it a counter that outlives the stream. Relaxed: on the thread that looks, too.
     unsafe { &*data.cast::<AtomicUsize>() }.fetch_add(1, Ordering::Relaxed);
@@ -41,13 +41,13 @@ rules! {
         says!(a, 0, "aclrtDestroyStream", stream);
         a.broken(&["STR-2"]);
         assert_eq!(a.read(memory, 64), [7; 64]);
-        // By force nothing of it runs.
+        // A forced destruction runs none of it.
         let stream = a.stream();
         says!(a, 0, "aclrtMemsetAsync", memory, 64, 9, 64, stream);
         says!(a, 0, "aclrtDestroyStreamForce", stream);
         assert_eq!(a.read(memory, 64), [7; 64]);
         a.broken(&["STR-2", "STR-2"]);
-        // Events alone are no work that anyone waits for.
+        // Events alone are not work that a call waits for.
         let stream = a.stream();
         says!(a, 0, "aclrtRecordEvent", a.event(), stream);
         says!(a, 0, "aclrtDestroyStream", stream);

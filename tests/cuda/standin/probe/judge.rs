@@ -1,4 +1,4 @@
-//! What a child's lines say, what is wrong with it, and the table that a person reads.
+//! What a child's lines say, what is wrong with it, and a table for a reader.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
@@ -74,7 +74,7 @@ pub fn read(
     (rows, at, done)
 }
 
-/// What is wrong: a difference that is not listed, and what is listed and is not so.
+/// What is wrong: a difference that is not listed, and a listed difference that was not seen.
 pub fn judge(rows: &[Row], listed: &[Listed]) -> Vec<String> {
     let mut wrong = Vec::new();
     for row in rows {

@@ -214,12 +214,12 @@ impl Driver {
         self.current(0);
     }
 
-    /// Whether what it answers beside the codes is the stand-in's own.
+    /// Whether its answers beside the codes are the stand-in's own.
     pub fn is_stand_in(&self) -> bool {
         !self.real
     }
 
-    /// Whether there are so many devices. If not, the rule ends here, and that is written down.
+    /// Whether there are that many devices. If not, the rule ends here, and that is written down.
     pub fn has_devices(&self, count: usize) -> bool {
         // Both write an int.
         let there = made!(self, "cuDeviceGetCount") & 0xFFFF_FFFF;
@@ -283,7 +283,7 @@ impl Driver {
         made!(self, "cuMemAlloc_v2", len)
     }
 
-    /// So many pages, all of the same byte.
+    /// That many pages, all of the same byte.
     pub fn pages(&self, count: usize, byte: u8) -> Pages {
         Pages(vec![Page([byte; PAGE]); count])
     }
@@ -315,14 +315,15 @@ impl Driver {
         self.step("cuMemcpyDtoHAsync_v2", code, || self.download(bytes, from, stream));
     }
 
-    /// Before the memory of a copy goes. What it says does not matter: the stream may be the one that was misused.
+    /// Waits before the memory of a copy is freed. Its code does not matter: the stream may be the one that was
+    /// misused.
     pub fn finish(&self, stream: usize) {
         if self.real {
             call!(self, "cuStreamSynchronize", stream);
         }
     }
 
-    /// Asks until it is ready, and says how often it was not.
+    /// Polls until it is ready, and returns how often it was not.
     pub fn wait(&self, event: usize) -> usize {
         let since = Instant::now();
         for asked in 0.. {
@@ -335,7 +336,7 @@ impl Driver {
         unreachable!("it asks until it returns")
     }
 
-    /// Exactly these rules were broken, in this order. Only the stand-in can tell.
+    /// Checks that exactly these rules were broken, in this order. Only the stand-in can tell.
     pub fn broken(&self, ids: &[&str]) {
         if self.real {
             return;
@@ -350,7 +351,7 @@ impl Driver {
 fn tell(parts: &[&str]) {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
-    // At the start of a line, whatever the test harness has written. Where nobody reads it nothing is lost.
+    // At the start of a line, whatever the test harness has written. Where no process reads it nothing is lost.
     let _ = writeln!(out, "\n{MARK}\t{}", parts.join("\t"));
     let _ = out.flush();
 }

@@ -109,7 +109,7 @@ rules! {
 
     pool_1_memory_begins_in_its_streams_order (ready) |d| {
         let (home, other, event, bytes) = (d.stream(), d.stream(), d.event(), [1; 64]);
-        // Behind an event of its stream it is there.
+        // Complete behind an event of its stream.
         let memory = d.pooled(64, home);
         says!(d, 0, "cuEventRecord", event, home);
         says!(d, 0, "cuStreamWaitEvent", other, event, 0);
@@ -152,7 +152,7 @@ rules! {
         says!(d, 0, "cuMemFreeAsync", memory, stream);
         says!(d, 1, "cuMemFreeAsync", memory, stream);
         d.broken(&["POOL-3"; 2]);
-        // It goes when the stream comes to it.
+        // It is freed when the stream reaches that.
         let leaks = |all: &[&str]| assert!(!d.is_stand_in() || d.stand_in.report().leaks == all);
         leaks(&["contexts 1", "streams 1", "allocations 2"]);
         says!(d, 0, "cuStreamSynchronize", stream);

@@ -170,7 +170,7 @@ behaviour! {
             assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
             assert_eq!(back, [round; 64]);
         }
-        // Launched, not run yet, and nobody else has it.
+        // Launched, not run yet, and only the launch has it.
         assert_eq!(call!(d, "cuGraphLaunch", executable, stream), 0);
         assert_eq!(call!(d, "cuGraphExecDestroy", executable), 0);
         std::thread::sleep(std::time::Duration::from_millis(20));

@@ -12,9 +12,9 @@ use crate::world::*;
 const TEXT: usize = 512;
 
 thread_local! {
-    /// What went wrong last on this thread, until somebody asks.
+    /// The latest error of this thread, until a call asks for it.
     static RECENT: RefCell<Option<String>> = const { RefCell::new(None) };
-    /// What was handed out: in the same place each time, so that who keeps an old pointer reads another error's text.
+    /// The text handed out: always in the same place, so that a program with an old pointer reads another error's text.
     static SHOWN: RefCell<[u8; TEXT]> = const { RefCell::new([0; TEXT]) };
 }
 
@@ -28,7 +28,7 @@ fn needs_no_init(name: &str) -> bool {
     matches!(name, "aclInit" | "aclFinalize" | "aclFinalizeReference" | "aclrtGetVersion")
 }
 
-/// Counts the call, fails it if it was told to, and else makes it.
+/// Counts the call, fails it if a test asked for that, and else makes it.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let code = match crate::reports::refused(name) {
         Some(code) => code,
@@ -37,7 +37,7 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
     fails(name, code)
 }
 
-/// Leaves an error's text, if it is one.
+/// Stores an error's text, if it is an error.
 pub fn fails(name: &'static str, code: u32) -> u32 {
     if code != 0 {
         RECENT.set(Some(format!("E{code}: {name} failed on thread {}", thread())));
@@ -86,7 +86,7 @@ pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> O
     if to.is_null() {
         return world.violate("ARG-1", name, INVALID_PARAM);
     }
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -100,7 +100,7 @@ pub fn there<T>(world: &mut World, name: &str, to: *mut T) -> Outcome {
 unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
     call("aclInit", |w| {
         if !path.is_null() {
-            // SAFETY: the caller's word: null, or a string that ends with a zero byte.
+            // SAFETY: the caller's promise: null, or a string that ends with a zero byte.
             let path = unsafe { std::ffi::CStr::from_ptr(path) }.to_string_lossy();
             if !path.is_empty() && !std::path::Path::new(path.as_ref()).exists() {
                 return Err(INVALID_FILE);
@@ -116,7 +116,7 @@ unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
     })
 }
 
-/// Everything goes, whoever else uses it.
+/// Destroys everything, whatever other code uses it.
 fn finalize(w: &mut World) {
     (w.ready, w.ended) = (0, true);
     let contexts: Vec<usize> = w.contexts.keys().copied().collect();
@@ -163,7 +163,7 @@ unsafe extern "C" fn aclrtGetVersion(major: *mut c_int, minor: *mut c_int, patch
     const NAME: &str = "aclrtGetVersion";
     let version = if cfg!(feature = "acl2022") { (1, 1, 0) } else { (1, 15, 0) };
     call(NAME, |w| {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         unsafe {
             write(w, NAME, major, version.0)?;
             write(w, NAME, minor, version.1)?;
@@ -180,7 +180,8 @@ extern "C" fn aclrtGetSocName() -> *const c_char {
     NAMED.get_or_init(named).as_ref().map_or(c"Ascend910B-standin".as_ptr(), |name| name.as_ptr())
 }
 
-/// The latest error of this thread, once. Null: there was none since somebody asked. An older pointer shows this text.
+/// The latest error of this thread, once. Null: there was none since the last call asked. An older pointer shows this
+/// text.
 #[unsafe(no_mangle)]
 extern "C" fn aclGetRecentErrMsg() -> *const c_char {
     if let Some(world) = world().as_mut() {

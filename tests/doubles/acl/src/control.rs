@@ -1,5 +1,5 @@
-//! What tests tell this stand-in alone, and what its report says. Looked up by name, like the library's own calls; what all
-//! stand-ins are told is in `tests/doubles/control.rs`.
+//! What tests ask of this stand-in alone, and what its report says. Looked up by name, like the library's own calls;
+//! the controls of all stand-ins are in `tests/doubles/control.rs`.
 
 use std::fmt::Write;
 
@@ -7,8 +7,8 @@ use crate::calls::forget;
 use crate::shared::with;
 use crate::world::{CURRENT, World, idle_world};
 
-/// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their own
-/// only the calling thread's goes.
+/// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their
+/// own, only the calling thread's part is reset.
 #[unsafe(no_mangle)]
 extern "C" fn standin_reset() {
     with(World::reset);
@@ -28,7 +28,7 @@ extern "C" fn standin_on_device(on_device: bool) {
     with(|w| w.on_device = on_device);
 }
 
-/// Whether every copy is of a whole segment, so that their distance can be looked at.
+/// Whether every copy is of a whole segment, so that the distance between them can be checked.
 #[unsafe(no_mangle)]
 extern "C" fn standin_segments(whole: bool) {
     with(|w| w.whole_segments = whole);
@@ -52,9 +52,9 @@ extern "C" fn standin_abilities(register: bool, va: bool) {
     with(|w| w.hosts.enable(register, va));
 }
 
-/// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they went), `note
-/// what count`, `call name count`, `last name`, which call came last; and `over` when every device that was set was reset and every context that was made was
-/// destroyed, or was to be.
+/// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they were
+/// destroyed), `note what count`, `call name count`, `last name`, which call came last; and `over` when every device
+/// that was set was reset and every context that was made was destroyed, or was to be.
 pub fn report(w: &World) -> String {
     let mut all = String::new();
     for violation in &w.violations {
@@ -73,7 +73,7 @@ pub fn report(w: &World) -> String {
     for (what, count) in leaks.into_iter().chain(there).chain(more).filter(|leak| leak.1 > 0) {
         let _ = writeln!(all, "leak {what} {count}");
     }
-    // Asked for, whatever came of it: these are the last calls that anyone makes.
+    // Counts though the call may have failed: these are the last calls that a program makes.
     let count = |name| w.counts.get(name).copied().unwrap_or(0);
     let closed = ["aclrtResetDevice", "aclrtResetDeviceForce", "aclrtDestroyContext"].map(count);
     if closed.into_iter().sum::<u64>() >= w.opened {
@@ -90,7 +90,7 @@ pub fn report(w: &World) -> String {
 }
 
 /// The same at the process's end, into the file that the environment names: what a program did that has no test in it.
-/// Nobody could be told of an error; that the file is missing tells.
+/// No error could be reported to it; a missing file shows that.
 extern "C" fn at_the_end() {
     let Some(path) = std::env::var_os("PINPOOL_STANDIN_REPORT").filter(|path| !path.is_empty()) else {
         return;

@@ -71,7 +71,7 @@ impl World {
         Ok(Where::Pageable)
     }
 
-    /// How much there is from here on, where that is known.
+    /// How many bytes there are from here on, where that is known.
     fn room(&self, at: usize) -> Option<usize> {
         let host = self.hosts.allocation(at, 1).or_else(|| self.hosts.registration(at, 1));
         let device = || self.blocks.range(..=at).next_back().map(|(s, (_, bytes))| (*s, bytes.len()));
@@ -181,7 +181,7 @@ impl World {
         self.check_order(call, from, c.len, false);
         self.check_order(call, to, c.len, true);
         let mut bytes = vec![0; c.len];
-        // SAFETY: the caller's word for memory that the library knows nothing of; the rest was looked up.
+        // SAFETY: the caller's promise for memory that the library knows nothing of; the rest was looked up.
         unsafe {
             match (from, to) {
                 (Place::Host(from), Place::Host(to)) => {
@@ -244,7 +244,7 @@ extern "C" fn aclrtMemcpyAsync(
     call(NAME, |w| w.copy_async(NAME, &copy, stream as usize))
 }
 
-/// Looks whether host memory is page-locked: if not, all that is queued and the copy are done when it returns.
+/// Checks whether host memory is page-locked: if not, all that is queued and the copy are done when the call returns.
 #[cfg(not(feature = "acl2022"))]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtMemcpyAsyncWithCondition(
@@ -278,7 +278,7 @@ unsafe extern "C" fn aclrtMemset(at: *mut c_void, max: usize, value: c_int, len:
         let to = w.as_place(at, place);
         w.check_order(NAME, to, len, true);
         match to {
-            // SAFETY: the caller's word for memory that the library knows nothing of.
+            // SAFETY: the caller's promise for memory that the library knows nothing of.
             Place::Host(at) => unsafe { (at as *mut u8).write_bytes(value as u8, len) },
             Place::Device(_) => w.write(to, &vec![value as u8; len]),
         }

@@ -21,7 +21,7 @@ unsafe extern "C" fn aclrtGetDeviceCount(count: *mut u32) -> u32 {
         if w.devices.is_empty() {
             return Err(NO_DEVICE);
         }
-        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
         unsafe { write(w, "aclrtGetDeviceCount", count, w.devices.len() as u32) }
     })
 }
@@ -134,7 +134,8 @@ impl World {
     }
 }
 
-// --- contexts ----------------------------------------------------------------------------------------------------------
+// --- contexts
+// ----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtCreateContext(context: *mut *mut c_void, device: c_int) -> u32 {
@@ -166,7 +167,7 @@ extern "C" fn aclrtDestroyContext(context: *mut c_void) -> u32 {
     })
 }
 
-/// Nothing but a context can be made current: a thread that had one never has none again.
+/// Only a context can be made current: a thread that had one never has none again.
 #[unsafe(no_mangle)]
 extern "C" fn aclrtSetCurrentContext(context: *mut c_void) -> u32 {
     const NAME: &str = "aclrtSetCurrentContext";
@@ -190,10 +191,11 @@ unsafe extern "C" fn aclrtGetCurrentContext(context: *mut *mut c_void) -> u32 {
     })
 }
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory
+// ------------------------------------------------------------------------------------------------------------
 
 impl World {
-    /// What is taken of a device's memory: where the program runs on the device, host memory is part of it.
+    /// How much of a device's memory is used: where the program runs on the device, host memory is part of it.
     pub fn used(&self, device: usize) -> usize {
         let blocks: usize = self.blocks.values().filter(|(of, _)| *of == device).map(|(_, b)| b.len()).sum();
         blocks + if self.on_device { self.hosts.used(device) } else { 0 }

@@ -1,8 +1,9 @@
 //! Events: three ways to make them, which differ in what they may be used for and in whether their number is limited.
 //!
-//! By `aclrtCreateEvent` one takes of the device's resources when it is recorded, and recording blocks where there are
-//! none; by `aclrtCreateEventWithFlag` with `ACL_EVENT_SYNC` when it is made; by `aclrtCreateEventExWithFlag` never. The
-//! same status is told in two polarities: `aclrtQueryEvent` says 0 for complete, `aclrtQueryEventStatus` 1.
+//! An event by `aclrtCreateEvent` takes one of the device's resources when it is recorded, and recording blocks where
+//! none is left; one by `aclrtCreateEventWithFlag` with `ACL_EVENT_SYNC` takes it when it is made; one by
+//! `aclrtCreateEventExWithFlag` never. The same status has two polarities: for `aclrtQueryEvent` 0 is complete, for
+//! `aclrtQueryEventStatus` 1.
 
 #![allow(non_snake_case)]
 
@@ -30,11 +31,11 @@ pub struct Event {
     /// Where it was recorded last: the stream, the operations that it covers, and on which thread.
     recorded: Option<(usize, u64, usize)>,
     seen: bool,
-    /// It takes one of the device's.
+    /// It holds one of the device's resources.
     counted: bool,
     /// It was reset and must not have been: it is never complete again.
     broken: bool,
-    /// How often a query is still told "not ready", whatever is done.
+    /// How often a query still says "not ready", whatever is done.
     patience: u32,
 }
 
@@ -51,7 +52,7 @@ impl World {
         self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
-    /// Events that take of a device's resources.
+    /// Events that hold one of a device's resources.
     pub fn counted_events(&self, device: Option<usize>) -> usize {
         self.events.values().filter(|e| e.counted && self.device_of(e.context) == device).count()
     }
@@ -165,7 +166,7 @@ impl World {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtCreateEvent(event: *mut *mut c_void) -> u32 {
-    // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+    // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
     unsafe { create("aclrtCreateEvent", event, Made::Plain) }
 }
 
@@ -189,7 +190,7 @@ unsafe fn create(name: &'static str, event: *mut *mut c_void, how: Made) -> u32 
     call(name, |w| {
         there(w, name, event)?;
         let made = w.create_event(name, how)?;
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         unsafe { write(w, name, event, made as *mut c_void) }
     })
 }
@@ -204,8 +205,8 @@ extern "C" fn aclrtRecordEvent(event: *mut c_void, stream: *mut c_void) -> u32 {
     call("aclrtRecordEvent", |w| w.record(event as usize, stream as usize))
 }
 
-/// Only of events made with `ACL_EVENT_SYNC`. The documentation leaves open what becomes of those by `aclrtCreateEvent`;
-/// users saw programs hang, and so this one is never complete until it is recorded again.
+/// Only for events made with `ACL_EVENT_SYNC`. The documentation leaves open what happens to those by
+/// `aclrtCreateEvent`; users saw programs hang, and so this one is never complete until it is recorded again.
 #[unsafe(no_mangle)]
 extern "C" fn aclrtResetEvent(event: *mut c_void, stream: *mut c_void) -> u32 {
     const NAME: &str = "aclrtResetEvent";
@@ -261,7 +262,7 @@ unsafe extern "C" fn aclrtQueryEventStatus(event: *mut c_void, status: *mut c_ui
     })
 }
 
-/// 0: whatever waits for it on a stream goes on; 1: not yet.
+/// 0: the streams that wait for it go on; 1: not yet.
 #[cfg(not(feature = "acl5"))]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtQueryEventWaitStatus(event: *mut c_void, status: *mut c_uint) -> u32 {

@@ -1,9 +1,9 @@
 //! Page-locked host memory: allocated by the library, and registered.
 //!
-//! Allocations are real memory, filled with 0xA5. On a host they start on a multiple of 64 and of no more, since that is
-//! what is promised; on the device (RC mode) on a multiple of 16 that is none of 64. What is freed while something queued
-//! uses it is gone at once, as is what is unregistered: copies from there then carry 0xDD, and copies to there arrive
-//! nowhere.
+//! Allocations are real memory, filled with 0xA5. On a host they start on a multiple of 64 and of no more, since that
+//! is what is promised; on the device (RC mode) on a multiple of 16 that is none of 64. Memory that is freed or
+//! unregistered while a queued copy uses it is lost at once: copies from there then carry 0xDD, and copies to there are
+//! discarded.
 
 #![allow(non_snake_case)]
 
@@ -25,7 +25,7 @@ struct Host {
     len: usize,
     /// The device that was current.
     device: usize,
-    /// What the system gave.
+    /// What the system allocated.
     block: (usize, Layout),
 }
 
@@ -212,7 +212,7 @@ unsafe extern "C" fn aclrtMallocHost(start: *mut *mut c_void, len: usize) -> u32
     call(NAME, |w| {
         there(w, NAME, start)?;
         let at = w.allocate_host(NAME, len)?;
-        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
         unsafe { write(w, NAME, start, at as *mut c_void) }
     })
 }
@@ -250,7 +250,7 @@ unsafe extern "C" fn aclrtMallocHostWithCfg(start: *mut *mut c_void, len: u64, c
     const VA_FLAG: c_uint = 3;
     call(NAME, |w| {
         there(w, NAME, start)?;
-        // SAFETY: the caller's word: null, or a configuration with so many attributes.
+        // SAFETY: the caller's promise: null, or a configuration with that many attributes.
         let attributes: &[Attribute] = unsafe {
             match config.as_ref() {
                 Some(config) if config.attributes.is_null() => {
@@ -383,7 +383,7 @@ struct PointerAttributes {
     reserved: [u32; 4],
 }
 
-/// 0: page-locked host memory; 1: device memory; 2: neither is known of it.
+/// 0: page-locked host memory; 1: device memory; 2: known as neither.
 #[cfg(not(feature = "acl2022"))]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtPointerGetAttributes(start: *const c_void, to: *mut PointerAttributes) -> u32 {

@@ -1,8 +1,8 @@
 //! Host functions and callbacks: what a stream has the CPU do in its order.
 //!
 //! A host function runs on a thread of the library's; a callback on the thread that subscribed to the stream, when that
-//! thread processes reports, and what comes after it waits for that. Here both run wherever somebody finds out about the
-//! stream: `aclrtProcessReport` does, too.
+//! thread processes reports, and later work waits for that. Here both run in whichever call finds out about the stream:
+//! `aclrtProcessReport` is one such call, too.
 
 #![allow(non_snake_case)]
 
@@ -17,7 +17,7 @@ use crate::world::*;
 /// As the header has it.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
 
-/// A function with what it is given.
+/// A function and its argument.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
     function: HostFn,
@@ -36,7 +36,7 @@ thread_local! {
     static MADE: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a call made from a host function gets. `None`: it is made from elsewhere.
+/// The code of a call that a host function makes. `None`: it is made from elsewhere.
 pub fn refused(name: &'static str) -> Option<u32> {
     RUNNING.get().then(|| {
         MADE.with_borrow_mut(|made| made.push(name));
@@ -45,10 +45,10 @@ pub fn refused(name: &'static str) -> Option<u32> {
 }
 
 impl World {
-    /// Runs it. The caller has the world's lock, which a host function has no business with.
+    /// Runs it. The caller has the world's lock, which a host function must not need.
     pub fn run_host(&mut self, task: Task) {
         RUNNING.set(true);
-        // SAFETY: whoever queued it vouched for it until the work was seen complete.
+        // SAFETY: the call that queued it promised that both stay valid until the work was seen complete.
         unsafe { (task.function)(task.data as *mut c_void) };
         RUNNING.set(false);
         for name in MADE.take() {
@@ -119,11 +119,11 @@ extern "C" fn aclrtLaunchCallback(
 }
 
 unsafe extern "C" {
-    /// The system's, which subscribers name themselves by.
+    /// The system's thread number, by which subscribers name themselves.
     fn pthread_self() -> u64;
 }
 
-/// Runs what has come to a callback on streams of this thread; waits for one, so many milliseconds or for ever (-1).
+/// Runs the callbacks that are due on streams of this thread; waits for one, that many milliseconds or for ever (-1).
 #[unsafe(no_mangle)]
 extern "C" fn aclrtProcessReport(timeout: c_int) -> u32 {
     const NAME: &str = "aclrtProcessReport";

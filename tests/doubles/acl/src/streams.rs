@@ -1,6 +1,6 @@
 //! Streams: made, destroyed, asked about, waited for.
 //!
-//! Waiting while the library hangs is done without its lock, so that others may go on, and is not another call.
+//! Waiting while the library hangs is done without its lock, so that other threads may go on, and counts as one call.
 
 #![allow(non_snake_case)]
 
@@ -102,7 +102,7 @@ impl World {
 }
 
 /// Waits as long as the library hangs, `timeout` milliseconds at most (-1: for ever, 0: `late` is of no use), and then
-/// does what was to be done.
+/// makes the call.
 pub fn wait(
     name: &'static str,
     timeout: c_int,
@@ -138,7 +138,7 @@ unsafe extern "C" fn aclrtCreateStream(stream: *mut *mut c_void) -> u32 {
     call(NAME, |w| {
         there(w, NAME, stream)?;
         let made = w.new_stream(NAME, 0)?;
-        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
         unsafe { write(w, NAME, stream, made as *mut c_void) }
     })
 }

@@ -61,7 +61,7 @@ pub enum Op {
         dst: Place,
         len: usize,
     },
-    /// Wait until the other stream has come so far.
+    /// Waits until the other stream has run up to this place.
     Wait {
         stream: usize,
         upto: u64,
@@ -78,7 +78,7 @@ pub struct Stream {
     pub done: u64,
     pub submitted: u64,
     pub destroyed: bool,
-    /// Blocks of host memory that it used since it was waited for: their starts.
+    /// Starts of blocks of host memory that it used since a call waited for it.
     pub used: BTreeSet<usize>,
 }
 
@@ -118,10 +118,10 @@ pub struct World {
     pub violations: Vec<String>,
     pub notes: BTreeMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
-    /// The last call that came.
+    /// The call that came last.
     pub last: &'static str,
     pub faults: Vec<Fault>,
-    /// What contexts had left when they went.
+    /// What contexts had left when they were destroyed.
     pub left: BTreeMap<&'static str, usize>,
     /// How often devices were set and contexts made.
     pub opened: u64,
@@ -147,7 +147,7 @@ pub fn world() -> MutexGuard<'static, Option<World>> {
     guard
 }
 
-/// The world if nobody is busy with it: for when the process ends and other threads do not go on.
+/// The world if no thread has it locked: for when the process ends and other threads do not go on.
 pub fn idle_world() -> Option<MutexGuard<'static, Option<World>>> {
     WORLD.try_lock().ok()
 }
@@ -181,7 +181,7 @@ impl World {
         let device = |_| Device { memory, sets: 0, default: None, dead: None };
         self.devices = (0..number("PINPOOL_STANDIN_DEVICES", 2)).map(device).collect();
         self.hosts.configure();
-        // Apart from each other and from what any call could take for something else; and no CPU can read there.
+        // Apart from each other and from what any call could take for another argument; and no CPU can read there.
         self.next = self.next.max(0x5eed_0000);
         self.next_address = self.next_address.max(0x0d00_0000_0000_0000);
         self.random = 0x9e37_79b9_7f4a_7c15;
@@ -272,7 +272,7 @@ impl World {
         self.contexts.get(&context).map(|c| c.device)
     }
 
-    /// A context goes, with its streams and events: what is queued there runs first.
+    /// Destroys a context, with its streams and events: what is queued there runs first.
     pub fn end_context(&mut self, context: usize) {
         let streams: Vec<usize> =
             self.streams.iter().filter(|(_, s)| s.context == context).map(|(h, _)| *h).collect();
@@ -295,7 +295,7 @@ impl World {
         [("streams", streams), ("events", events)]
     }
 
-    /// An error that ends a device: from here on calls only say so, and nothing of it runs any more.
+    /// An error that ends a device: from here on calls only return it, and nothing there runs any more.
     pub fn kill(&mut self, device: usize, code: u32) {
         let Some(dead) = self.devices.get_mut(device).map(|d| &mut d.dead) else { return };
         dead.get_or_insert(code);
@@ -304,7 +304,7 @@ impl World {
         for stream in self.streams.values_mut().filter(of) {
             stream.queue.clear();
             stream.done = stream.submitted;
-            // Nobody can wait for it any more.
+            // No call can wait for it any more.
             stream.used.clear();
         }
     }
@@ -341,7 +341,7 @@ impl World {
                 Op::Copy { src, dst, len } => self.copy(src, dst, len),
                 Op::Set { dst, value, len } => self.write(dst, &vec![value; len]),
                 Op::Garbage { dst: dst @ Place::Device(_), len } => self.write(dst, &vec![GARBAGE; len]),
-                // The memory may be gone by now: nothing arrives.
+                // The memory may be freed by now: then the bytes are discarded.
                 Op::Garbage { .. } => {}
                 Op::Host(task) => self.run_host(task),
             }
@@ -351,7 +351,7 @@ impl World {
         }
     }
 
-    /// Runs all of a stream for somebody who waits for that.
+    /// Runs all of a stream for a call that waits for that.
     pub fn drain(&mut self, handle: usize) {
         self.run(handle, u64::MAX);
         if let Some(stream) = self.streams.get_mut(&handle) {
@@ -359,7 +359,7 @@ impl World {
         }
     }
 
-    /// Whether something queued reads (`reads`) or writes such memory.
+    /// Whether a queued operation reads (`reads`) or writes such memory.
     pub fn is_used(&self, reads: bool, uses: impl Fn(&Place, usize) -> bool) -> bool {
         self.streams.values().flat_map(|s| &s.queue).any(|op| match op {
             Op::Copy { src, dst, len } => uses(dst, *len) || (reads && uses(src, *len)),
@@ -373,7 +373,7 @@ impl World {
         self.write(dst, &bytes);
     }
 
-    /// What is there now. Memory that is gone reads as [`GONE`].
+    /// The bytes there now. Freed memory reads as [`GONE`].
     fn bytes(&mut self, src: Place, len: usize) -> Vec<u8> {
         let mut bytes = vec![GONE; len];
         match src {

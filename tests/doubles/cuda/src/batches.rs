@@ -1,8 +1,8 @@
-//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, and with the feature `cuda13` also in that of
-//! 13.0, which lacks the place where it failed.
+//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, and with the feature `cuda13` also in that
+//! of 13.0, which lacks the place where it failed.
 //!
-//! The copies of a batch are queued last first, since their order is nobody's to rely on. Where one of them is refused, those
-//! before it are queued all the same: an error says nothing about the others.
+//! The copies of a batch are queued last first, since no program may rely on their order. Where one of them is refused,
+//! those before it are queued all the same: an error says nothing about the others.
 
 #![allow(non_snake_case)]
 
@@ -20,7 +20,7 @@ pub struct Attributes {
     flags: u32,
 }
 
-/// What both forms take.
+/// The arguments of both forms.
 struct Batch {
     name: &'static str,
     targets: *const u64,
@@ -48,7 +48,7 @@ impl World {
     }
 
     /// # Safety
-    /// The lists are null or have so many entries.
+    /// The lists are null or have that many entries.
     unsafe fn batch(&mut self, batch: &Batch, fault: &mut usize) -> Outcome {
         let Batch { name, targets, sources, lengths, count, attributes, firsts, sets, stream } = *batch;
         // By convention: the call as a whole failed, none of its copies.
@@ -66,7 +66,7 @@ impl World {
             // It is refused, and the capture goes on (seen on driver 580.159).
             return self.violate("BAT-3", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
         }
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         let (firsts, orders) = unsafe {
             (std::slice::from_raw_parts(firsts, sets), std::slice::from_raw_parts(attributes, sets))
         };
@@ -82,7 +82,7 @@ impl World {
                 INVALID_VALUE,
             );
         }
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         let (targets, sources, lengths) = unsafe {
             (
                 std::slice::from_raw_parts(targets, count),
@@ -159,7 +159,7 @@ unsafe extern "C" fn cuMemcpyBatchAsync(
     let stream = stream as usize;
     let batch = Batch { name: NAME, targets, sources, lengths, count, attributes, firsts, sets, stream };
     let mut at = usize::MAX;
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     let code = call(NAME, |w| unsafe { w.batch(&batch, &mut at) });
     // SAFETY: null, or valid for a write.
     if let Some(fault) = unsafe { fault.as_mut() }.filter(|_| code != 0) {
@@ -184,6 +184,6 @@ unsafe extern "C" fn cuMemcpyBatchAsync_v2(
     const NAME: &str = "cuMemcpyBatchAsync_v2";
     let stream = stream as usize;
     let batch = Batch { name: NAME, targets, sources, lengths, count, attributes, firsts, sets, stream };
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     call(NAME, |w| unsafe { w.batch(&batch, &mut 0) })
 }

@@ -1,5 +1,5 @@
-//! The driver's entry points, with the signatures of cuda.h. Each counts itself, fails if it was told to, and then does
-//! what `world.rs` knows how to do. Handles are numbers here and pointers there.
+//! The driver's entry points, with the signatures of cuda.h. Each counts itself, fails if a test asked for that, and
+//! then does what `world.rs` has for it. Handles are numbers here and pointers there.
 
 #![allow(non_snake_case)]
 
@@ -62,7 +62,7 @@ pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> O
     if to.is_null() {
         return world.violate("ARG-1", name, INVALID_VALUE);
     }
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -86,7 +86,7 @@ extern "C" fn cuInit(flags: c_uint) -> u32 {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> u32 {
-    // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+    // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
     call("cuDriverGetVersion", |w| unsafe { write(w, "cuDriverGetVersion", version, w.version) })
 }
 
@@ -245,7 +245,7 @@ extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
 unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     call("cuCtxPopCurrent_v2", |w| match STACK.with_borrow_mut(Vec::pop) {
         None => w.violate("CTX-3", "nothing to pop", INVALID_CONTEXT),
-        // Null is allowed here: nobody is told then.
+        // Null is allowed here: then no result is written.
         Some(_) if context.is_null() => Ok(()),
         // SAFETY: as above.
         Some(popped) => unsafe { write(w, "cuCtxPopCurrent_v2", context, popped as *mut c_void) },
@@ -353,7 +353,7 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
     call("cuStreamDestroy_v2", |w| w.destroy_stream(stream as usize))
 }
 
-/// From outside of a capture nothing may wait for it.
+/// From outside of a capture no call may wait for it.
 fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
     w.not_implicit(name, stream)?;
     if let Some(capture) = &mut w.stream(name, stream)?.capture {

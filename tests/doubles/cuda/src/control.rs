@@ -1,5 +1,5 @@
-//! What tests tell this stand-in alone, and what its report says. Looked up by name, like the driver's own calls; what all
-//! stand-ins are told is in `tests/doubles/control.rs`.
+//! What tests ask of this stand-in alone, and what its report says. Looked up by name, like the driver's own calls; the
+//! controls of all stand-ins are in `tests/doubles/control.rs`.
 
 use std::fmt::Write;
 
@@ -22,8 +22,9 @@ extern "C" fn standin_kill(device: usize, code: u32) {
     });
 }
 
-/// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they went), `note
-/// what count`, `call name count`; and `over` when every context that was retained was released, or was to be.
+/// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they were
+/// destroyed), `note what count`, `call name count`; and `over` when every context that was retained was released, or
+/// was to be.
 pub fn report(w: &World) -> String {
     let mut all = String::new();
     for violation in &w.violations {
@@ -40,7 +41,7 @@ pub fn report(w: &World) -> String {
     for (what, count) in leaks.chain(more).filter(|leak| leak.1 > 0) {
         let _ = writeln!(all, "leak {what} {count}");
     }
-    // Asked for, whatever came of it: releasing is the last call that anyone makes.
+    // Counts though the call may have failed: releasing is the last call that a program makes.
     if w.counts.get("cuDevicePrimaryCtxRelease_v2").copied().unwrap_or(0) >= w.retains {
         all.push_str("over\n");
     }

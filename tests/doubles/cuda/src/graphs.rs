@@ -1,8 +1,8 @@
 //! Captures, the graphs that come of them, and what graphs keep.
 //!
-//! A graph is a list of copies. Instantiating copies the list, launching queues it. A user object is counted: by whoever
-//! made it, by graphs, by executable graphs, and by launches that are not over. When nobody is left its destructor is due,
-//! and is called, after the call that let go, on another thread.
+//! A graph is a list of copies. Instantiating copies the list, launching queues it. A user object counts its
+//! references: of the program, of graphs, of executable graphs, and of launches that are not complete. When the last
+//! reference is released its destructor is due, and is called, after the call that released it, on another thread.
 
 #![allow(non_snake_case)]
 
@@ -55,7 +55,7 @@ pub fn run_due() {
     std::thread::spawn(move || {
         DESTRUCTOR.set(true);
         for (destroy, pointer) in due {
-            // SAFETY: whoever made the object vouched for the two, and it is called once.
+            // SAFETY: the call that made the object promised that the two are valid, and the destructor is called once.
             unsafe { destroy(pointer as *mut c_void) };
         }
     });
@@ -78,7 +78,7 @@ impl World {
         }
     }
 
-    /// Each of these user objects has one reference less.
+    /// Releases one reference of each of these user objects.
     pub fn let_go(&mut self, objects: &[usize]) {
         for handle in objects {
             let Some(object) = self.graphs.objects.get_mut(handle) else { continue };
@@ -132,7 +132,7 @@ unsafe extern "C" fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_
             return w.violate("CAP-4", format!("{stream:?}"), CAPTURE_WRONG_THREAD);
         }
         let made = if capture.spoiled { 0 } else { capture.graph };
-        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
         unsafe { write(w, NAME, graph, made as *mut c_void) }?;
         if !capture.spoiled {
             if let Some(graph) = w.graphs.graphs.get_mut(&capture.graph) {
@@ -167,7 +167,7 @@ unsafe fn answer(
     lists: [*mut *const c_void; 2],
     count: *mut usize,
 ) -> Outcome {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     unsafe {
         write(w, name, to.0, status)?;
         if !to.1.is_null() {
@@ -283,7 +283,7 @@ extern "C" fn cuGraphRetainUserObject(
         if let Some(graph) = w.graphs.graphs.get_mut(&graph) {
             graph.objects.extend(&all);
         }
-        // Or they are the caller's own from now on.
+        // Or they are the program's own from now on.
         if flags == 0 {
             w.add_references(&all);
         }

@@ -1,5 +1,5 @@
-//! Host memory that is more than registered: allocated by the driver, managed, registered as only read; and the devices'
-//! attributes, which say what of it there is.
+//! Host memory that is more than registered: allocated by the driver, managed, registered as read-only; and the
+//! devices' attributes, which say which of these there are.
 //!
 //! Allocations are real memory, filled with 0xA5. Every other one starts 512 bytes into a page, since that is what the
 //! driver does with small ones and nothing promises more.
@@ -26,7 +26,7 @@ struct Host {
     context: usize,
     len: usize,
     managed: bool,
-    /// What the system gave.
+    /// What the system allocated.
     block: (usize, Layout),
 }
 
@@ -34,7 +34,7 @@ struct Host {
 #[derive(Default)]
 pub struct Hosts {
     blocks: BTreeMap<usize, Host>,
-    /// Starts of registrations that are only read.
+    /// Starts of registrations that are read-only.
     pub read_only: BTreeSet<usize>,
     /// Where they differ from a large GPU's.
     attributes: BTreeMap<i32, i32>,
@@ -47,7 +47,7 @@ impl Hosts {
         self.blocks.values().filter(|b| of(b.context)).count()
     }
 
-    /// A context goes, and its allocations with it. (Their memory stays: somebody may still look at it.)
+    /// Destroys a context's allocations. (Their memory stays: a late copy may still read it.)
     pub fn forget(&mut self, context: usize) {
         self.blocks.retain(|_, b| b.context != context);
     }
@@ -131,7 +131,7 @@ impl World {
         }
     }
 
-    /// A copy may not write to memory that is only read.
+    /// A copy may not write to read-only memory.
     pub fn may_write(&mut self, call: &str, dst: Place, len: usize) -> Outcome {
         let Place::Host(at) = dst else { return Ok(()) };
         let registered = &self.registered;

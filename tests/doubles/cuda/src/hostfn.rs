@@ -9,7 +9,7 @@ use crate::world::*;
 /// As cuda.h has it.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
 
-/// A host function with what it is given.
+/// A host function and its argument.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
     function: HostFn,
@@ -22,7 +22,7 @@ thread_local! {
     static MADE: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a call made from a host function gets. `None`: it is made from elsewhere.
+/// The code of a call that a host function makes. `None`: it is made from elsewhere.
 pub fn refused(name: &'static str) -> Option<u32> {
     RUNNING.get().then(|| {
         MADE.with_borrow_mut(|made| made.push(name));
@@ -31,10 +31,10 @@ pub fn refused(name: &'static str) -> Option<u32> {
 }
 
 impl World {
-    /// Runs it. The caller has the world's lock, which a host function has no business with.
+    /// Runs it. The caller has the world's lock, which a host function must not need.
     pub fn run_host(&mut self, task: Task) {
         RUNNING.set(true);
-        // SAFETY: whoever queued it vouched for it until the work was seen complete.
+        // SAFETY: the call that queued it promised that both stay valid until the work was seen complete.
         unsafe { (task.function)(task.data as *mut c_void) };
         RUNNING.set(false);
         for name in MADE.take() {

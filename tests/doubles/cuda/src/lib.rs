@@ -1,16 +1,16 @@
 //! A stand-in for `libcuda.so.1`, for tests on machines without a GPU.
 //!
 //! It has the driver's entry points that pinpool calls, is loaded by the very code that loads the driver, and keeps the
-//! driver's rules as strictly as they can be read. Where the driver would let something pass that our own contract
-//! forbids, it does what the driver does and writes the violation down.
+//! driver's rules as strictly as they can be read. Where the driver would let something pass that pinpool's own
+//! contract forbids, it does what the driver does and writes the violation down.
 //!
 //! # How it works
 //!
-//! There are no threads and no GPU. A stream is a queue; what is submitted is queued and nothing more. Things run when
-//! somebody finds out about them, and only as far as that needs: a query of an event first says "not ready" a few
+//! There are no threads and no GPU. A stream is a queue; what is submitted is queued and nothing more. Queued work runs
+//! when a call finds out about it, and only as far as that needs: a query of an event first says "not ready" a few
 //! times, then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow,
-//! and who reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a
-//! copy that runs *while* the CPU works: for that there are the real driver and the host device's threads.)
+//! and a program that reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot
+//! show is a copy that runs *while* the CPU works: for that there are the real driver and the host device's threads.)
 //!
 //! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated; what is allocated
 //! in a stream's order has the memory of what the stream is still to free, with its bytes. Contexts, streams and events
@@ -19,18 +19,18 @@
 //!
 //! Captured copies become nodes of a graph; a launch queues them again. User objects are counted, and their destructors
 //! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order
-//! with blocking streams: what that would keep apart is seen not to rely on it.
+//! with blocking streams: so a test sees whether a program relies on that order.
 //!
-//! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and who is captured
-//! into what; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has what 13.0 added, the
-//! newer form of that call.
+//! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and the question into
+//! which graph a stream is captured; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has
+//! what 13.0 added, the newer form of that call.
 //!
 //! # Rules
 //!
 //! Each violation is written down as one line that starts with the rule's id; `tests/cuda/standin` breaks each on
 //! purpose.
 //!
-//! | id | who breaks it | what the call does |
+//! | id | the program | what the call does |
 //! | --- | --- | --- |
 //! | INIT-1 | calls before `cuInit` | 3 |
 //! | CTX-1 | makes a call that needs a context where none is current | 201 |
@@ -40,11 +40,11 @@
 //! | CTX-5 | uses one context's stream or event with another's, or with another one current | 400 |
 //! | CTX-6 | destroys a context that is not there, or a primary one (which is released) | 201 |
 //! | STR-1 | names a stream that does not exist, or no more | 400 |
-//! | STR-2 | destroys a stream that has copies queued (allowed by the driver, not by our contract) | it still runs |
+//! | STR-2 | destroys a stream that has copies queued (the driver allows it, pinpool does not) | it still runs |
 //! | EVT-1 | names an event that does not exist, or no more | 400 |
 //! | EVT-2 | asks about an event that was never recorded | 0: complete |
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
-//! | EVT-4 | destroys an event that is recorded and not complete | it is gone |
+//! | EVT-4 | destroys an event that is recorded and not complete | it is destroyed |
 //! | MEM-1 | registers memory that overlaps what is registered | 712 |
 //! | MEM-2 | unregisters what is not registered, or not from its start | 713, and 1 inside of what is page-locked |
 //! | MEM-3 | registers nothing, or past the end of the address space | 1 |
@@ -69,11 +69,11 @@
 //! | PTR-1 | names memory of the device-side heap in a copy | 1 |
 //! | PTR-2 | asks for attributes of an address that there are not, or for none | 1 |
 //! | HEAP-1 | sets the heap's limit when a module that uses the heap is loaded | 1 |
-//! | POOL-1 | has a copy run on memory in stream order before the stream has come to the allocation | it runs |
+//! | POOL-1 | has a copy run on memory in stream order before the stream has reached the allocation | it runs |
 //! | POOL-2 | names memory in a copy that was freed in stream order | 1 |
 //! | POOL-3 | frees in stream order what is not the start of such an allocation, or was freed | 1 |
 //! | POOL-4 | frees memory in stream order that a copy uses which is not ordered before | the copy runs first |
-//! | POOL-5 | frees memory in stream order by `cuMemFree` before the stream has come to the allocation | it is freed |
+//! | POOL-5 | frees memory in stream order by `cuMemFree` before the stream has reached the allocation | it is freed |
 //! | HOST-1 | makes a call from a host function | 800 |
 //! | CAP-5 | uses the legacy default stream while a blocking stream of its context is captured | 906, and the capture is spoiled |
 //! | CAP-6 | makes a capturing stream wait for an event of outside | 905, and the capture is spoiled |
@@ -84,7 +84,7 @@
 //! | BAT-1 | submits a batch of copies to the legacy default stream | 1 |
 //! | BAT-2 | has a copy of no bytes in a batch | 1, those before it are queued |
 //! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture goes on |
-//! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in an order that nobody knows |
+//! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in no fixed order |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
@@ -130,7 +130,7 @@
 //! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
 //! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
 
-// Older drivers have less to answer.
+// Older drivers have fewer calls.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]
 
 mod batches;

@@ -1,4 +1,5 @@
-//! Calls that pinpool does not make, and those who share a context with it do: waiting for a context or an event.
+//! Calls that pinpool does not make, and a program that shares a context with it does: waiting for a context or an
+//! event.
 
 #![allow(non_snake_case)]
 

@@ -11,7 +11,7 @@ use crate::calls::{call, write};
 use crate::pools::POOL;
 use crate::world::*;
 
-/// What the device-side heap is like unless somebody sets it.
+/// The device-side heap's limit unless a program sets it.
 const HEAP: usize = 8 << 20;
 const MALLOC_HEAP_SIZE: c_int = 2;
 
@@ -25,7 +25,7 @@ pub struct Pointers {
     loaded: BTreeSet<usize>,
 }
 
-/// What there is to say about an address.
+/// What is known of an address.
 struct Known {
     context: usize,
     kind: c_uint,
@@ -96,7 +96,7 @@ unsafe extern "C" fn cuPointerGetAttributes(
         }
         let known = w.known(address);
         for i in 0..count as usize {
-            // SAFETY: the caller's word: so many names and places, each place of its name's type.
+            // SAFETY: the caller's promise: that many names and places, each place of its name's type.
             unsafe {
                 let place = *places.add(i);
                 match *names.add(i) {
@@ -146,7 +146,8 @@ extern "C" fn cuCtxSetLimit(limit: c_int, bytes: usize) -> u32 {
     })
 }
 
-/// What a kernel's `malloc` gives, with the module that has it loaded in the device's primary context. 0: there is none.
+/// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there is
+/// none.
 #[unsafe(no_mangle)]
 extern "C" fn standin_device_malloc(device: usize, len: usize) -> u64 {
     let mut guard = world();
@@ -158,8 +159,8 @@ extern "C" fn standin_device_malloc(device: usize, len: usize) -> u64 {
     at
 }
 
-/// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed (1), or
-/// mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
+/// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed (1),
+/// or mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
 #[unsafe(no_mangle)]
 extern "C" fn standin_memory(device: usize, kind: u32, len: usize) -> u64 {
     let mut guard = world();

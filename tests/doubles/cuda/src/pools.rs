@@ -1,8 +1,8 @@
 //! Memory in stream order: allocated and freed as operations of a stream, from the device's one pool.
 //!
-//! An allocation has its address at once, and attributes with it; what it is good for begins when its stream comes to
-//! it. After the call that frees it the address is nothing any more (so it was seen on driver 580: the attributes are
-//! gone when `cuMemFreeAsync` has returned), and the memory goes when the stream comes to that. Until then an allocation on
+//! An allocation has its address at once, and attributes with it; it may be used once its stream has reached it. After
+//! the call that frees it the address is unknown (so it was seen on driver 580: the attributes are cleared when
+//! `cuMemFreeAsync` has returned), and the memory is freed when the stream reaches that. Until then an allocation on
 //! the same stream may get that very memory, as a driver gives it, under an address of its own.
 
 use std::ffi::c_void;
@@ -51,15 +51,15 @@ extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> u32 {
 }
 
 impl World {
-    /// A new allocation has the memory of one of its length that is to be freed by the same stream, in whose order that is
-    /// free by then: what uses it without that order finds the older one's copies still at work there.
+    /// A new allocation has the memory of one of its length that is to be freed by the same stream, in whose order that
+    /// is free by then: a use without that order finds the older one's copies still at work there.
     fn inherit(&mut self, at: u64, stream: usize) {
         let stream = self.resolved(stream);
         let Some(Block { len, .. }) = self.blocks.get(&at) else { return };
         let frees = self.streams.get(&stream).into_iter().flat_map(|s| s.queue.iter().rev());
         let freed =
             frees.filter_map(|op| if let Op::Free(freed) = op { self.blocks.get(freed) } else { None });
-        // Another one may have it already.
+        // Another allocation may have it already.
         let unused = |b: &&Block| b.len == *len && Arc::strong_count(&b.bytes) == 1;
         let Some(bytes) = freed.into_iter().find(unused).map(|b| b.bytes.clone()) else { return };
         if let Some(block) = self.blocks.get_mut(&at) {
@@ -67,14 +67,14 @@ impl World {
         }
     }
 
-    /// A stream has come to an allocation.
+    /// A stream has reached an allocation.
     pub fn run_allocate(&mut self, at: u64) {
         if let Some(Kind::Pool { born, .. }) = self.blocks.get_mut(&at).map(|b| &mut b.kind) {
             *born = true;
         }
     }
 
-    /// A stream has come to where memory is freed. What is ordered before that has run by now.
+    /// A stream has reached the place where memory is freed. What is ordered before that has run by now.
     pub fn run_free(&mut self, at: u64) {
         let Some(len) = self.blocks.get(&at).map(|b| b.len as u64) else { return };
         if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {

@@ -1,8 +1,8 @@
 //! Rectangles: `cuMemcpy2DAsync`, rows of one length at even distances on each side.
 //!
-//! Each row is queued as a copy of its own, the last one first, since their order is nobody's to rely on. A rectangle that
-//! reaches beyond one allocation, or one registered range, is refused as a whole, as the driver does it (seen on 580.159);
-//! who cannot know where ranges end may try, so that is a *note*, ROWS, and no violation.
+//! Each row is queued as a copy of its own, the last one first, since no program may rely on their order. A rectangle
+//! that reaches beyond one allocation, or one registered range, is refused as a whole, as the driver does it (seen on
+//! 580.159); a program that cannot know where ranges end may try, so that is a *note*, ROWS, and no violation.
 
 #![allow(non_snake_case)]
 
@@ -48,7 +48,8 @@ impl Side {
 }
 
 impl World {
-    /// Whether so many bytes are within one range that the driver knows; host memory that it knows nothing of is within.
+    /// Whether that many bytes are within one range that the driver knows; host memory that it knows nothing of is
+    /// within.
     fn in_one(&mut self, place: Place, len: usize) -> bool {
         match place {
             Place::Device(at) => self.block(at, len).is_some(),
@@ -85,7 +86,8 @@ impl World {
             self.check(name, first, span)?;
             sides.push((first, span));
         }
-        // All rows. What lies between them is asked for, too, and makes no difference: it is of the same range, or of none.
+        // All rows. The bytes between them are checked, too, which makes no difference: they are of the same range, or
+        // of none.
         let (first, span) = sides[1];
         self.may_write(name, first, span)?;
         for row in (0..height).rev() {

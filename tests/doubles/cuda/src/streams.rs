@@ -52,7 +52,7 @@ unsafe extern "C" fn cuCtxCreate_v2(context: *mut *mut c_void, _flags: c_uint, d
         let made = w.fresh();
         w.contexts.insert(made, Context { device, dead: None });
         STACK.with_borrow_mut(|stack| stack.push(made));
-        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
         unsafe { write(w, "cuCtxCreate_v2", context, made as *mut c_void) }
     })
 }
@@ -110,7 +110,7 @@ unsafe extern "C" fn cuStreamGetCtx(stream: *mut c_void, context: *mut *mut c_vo
     call(NAME, |w| {
         w.current(NAME)?;
         let handle = w.resolved(stream as usize);
-        // A stream of any context: that is what is asked.
+        // A stream of any context: the call asks for just that.
         let Some(of) = w.streams.get(&handle).filter(|s| !s.destroyed).map(|s| s.context) else {
             return w.violate("STR-1", format!("{NAME}: no stream {handle:#x}"), INVALID_HANDLE);
         };

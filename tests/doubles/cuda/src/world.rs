@@ -65,13 +65,13 @@ pub struct Block {
     pub kind: Kind,
 }
 
-/// How device memory came about.
+/// How device memory was allocated.
 pub enum Kind {
     Plain,
     Managed,
     /// By `cuMemMap`.
     Mapped,
-    /// In stream order: whether its stream has come to it, and whether it is to be freed.
+    /// In stream order: whether its stream has reached it, and whether it is to be freed.
     Pool {
         born: bool,
         dying: bool,
@@ -92,7 +92,7 @@ pub enum Op {
         dst: Place,
         len: usize,
     },
-    /// Wait until the other stream has come so far.
+    /// Waits until the other stream has run up to this place.
     /// A copy whose source was read when it was submitted.
     Staged {
         bytes: Vec<u8>,
@@ -107,7 +107,7 @@ pub enum Op {
     /// Memory in stream order begins, and ends.
     Allocate(u64),
     Free(u64),
-    /// A launch of a graph is over: these user objects lose a reference.
+    /// A launch of a graph is complete: these user objects lose a reference.
     Launched(Vec<usize>),
 }
 
@@ -139,7 +139,7 @@ pub struct Event {
     pub recorded: Option<(usize, u64)>,
     pub seen: bool,
     pub captured: bool,
-    /// How often a query is still told "not ready", whatever is done.
+    /// How often a query still says "not ready", whatever is done.
     patience: u32,
 }
 
@@ -178,7 +178,7 @@ pub struct World {
     pub notes: HashMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
     pub faults: Vec<Fault>,
-    /// What contexts had left when they went.
+    /// What contexts had left when they were destroyed.
     pub left: BTreeMap<&'static str, usize>,
     /// How often a context was retained.
     pub retains: u64,
@@ -237,7 +237,7 @@ impl World {
         let mut nodes = nodes.split(',').map(|node| node.parse().unwrap_or(-1));
         let device = |_| Device { memory, numa_node: nodes.next().unwrap_or(-1), primary: None };
         self.devices = (0..devices).map(device).collect();
-        // Apart from each other and from what any call could take for something else.
+        // Apart from each other and from what any call could take for another argument.
         self.next = self.next.max(0x5eed_0000);
         self.next_address = self.next_address.max(0x7f00_0000_0000_0000);
         self.random = 0x9e37_79b9_7f4a_7c15;
@@ -337,7 +337,7 @@ impl World {
         for (what, count) in self.owned(Some(context)) {
             *self.left.entry(what).or_default() += count;
         }
-        // What the context had goes with it; nothing of that runs any more.
+        // What the context had is destroyed with it; nothing of that runs any more.
         self.legacy.remove(&context);
         self.streams.retain(|_, s| s.context != context);
         self.events.retain(|_, e| e.context != context);
@@ -371,7 +371,7 @@ impl World {
         }
     }
 
-    /// A sticky error: from here on the context only says so, and nothing of it runs any more.
+    /// A sticky error: from here on the context's calls only return it, and nothing there runs any more.
     pub fn kill(&mut self, context: usize, code: u32) {
         if let Some(context) = self.contexts.get_mut(&context) {
             context.dead.get_or_insert(code);
@@ -557,7 +557,7 @@ impl World {
     pub fn bytes(&mut self, src: Place, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         match src {
-            // SAFETY: whoever submitted it vouched for the range until the copy was seen complete.
+            // SAFETY: the call that submitted it promised that the range stays valid until the copy was seen complete.
             Place::Host(from) => unsafe {
                 std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), len);
             },
