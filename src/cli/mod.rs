@@ -1,9 +1,27 @@
-//! The parts of the `pinpool` command that are not its `main`.
+//! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
+//!
+//! The modules use the library's public interface only, except for the escaping of text, whose file is compiled a
+//! second time here. `main` calls [`run`] or [`refuse`]; nothing else is called from outside. In the order in which to
+//! read them:
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `args.rs` | the command line: subcommands, options, help texts |
+//! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
+//! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
+//! | `bench.rs` | `pinpool bench`: the speed of the link and of the pipeline |
+//! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
+//! | `top/` | `pinpool top`: the metrics of another process, live |
+//! | `sample.rs` | bytes to copy that do not repeat |
+//! | `spread.rs` | work spread over threads |
+//!
+//! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
+//! status. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
 
 pub mod args;
 pub mod bench;
 mod doctor;
-// The library's own, which is none of its public face.
+// The library's own file, which is not part of its public interface.
 #[path = "../escape.rs"]
 mod escape;
 pub mod load;
@@ -26,7 +44,7 @@ pub const EXIT_USAGE: u8 = 2;
 
 /// Why the command ends early.
 #[derive(Debug)]
-pub enum Failure {
+pub enum CliError {
     /// The command line cannot be obeyed.
     Usage(String),
     /// The work could not be done.
@@ -35,7 +53,7 @@ pub enum Failure {
     Mismatch(String),
 }
 
-impl Failure {
+impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => EXIT_USAGE,
@@ -44,11 +62,11 @@ impl Failure {
     }
 }
 
-/// In one line, whatever the cause had to say. ([`say`] escapes it.)
-impl fmt::Display for Failure {
+/// The text in one line. ([`say`] escapes it.)
+impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
-        // Without a list of the words: a cause may be long, and the command may end for want of memory.
+        // No list of the words is built: the text may be long, and the command may be ending for want of memory.
         for (number, word) in text.split_whitespace().enumerate() {
             let space = if number > 0 { " " } else { "" };
             write!(f, "{space}{word}")?;
@@ -57,7 +75,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Does what the command line says.
+/// Runs the subcommand that the command line names.
 pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
@@ -68,11 +86,11 @@ pub fn run(args: &args::Args) -> ExitCode {
     }
 }
 
-/// Help and version go where they belong; what is wrong with the command line is said in one line.
+/// Prints help and version to stdout; an error of the command line becomes one line on stderr.
 pub fn refuse(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A closed pipe has seen enough of the help.
+            // The error is ignored: a closed pipe needs no more of the help.
             let _ = error.print();
             return ExitCode::SUCCESS;
         }
@@ -89,22 +107,22 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Opens the device that the command line names. One that is not there is the command line's fault, one that fails is
-/// not.
-fn open_device(spec: &str) -> Result<Device, Failure> {
+/// Opens the device that the command line names. A device that does not exist is an error of the command line; a device
+/// that fails is not.
+fn open_device(spec: &str) -> Result<Device, CliError> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
         match error {
             Error::UnknownDevice { .. } | Error::Unavailable { .. } | Error::Unsupported(_) => {
-                Failure::Usage(text)
+                CliError::Usage(text)
             }
-            _ => Failure::Failed(text),
+            _ => CliError::Failed(text),
         }
     })
 }
 
-/// The exit status of a command, which says what went wrong.
-fn exit(result: Result<(), Failure>) -> ExitCode {
+/// The exit status of a subcommand. Prints the error, if there is one.
+fn exit(result: Result<(), CliError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -114,28 +132,29 @@ fn exit(result: Result<(), Failure>) -> ExitCode {
     }
 }
 
-/// Prints a result. A closed pipe is no failure: nothing reads there, and the exit status tells the rest.
-fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+/// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
+fn print(out: &mut impl Write, text: &str) -> Result<(), CliError> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("the result cannot be written: {error}")))
+            Err(CliError::Failed(format!("the result cannot be written: {error}")))
         }
         _ => Ok(()),
     }
 }
 
-/// As many threads as the command line says, or as there are cores, at most eight.
+/// The number of threads on the command line; without one, the number of cores, at most eight.
 fn threads(named: Option<u16>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
     named.map_or_else(cores, usize::from)
 }
 
-/// GB/s of 10^9 bytes, if any time was taken.
+/// GB/s of 10^9 bytes. `None`: `time` is zero.
 fn rate(bytes: u64, time: Duration) -> Option<f64> {
     (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
 
-/// An empty vector with room for so many bytes, or an error: a refused allocation would end the process.
+/// An empty vector with a capacity of `len` bytes. A refused allocation is an error here; in `Vec::with_capacity` it
+/// would end the process.
 fn room(len: usize) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     let refused =
@@ -144,21 +163,21 @@ fn room(len: usize) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// How long a device gets to give everything back, at a time when nothing of ours is in flight any more.
+/// The time that closing a device may take, when none of the command's copies is in flight any more.
 const CLOSING: Duration = Duration::from_secs(10);
 
-/// Ends with a device: after this the library makes no call for it, and its driver may end as it likes.
-fn close(device: Device) -> Result<(), Failure> {
-    device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
+/// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
+fn close(device: Device) -> Result<(), CliError> {
+    device.close(CLOSING).map_err(|error| CliError::Failed(error.to_string()))
 }
 
-/// A line on stderr, if anybody still listens: files and servers may have had a part in it.
+/// Prints a line on stderr, escaped, since it may contain text of files and servers. A closed stderr is ignored.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", escape::text(line));
 }
 
-/// An object for programs, in one line. What is beyond ASCII is escaped as JSON does it, since a terminal may be what
-/// reads it.
+/// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
+/// terminal.
 fn json_line(value: &serde_json::Value) -> String {
     let mut line = String::new();
     for character in value.to_string().chars() {
@@ -172,8 +191,8 @@ fn json_line(value: &serde_json::Value) -> String {
     line
 }
 
-/// Has the library's log printed: its errors always, more on demand. Its warning about memory that is not pinned comes
-/// once per extent, so at first sight the command says that itself, in one line.
+/// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning
+/// about memory that is not pinned comes once per extent; the command says that itself, in one line.
 fn log_to_stderr(verbose: u8) {
     let level = match verbose {
         0 => tracing::Level::ERROR,
