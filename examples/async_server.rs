@@ -1,7 +1,7 @@
-//! Tasks that share a small pool: each waits for a buffer without blocking a thread, sends it, and awaits the copy.
+//! Tasks that share a small pool: each awaits a buffer, uploads it, and awaits the copy. No task blocks a thread.
 //!
-//! No runtime is assumed. This example polls its tasks by hand, on one thread that sleeps until one of them is woken; a
-//! server would spawn them on the runtime that it has.
+//! The crate needs no async runtime. This example polls its tasks by hand, on one thread that sleeps until a task is
+//! woken; a server spawns them on its own runtime.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,7 +16,7 @@ const LEN: usize = 256 << 10;
 
 /// One request: its bytes go to the device and come back unchanged.
 async fn serve(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, request: usize) -> Result<(), Error> {
-    // First come, first served. Dropping the future, say for a cancelled request, leaves no trace.
+    // First come, first served. A dropped future, for example of a cancelled request, leaves the queue.
     let mut buf = pool.checkout_async(LEN).await?;
     buf.try_resize(LEN, request as u8)?;
     let place = memory.slice(request * LEN..(request + 1) * LEN)?;
@@ -29,7 +29,7 @@ async fn serve(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, request: usi
 
 fn main() -> Result<(), Error> {
     let device = Device::open("auto")?;
-    // Room for 15 requests at a time; the others wait their turn.
+    // Room for 15 requests at a time; the others wait in order.
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build()?;
     let (streams, memory) = ([device.stream()?, device.stream()?], device.alloc(REQUESTS * LEN)?);
     let tasks = (0..REQUESTS).map(|i| serve(&pool, &streams[i % 2], &memory, i));

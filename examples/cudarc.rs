@@ -1,7 +1,7 @@
 //! A server that computes through cudarc, and the pool, share one context and one stream.
 //!
 //! `cargo run --release --features cudarc --example cudarc` needs an NVIDIA GPU. The server's kernels and the pool's
-//! copies are on one stream, so they run in the order of their submission. No thread waits in between.
+//! copies follow each other in the order of the stream; the CPU does not wait in between.
 
 #![allow(unsafe_code, reason = "cudarc's unsafe calls")]
 
@@ -45,13 +45,13 @@ DONE:
 const FLOATS: usize = 1 << 20;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // The server's own.
+    // The server's own context, stream, kernel and memory.
     let context: Arc<CudaContext> = CudaContext::new(0)?;
     let stream: Arc<CudaStream> = context.new_stream()?;
     let twice: CudaFunction = context.load_module(KERNEL.into())?.load_function("twice")?;
     let mut activations = stream.alloc_zeros::<f32>(FLOATS)?;
 
-    // The pool in that very context, and that very stream.
+    // The pool uses the same context and the same stream.
     let device = pinpool::cudarc::device(&context)?;
     let pool = Pool::builder(&device).capacity(64 << 20).build()?;
     // SAFETY: nothing here captures a stream.
@@ -63,7 +63,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let values: Vec<f32> = (0..FLOATS).map(|i| (i + round) as f32).collect();
         input.try_extend_from(&values)?;
 
-        // Up, through the server's kernel, and back: three things in a row on one stream.
+        // Upload, kernel, download: three operations in order on one stream.
         drop(shared.upload_to(input, &mut activations)?);
         let mut launch = stream.launch_builder(&twice);
         let n = FLOATS as u32;

@@ -1,10 +1,10 @@
-//! The same download, into cudarc's own pinned slice and into a buffer of the pool: whose bytes have landed when the
-//! CPU reads them?
+//! The same download into cudarc's own pinned slice and into a buffer of the pool: is the copy complete when safe code
+//! reads the bytes?
 //!
 //! `cargo run --release --features cudarc --example cudarc_race` needs an NVIDIA GPU. Both targets are filled with
-//! 0xEE, the device's memory with 0x11; a round is stale if the CPU reads any 0xEE after it was told that it may read.
-//! No `unsafe` is to blame: one switches event tracking off, one says that no stream is captured, one allocates what is
-//! written at once.
+//! 0xEE, the device's memory with 0x11. A round is stale if the CPU reads a 0xEE after a safe call allowed it to read.
+//! The `unsafe` blocks below are not the cause: one switches event tracking off, one promises that no stream is
+//! captured, one allocates memory that is written at once.
 
 #![allow(unsafe_code, reason = "cudarc's unsafe calls")]
 
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ours += own;
     }
     if ours > 0 {
-        return Err("pinpool handed out bytes that had not landed".into());
+        return Err("pinpool gave out a buffer before its download was complete".into());
     }
     Ok(())
 }

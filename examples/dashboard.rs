@@ -1,19 +1,20 @@
-//! A server that embeds a pool under load, gives its metrics to Prometheus, and shows them live on a page.
+//! A server with a pool under load. It serves its metrics for Prometheus, and a page that shows them live.
 //!
-//! `cargo run --release --features metrics --example dashboard`, then open <http://127.0.0.1:9185/>, or look from a
-//! terminal with `pinpool top`. With `--device cuda:0` the load runs on a GPU.
+//! `cargo run --release --features metrics --example dashboard`, then open <http://127.0.0.1:9185/>, or run `pinpool
+//! top` in a terminal. With `--device cuda:0` the load runs on a GPU.
 //!
-//! Three things make it up, and a server of your own needs the first two only:
+//! The example has three parts, of which a real server needs the first two:
 //!
-//! - [`Telemetry`]: a recorder of the crate metrics-exporter-prometheus, with the pool's own buckets for its
-//!   histograms, and a [`Sampler`] that sends it what the pool has counted;
-//! - [`router`]: `/metrics` with the text that the recorder renders, and `/` with a page that reads nothing but
-//!   `/metrics`, so that it can be served by any program as it is;
-//! - `load`: threads that use the pool in the way of an inference server, so that there is something to see.
+//! - [`Telemetry`]: a recorder of the crate metrics-exporter-prometheus, with the library's buckets for its histograms,
+//!   and a [`Sampler`] that sends the pool's counters to it;
+//! - [`router`]: `/metrics` with the text that the recorder renders, and `/` with a page that reads only `/metrics`, so
+//!   that any program can serve the page unchanged;
+//! - `load`: threads that use the pool like an inference server, so that there is something to see.
 //!
-//! Beside `dashboard/page.html` lie a dashboard for Grafana (`grafana.json`) and alert rules for Prometheus
-//! (`alerts.yml`) on the same metrics. The library has no idea how fast the link is; this program measures it before
-//! the load starts and exports it as [`PEAK`], which the page, the dashboards and `pinpool top` set the traffic beside.
+//! The folder `dashboard` also has a dashboard for Grafana (`grafana.json`) and alert rules for Prometheus
+//! (`alerts.yml`) on the same metrics. The library does not know how fast the link is. This program measures it before
+//! the load starts and exports it as [`PEAK`]; the page, the dashboard and `pinpool top` show the traffic as a share of
+//! it.
 
 #[path = "dashboard/load.rs"]
 mod load;
@@ -47,15 +48,15 @@ pub(crate) struct Options {
     /// Where to listen; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:9185")]
     pub(crate) listen: SocketAddr,
-    /// What the pool may pin at most, in MiB
+    /// The capacity of the pool, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(16..))]
     pub(crate) capacity: u32,
-    /// How often the pool is looked at, in milliseconds
+    /// How often the pool is sampled, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..))]
     pub(crate) interval: u32,
 }
 
-/// Whatever keeps the metrics going. The recorder is the process's, so there is one of these at most.
+/// The recorder and the sampler. A process has one recorder, so it has at most one `Telemetry`.
 pub(crate) struct Telemetry {
     handle: PrometheusHandle,
     _sampling: Sampling,
@@ -64,8 +65,8 @@ pub(crate) struct Telemetry {
 impl Telemetry {
     /// Installs the recorder and starts the sampler.
     pub(crate) fn install(pool: &Pool, interval: Duration) -> Result<Self, AnyError> {
-        // Without bounds the exporter makes summaries, which cannot be added up over servers. With the library's own
-        // bounds every duration is counted in the very bucket that the library counted it in.
+        // Without bounds the exporter makes summaries, which cannot be added up over servers. With the library's bounds
+        // the exporter counts each duration in the same bucket as the library does.
         let handle = PrometheusBuilder::new()
             .set_buckets_for_metric(Matcher::Prefix("pinpool".into()), &Histogram::bounds_seconds())?
             .install_recorder()?;
@@ -86,7 +87,8 @@ pub(crate) fn router(metrics: PrometheusHandle) -> Router {
     Router::new().route("/", get(page)).route("/metrics", get(text))
 }
 
-/// What a copy of pinned memory reaches while nothing else goes on: to the device and from it, in bytes a second.
+/// The speed of a copy of pinned memory while the device is otherwise idle: to the device and from it, in bytes a
+/// second.
 fn measure(pool: &Pool, device: &Device) -> Result<[f64; 2], pinpool::Error> {
     let stream = device.stream()?;
     let len = (pool.stats().capacity_bytes / 4).min(64 << 20);
@@ -105,7 +107,7 @@ fn measure(pool: &Pool, device: &Device) -> Result<[f64; 2], pinpool::Error> {
     Ok(best.map(|seconds| len as f64 / seconds))
 }
 
-/// The pool, its load, its metrics, and where they are served.
+/// The pool, its load and its metrics.
 pub(crate) struct Dashboard {
     pub(crate) pool: Pool,
     pub(crate) telemetry: Telemetry,
@@ -118,7 +120,7 @@ impl Dashboard {
         let pool = Pool::builder(&device)
             .name("serving")
             .capacity((options.capacity as usize) << 20)
-            // Under a low memlock limit this still runs, and the page says what is wrong.
+            // Under a low memlock limit the example still runs, and the page shows a warning.
             .unpinned(Unpinned::Allow)
             .build()?;
         let telemetry = Telemetry::install(&pool, Duration::from_millis(options.interval.into()))?;
@@ -128,7 +130,7 @@ impl Dashboard {
         }
         metrics::describe_gauge!(
             PEAK,
-            "What one copy of pinned memory reached before the load started, in bytes a second."
+            "The speed of one copy of pinned memory before the load started, in bytes a second."
         );
         let load = Load::start(&pool, &device)?;
         Ok(Self { pool, telemetry, _load: load })

@@ -1,4 +1,4 @@
-//! A checkpoint goes to the device, and its tensors are used as they arrive.
+//! A checkpoint is loaded to the device, and each tensor is used as soon as it is complete.
 //!
 //! `cargo run --release --features safetensors --example safetensors -- MODEL [PREFIX]`, where `MODEL` is a
 //! `.safetensors` file, an index, or a folder, and only names with the prefix are loaded. Without arguments it makes a
@@ -17,18 +17,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (path, _sample) = match args.next() {
         Some(path) => (PathBuf::from(path), None),
         None => {
-            // Its name cannot be guessed. It is removed when it is dropped, however the program ends.
+            // A file with a random name, removed when `_sample` is dropped.
             let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile()?;
             file.write_all(&small())?;
             (file.path().to_owned(), Some(file))
         }
     };
     let device = Device::open("auto")?;
-    // A server would leave `unpinned` at its default, which is to refuse; this is to run under any memlock limit.
+    // A server leaves `unpinned` at its default, which is to refuse. This example runs under any memlock limit.
     let pool = Pool::builder(&device).capacity(256 << 20).unpinned(Unpinned::Allow).build()?;
     let pipeline = Pipeline::builder(&pool, &device).build()?;
 
-    // Reads the headers, and refuses those that lie.
+    // Reads the headers and checks them.
     let checkpoint = Checkpoint::open(path)?;
     println!("{} tensors, {} bytes in all", checkpoint.len(), checkpoint.bytes());
 
@@ -40,10 +40,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut loading = loader.start()?;
     let mut tensors = Vec::new();
     while let Some(tensor) = loading.next() {
-        // It is on the device; those behind it are still being read. A server builds its first layers now.
+        // This tensor is on the device; later ones are still being read. A server builds its first layers now.
         let tensor = tensor?;
         if tensors.is_empty() {
-            // (A name may be any text: what is printed of it is escaped.)
+            // A name may be any text, so it is printed escaped, by `{:?}`.
             println!(
                 "{:?} is there after {:?}; {:?} left",
                 tensor.name(),
@@ -55,11 +55,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     println!("all of {} after {:?}", tensors.len(), start.elapsed());
 
-    // What is on the device is what was read.
+    // The bytes on the device are those that were read.
     let back = device_checksums(&pipeline, &tensors)?;
     assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
     for tensor in tensors.iter().take(5) {
-        // (A name may be any text: a terminal gets it escaped.)
         println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! A pool that has seen much, beside one that has seen nothing.
+//! A pool after many checkouts and returns in random order, beside a new pool.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -9,11 +9,11 @@ use super::Contender;
 use super::pair::Random;
 use super::stores::{pool, touch};
 
-/// A pool on which little or much has happened, on the thread that measures.
+/// Pairs and bursts on the new pool and on the churned one, on the measuring thread.
 pub fn churned() -> Vec<Contender> {
     const SEGMENTS: usize = 65_536;
     const LEN: usize = 4096;
-    /// More than a thread caches of one class.
+    /// More than a thread cache holds of one class.
     const BURST: usize = 256;
     let capacity = SEGMENTS * (LEN + 64) * 9 / 8;
     let fresh = pool(capacity);
@@ -49,7 +49,7 @@ pub fn churned() -> Vec<Contender> {
         since.elapsed().mul_f64(iters as f64 / iters.next_multiple_of(BURST as u64) as f64)
     };
     let (fresh2, worn2) = (fresh.clone(), worn.clone());
-    // The live half stays out for as long as the contender that it is there for.
+    // The contender owns the live half of the segments, so they stay out as long as it is measured.
     let worn_pair = move |_: usize, iters| {
         black_box(&live);
         pair(&worn, iters)

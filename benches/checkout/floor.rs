@@ -1,9 +1,9 @@
-//! The floor: a bare copy of what a hit does, with its parts taken away one at a time.
+//! The floor: a bare copy of a hit, with its parts removed one at a time.
 //!
-//! It shows what each part costs, and what is left when all that makes the pool safe to share is gone. Parts overlap in
-//! the processor, so a part costs less where others are still there. The copy is one of the stores that the patterns
-//! run on, so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`). [`super::relay`]
-//! has one thread take and another give (`cross_thread_return`).
+//! It shows the cost of each part, and the cost that remains without everything that makes the pool safe to share.
+//! Parts overlap in the processor, so a part costs less beside others than alone. The copy is one of the stores that
+//! the patterns run on, so it is measured by single pairs (`floor`) and with 64 live buffers (`live_parts`). In
+//! [`super::relay`] one thread takes and another gives (`cross_thread_return`).
 
 use std::cell::Cell;
 use std::ptr::null;
@@ -16,20 +16,20 @@ use super::Contender;
 use super::pair::{Work, entry};
 use super::stores::{PLAIN, PinpoolPlain, Store, TwoFetchAdds, pool, touch};
 
-/// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's thread cache from a
-/// thread-local; where a segment is, from what is known of it, and not from the list.
+/// The parts: finding the class of a length; the busy word; the permit; counting requested bytes; finding the thread
+/// cache by a thread-local; reading a segment's address from its descriptor, and not from the list.
 pub const CLASS: u32 = 1;
 pub const BUSY: u32 = 2;
-pub const PASS: u32 = 4;
+pub const PERMIT: u32 = 4;
 pub const BYTES: u32 = 8;
 pub const LOCAL: u32 = 16;
-pub const SLOT: u32 = 32;
+pub const DESCRIPTOR: u32 = 32;
 pub const ALL: u32 = 63;
 
-/// More than are out at a time.
+/// Segments of each size: more than are out at a time.
 const EACH: usize = 100;
 
-/// Stands for the pool in thread caches.
+/// Its address stands for that of the pool in the permits.
 static POOL: u8 = 0;
 
 #[repr(align(32))]
@@ -41,28 +41,28 @@ struct List {
 }
 
 #[repr(C, align(128))]
-struct Shard {
-    pass: AtomicPtr<u8>,
+struct ThreadCache {
+    permit: AtomicPtr<u8>,
     busy: AtomicU32,
     requested: AtomicU64,
     returned: AtomicU64,
     lists: [List; CLASSES],
 }
 
-/// What is known of a segment.
+/// Like a segment's descriptor.
 #[repr(align(32))]
-pub struct Slot {
+pub struct Descriptor {
     base: AtomicPtr<u8>,
 }
 
-impl Slot {
+impl Descriptor {
     pub fn new(base: *mut u8) -> Self {
         Self { base: AtomicPtr::new(base) }
     }
 }
 
 thread_local! {
-    static CURRENT: Cell<*const Shard> = const { Cell::new(null()) };
+    static CURRENT: Cell<*const ThreadCache> = const { Cell::new(null()) };
 }
 
 #[inline(always)]
@@ -78,19 +78,20 @@ pub struct Out {
     written: usize,
 }
 
-// SAFETY: two addresses and two numbers, of no thread's own.
+// SAFETY: two addresses and two numbers, which belong to no thread.
 unsafe impl Send for Out {}
 
-/// A thread's thread cache, full, with all that hangs on it.
+/// A thread's cache, and the memory that its lists point to.
 pub struct Owned {
-    shard: Box<Shard>,
+    cache: Box<ThreadCache>,
     _stacks: Vec<Box<[AtomicPtr<u8>]>>,
-    _slots: Vec<Slot>,
+    _descriptors: Vec<Descriptor>,
     _memory: Vec<Vec<u8>>,
 }
 
 impl Owned {
-    /// This thread's from here on, with the topmost of each list found without a subtraction; `limit` each.
+    /// Makes the calling thread's cache. Each list has room for `limit` segments; its stack begins with an unused
+    /// place, so that the topmost segment is at the count, without a subtraction.
     fn new(lists: &[(usize, Vec<*mut u8>)], limit: usize) -> Self {
         let mut cells: [List; CLASSES] = std::array::from_fn(|_| List {
             stack: AtomicPtr::new(std::ptr::null_mut()),
@@ -111,31 +112,31 @@ impl Owned {
             cells[*list].came = AtomicU64::new(at.len() as u64);
             stacks.push(stack);
         }
-        let shard = Box::new(Shard {
-            pass: AtomicPtr::new((&raw const POOL).cast_mut()),
+        let cache = Box::new(ThreadCache {
+            permit: AtomicPtr::new((&raw const POOL).cast_mut()),
             busy: AtomicU32::new(0),
             requested: AtomicU64::new(0),
             returned: AtomicU64::new(0),
             lists: cells,
         });
-        CURRENT.set(&raw const *shard);
-        Self { shard, _stacks: stacks, _slots: Vec::new(), _memory: Vec::new() }
+        CURRENT.set(&raw const *cache);
+        Self { cache, _stacks: stacks, _descriptors: Vec::new(), _memory: Vec::new() }
     }
 
-    /// One with room for so many of a class, and nothing in it.
+    /// An empty cache with room for `limit` segments of one class.
     pub fn empty(list: usize, limit: usize) -> Self {
         Self::new(&[(list, Vec::new())], limit)
     }
 
-    /// How many are in a list.
+    /// The number of segments in a list.
     pub fn count(&self, list: usize) -> usize {
-        let List { came, went, .. } = &self.shard.lists[list];
+        let List { came, went, .. } = &self.cache.lists[list];
         came.load(Relaxed).wrapping_sub(went.load(Relaxed)) as usize
     }
 
-    /// Puts these into a list that has room for them.
+    /// Puts segments into a list that has room for them.
     pub fn fill(&self, list: usize, from: impl ExactSizeIterator<Item = *mut u8>) {
-        let List { stack, came, limit, .. } = &self.shard.lists[list];
+        let List { stack, came, limit, .. } = &self.cache.lists[list];
         let count = self.count(list) as u64;
         let more = from.len() as u64;
         assert!(count + more <= limit.load(Relaxed));
@@ -146,9 +147,9 @@ impl Owned {
         add(came, more);
     }
 
-    /// Takes so many off a list that has them.
+    /// Takes `count` segments off a list that has them.
     pub fn drain(&self, list: usize, count: usize) -> impl Iterator<Item = *mut u8> {
-        let List { stack, went, .. } = &self.shard.lists[list];
+        let List { stack, went, .. } = &self.cache.lists[list];
         let have = self.count(list);
         assert!(count <= have);
         add(went, count as u64);
@@ -157,10 +158,10 @@ impl Owned {
     }
 }
 
-/// The copy with these parts.
+/// The copy of a hit with the parts in `PARTS`.
 pub struct Copied<const PARTS: u32> {
     sizes: &'static [usize],
-    /// The lists of the sizes, for who does not work them out.
+    /// The list of each size, for copies without [`CLASS`].
     lists: Vec<usize>,
 }
 
@@ -169,23 +170,23 @@ impl<const PARTS: u32> Copied<PARTS> {
         Self { sizes, lists: sizes.iter().filter_map(|len| Class::of(*len)).map(Class::index).collect() }
     }
 
-    /// Into the thread cache and out of it around `f`.
+    /// Calls `f` on the thread cache, between entering and leaving it.
     #[inline(always)]
-    fn inside<R>(local: &Owned, pool: *const u8, f: impl FnOnce(&Shard) -> Option<R>) -> Option<R> {
-        let shard = if PARTS & LOCAL == 0 {
-            &*local.shard
+    fn inside<R>(local: &Owned, pool: *const u8, f: impl FnOnce(&ThreadCache) -> Option<R>) -> Option<R> {
+        let cache = if PARTS & LOCAL == 0 {
+            &*local.cache
         } else {
             // SAFETY: set by `local`, on this thread, to the thread cache that `local` keeps.
             unsafe { &*CURRENT.get() }
         };
         if PARTS & BUSY != 0 {
-            shard.busy.store(1, Relaxed);
+            cache.busy.store(1, Relaxed);
             compiler_fence(Ordering::SeqCst);
         }
-        let passes = PARTS & PASS == 0 || std::ptr::eq(shard.pass.load(Acquire), pool);
-        let result = if passes { f(shard) } else { None };
+        let permitted = PARTS & PERMIT == 0 || std::ptr::eq(cache.permit.load(Acquire), pool);
+        let result = if permitted { f(cache) } else { None };
         if PARTS & BUSY != 0 {
-            shard.busy.store(0, Release);
+            cache.busy.store(0, Release);
         }
         result
     }
@@ -199,9 +200,9 @@ impl<const PARTS: u32> Copied<PARTS> {
             _ => Class::of(len).expect("a class").index(),
         };
         let pool = &raw const POOL;
-        let at = Self::inside(local, pool, |shard| {
-            // SAFETY: there is one for each class.
-            let cell = unsafe { shard.lists.get_unchecked(list) };
+        let at = Self::inside(local, pool, |cache| {
+            // SAFETY: there is a list for each class.
+            let cell = unsafe { cache.lists.get_unchecked(list) };
             let went = cell.went.load(Relaxed);
             let count = cell.came.load(Relaxed).wrapping_sub(went);
             if count == 0 {
@@ -211,16 +212,16 @@ impl<const PARTS: u32> Copied<PARTS> {
             let at = unsafe { &*cell.stack.load(Relaxed).add(count as usize) }.load(Relaxed);
             cell.went.store(went.wrapping_add(1), Relaxed);
             if PARTS & BYTES != 0 {
-                add(&shard.requested, len as u64);
+                add(&cache.requested, len as u64);
             }
             Some(at)
         })?;
-        let base = match PARTS & SLOT {
+        let base = match PARTS & DESCRIPTOR {
             0 => at,
-            // SAFETY: a slot, which is kept by whoever filled the lists.
-            _ => unsafe { &*at.cast::<Slot>() }.base.load(Relaxed),
+            // SAFETY: with `DESCRIPTOR` the lists hold addresses of descriptors, which the filler of the lists keeps.
+            _ => unsafe { &*at.cast::<Descriptor>() }.base.load(Relaxed),
         };
-        // SAFETY: ours, and longer than 0.
+        // SAFETY: the segment was taken off the list by this call, and no size is 0.
         unsafe { touch(base) };
         Some(Out { pool, at, tag: (len as u64) << 8 | list as u64, written: 0 })
     }
@@ -230,9 +231,9 @@ impl<const PARTS: u32> Copied<PARTS> {
     pub fn try_give(&self, local: &Owned, out: Out) -> Result<(), Out> {
         let Out { pool, at, tag, written } = out;
         debug_assert_eq!(written, 0);
-        let kept = Self::inside(local, pool, |shard| {
+        let kept = Self::inside(local, pool, |cache| {
             // SAFETY: as above.
-            let cell = unsafe { shard.lists.get_unchecked((tag & 255) as usize) };
+            let cell = unsafe { cache.lists.get_unchecked((tag & 255) as usize) };
             let came = cell.came.load(Relaxed);
             let count = came.wrapping_sub(cell.went.load(Relaxed));
             if count >= cell.limit.load(Relaxed) {
@@ -242,7 +243,7 @@ impl<const PARTS: u32> Copied<PARTS> {
             unsafe { &*cell.stack.load(Relaxed).add(count as usize + 1) }.store(at, Relaxed);
             cell.came.store(came.wrapping_add(1), Relaxed);
             if PARTS & BYTES != 0 {
-                add(&shard.returned, tag >> 8);
+                add(&cache.returned, tag >> 8);
             }
             Some(())
         });
@@ -261,19 +262,21 @@ impl<const PARTS: u32> Store for Copied<PARTS> {
             let start = start.cast_mut().wrapping_add(start.align_offset(64));
             (0..EACH).map(move |i| start.wrapping_add((self.sizes[size] + 64) * i))
         };
-        let slots: Vec<Slot> =
-            (0..self.sizes.len()).flat_map(bases).map(|at| Slot { base: AtomicPtr::new(at) }).collect();
+        let descriptors: Vec<Descriptor> =
+            (0..self.sizes.len()).flat_map(bases).map(|at| Descriptor { base: AtomicPtr::new(at) }).collect();
         let stacks: Vec<(usize, Vec<*mut u8>)> = (self.lists.iter().enumerate())
             .map(|(size, list)| {
-                let slots = slots[size * EACH..][..EACH].iter();
-                let at = match PARTS & SLOT {
+                let descriptors = descriptors[size * EACH..][..EACH].iter();
+                let at = match PARTS & DESCRIPTOR {
                     0 => bases(size).collect(),
-                    _ => slots.map(|slot| std::ptr::from_ref(slot).cast_mut().cast()).collect(),
+                    _ => descriptors
+                        .map(|descriptor| std::ptr::from_ref(descriptor).cast_mut().cast())
+                        .collect(),
                 };
                 (*list, at)
             })
             .collect();
-        Owned { _slots: slots, _memory: memory, ..Owned::new(&stacks, EACH) }
+        Owned { _descriptors: descriptors, _memory: memory, ..Owned::new(&stacks, EACH) }
     }
 
     #[inline(always)]
@@ -297,11 +300,11 @@ pub fn contenders() -> Vec<Contender> {
         copy::<ALL>("all_parts"),
         copy::<{ ALL & !CLASS }>("no_class"),
         copy::<{ ALL & !BUSY }>("no_busy_word"),
-        copy::<{ ALL & !PASS }>("no_pass"),
+        copy::<{ ALL & !PERMIT }>("no_permit"),
         copy::<{ ALL & !BYTES }>("no_requested_bytes"),
         copy::<{ ALL & !LOCAL }>("no_thread_local"),
-        copy::<{ ALL & !SLOT }>("no_slot"),
-        copy::<{ ALL & !(BUSY | PASS) }>("no_gate"),
+        copy::<{ ALL & !DESCRIPTOR }>("no_descriptor"),
+        copy::<{ ALL & !(BUSY | PERMIT) }>("no_protocol"),
         copy::<{ CLASS | BYTES }>("class_and_bytes"),
         copy::<0>("the_stack_alone"),
     ]

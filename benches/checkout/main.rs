@@ -1,50 +1,56 @@
-//! What a checkout and a return cost, beside other ways to get a buffer and beside the price they are held to: two
-//! relaxed increments of an atomic that nobody else touches.
+//! What a checkout and a return cost, beside other ways to get a buffer and beside the gate's measure: two relaxed
+//! increments of an atomic that no other thread uses.
+//!
+//! # Files
+//!
+//! `stores.rs` has the contenders, each a `Store` of buffers. `pair.rs` has the patterns that run on a store, and the
+//! main groups; read these two first. Each further file is a group of its own (the table below names it), except for
+//! `parts.rs`, which has the bare copies for `relay.rs`. `../measure` has rounds, ratios and options.
 //!
 //! # How it is measured
 //!
-//! Threads are started for each measurement, prepare what they need and run a thousand operations to warm up; a barrier
-//! then releases them together. Each takes the wall time of its own operations, and a measurement is the *mean over the
-//! threads*, so a figure is nanoseconds per operation as one thread sees it, however many run beside it.
+//! Threads are started for each measurement, prepare their buffers and run a thousand operations to warm up; a barrier
+//! then releases them together. Each thread measures the wall time of its own operations. A measurement is the *mean
+//! over the threads*, so a figure is nanoseconds per operation of one thread, however many threads run beside it.
 //!
-//! Figures of separate runs differ by more than what they are to show, above all on a machine that others use. What
-//! counts is therefore the table at the end: contenders take short turns, round after round, each round gives a ratio
-//! to the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of
-//! the rounds with their quartiles.
+//! Figures of separate runs differ by more than the differences of interest, above all on a machine with other users.
+//! So the result is the table at the end: contenders take short turns, round after round, each round gives a ratio to
+//! the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of the
+//! rounds with their quartiles.
 //!
 //! # What is measured
 //!
 //! | group | file | an operation is |
 //! | --- | --- | --- |
 //! | `checkout_return` | `pair.rs` | check out 64 KiB, write one byte, return |
-//! | `floor` | `floor.rs` | the same on a bare copy of what a hit does, its parts taken away one at a time |
+//! | `floor` | `floor.rs` | the same on a bare copy of a hit, with its parts removed one at a time |
 //! | `checkout_return_64_live` | `pair.rs` | the same while the thread has 64 buffers of eight sizes: one, chosen at random, is replaced |
 //! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
-//! | `live_parts` | `pair.rs` | the same by parts: over the plain figure, with and without random order and several sizes, beside a bare stack and beside nothing |
-//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns, one at a time and by 64; beside it handing over alone, and bare copies of what is to be done, part by part |
-//! | `churn_65536` | `churn.rs` | as the first with 4 KiB, where 65,536 segments were out and a random half was returned, and in bursts that outrun what a thread caches |
+//! | `live_parts` | `pair.rs` | the same by parts: with and without random order and several sizes, beside a bare stack and beside nothing |
+//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns, one at a time and by 64; beside it the queue alone, and bare copies of the work, part by part |
+//! | `churn_65536` | `churn.rs` | as the first with 4 KiB, after 65,536 segments were out and a random half was returned; and in bursts larger than a thread cache |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
-//! | `hand_over` | `waiting.rs` | two threads wait for one segment by turns, beside a mutex and a condition variable |
+//! | `hand_over` | `waiting.rs` | two threads wait for one segment in turn, beside a mutex and a condition variable |
 //! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
-//! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles of the hits, and of all |
+//! | `tails` | `tails.rs` | single hits by the clock, while regions are made and freed and copies complete: quantiles of the hits, and of all |
 //!
-//! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They are asked for
-//! an alignment of 16 bytes, their fast path, though the pool gives 64. `array_queue` and `parking_lot_vec` keep a
-//! queue or a stack for each size; the pool finds the size class of each length.
+//! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They allocate with
+//! an alignment of 16 bytes, their fast path, though the pool's is 64. `array_queue` and `parking_lot_vec` keep a queue
+//! or a stack for each size; the pool finds the size class of each length.
 //!
 //! # Running it
 //!
-//! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs each group by criterion first
-//! and then prints its table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4`
+//! `cargo bench --bench checkout`, or the executable by itself. With `--bench` it runs each group by criterion and then
+//! prints its table; without it, only the table. `--only GROUP,GROUP` runs some groups. `PINPOOL_BENCH_THREADS=1,2,4`
 //! sets the numbers of threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set
 //! these. `--pairs N` only makes N checkouts and returns, for a tool that counts instructions (`.ci/instructions`).
 #![allow(missing_docs, unsafe_code)]
 
-/// The crate's own file, which is no part of its public face.
+/// The crate's own file, which is not part of its public interface.
 #[path = "../../src/segment.rs"]
 #[allow(dead_code)]
 mod segment;
-/// What that file uses of the crate.
+/// The part of the crate that the file uses.
 mod error {
     pub use pinpool::{Error, Result};
 }
@@ -68,7 +74,7 @@ use criterion::{BenchmarkId, Criterion};
 use measure::{Rounds, line};
 use pair::Work;
 
-/// A contender with its type left behind: time for (threads, operations).
+/// A contender, whatever its type: `run` takes threads and operations, and returns the time.
 pub struct Contender {
     name: &'static str,
     run: Box<dyn Fn(usize, u64) -> Duration>,
@@ -80,7 +86,8 @@ impl Contender {
     }
 }
 
-/// A group: how it is called, its contenders, on how many threads, and by how much a round is shorter than usual.
+/// A group: its name, its contenders, the numbers of threads, and the factor by which its rounds are shorter than
+/// usual.
 struct Group {
     name: &'static str,
     contenders: Vec<Contender>,
@@ -88,7 +95,7 @@ struct Group {
     shorter: u64,
 }
 
-/// Contenders take turns; each round's ratio is to the round's first contender.
+/// Measures a group by rounds and prints its table. Each round's ratios are to the round's first contender.
 fn table(group: &Group, quick: bool) {
     let Group { name: title, contenders, threads, shorter } = group;
     let (rounds, iters) = if quick { (7, 20_000) } else { (41, 200_000) };
@@ -99,7 +106,7 @@ fn table(group: &Group, quick: bool) {
     for &n in threads {
         let mut times = Rounds::new(contenders.len());
         for round in 0..rounds {
-            // Every contender comes first in some rounds, so that none always follows the same one.
+            // Each contender comes first in some rounds, so that none always follows the same one.
             for i in 0..contenders.len() {
                 let i = (i + round) % contenders.len();
                 times.add(i, (contenders[i].run)(n, iters).as_secs_f64() * 1e9 / iters as f64);
@@ -162,7 +169,7 @@ fn main() {
             .measurement_time(Duration::from_millis(time))
     });
     for (name, make, threads, shorter) in wanted {
-        // One group's pools at a time: each has up to 2 GiB.
+        // One group's pools exist at a time: each has up to 2 GiB.
         let one = Group { name, contenders: make(), threads: threads.to_vec(), shorter };
         if let Some(criterion) = &mut criterion {
             group(criterion, &one);

@@ -6,13 +6,13 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use super::Contender;
-use super::floor::{ALL, BUSY, BYTES, CLASS, Copied, PASS, SLOT};
+use super::floor::{ALL, BUSY, BYTES, CLASS, Copied, DESCRIPTOR, PERMIT};
 use super::stores::{
     Bare, Harness, LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds,
     pool,
 };
 
-/// What each thread does.
+/// The pattern of each thread's operations.
 #[derive(Clone, Copy)]
 pub enum Work {
     /// Check out, return.
@@ -21,11 +21,11 @@ pub enum Work {
     Alike,
     /// Replace one of [`LIVE`] buffers.
     Live,
-    /// The same, the oldest by turns.
+    /// The same, the oldest first.
     InOrder,
 }
 
-/// Small and reproducible; made before the clock starts.
+/// Random numbers, the same in each run; drawn before the clock starts.
 pub struct Random(pub u64);
 
 impl Random {
@@ -73,9 +73,9 @@ pub fn turn<S: Store>(
             let mut run = |n: u64| {
                 for _ in 0..n {
                     let Some(&(at, size)) = steps.next() else { return };
-                    // Its place is found first: were there anything in between that could panic, a buffer would have to
-                    // be in memory for whoever drops it then, put there in words, and be moved from there in wider
-                    // pieces, for which the processor waits longer than for all the rest.
+                    // The place is found first. If code that can panic came in between, the new buffer would have to be
+                    // in memory for unwinding, written in words and then read in wider pieces, and the processor would
+                    // wait for that longer than for all the rest.
                     let place = &mut live[at];
                     let old = std::mem::replace(place, store.take(&mut local, size));
                     store.give(&mut local, old);
@@ -106,7 +106,7 @@ pub fn measure<S: Store>(store: &S, work: Work, sizes: usize, threads: usize, it
     sum / threads as u32
 }
 
-/// A store under a pattern, with so many sizes.
+/// A contender: a store under a pattern, with `sizes` sizes.
 pub fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
     Contender::new(name, move |threads, iters| measure(&store, work, sizes, threads, iters))
 }
@@ -118,7 +118,7 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
         Work::Live | Work::InOrder => (MIXED, LIVE + 2),
     };
     let n = sizes.len();
-    // As servers have them, some gigabytes: then a thread may keep 64 of each size here.
+    // Some gigabytes, as in a server: a thread cache may then hold 64 segments of each size here.
     let pool = pool(2 << 30);
     vec![
         entry("two_fetch_adds", TwoFetchAdds, work, n),
@@ -134,25 +134,25 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     ]
 }
 
-/// What 64 live buffers cost, by parts: the same pool with fewer of the pattern's troubles; a bare copy of a hit with all of
-/// these, and with its own parts taken away; a bare stack; and the pattern without any buffers. Ratios are to the pool's
-/// plain figure.
+/// The cost of 64 live buffers, by parts: the pool with fewer sizes or without random order; a bare copy of a hit with
+/// the whole pattern, and with its own parts removed; a bare stack; and the pattern without any buffers. Ratios are to
+/// the pool's plain figure.
 pub fn live_parts() -> Vec<Contender> {
     let (mixed, alike, each) = (MIXED.len(), PLAIN.len(), LIVE + 2);
     let pool = pool(2 << 30);
-    let ours = |sizes| Pinpool { pool: pool.clone(), sizes };
+    let pinpool = |sizes| Pinpool { pool: pool.clone(), sizes };
     vec![
         entry("plain", PinpoolPlain { pool: pool.clone(), len: PLAIN[0] }, Work::Pair, alike),
-        entry("random_mixed", ours(MIXED), Work::Live, mixed),
-        entry("random_alike", ours(PLAIN), Work::Live, alike),
-        entry("in_order_mixed", ours(MIXED), Work::InOrder, mixed),
-        entry("in_order_alike", ours(PLAIN), Work::InOrder, alike),
+        entry("random_mixed", pinpool(MIXED), Work::Live, mixed),
+        entry("random_alike", pinpool(PLAIN), Work::Live, alike),
+        entry("in_order_mixed", pinpool(MIXED), Work::InOrder, mixed),
+        entry("in_order_alike", pinpool(PLAIN), Work::InOrder, alike),
         entry("copy_plain", Copied::<ALL>::new(PLAIN), Work::Pair, alike),
         entry("copy_mixed", Copied::<ALL>::new(MIXED), Work::Live, mixed),
         entry("copy_no_class", Copied::<{ ALL & !CLASS }>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_gate", Copied::<{ ALL & !(BUSY | PASS) }>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_protocol", Copied::<{ ALL & !(BUSY | PERMIT) }>::new(MIXED), Work::Live, mixed),
         entry("copy_no_bytes", Copied::<{ ALL & !BYTES }>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_slot", Copied::<{ ALL & !SLOT }>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_descriptor", Copied::<{ ALL & !DESCRIPTOR }>::new(MIXED), Work::Live, mixed),
         entry("copy_stack_alone", Copied::<0>::new(MIXED), Work::Live, mixed),
         entry("bare_plain", Bare { sizes: PLAIN, each }, Work::Pair, alike),
         entry("bare_random_mixed", Bare { sizes: MIXED, each }, Work::Live, mixed),
@@ -163,7 +163,7 @@ pub fn live_parts() -> Vec<Contender> {
     ]
 }
 
-/// So many checkouts and returns on this thread, and nothing else: for a tool that counts instructions.
+/// Makes `pairs` checkouts and returns on this thread, and nothing else: for a tool that counts instructions.
 pub fn count(pairs: u64) {
     let pool = pool(64 << 20);
     let store = PinpoolPlain { pool, len: PLAIN[0] };

@@ -1,6 +1,7 @@
-//! What a return on another thread takes, as bare copies that [`super::relay`] adds part by part.
+//! Bare copies of the work of a return on another thread, for [`super::relay`], which adds one part after the other.
 //!
-//! Memory is the pool's own, as many segments as go round there, so that pages and caches are alike.
+//! The memory is a pool's, with as many segments as circulate in the pool's own row, so that pages and caches are
+//! alike.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
@@ -9,13 +10,13 @@ use crate::segment::Class;
 use parking_lot::Mutex;
 use pinpool::PinnedBuf;
 
-use super::floor::{Copied, Out, Owned, SLOT, Slot};
+use super::floor::{Copied, DESCRIPTOR, Descriptor, Out, Owned};
 use super::stores::{PLAIN, pool};
 
-/// As many as a pool of 1 GiB lets a thread keep of that size, and half of it.
+/// The limit of a thread cache for this size in a pool of 1 GiB, and half of it.
 const LIMIT: usize = 63;
 const HALF: usize = LIMIT.div_ceil(2);
-/// As many as go round: a queue of 256, two lists, and some on their way back.
+/// The segments that circulate: a queue of 256, two lists, and some on their way back.
 const ROUND: usize = 512;
 
 /// Segments of the pool's memory.
@@ -34,7 +35,7 @@ pub struct Cycle {
     _memory: Vec<PinnedBuf>,
 }
 
-// SAFETY: addresses, and memory that nobody uses but through them.
+// SAFETY: addresses, and memory that is only used through them.
 unsafe impl Sync for Cycle {}
 
 impl Cycle {
@@ -52,7 +53,7 @@ impl Cycle {
     }
 }
 
-/// Lists that have nothing to do with each other: the maker's is filled from a cycle, the dropper's is just emptied.
+/// Two lists that are not connected: the maker's is filled from a cycle, the dropper's is just emptied.
 pub struct Apart<const PARTS: u32> {
     copy: Copied<PARTS>,
     cycle: Cycle,
@@ -60,7 +61,7 @@ pub struct Apart<const PARTS: u32> {
 
 impl<const PARTS: u32> Apart<PARTS> {
     pub fn new() -> Self {
-        assert_eq!(PARTS & SLOT, 0, "the cycle has no slots");
+        assert_eq!(PARTS & DESCRIPTOR, 0, "the cycle has no descriptors");
         Self { copy: Copied::new(PLAIN), cycle: Cycle::new() }
     }
 
@@ -92,53 +93,62 @@ const EMPTY: u32 = 0;
 const MOVING: u32 = 1;
 const FULL: u32 = 2;
 
-/// Like a transfer cache's.
+/// Like a slot of a transfer cache.
 #[repr(align(128))]
-struct Hook {
+struct TransferSlot {
     state: AtomicU32,
     count: AtomicUsize,
     at: [AtomicPtr<u8>; HALF],
 }
 
-impl Hook {
+impl TransferSlot {
     fn enter(&self, from: u32) -> bool {
         self.state.load(Relaxed) == from
             && self.state.compare_exchange(from, MOVING, Acquire, Relaxed).is_ok()
     }
 }
 
-/// An address, of what is kept.
+/// The address of a segment, or of its descriptor.
 struct At(*mut u8);
 
 // SAFETY: only an address.
 unsafe impl Send for At {}
 
-/// Lists between which halves go back.
-pub struct Hooked<const PARTS: u32> {
+/// Two lists, with transfer slots through which halves of the dropper's list go back to the maker's.
+pub struct Joined<const PARTS: u32> {
     copy: Copied<PARTS>,
-    hooks: [Hook; 8],
-    /// What has not gone out yet, or found no slot.
+    slots: [TransferSlot; 8],
+    /// Segments that were not taken yet, or found no free slot.
     stock: Mutex<Vec<At>>,
-    _slots: Vec<Slot>,
+    _descriptors: Vec<Descriptor>,
     _memory: Vec<PinnedBuf>,
 }
 
-impl<const PARTS: u32> Hooked<PARTS> {
+impl<const PARTS: u32> Joined<PARTS> {
     pub fn new() -> Self {
         let mut memory = memory(ROUND * 2);
         let bases = memory.iter_mut().map(PinnedBuf::as_mut_ptr);
-        let slots: Vec<Slot> = bases.map(Slot::new).collect();
-        let stock = match PARTS & SLOT {
+        let descriptors: Vec<Descriptor> = bases.map(Descriptor::new).collect();
+        let stock = match PARTS & DESCRIPTOR {
             0 => memory.iter_mut().map(|buf| At(buf.as_mut_ptr())).collect(),
-            _ => slots.iter().map(|slot| At(std::ptr::from_ref(slot).cast_mut().cast())).collect(),
+            _ => descriptors
+                .iter()
+                .map(|descriptor| At(std::ptr::from_ref(descriptor).cast_mut().cast()))
+                .collect(),
         };
-        let hook = |_| Hook {
+        let slot = |_| TransferSlot {
             state: AtomicU32::new(EMPTY),
             count: AtomicUsize::new(0),
             at: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
         };
-        let hooks = std::array::from_fn(hook);
-        Self { copy: Copied::new(PLAIN), hooks, stock: Mutex::new(stock), _slots: slots, _memory: memory }
+        let slots = std::array::from_fn(slot);
+        Self {
+            copy: Copied::new(PLAIN),
+            slots,
+            stock: Mutex::new(stock),
+            _descriptors: descriptors,
+            _memory: memory,
+        }
     }
 
     pub fn maker(&self) -> impl FnMut() -> Out {
@@ -164,10 +174,10 @@ impl<const PARTS: u32> Hooked<PARTS> {
     #[cold]
     #[inline(never)]
     fn refill(&self, owned: &Owned) {
-        if let Some(hook) = self.hooks.iter().find(|hook| hook.enter(FULL)) {
-            let count = hook.count.load(Relaxed);
-            owned.fill(list(), hook.at[..count].iter().map(|at| at.load(Relaxed)));
-            hook.state.store(EMPTY, Release);
+        if let Some(slot) = self.slots.iter().find(|slot| slot.enter(FULL)) {
+            let count = slot.count.load(Relaxed);
+            owned.fill(list(), slot.at[..count].iter().map(|at| at.load(Relaxed)));
+            slot.state.store(EMPTY, Release);
             return;
         }
         let mut stock = self.stock.lock();
@@ -179,20 +189,20 @@ impl<const PARTS: u32> Hooked<PARTS> {
     #[inline(never)]
     fn make_room(&self, owned: &Owned) {
         let half = owned.drain(list(), HALF);
-        match self.hooks.iter().find(|hook| hook.enter(EMPTY)) {
-            Some(hook) => {
-                hook.count.store(HALF, Relaxed);
-                hook.at.iter().zip(half).for_each(|(place, at)| place.store(at, Relaxed));
-                hook.state.store(FULL, Release);
+        match self.slots.iter().find(|slot| slot.enter(EMPTY)) {
+            Some(slot) => {
+                slot.count.store(HALF, Relaxed);
+                slot.at.iter().zip(half).for_each(|(place, at)| place.store(at, Relaxed));
+                slot.state.store(FULL, Release);
             }
             None => self.stock.lock().extend(half.map(At)),
         }
     }
 }
 
-/// A thread's lists, which go back to the stock at its end.
+/// A thread's lists; its segments go back to the stock at the thread's end.
 struct Returned<'a, const PARTS: u32> {
-    home: &'a Hooked<PARTS>,
+    home: &'a Joined<PARTS>,
     owned: Owned,
 }
 

@@ -2,34 +2,34 @@
 //!
 //! # How it is measured
 //!
-//! One thread, the *maker*, checks out and writes a byte; another, the *dropper*, returns; in between a queue with room for
-//! 256 takes the buffers one by one: a ring for one thread on each side, which is the leanest there is, so that little has to
-//! be subtracted. Where they are handed over 64 at a time, it has room for 4 such batches.
+//! One thread, the *maker*, checks out and writes a byte; another, the *dropper*, returns. Between them a queue with
+//! room for 256 buffers takes them one by one: a ring with one thread on each side, the cheapest queue there is, so
+//! that little has to be subtracted. For batches of 64 buffers it has room for 4 batches.
 //!
-//! What a queue costs depends on who waits for whom. A dropper that finds it empty each time, and looks again and again, takes
-//! the maker's lines away, and a little work more on one side may cost, or save, ten times what it takes itself. So both
-//! threads work as if alone: who finds the queue full (or empty) waits until it is half empty (or half full), and looks
-//! seldom. Then each of them works at least through half a queue without meeting the other, whichever is faster.
-//! Both are bound to one processor each, the same for every row and no siblings of one core.
+//! The cost of a queue depends on which side waits. A dropper that finds the queue empty each time, and polls it, takes
+//! the maker's cache lines away, and a little more work on one side may cost, or save, ten times its own time. So both
+//! threads work as if alone: a thread that finds the queue full (or empty) waits until it is half empty (or half full),
+//! and polls seldom. Then each thread works through at least half a queue without meeting the other, whichever is
+//! faster. Each thread is bound to a processor, the same for every row, and the two are not siblings of one core.
 //!
-//! Three figures come of a run, in ns an operation: the wall time, which is the slower side's; and what each side worked,
-//! the time that it waited left out. The *difference* is what a row takes more than handing over a handle, a value as
-//! large as a buffer (a buffer is 32 bytes: `bare_word`, a single one, shows what that makes in a queue), over what a
-//! checkout and a return cost on one thread, in the same round. It is printed for the wall time and for both sides'
-//! work together, which is the harsher.
+//! A run gives three figures, in ns an operation: the wall time, which is that of the slower side; and each side's
+//! work, which is its time without waiting. The *difference* is the time that a row takes more than handing over a
+//! value as large as a buffer (32 bytes; the row `bare_word` shows what a single word costs), as a multiple of a
+//! checkout and return on one thread in the same round. It is printed for the wall time and for both sides' work
+//! together, which is the stricter.
 //!
 //! # By parts
 //!
-//! What the pool has to do for it, added one by one (`parts.rs` has the copies):
+//! The pool's work, added one part at a time (`parts.rs` has the copies):
 //!
 //! | row | what it does |
 //! | --- | --- |
 //! | `bare_handle` | hands over 32 bytes |
-//! | `touched` | and writes a byte of one buffer after the other, as many as go round in the pool |
-//! | `lists_apart` | and takes them from a list and puts them into one; nothing goes back |
-//! | `lists` | and half a list goes back at a time, over hooks like a rack's: a compare-and-swap on each side |
-//! | `lists_slots` | and where a buffer is, is found out from its slot |
-//! | `all_parts` | and all other parts of a hit (`floor.rs`) |
+//! | `touched` | and writes a byte of one buffer after the other, as many as circulate in the pool |
+//! | `lists_apart` | and takes the buffers off a list and puts them into another; none goes back |
+//! | `lists` | and half a list goes back at a time, by slots like a transfer cache's: a compare-and-swap on each side |
+//! | `lists_descriptors` | and reads a buffer's address from a descriptor |
+//! | `all_parts` | and has all other parts of a hit (`floor.rs`) |
 //! | `pinpool` | the pool |
 
 use std::hint::black_box;
@@ -39,15 +39,15 @@ use std::time::{Duration, Instant};
 use pinpool::PinnedBuf;
 use rtrb::RingBuffer;
 
-use super::floor::{ALL, SLOT};
+use super::floor::{ALL, DESCRIPTOR};
 use super::measure::{self, Rounds, Spread, line};
-use super::parts::{Apart, Cycle, Hooked};
+use super::parts::{Apart, Cycle, Joined};
 use super::stores::{PLAIN, pool, touch};
 
-/// Buffers that change threads together, in some rows.
+/// Buffers in a batch, for the rows with batches.
 const TOGETHER: usize = 64;
 
-/// What a run took, in ns an operation.
+/// The figures of a run, in ns an operation.
 #[derive(Clone, Copy, Default)]
 struct Sides {
     wall: f64,
@@ -55,13 +55,14 @@ struct Sides {
     dropper: f64,
 }
 
-// --- placing -----------------------------------------------------------------------------------------------------------
+// --- placing
+// -----------------------------------------------------------------------------------------------------------
 
 /// Binds the calling thread to these processors.
 fn bind(cpus: &[usize]) {
     // SAFETY: all zeros is the empty set.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: writes into the set, which has room for every number that the kernel gave us.
+    // SAFETY: writes into the set, which has room for every number that the kernel has returned.
     cpus.iter().for_each(|cpu| unsafe { libc::CPU_SET(*cpu, &mut set) });
     // SAFETY: reads the set. Where it is refused, threads stay where they are.
     unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
@@ -77,7 +78,7 @@ fn allowed() -> Vec<usize> {
     (0..libc::CPU_SETSIZE as usize).filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) }).collect()
 }
 
-/// One for each side: the first, and the last that is no sibling of it.
+/// A processor for each side: the first, and the last that is no sibling of it.
 fn places(allowed: &[usize]) -> (usize, usize) {
     let first = allowed.first().copied().unwrap_or(0);
     let path = format!("/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list");
@@ -92,9 +93,10 @@ fn places(allowed: &[usize]) -> (usize, usize) {
     (first, other.or(allowed.last().copied()).unwrap_or(first))
 }
 
-// --- one run -----------------------------------------------------------------------------------------------------------
+// --- one run
+// -----------------------------------------------------------------------------------------------------------
 
-/// Waits, looking seldom. How long.
+/// Waits, polling seldom. Returns for how long.
 fn wait(until: impl Fn() -> bool) -> Duration {
     let since = Instant::now();
     while !until() {
@@ -103,7 +105,8 @@ fn wait(until: impl Fn() -> bool) -> Duration {
     since.elapsed()
 }
 
-/// From this thread to another through a queue. `dropper` makes there what takes them.
+/// Sends values from this thread to another through a queue. `dropper` runs on the other thread and makes the function
+/// that takes the values.
 fn relay<T: Send, D: FnMut(T)>(
     iters: usize,
     room: usize,
@@ -136,26 +139,27 @@ fn relay<T: Send, D: FnMut(T)>(
         barrier.wait();
         let (since, mut waited) = (Instant::now(), Duration::ZERO);
         for _ in 0..iters {
-            // A place is found first. What may come back would be in memory, put there in words and moved on in wider
-            // pieces, for which the processor has to wait.
+            // A place is found first. A value that a full queue may hand back has to be in memory, written in words and
+            // then read in wider pieces, and the processor has to wait for that.
             if into.cached_slots() == 0 && into.is_full() {
                 waited += wait(|| into.slots() >= room / 2);
             }
-            let Ok(()) = into.push(make()) else { unreachable!("nobody else pushes") };
+            let Ok(()) = into.push(make()) else { unreachable!("no other thread pushes") };
         }
         let maker = each(since.elapsed() - waited);
-        let dropper = other.join().expect("nobody panics");
+        let dropper = other.join().expect("the dropper does not panic");
         Sides { wall: each(since.elapsed()), maker, dropper }
     })
 }
 
-// --- the rows ----------------------------------------------------------------------------------------------------------
+// --- the rows
+// ----------------------------------------------------------------------------------------------------------
 
 type Row = (&'static str, Box<dyn Fn(usize) -> Sides>);
 
 fn rows(places: (usize, usize)) -> Vec<Row> {
     const ROOM: usize = 256;
-    // So large that a thread may keep as many as are on the way.
+    // So large that a thread cache may hold as many segments as are under way.
     let pool = pool(1 << 30);
     let checkout = |pool: &pinpool::Pool| {
         let mut buf = pool.checkout(black_box(PLAIN[0])).expect("the pool is large enough");
@@ -169,11 +173,11 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
         let each = |time: f64| time / TOGETHER as f64;
         Sides { wall: each(wall), maker: each(maker), dropper: each(dropper) }
     };
-    fn gone<T>() -> impl FnMut(T) {
+    fn dropped<T>() -> impl FnMut(T) {
         drop::<T>
     }
     let handle = || black_box([1usize; 4]);
-    // Who gets a handle reads it: else its lines would never come over.
+    // The dropper reads the handle: otherwise its cache lines would not move between the processors.
     fn read() -> impl FnMut([usize; 4]) {
         |[a, b, c, d]| {
             black_box(a ^ b ^ c ^ d);
@@ -200,13 +204,13 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
     };
     let together = move |iters| {
         let some = || (0..TOGETHER).map(|_| checkout(&many)).collect::<Vec<_>>();
-        batches(iters, &|n| relay(n, 4, places, some, gone::<Vec<PinnedBuf>>))
+        batches(iters, &|n| relay(n, 4, places, some, dropped::<Vec<PinnedBuf>>))
     };
     let cycle = Cycle::new();
     let touched = move |iters| {
         let mut next = cycle.turn();
         let make = || {
-            // SAFETY: of a buffer that the cycle keeps.
+            // SAFETY: the start of a buffer that the cycle keeps.
             unsafe { touch(next()) };
             handle()
         };
@@ -215,11 +219,12 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
     fn apart<const PARTS: u32>(iters: usize, places: (usize, usize), apart: &Apart<PARTS>) -> Sides {
         relay(iters, ROOM, places, apart.maker(), || apart.dropper())
     }
-    fn hooked<const PARTS: u32>(iters: usize, places: (usize, usize), hooked: &Hooked<PARTS>) -> Sides {
-        relay(iters, ROOM, places, hooked.maker(), || hooked.dropper())
+    fn joined<const PARTS: u32>(iters: usize, places: (usize, usize), joined: &Joined<PARTS>) -> Sides {
+        relay(iters, ROOM, places, joined.maker(), || joined.dropper())
     }
     let lists_apart = Apart::<0>::new();
-    let (lists, lists_slots, all_parts) = (Hooked::<0>::new(), Hooked::<SLOT>::new(), Hooked::<ALL>::new());
+    let (lists, lists_descriptors, all_parts) =
+        (Joined::<0>::new(), Joined::<DESCRIPTOR>::new(), Joined::<ALL>::new());
     vec![
         ("same_thread", Box::new(same_thread)),
         ("bare_handle", Box::new(move |iters| relay(iters, ROOM, places, handle, read))),
@@ -241,16 +246,20 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
         ),
         ("touched", Box::new(touched)),
         ("lists_apart", Box::new(move |iters| apart(iters, places, &lists_apart))),
-        ("lists", Box::new(move |iters| hooked(iters, places, &lists))),
-        ("lists_slots", Box::new(move |iters| hooked(iters, places, &lists_slots))),
-        ("all_parts", Box::new(move |iters| hooked(iters, places, &all_parts))),
-        ("pinpool", Box::new(move |iters| relay(iters, ROOM, places, || checkout(&one), gone::<PinnedBuf>))),
+        ("lists", Box::new(move |iters| joined(iters, places, &lists))),
+        ("lists_descriptors", Box::new(move |iters| joined(iters, places, &lists_descriptors))),
+        ("all_parts", Box::new(move |iters| joined(iters, places, &all_parts))),
+        (
+            "pinpool",
+            Box::new(move |iters| relay(iters, ROOM, places, || checkout(&one), dropped::<PinnedBuf>)),
+        ),
         ("bare_handles_64", Box::new(handles)),
         ("pinpool_64", Box::new(together)),
     ]
 }
 
-// --- the table ---------------------------------------------------------------------------------------------------------
+// --- the table
+// ---------------------------------------------------------------------------------------------------------
 
 pub fn table(quick: bool) {
     const TITLE: &str = "cross_thread_return";
@@ -263,7 +272,7 @@ pub fn table(quick: bool) {
     // Wall time, the maker's work, the dropper's, and both of these.
     let mut figures: [Rounds; 4] = std::array::from_fn(|_| Rounds::new(rows.len()));
     for round in 0..rounds {
-        // Every row comes first in some rounds, so that none always follows the same one.
+        // Each row comes first in some rounds, so that none always follows the same one.
         for i in (0..rows.len()).map(|i| (i + round) % rows.len()) {
             let Sides { wall, maker, dropper } = (rows[i].1)(iters);
             for (rounds, value) in figures.iter_mut().zip([wall, maker, dropper, maker + dropper]) {
@@ -277,7 +286,7 @@ pub fn table(quick: bool) {
         places.0, places.1
     );
     println!(
-        "{:<16} {:>8} {:>8} {:>8}   difference, of the wall time {:>11} of both sides' work",
+        "{:<18} {:>8} {:>8} {:>8}   difference, of the wall time {:>11} of both sides' work",
         "", "wall ns", "maker", "dropper", ""
     );
     let handle = |i: usize| {
@@ -285,13 +294,13 @@ pub fn table(quick: bool) {
     };
     for (i, (name, _)) in rows.iter().enumerate() {
         let [wall, maker, dropper, _] = std::array::from_fn(|which| figures[which].spread(i));
-        // To the handle's figure of the round, over the round's figure of one thread.
+        // Less the handle's figure of the round, over the round's figure of one thread.
         let difference = |rounds: &Rounds| {
             let handle = rounds.values(handle(i).unwrap_or(1));
             let more = rounds.values(i).iter().zip(handle).map(|(row, handle)| row - handle);
             Spread::of(&more.zip(figures[0].values(0)).map(|(more, same)| more / same).collect::<Vec<_>>())
         };
-        print!("{name:<16} {:>8.2} {:>8.2} {:>8.2}", wall.mid, maker.mid, dropper.mid);
+        print!("{name:<18} {:>8.2} {:>8.2} {:>8.2}", wall.mid, maker.mid, dropper.mid);
         if *name != "same_thread" {
             for Spread { low, mid, high } in [difference(&figures[0]), difference(&figures[3])] {
                 print!("   {mid:>8.2} ({low:.2} to {high:.2})");

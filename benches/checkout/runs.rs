@@ -1,5 +1,5 @@
-//! A checkout for which there is no segment of its class yet, so that a run must be cut; beside what asking the system
-//! for memory would cost.
+//! A checkout for which there is no segment of its class yet, so that a run must be cut; beside the cost of mapping
+//! memory from the system.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ pub fn contenders() -> Vec<Contender> {
         let mut taken = Duration::ZERO;
         for at in 0..iters {
             if at % lengths.len() as u64 == 0 {
-                // Everything cached goes back, and runs that nobody uses are dissolved.
+                // Every cached segment goes back to its run, and runs without segments in use are dissolved.
                 pool.trim(usize::MAX);
             }
             let since = Instant::now();

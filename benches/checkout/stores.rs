@@ -1,4 +1,4 @@
-//! Who takes part: the pool, the measure that it is held to, and other ways to get a buffer.
+//! The contenders: the pool, the gate's measure, and other ways to get a buffer.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
@@ -14,12 +14,12 @@ use pinpool::{Device, PinnedBuf, Pool, Unpinned};
 pub const PLAIN: &[usize] = &[64 << 10];
 /// Metadata, token ids, and blocks of caches.
 pub const MIXED: &[usize] = &[200, 1 << 10, 3000, 4 << 10, 16 << 10, 20_000, 32 << 10, 64 << 10];
-/// Buffers that each thread keeps in the second group.
+/// Buffers that each thread keeps in the groups with live buffers.
 pub const LIVE: usize = 64;
 
 /// A source of buffers.
 pub trait Store: Sync {
-    /// What each thread has for itself.
+    /// A thread's own state.
     type Local;
     type Buf;
     fn local(&self) -> Self::Local;
@@ -28,7 +28,7 @@ pub trait Store: Sync {
     fn give(&self, local: &mut Self::Local, buf: Self::Buf);
 }
 
-/// Writes one byte, in a way that the compiler cannot take back.
+/// Writes one byte by a store that the compiler cannot remove.
 ///
 /// # Safety
 /// The start of a buffer of at least one byte that the caller owns.
@@ -60,7 +60,7 @@ impl Store for Pinpool {
     }
 }
 
-/// The same where all buffers have one length, which it reads from memory each time.
+/// The same for buffers of one length, which is read from memory each time.
 pub struct PinpoolPlain {
     pub pool: Pool,
     pub len: usize,
@@ -83,7 +83,7 @@ impl Store for PinpoolPlain {
     }
 }
 
-/// The measure: what any bookkeeping in a word that nobody else touches costs once it is atomic.
+/// The gate's measure: the least that bookkeeping by atomic increments costs, in a word that no other thread uses.
 pub struct TwoFetchAdds;
 
 impl Store for TwoFetchAdds {
@@ -102,7 +102,7 @@ impl Store for TwoFetchAdds {
     }
 }
 
-/// What the harness takes by itself: a value as large as a buffer, of no meaning, moved in and out.
+/// The cost of the harness itself: a value as large as a buffer is moved in and out.
 pub struct Harness;
 
 impl Store for Harness {
@@ -119,7 +119,7 @@ impl Store for Harness {
     }
 }
 
-/// A block of an allocator's.
+/// A block of an allocator.
 pub struct Block(NonNull<u8>, Layout);
 
 // SAFETY: a block is owned memory.
@@ -217,7 +217,7 @@ impl Store for Stacks {
     }
 }
 
-/// A stack for each size that no other thread can reach: no bookkeeping but a length, and nothing to find.
+/// A stack for each size that no other thread can reach: the only bookkeeping is a length, and nothing is looked up.
 pub struct Bare {
     pub sizes: &'static [usize],
     pub each: usize,
@@ -244,7 +244,7 @@ impl Store for Bare {
 
 pub fn pool(capacity: usize) -> Pool {
     let device = Device::open("host").expect("the host device is always there");
-    // Where the memlock limit is low the cost is the same: no operation here looks at whether pages are locked.
+    // Under a low memlock limit the cost is the same: no operation here depends on whether pages are locked.
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).unpinned(Unpinned::Allow);
     let pool = builder.build().expect("memory for a pool");
     pool.wait_pinned(None).expect("pinning ends");

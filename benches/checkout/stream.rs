@@ -1,8 +1,8 @@
-//! A checkout and a return with a stream in between: the buffer is held until what the stream has been given so far is done,
-//! and comes back by itself.
+//! A checkout and a return with a stream in between: a hold keeps the buffer until the stream's work so far is
+//! complete, and then the buffer returns by itself.
 //!
-//! On the GPU `cuda:0`; where there is none the group is left out. Each thread has a stream of its own on which nothing else
-//! happens, so this is the price of the bookkeeping, not of a copy.
+//! On the GPU `cuda:0`; without one the group is left out. Each thread has a stream of its own without any other work,
+//! so the figure is the cost of the bookkeeping, not of a copy.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};

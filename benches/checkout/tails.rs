@@ -1,14 +1,14 @@
-//! Single operations by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is
-//! busy with other things.
+//! Single operations by the clock: the time of the slowest of a hundred and of ten thousand, alone and while the pool
+//! works on other things.
 //!
-//! Alone all of them are hits: the thread's own cache serves both the checkout and the return. Beside `growing`, a
-//! thread copies on the host device, so that there is something to reap, and takes large buffers for which the pool has
-//! to grow. Beside `emptied` it has the pool trimmed each time as well: then every thread's cache is taken back again
-//! and again, and the operations are hits and misses together.
+//! Alone, all operations are hits: the thread's own cache serves both the checkout and the return. Beside `growing`, a
+//! thread copies on the host device, so that the reaper has copies to complete, and takes large buffers for which the
+//! pool has to grow. Beside `emptied` that thread also trims the pool each time: every thread's cache is then emptied
+//! again and again, and the operations are hits and misses together.
 //!
-//! What no pool can be rid of is in two rows: `clock` is what reading the clock twice takes, and `two_fetch_adds` has
-//! two increments in between, with the same going on beside as for `growing`. What they have above their median is the
-//! machine: interrupts, and threads that lose their core to others.
+//! Two rows show the time that no pool can avoid: `clock` reads the clock twice, and `two_fetch_adds` makes two
+//! increments in between, with the same work beside it as `growing`. Their times above the median are the machine's:
+//! interrupts, and threads that lose their core to other programs.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -21,7 +21,7 @@ use pinpool::{Device, Pool, Unpinned};
 
 use super::stores::PLAIN;
 
-/// How often an operation took so many nanoseconds. Nothing is allocated for what is common.
+/// A histogram of operations by nanoseconds. Recording a common time allocates no memory.
 struct Times {
     short: Vec<u32>,
     long: BTreeMap<u64, u32>,
@@ -29,7 +29,7 @@ struct Times {
 
 impl Times {
     fn new() -> Self {
-        // Written, so that no page is missing when it counts.
+        // Written here, so that no page fault comes while the clock runs.
         Self { short: vec![1; 1 << 12].into_iter().map(|n: u32| n - 1).collect(), long: BTreeMap::new() }
     }
 
@@ -58,7 +58,7 @@ impl Times {
         self.iter().map(|(_, n)| n).sum()
     }
 
-    /// The quantile, or 0 where there is nothing.
+    /// The quantile, or 0 without any operation.
     fn at(&self, q: f64) -> u64 {
         let mut left = ((self.count() as f64 * q).ceil() as u64).max(1);
         for (ns, n) in self.iter() {
@@ -70,13 +70,13 @@ impl Times {
         0
     }
 
-    /// How many took longer.
+    /// The number of operations that took longer.
     fn above(&self, ns: u64) -> u64 {
         self.iter().filter(|(at, _)| *at > ns).map(|(_, n)| n).sum()
     }
 }
 
-/// What each operation of all threads took.
+/// The times of all operations of all threads.
 fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dyn Fn() + Sync)) -> Times {
     let (barrier, done) = (Barrier::new(threads), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -141,11 +141,11 @@ pub fn table(threads: usize, quick: bool) {
             drop(stream.upload(buf, memory.slice(..4096)).expect("the device takes it"));
         }
     };
-    // Kept, so that the next needs more.
+    // The buffers are kept, so that the next request makes the pool grow.
     let kept = Mutex::new(Vec::new());
     let growing = || {
         copies();
-        kept.lock().expect("nobody panics").extend(pool.try_checkout(48 << 20));
+        kept.lock().expect("no thread panics").extend(pool.try_checkout(48 << 20));
         std::thread::sleep(Duration::from_millis(1));
     };
     let emptied = || {
@@ -168,7 +168,7 @@ pub fn table(threads: usize, quick: bool) {
     ];
     for (name, operation, beside) in cases {
         let times = times(threads, iters, operation, beside);
-        kept.lock().expect("nobody panics").clear();
+        kept.lock().expect("no thread panics").clear();
         pool.trim(INITIAL);
         println!(
             "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10} {:>8}",

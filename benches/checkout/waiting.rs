@@ -1,8 +1,8 @@
-//! A segment that comes back to a thread that waits for it: how long until that thread goes on with it.
+//! The time from the return of a segment until the thread that waits for it has the buffer.
 //!
-//! One thread waits, another gives back the only segment there is; the clock runs from just before the return until the
-//! waiting thread has the buffer. Beside it the same with a mutex and a condition variable. The giver begins only when the
-//! other waits and has had time to fall asleep.
+//! One thread waits, another returns the pool's only segment; the clock runs from just before the return until the
+//! waiting thread has the buffer. Beside it the same exchange with a mutex and a condition variable. The giver returns
+//! the segment only when the waiter waits and has had time to fall asleep.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,11 +13,11 @@ use pinpool::{PinnedBuf, Pool};
 use super::Contender;
 use super::stores::pool;
 
-/// One who waits and one who gives, in turns that only the harness arranges.
+/// An exchange between a waiter and a giver, which take turns.
 trait Exchange: Sync {
     /// Waits, and calls `now` as soon as the wait is over.
     fn wait(&self, now: impl FnOnce());
-    /// Gives what the other waits for, as soon as it does, after calling `now`.
+    /// Waits until the waiter waits, calls `now`, and then gives.
     fn give(&self, now: impl FnOnce());
 }
 
@@ -27,7 +27,7 @@ fn hand_over(exchange: &impl Exchange, iters: u64) -> Duration {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..iters {
-                // Relaxed: what is exchanged orders them.
+                // Relaxed: the exchange itself orders the store before the load.
                 exchange.wait(|| {
                     sum.fetch_add(now() - given.load(Ordering::Relaxed), Ordering::Relaxed);
                 });
@@ -40,7 +40,7 @@ fn hand_over(exchange: &impl Exchange, iters: u64) -> Duration {
     Duration::from_nanos(sum.load(Ordering::Relaxed))
 }
 
-/// Long enough for who waits to sleep.
+/// Long enough for the waiter to fall asleep.
 fn pause() {
     std::thread::sleep(Duration::from_micros(50));
 }
@@ -80,7 +80,7 @@ impl Exchange for One {
     }
 }
 
-/// Whether somebody waits, and whether there is something for it.
+/// Two flags: a thread waits; it was given what it waits for.
 #[derive(Default)]
 struct Flags {
     state: Mutex<(bool, bool)>,

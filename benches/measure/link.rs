@@ -1,4 +1,4 @@
-//! The bare link of a device, and the speed of this machine's memory: what all else is compared with.
+//! The bare link of a device, and the speed of this machine's memory: the figures that others are compared with.
 #![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::time::{Duration, Instant};
@@ -10,16 +10,16 @@ pub const DOWN: usize = 1;
 /// Buffers of each direction.
 const PIECES: usize = 8;
 
-/// Page-locked memory and streams: copies without staging.
+/// Page-locked memory and streams, for copies without staging.
 pub struct Link {
     streams: Vec<Stream>,
-    /// Of each direction, of `piece` bytes each.
+    /// Buffers of `piece` bytes, for each direction.
     pub bufs: [Vec<PinnedBuf>; 2],
     pub piece: usize,
 }
 
 impl Link {
-    /// For copies of so many bytes in these directions; each takes as much of the pool.
+    /// Prepares copies of `bytes` bytes in these directions. Each direction takes as much of the pool.
     pub fn new(pool: &Pool, device: &Device, bytes: usize, directions: &[usize]) -> Self {
         let piece = bytes / PIECES;
         let buf = |_| {
@@ -36,7 +36,7 @@ impl Link {
         Self { streams, bufs, piece }
     }
 
-    /// Moves all of it, on so many streams for each direction: seconds.
+    /// Copies all bytes, on `streams` streams for each direction. Returns the seconds.
     pub fn run(&mut self, directions: &[usize], streams: usize, memory: [&DeviceBuffer; 2]) -> f64 {
         let since = Instant::now();
         let mut flights: [Vec<InFlight<PinnedBuf>>; 2] = [Vec::new(), Vec::new()];
@@ -59,7 +59,7 @@ impl Link {
     }
 }
 
-/// Bytes of which no two neighbourhoods are alike, by so many threads.
+/// Fills `bytes` with bytes that do not repeat, by several threads.
 pub fn fill(bytes: &mut [u8], threads: usize) {
     let part = bytes.len().div_ceil(threads).next_multiple_of(8).max(8);
     std::thread::scope(|scope| {
@@ -78,8 +78,8 @@ pub fn fill(bytes: &mut [u8], threads: usize) {
     });
 }
 
-/// Reads a file, or so much of it, by plain loops of so many threads, 4 MiB at a time into two segments of ordinary memory
-/// each: seconds. What is staged cannot be faster on this machine.
+/// Reads `len` bytes of a file by plain loops of several threads, 4 MiB at a time into two segments of ordinary memory
+/// for each. Returns the seconds. Staged copies cannot be faster on this machine.
 pub fn read(file: &std::fs::File, len: usize, threads: usize) -> f64 {
     use std::os::unix::fs::FileExt;
     const CHUNK: usize = 4 << 20;
@@ -100,7 +100,7 @@ pub fn read(file: &std::fs::File, len: usize, threads: usize) -> f64 {
     since.elapsed().as_secs_f64()
 }
 
-/// Copies by so many threads of its own: seconds.
+/// Copies in memory by several threads. Returns the seconds.
 pub fn memcpy(from: &[u8], to: &mut [u8], threads: usize) -> f64 {
     let part = from.len().div_ceil(threads).max(1);
     let since = Instant::now();

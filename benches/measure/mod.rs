@@ -1,8 +1,9 @@
-//! What the benches share: their arguments, figures taken round by round, processor time, and how all that is printed.
+//! Code that the benches share. This file has arguments, memory limits, figures by rounds, gates, and processor time;
+//! `link.rs` beside it has the bare link and the speed of memory, for the benches of bulk copies.
 //!
-//! Two figures are compared within a round, never across: contenders take short turns, each round gives a ratio, and
-//! what is printed is the median of the rounds' ratios with their quartiles. What a machine does meanwhile (clocks,
-//! other users) then falls on all contenders of a round alike.
+//! Two figures are compared within a round, never across rounds: contenders take short turns, each round gives a ratio,
+//! and the benches print the median of the rounds' ratios with their quartiles. What else the machine does (changes of
+//! the processor's clock, other users) then affects all contenders of a round alike.
 #![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::fmt::Display;
@@ -60,11 +61,11 @@ pub fn quick() -> bool {
 // --- memory
 // ------------------------------------------------------------------------------------------------------------
 
-/// What a bench may use of this machine's memory unless it is told to use more, however much there is.
+/// The most memory that a bench uses unless an option asks for more, however much the machine has.
 pub const MEMORY: usize = 4 << 30;
 
-/// Says what a bench is going to use, the page cache included, and sees that sizes that were not asked for keep within
-/// [`MEMORY`].
+/// Prints the memory that a bench is going to use, page cache included. Panics if it is above [`MEMORY`] and no option
+/// asked for that.
 pub fn plan(asked: bool, parts: &[(&str, usize)]) {
     let mib = |bytes: usize| bytes >> 20;
     let all = parts.iter().map(|part| part.1).sum();
@@ -73,7 +74,7 @@ pub fn plan(asked: bool, parts: &[(&str, usize)]) {
     assert!(asked || all <= MEMORY, "more than {} MiB, and no option asks for that much", mib(MEMORY));
 }
 
-/// Says how much memory the process had at most, pinned memory included and the page cache left out.
+/// Prints the most memory that the process had, pinned memory included, page cache not.
 pub fn used() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
@@ -95,7 +96,7 @@ pub fn quantile(values: &[f64], q: f64) -> f64 {
     }
 }
 
-/// The quartiles.
+/// The quartiles of some values.
 #[derive(Clone, Copy)]
 pub struct Spread {
     pub low: f64,
@@ -140,13 +141,13 @@ impl Rounds {
 
 static JUDGE: AtomicBool = AtomicBool::new(false);
 
-/// From here on gates are judged: what is measured is a real device.
+/// From here on gates are judged, since the device is a real one.
 pub fn judge() {
     // Relaxed: set and read by the main thread.
     JUDGE.store(true, Ordering::Relaxed);
 }
 
-/// A gate and what was measured: lower is better.
+/// Prints a gate and the measured figure; lower is better.
 pub fn at_most(what: impl Display, measured: Spread, gate: f64, aim: Option<f64>) {
     verdict(what, measured, gate, aim, "at most", |value, bound| value <= bound);
 }
@@ -174,12 +175,12 @@ fn verdict(
     println!("gate: {what}: {mid:.3} (quartiles {low:.3} to {high:.3}), {word} {gate}{aim}: {says}");
 }
 
-/// A ratio that is printed beside the gates and is none.
+/// Prints a ratio beside the gates that is not a gate itself.
 pub fn beside(what: impl Display, Spread { low, mid, high }: Spread) {
     println!("{what}: {mid:.3} (quartiles {low:.3} to {high:.3})");
 }
 
-/// A line for scripts: name, threads, median, quartiles; the name tells the unit where it is not ns an operation.
+/// Prints a line for scripts: name, threads, median, quartiles. The name has the unit if it is not ns an operation.
 pub fn line(name: impl Display, threads: usize, Spread { low, mid, high }: Spread) {
     println!("@ {name} {threads} {mid:.1} {low:.1} {high:.1}");
 }
@@ -187,7 +188,7 @@ pub fn line(name: impl Display, threads: usize, Spread { low, mid, high }: Sprea
 // --- time
 // --------------------------------------------------------------------------------------------------------------
 
-/// Keeps the processor busy for so long.
+/// Keeps the processor busy for `time`.
 pub fn spin(time: Duration) {
     let since = Instant::now();
     while since.elapsed() < time {
@@ -195,9 +196,9 @@ pub fn spin(time: Duration) {
     }
 }
 
-/// Processor time of this process's threads whose names start so (all, if it is empty), those that ended left out.
+/// Processor time of this process's running threads with names that start with `prefix` (all, if it is empty).
 ///
-/// In nanoseconds from `schedstat` where the kernel keeps that, else in the clock ticks of `stat` (10 ms mostly).
+/// In nanoseconds from `schedstat` if the kernel keeps that, else in the clock ticks of `stat` (mostly 10 ms).
 pub fn processor_time(prefix: &str) -> Duration {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Duration::ZERO };
     tasks.flatten().filter_map(|task| of_task(&task.path(), prefix)).sum()
@@ -210,13 +211,13 @@ fn of_task(task: &std::path::Path, prefix: &str) -> Option<Duration> {
         return None;
     }
     let precise = read("schedstat").and_then(|text| text.split(' ').next()?.trim().parse::<u64>().ok());
-    // Kernels without the accounting have the file, and zeros in it.
+    // Kernels without the accounting have the file, with zeros in it.
     let precise = precise.filter(|&nanos| nanos > 0);
     if let Some(nanos) = precise {
         return Some(Duration::from_nanos(nanos));
     }
-    // The name, in parentheses, may have spaces: fields are counted from behind it, user and system time being the 12th
-    // and the 13th there.
+    // The name, in parentheses, may contain spaces, so fields are counted from behind it: user and system time are the
+    // 12th and the 13th.
     let text = read("stat")?;
     let mut fields = text.rsplit(')').next()?.split_whitespace().skip(11);
     let mut ticks = || fields.next()?.parse::<u64>().ok();

@@ -1,15 +1,15 @@
-//! A load in the way of an inference server, so that the dashboard has something to show.
+//! A load like that of an inference server, so that the dashboard has something to show.
 //!
 //! Four kinds of threads share the pool, each with a stream of its own:
 //!
-//! - *weights*: now and then a model is loaded, in uploads of 4 MiB, a few of them in flight at once;
+//! - *weights*: every 400 ms a model is loaded, in uploads of 4 MiB, three of them in flight at once;
 //! - *cache*: blocks of a key-value cache of 256 KiB to 1 MiB go to the host and back;
-//! - *requests* (two threads): small tensors of 1 to 64 KiB, there and back;
-//! - *bursts*: every few seconds somebody takes whatever is left and keeps it for a third of a second. Meanwhile the
-//!   others wait, and the burst's own last request gives up: waits and timeouts are there to be seen.
+//! - *requests* (two threads): small tensors of 1 to 64 KiB go to the device and back;
+//! - *bursts*: every few seconds the thread takes all memory that is left and keeps it for 300 ms. Meanwhile the other
+//!   threads wait, and the burst's own last request times out, so that waits and timeouts show.
 //!
-//! A thread that meets an error other than a short pool says so and ends; the page then shows a device that is lost, or
-//! less going on.
+//! A thread that meets an error other than a short pool prints it and ends; the page then shows a lost device, or less
+//! traffic.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 
 use pinpool::{Device, Error, Pool, Request};
 
-/// The threads. Dropping it ends them.
+/// The threads of the load. Dropping it ends them.
 pub struct Load {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What a thread does until it is told to stop.
+/// A thread's function, which returns when `stop` is set.
 type Work = fn(&Worker) -> Result<(), Error>;
 
 /// What a thread works with.
@@ -60,10 +60,10 @@ impl Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        // Relaxed: nothing is read on the strength of it.
+        // Relaxed: no other data depends on the flag.
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // What it panicked with was printed.
+            // The panic hook has printed a panic's message.
             let _ = thread.join();
         }
     }
@@ -74,7 +74,7 @@ impl Worker {
         !self.stop.load(Ordering::Relaxed)
     }
 
-    /// Pauses, but not beyond the end.
+    /// Sleeps, but not beyond the end of the load.
     fn pause(&self, time: Duration) {
         let end = Instant::now() + time;
         while self.goes_on() {

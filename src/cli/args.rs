@@ -1,10 +1,12 @@
-//! The command line.
+//! The command line: its subcommands and options, their help texts, and the parsing of sizes and intervals.
+//!
+//! The comments on fields and variants are the help texts that the command prints.
 
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-const ANY_STATUS: &str = "Exit status: 0 when all went well, 1 when something failed, 2 for a command line that cannot be \
+const ANY_STATUS: &str = "Exit status: 0 on success, 1 when something failed, 2 for a command line that cannot be \
                           obeyed; each command's help says more.";
 const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch, a device \
                            or a disk that fails, or memory that cannot be had, 2 for a command line that cannot be \
@@ -30,47 +32,47 @@ pub enum Command {
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
     /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9
-    /// bytes. The upload's includes reading the file, for tensors also getting their device memory; the download's
-    /// includes the checksums of what came back.
+    /// bytes. The upload speed includes reading the file, and for tensors allocating their device memory; the download
+    /// speed includes computing the checksums of the downloaded bytes.
     #[command(after_help = EXIT_STATUS)]
-    Load(Load),
-    /// Look for what stands in the way of pinning and copying here, and say how to put it right
+    Load(LoadArgs),
+    /// Find what stands in the way of pinning and copying on this machine, and how to correct it
     ///
-    /// Looks at limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver;
-    /// then pins a little, copies it both ways, compares every byte, and says how fast that was and should be. Nothing
-    /// is changed.
+    /// Checks limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver;
+    /// then pins a little memory, copies it both ways, compares every byte, and prints the measured and the expected
+    /// speed. No setting is changed.
     #[command(after_help = DOCTOR_STATUS)]
-    Doctor(Doctor),
-    /// Measure the link to a device in both directions, and what the pipeline makes of it
+    Doctor(DoctorArgs),
+    /// Measure the link to a device in both directions, and the pipeline's share of its speed
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
-    /// once. Beside it, by the same bytes: plain copies of ordinary memory by the driver (one call); and by --threads
-    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places gathered through the copy queue,
-    /// and copies in memory. Each is the best of five, wall time of the whole, and what arrived is compared with what
-    /// was sent each time.
+    /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
+    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places sent through the copy queue, and
+    /// copies in memory. Each figure is the best of five, wall time of the whole copy, and each time the bytes at the
+    /// target are compared with the source.
     #[command(after_help = BENCH_STATUS)]
-    Bench(Bench),
+    Bench(BenchArgs),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
-    /// Reads the address every interval and shows what a Prometheus would see: rates over 5 s, waits and alarms over
-    /// the last minute. q ends it. The process needs a Sampler that feeds a recorder, as in the crate's
-    /// examples/dashboard.rs.
+    /// Reads the address every interval and shows the metrics that a Prometheus server would read there: rates over 5
+    /// s, waits and alarms over the last minute. q ends it. The process needs a Sampler that feeds a recorder, as in
+    /// the crate's examples/dashboard.rs.
     #[command(after_help = TOP_STATUS)]
-    Top(Top),
+    Top(TopArgs),
 }
 
 const TOP_STATUS: &str = "Exit status: 0; 1 when the terminal fails or, with --once, when there are no metrics; 2 for a \
                           command line that cannot be obeyed.";
 
 #[derive(Debug, clap::Args)]
-pub struct Top {
-    /// Where the metrics are; http:// and /metrics need not be written
+pub struct TopArgs {
+    /// The address of the metrics; http:// and /metrics may be left out
     #[arg(value_name = "URL", default_value = "http://127.0.0.1:9185/metrics")]
     pub url: String,
-    /// Print it once as plain text, with rates of one interval
+    /// Print the metrics once as plain text, with rates over one interval
     #[arg(long)]
     pub once: bool,
-    /// Seconds from one look to the next, 0.1 to 3600
+    /// Seconds between two reads, 0.1 to 3600
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     pub interval: f64,
 }
@@ -82,20 +84,20 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (warnings may be there), 1 when one did, 2 for a command \
+const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (there may be warnings), 1 when one did, 2 for a command \
                              line that cannot be obeyed.";
 
 #[derive(Debug, clap::Args)]
-pub struct Doctor {
+pub struct DoctorArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// The memory that the server's pool is to pin, which limits are compared with
+    /// The memory that the server's pool is going to pin; limits are compared with it
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     pub capacity: usize,
-    /// The memory that is pinned and copied to see how it goes, 1MiB at least [default: 64MiB, or the capacity if less]
+    /// The memory to pin and copy for a trial, 1MiB at least [default: 64MiB, or the capacity if less]
     ///
-    /// Several times as much is in use meanwhile.
+    /// The trial uses several times as much memory.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub pin: Option<usize>,
     /// Print one JSON object instead of text
@@ -107,8 +109,8 @@ pub struct Doctor {
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Load {
-    /// Files to move, or folders with a checkpoint; without any, a sample is made for the time of the run
+pub struct LoadArgs {
+    /// Files to move, or folders with a checkpoint; without any, a temporary sample is made
     #[arg(value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// The device: auto, host, host:N, cuda:N or acl:N
@@ -124,9 +126,9 @@ pub struct Load {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
     /// What to do when the system refuses to pin memory
-    #[arg(long, value_enum, default_value_t = Unpinned::Allow)]
-    pub unpinned: Unpinned,
-    /// Bring everything back and compare its checksums with the file's
+    #[arg(long, value_enum, default_value_t = UnpinnedArg::Allow)]
+    pub unpinned: UnpinnedArg,
+    /// Download everything again and compare its checksums with the file's
     #[arg(long)]
     pub verify: bool,
     /// Print one JSON object instead of text
@@ -138,12 +140,12 @@ pub struct Load {
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Bench {
+pub struct BenchArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// Bytes of each copy, rounded down to whole 128 KiB; five times as much is taken [default: 1GiB, less where memory
-    /// is small]
+    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 1GiB,
+    /// less where memory is small]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
@@ -155,14 +157,14 @@ pub struct Bench {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Unpinned {
+pub enum UnpinnedArg {
     /// Fail
     Refuse,
-    /// Go on with memory that is not pinned, with a warning
+    /// Continue with memory that is not pinned, with a warning
     Allow,
 }
 
-/// Reads a size: whole bytes, or a number with a unit.
+/// Parses a size: whole bytes, or a whole number with a unit.
 fn size(text: &str) -> Result<usize, String> {
     let digits = text.trim().trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.trim().split_at(text.trim().len() - digits);

@@ -1,18 +1,20 @@
-//! `pinpool bench`: what the link to a device gives, and what the pipeline makes of it, in one run.
+//! `pinpool bench`: the speed of the link to a device and of the pipeline, in one run.
 //!
-//! All figures move the same number of bytes. Each is measured five times, by turns, and the best counts: the question
-//! is what this machine can do, and other programs can only slow it down. A figure is taken from the wall time of the
-//! whole call, from before the first byte is touched until the last has arrived. Before each measurement the target is
-//! overwritten. Afterwards, outside of the time, it is compared with what was sent. So no figure is printed for bytes
-//! that did not arrive.
+//! All figures move the same number of bytes, five times each, in turn. The best of the five counts: the question is
+//! what this machine can do, and other programs on it can only make a copy slower. A figure is the wall time of the
+//! whole call, from before the first byte is touched until the last is in place. The target is overwritten before each
+//! copy and compared with the source after it, outside of the measured time; so no figure is printed for a copy that
+//! lost bytes.
 //!
-//! The pinned peak is measured without the pipeline: eight page-locked buffers that hold all of it, on one stream or on
-//! one for each thread, whichever is faster (the host device's streams are threads). Beside each other figure stand its
-//! ratio to the peak, and its ratio to copies in memory by as many threads of the command's own. Those copies bound
-//! what the CPU has to touch.
+//! The pinned peak is measured without the pipeline: eight page-locked buffers hold all bytes, and are copied on one
+//! stream or on one stream for each thread, whichever is faster (the host device's streams are threads). The table
+//! shows each figure as a ratio to the peak, and to copies in memory by as many threads, which bound each path on which
+//! the CPU touches the bytes.
 //!
-//! The pageable figure is the driver's own copy of ordinary memory. The pipeline is given the same memory. The gathered
-//! pieces are scattered over it, and go through the copy queue by one call, which packs them by as many threads.
+//! The pageable path is the driver's own copy of ordinary memory; the pipeline copies the same memory. The gathered
+//! pieces are scattered over that memory, and one call of the copy queue uploads them, with as many threads that pack.
+//!
+//! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
 
 use std::convert::Infallible;
 use std::io;
@@ -26,47 +28,47 @@ use pinpool::{
 };
 use serde_json::json;
 
-use super::args::Bench;
+use super::args::BenchArgs;
 use super::spread::spread;
-use super::{Failure, doctor, sample};
+use super::{CliError, doctor, sample};
 
-/// Each figure is the best of this many.
+/// Each figure is the best of so many copies.
 const ROUNDS: usize = 5;
-/// Bytes of each copy, where memory has room for them.
-const SIZE: usize = 1 << 30;
-/// The fewest bytes of a copy: fewer say nothing about a link.
-const LEAST: usize = 16 << 20;
-/// The number of page-locked buffers. Together they hold all bytes of a copy.
+/// Bytes of a copy, where memory allows it.
+const USUAL_SIZE: usize = 1 << 30;
+/// The smallest copy: a smaller one does not show a link's speed.
+const LEAST_SIZE: usize = 16 << 20;
+/// Page-locked buffers, which together hold all bytes of a copy.
 const BUFFERS: usize = 8;
-/// Bytes of each gathered piece.
+/// Bytes of a gathered piece.
 const PIECE: usize = 16 << 10;
-/// The largest page that a system has. Pools count in whole pages.
-const PAGE: usize = 64 << 10;
-/// The most page-locked bytes of the pipeline.
-const SHARE: usize = 256 << 20;
-/// All memory that the command takes is this many times the bytes of a copy: the source, the target, the page-locked
-/// buffers, the pipeline's, and on the host device the device memory.
-const TIMES: usize = 5;
+/// The largest page size of a system: a pool's capacity is in whole pages.
+const LARGEST_PAGE: usize = 64 << 10;
+/// The most page-locked memory of the pipeline.
+const PIPELINE_SHARE: usize = 256 << 20;
+/// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the pipeline's memory,
+/// and on the host device the device's memory.
+const SIZES_TAKEN: usize = 5;
 
 /// Runs the command.
-pub fn run(args: &Bench) -> Result<(), Failure> {
+pub fn run(args: &BenchArgs) -> Result<(), CliError> {
     let device = super::open_device(&args.device)?;
-    let measured = prepare(args, &device).and_then(|mut bed| {
-        let speeds = bed.measure()?;
-        let json = if args.json { bed.json(&speeds) + "\n" } else { String::new() };
-        Ok(bed.table(&speeds) + &json)
+    let measured = prepare(args, &device).and_then(|mut setup| {
+        let speeds = setup.measure()?;
+        let json = if args.json { setup.json(&speeds) + "\n" } else { String::new() };
+        Ok(setup.table(&speeds) + &json)
     });
     let closed = super::close(device);
-    // The figures are printed also where the device does not close: they were measured before.
+    // A device that does not close leaves the figures valid: they were measured before.
     super::print(&mut io::stdout(), &measured?).and(closed)
 }
 
 /// Everything that the measurements share.
-struct Bed {
+struct BenchSetup {
     device: Device,
     threads: usize,
     size: usize,
-    /// Whether `size` is smaller than [`SIZE`] for lack of memory.
+    /// Whether `size` is below the usual size for want of memory.
     small: bool,
     source: Arc<Vec<u8>>,
     target: Vec<u8>,
@@ -78,29 +80,29 @@ struct Bed {
     unpinned: bool,
 }
 
-fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
+fn prepare(args: &BenchArgs, device: &Device) -> Result<BenchSetup, CliError> {
     let threads = super::threads(args.threads);
     let most = match args.size {
         Some(size) => size,
         None => affordable(doctor::available()).map_err(|room| {
-            let (room, need, least) = (told(room), told(LEAST * TIMES), told(LEAST));
-            Failure::Failed(format!(
+            let (room, need, least) = (amount(room), amount(LEAST_SIZE * SIZES_TAKEN), amount(LEAST_SIZE));
+            CliError::Failed(format!(
                 "no room to measure: {room} of memory are left, and copies of {least} take {need}; name less by --size"
             ))
         })?,
     };
-    // Buffers of whole pages, and pieces of them.
+    // Each buffer is a whole number of pieces.
     let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     let mut size = whole(most);
     loop {
-        match bed(device, threads, size) {
-            Ok(bed) => return Ok(Bed { small: args.size.is_none() && size < SIZE, ..bed }),
-            // Other programs use the GPU, or a limit holds that the system does not show.
-            Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => {
+        match set_up(device, threads, size) {
+            Ok(setup) => return Ok(BenchSetup { small: args.size.is_none() && size < USUAL_SIZE, ..setup }),
+            // Other programs use the GPU's memory, or a limit holds that no file shows.
+            Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST_SIZE => {
                 size = whole(size / 2);
             }
             Err(error) => {
-                return Err(Failure::Failed(format!(
+                return Err(CliError::Failed(format!(
                     "{}: no room to measure with copies of {size} bytes: {error}; name less by --size",
                     device.name()
                 )));
@@ -109,20 +111,20 @@ fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     }
 }
 
-/// Bytes of a copy, where all that is taken comes to half of the memory that is left, or to what the smallest copies
-/// need. An error: less than that is left.
+/// Bytes of a copy such that all memory that the command uses is half of the memory that is left, or what the smallest
+/// copies need. `Err`: the memory that is left, which is less than the smallest copies need.
 fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
-    let Some(room) = left.into_iter().flatten().min() else { return Ok(SIZE) };
+    let Some(room) = left.into_iter().flatten().min() else { return Ok(USUAL_SIZE) };
     match usize::try_from(room).unwrap_or(usize::MAX) {
-        room if room < LEAST * TIMES => Err(room),
-        room => Ok((room / (2 * TIMES)).clamp(LEAST, SIZE)),
+        room if room < LEAST_SIZE * SIZES_TAKEN => Err(room),
+        room => Ok((room / (2 * SIZES_TAKEN)).clamp(LEAST_SIZE, USUAL_SIZE)),
     }
 }
 
-fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
+fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
     let link = (0..BUFFERS).map(|_| pinned(device, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
-    let share = SHARE.min(size.max(LEAST));
+    let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
     let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
     let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
@@ -138,7 +140,7 @@ fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
     let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
     let (device, source) = (device.clone(), Arc::new(source));
     let bufs = link.into_iter().map(|(buf, _)| buf).collect();
-    Ok(Bed {
+    Ok(BenchSetup {
         device,
         threads,
         size,
@@ -154,14 +156,14 @@ fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
     })
 }
 
-/// A page-locked buffer, and whether it really is page-locked. Its pool has nothing else. A buffer lies in one extent,
-/// and the device decides how long an extent can be, so several buffers might not fit into one.
+/// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the
+/// longest extent that a device can pin, and so the number of buffers in it, differs between devices.
 fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
     let bytes = capacity(len)?;
     let pool = Pool::builder(device).capacity(bytes).initial(bytes).extent(bytes);
     let pool = pool.unpinned(Unpinned::Allow).build()?;
     let pinning = pool.wait_pinned(None)?;
-    // The pool has no other buffer, so memory that is not there now never comes.
+    // No other thread uses this pool: a checkout that fails now would always fail.
     let buf = pool.try_checkout(len).map_err(|error| match error {
         Error::Exhausted { .. } => pinning.error.unwrap_or(error),
         error => error,
@@ -169,14 +171,15 @@ fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
     Ok((buf, pool.stats().unpinned_bytes == 0))
 }
 
-/// The capacity of a pool for one buffer: what a request is rounded up to, and a page at the edge.
+/// The capacity of a pool for one buffer: the length of its segment, and a page at the edge.
 fn capacity(len: usize) -> Result<usize, Error> {
     let segment = Request::new(len).segment_bytes()?;
-    let bytes = segment.checked_add(PAGE).and_then(|bytes| bytes.checked_next_multiple_of(PAGE));
+    let bytes =
+        segment.checked_add(LARGEST_PAGE).and_then(|bytes| bytes.checked_next_multiple_of(LARGEST_PAGE));
     bytes.ok_or_else(|| Error::OutOfMemory { wanted: len, text: "more than the address space".into() })
 }
 
-/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts.
+/// Cuts memory into one part for each thread, of whole pieces, and calls `work` with each part's offset and bytes.
 fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
     let part = bytes.len().div_ceil(threads).next_multiple_of(PIECE);
     let parts: Vec<_> = bytes.chunks_mut(part).map(Mutex::new).collect();
@@ -186,24 +189,24 @@ fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync
     });
 }
 
-/// Pieces of 16 KiB from all over a vector, each once, put one behind the other.
+/// An order of a vector's pieces of 16 KiB in which neighbours come from far apart, and each piece comes once.
 struct Scattered {
     pieces: usize,
-    /// Coprime to the number of pieces: multiples of it come to all of them.
+    /// Coprime to the number of pieces: its multiples reach all of them.
     step: usize,
 }
 
 impl Scattered {
-    /// Of a vector of so many bytes.
+    /// For a vector of `bytes` bytes.
     fn new(bytes: usize) -> Self {
         let pieces = bytes / PIECE;
         let coprime = |step: &usize| gcd(*step, pieces) == 1;
-        // About the golden section of all: neighbours come from far apart.
+        // Near the golden section of the number of pieces: neighbours come from far apart.
         let step = (pieces * 5 / 8 + 1..).find(coprime).unwrap_or(1);
         Self { pieces, step }
     }
 
-    /// Where the bytes at a piece's place come from.
+    /// The offset in the vector of the piece that is placed at position `piece`.
     fn from(&self, piece: usize) -> usize {
         piece * self.step % self.pieces * PIECE
     }
@@ -242,7 +245,7 @@ const FIGURES: [(Figure, &str, &str, &str); 7] = [
 type Speeds = [f64; FIGURES.len()];
 
 impl Figure {
-    /// Whether it changes the device's memory; else it changes the host's.
+    /// Whether the copy goes to the device's memory; else it goes to the host's.
     fn is_upload(self) -> bool {
         matches!(self, LinkUp | PageableUp | PipelineUp | Gather)
     }
@@ -252,10 +255,10 @@ impl Figure {
     }
 }
 
-impl Bed {
-    fn measure(&mut self) -> Result<Speeds, Failure> {
+impl BenchSetup {
+    fn measure(&mut self) -> Result<Speeds, CliError> {
         let mut best = [Duration::MAX; FIGURES.len()];
-        // Round by round, so that what else goes on meets all of them alike.
+        // Round by round, so that other load on the machine slows all figures alike.
         for _ in 0..ROUNDS {
             for ((figure, ..), best) in FIGURES.iter().zip(&mut best) {
                 *best = (*best).min(self.once(*figure, 1)?);
@@ -267,19 +270,19 @@ impl Bed {
         Ok(best.map(|time| self.size as f64 / time.as_secs_f64().max(1e-9) / 1e9))
     }
 
-    fn failed(&self, error: &Error) -> Failure {
-        Failure::Failed(format!("{}: {error}", self.device.name()))
+    fn failed(&self, error: &Error) -> CliError {
+        CliError::Failed(format!("{}: {error}", self.device.name()))
     }
 
-    /// Measures once. The target is overwritten before, and compared afterwards.
-    fn once(&mut self, figure: Figure, streams: usize) -> Result<Duration, Failure> {
+    /// Measures one copy. The target is overwritten before it and compared after it.
+    fn once(&mut self, figure: Figure, streams: usize) -> Result<Duration, CliError> {
         self.prepare(figure).map_err(|e| self.failed(&e))?;
         let taken = self.run(figure, streams).map_err(|e| self.failed(&e))?;
-        self.look(figure)?;
+        self.compare(figure)?;
         Ok(taken)
     }
 
-    /// How long it takes.
+    /// Makes the copy. Returns the time that it took.
     fn run(&mut self, figure: Figure, streams: usize) -> Result<Duration, Error> {
         let source = self.source.clone();
         let pieces = if figure == Gather { self.pieces(&source)? } else { Vec::new() };
@@ -298,7 +301,7 @@ impl Bed {
         Ok(since.elapsed())
     }
 
-    /// Pieces from all over the source, and where on the device they go: one behind the other.
+    /// Pieces scattered over the source, and their targets on the device, one behind the other.
     fn pieces<'a>(&self, source: &'a [u8]) -> Result<Vec<(&'a [u8], DeviceSlice)>, Error> {
         let scattered = Scattered::new(self.size);
         let piece = |number: usize| {
@@ -308,7 +311,7 @@ impl Bed {
         (0..self.size / PIECE).map(piece).collect()
     }
 
-    /// Puts what is to be sent where it is sent from, and something else where it goes.
+    /// Writes the source's bytes where the copy reads, and zeros where it writes.
     fn prepare(&mut self, figure: Figure) -> Result<(), Error> {
         if figure == LinkUp {
             for (buf, part) in self.bufs.iter_mut().zip(self.source.chunks(self.size / BUFFERS)) {
@@ -317,7 +320,7 @@ impl Bed {
             }
         }
         if !figure.is_upload() && figure != Memcpy {
-            // Something of an earlier figure's may be there.
+            // Device memory may hold the bytes of an earlier figure.
             self.streams[0].upload_blocking(&self.source, &self.memory)?;
         }
         each(&mut self.target, self.threads, |_, part| part.fill(0));
@@ -329,10 +332,10 @@ impl Bed {
         Ok(())
     }
 
-    /// Whether what arrived is what was sent.
-    fn look(&mut self, figure: Figure) -> Result<(), Failure> {
+    /// Compares the bytes at the target with the source.
+    fn compare(&mut self, figure: Figure) -> Result<(), CliError> {
         if figure.is_upload() {
-            // Past the pipeline.
+            // By plain copies, so that an error of the pipeline cannot hide itself.
             self.run(LinkDown, 1).map_err(|e| self.failed(&e))?;
         }
         if figure.is_upload() || figure == LinkDown {
@@ -349,10 +352,10 @@ impl Bed {
         });
         let Err(at) = compared else { return Ok(()) };
         let name = FIGURES.iter().find(|(other, ..)| *other == figure).map_or("", |(.., name)| *name);
-        Err(Failure::Mismatch(format!("the {name}: mismatch in bytes {at}..{}", at + PIECE)))
+        Err(CliError::Mismatch(format!("the {name}: mismatch in bytes {at}..{}", at + PIECE)))
     }
 
-    /// Copies all page-locked buffers at once, on so many streams.
+    /// Copies all page-locked buffers at once, on `streams` streams.
     fn all(
         &mut self,
         streams: usize,
@@ -369,10 +372,10 @@ impl Bed {
     }
 
     fn table(&self, speeds: &Speeds) -> String {
-        let (name, threads, size) = (self.device.name(), self.threads, told(self.size));
+        let (name, threads, size) = (self.device.name(), self.threads, amount(self.size));
         let mut text = format!("{name}, {threads} threads, copies of {size}, best of {ROUNDS}\n");
         if self.small {
-            text += &format!("({} would be better, but memory is small)\n", told(SIZE));
+            text += &format!("({} would be better, but memory is small)\n", amount(USUAL_SIZE));
         }
         if self.unpinned {
             text += "(the system refused to pin memory, see ulimit -l: what is called pinned here is not)\n";
@@ -402,7 +405,7 @@ impl Bed {
     }
 }
 
-fn told(bytes: usize) -> String {
+fn amount(bytes: usize) -> String {
     doctor::size(bytes as u64)
 }
 
@@ -427,22 +430,22 @@ mod tests {
     fn half_of_what_is_left_is_taken_at_most() {
         let mib = |n: u64| Some(n << 20);
         for (left, size) in [
-            ([None, None], Ok(SIZE)),
-            ([mib(64 << 10), None], Ok(SIZE)),
-            // In a container the system's figure is the machine's.
+            ([None, None], Ok(USUAL_SIZE)),
+            ([mib(64 << 10), None], Ok(USUAL_SIZE)),
+            // In a container the system's figure is that of the whole machine.
             ([mib(64 << 10), mib(4000)], Ok(400 << 20)),
             ([mib(4000), mib(64 << 10)], Ok(400 << 20)),
             ([None, mib(4000)], Ok(400 << 20)),
-            ([mib(80), None], Ok(LEAST)),
+            ([mib(80), None], Ok(LEAST_SIZE)),
             ([mib(64 << 10), mib(79)], Err(79 << 20)),
             ([mib(64 << 10), Some(0)], Err(0)),
         ] {
             assert_eq!(affordable(left), size, "{left:?}");
         }
-        for size in [LEAST, 100 << 20, SIZE] {
-            // What `bed` takes, as far as it grows with the size.
-            let share = SHARE.min(size.max(LEAST));
-            assert!(4 * size + share <= TIMES * size, "{size}");
+        for size in [LEAST_SIZE, 100 << 20, USUAL_SIZE] {
+            // The memory that `set_up` uses, as far as it grows with the size.
+            let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
+            assert!(4 * size + share <= SIZES_TAKEN * size, "{size}");
         }
     }
 
@@ -454,31 +457,31 @@ mod tests {
             let (buf, _) = pinned(&device, len).unwrap();
             assert!(buf.capacity() >= len);
         }
-        // Linux 6.11 to 6.13 pins a GiB for a GPU at once: of the default size an extent of that has seven with their
-        // edges.
-        assert!(capacity(SIZE / BUFFERS).unwrap() <= 1 << 30);
+        // Linux 6.11 to 6.13 pins at most 1 GiB for a GPU in one call. An extent of 1 GiB would hold only seven of the
+        // eight buffers of the usual size, with their edges; a pool for one buffer stays below the limit.
+        assert!(capacity(USUAL_SIZE / BUFFERS).unwrap() <= 1 << 30);
         assert!(capacity(isize::MAX as usize).is_err());
     }
 
     #[test]
     fn bytes_that_did_not_arrive_are_no_figure() {
         let device = Device::open("host").unwrap();
-        let mut bed = bed(&device, 2, 1 << 20).unwrap();
+        let mut setup = set_up(&device, 2, 1 << 20).unwrap();
         for (figure, ..) in FIGURES {
-            bed.once(figure, 1).unwrap();
-            bed.once(figure, 2).unwrap();
-            bed.prepare(figure).unwrap();
-            let nothing = bed.look(figure).unwrap_err();
+            setup.once(figure, 1).unwrap();
+            setup.once(figure, 2).unwrap();
+            setup.prepare(figure).unwrap();
+            let nothing = setup.compare(figure).unwrap_err();
             assert!(nothing.to_string().contains("mismatch in bytes 0.."), "{figure:?} {nothing}");
         }
-        // A part of it.
-        bed.prepare(PipelineUp).unwrap();
-        bed.pipeline.upload_slice(&bed.source[..1 << 19], &bed.memory).unwrap();
-        let partly = bed.look(PipelineUp).unwrap_err();
-        // All pieces, each in a wrong place.
-        bed.prepare(Gather).unwrap();
-        bed.pipeline.upload_slice(&bed.source, &bed.memory).unwrap();
-        let mixed = bed.look(Gather).unwrap_err();
+        // Half of the bytes.
+        setup.prepare(PipelineUp).unwrap();
+        setup.pipeline.upload_slice(&setup.source[..1 << 19], &setup.memory).unwrap();
+        let partly = setup.compare(PipelineUp).unwrap_err();
+        // All pieces, in the wrong places.
+        setup.prepare(Gather).unwrap();
+        setup.pipeline.upload_slice(&setup.source, &setup.memory).unwrap();
+        let mixed = setup.compare(Gather).unwrap_err();
         assert!(mixed.to_string().contains("the gathered pieces: mismatch in bytes 16384.."), "{mixed}");
         assert!(partly.to_string().contains("the pipeline's upload: mismatch in bytes 524288.."), "{partly}");
     }

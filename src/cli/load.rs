@@ -1,11 +1,13 @@
-//! `pinpool load`: files go to device memory through the copy pipeline, and back if asked.
+//! `pinpool load`: files go to device memory through the copy pipeline, and with `--verify` back again.
 //!
-//! A file is one transfer of the pipeline. A `.safetensors` file, an index of several, or a folder of such is loaded as
-//! tensors, by the library's own loader.
+//! A file is one transfer of the pipeline. A `.safetensors` file, an index of several, or a folder of such files is
+//! loaded as tensors by the library's loader. With `--verify` the pipeline then downloads everything, and checksums are
+//! computed: one for each chunk of a file, or one for each tensor of a checkpoint. Last, the file is read a second time
+//! into ordinary memory, without the pool and the device, and its checksums are compared with those.
 //!
-//! With `--verify` the bytes come back through the pipeline. The command takes their checksums: of each chunk of a
-//! file, of each tensor of a checkpoint. Then it reads the file a second time, without the pool and the device, and
-//! compares the checksums.
+//! [`prepare`] opens everything into a [`LoadRun`], so that a wrong command line is refused before any byte moves.
+//! [`LoadRun::run`] moves one [`Input`] after the other and fills in a [`LoadReport`], which is printed also after an
+//! error.
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -22,60 +24,61 @@ use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::args::{Load, Unpinned};
+use super::args::{LoadArgs, UnpinnedArg};
 use super::escape::{NAME, clean, text};
 use super::spread::spread;
-use super::{Failure, sample, say};
+use super::{CliError, sample, say};
 
-/// The length of extents, about: short enough for the first to be ready soon, long enough for pinning at full speed.
+/// The approximate length of an extent: short enough for the first to be ready soon, long enough for pinning at full
+/// speed.
 const EXTENT: usize = 64 << 20;
-/// Segments larger than this get extents of 1 GiB or more, since too few of them fit into [`EXTENT`].
+/// Longer segments get extents of at least 1 GiB, which hold enough of them.
 const LARGE_SEGMENT: usize = EXTENT / 8;
-/// The pipeline's chunks are whole pages of this many bytes.
-const PAGE: usize = 4096;
-/// The time between two looks at the progress.
-const LOOK: Duration = Duration::from_millis(100);
-/// How long the command waits at its end until the pool has everything back. All streams are synchronised by then.
-const REST: Duration = Duration::from_secs(10);
+/// The pipeline's chunks are multiples of this.
+const CHUNK_STEP: usize = 4096;
+/// How often the progress bar is updated.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+/// How long the command waits at its end until no buffer of the pool is out. All transfers are over by then.
+const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs the command. The report goes to stdout, after a failure too.
-pub fn run(args: &Load) -> Result<(), Failure> {
-    let job = prepare(args)?;
-    let mut report = Report::default();
-    let result = job.run(args, &mut report);
-    let stats = job.note();
-    let device = job.device.clone();
-    drop(job);
-    // Of several failures the first is reported.
+/// Runs the command. The report goes to stdout, also after an error.
+pub fn run(args: &LoadArgs) -> Result<(), CliError> {
+    let run = prepare(args)?;
+    let mut report = LoadReport::default();
+    let result = run.run(args, &mut report);
+    let stats = run.note();
+    let device = run.device.clone();
+    drop(run);
+    // An error of the run goes before an error of closing.
     let result = result.and(super::close(device));
     let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
     result.and(super::print(&mut io::stdout(), &format!("{text}\n")))
 }
 
-/// One thing to move.
-struct Source {
+/// One file, or one checkpoint, to move.
+struct Input {
     name: String,
     len: u64,
-    what: What,
+    what: InputKind,
 }
 
-enum What {
+enum InputKind {
     File(Arc<File>),
     Tensors(Checkpoint),
 }
 
-/// Everything that was opened.
-struct Job {
-    sources: Vec<Source>,
+/// Everything that the command has opened.
+struct LoadRun {
+    sources: Vec<Input>,
     device: Device,
     pool: Pool,
     pipeline: Pipeline,
     bar: ProgressBar,
 }
 
-/// What was measured.
+/// The result: a line for each input, the verification's outcome, bytes and times.
 #[derive(Debug, Default)]
-struct Report {
+struct LoadReport {
     device: String,
     lines: Vec<String>,
     verified: Option<bool>,
@@ -83,7 +86,7 @@ struct Report {
     download: Moved,
 }
 
-/// Bytes moved in a time.
+/// Bytes moved, and the time that this took.
 #[derive(Clone, Copy, Debug, Default)]
 struct Moved {
     bytes: u64,
@@ -96,15 +99,15 @@ impl Moved {
         self.time += since.elapsed();
     }
 
-    /// GB/s of 10^9 bytes since `before`, an earlier value of this. `None` if nothing was moved since.
+    /// GB/s of 10^9 bytes since the state `before`. `None`: no byte was moved, or no time passed.
     fn gb_per_s(self, before: Self) -> Option<f64> {
         let bytes = self.bytes - before.bytes;
         super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
     }
 }
 
-/// Opens everything, so that a mistake in the command line is found before anything is moved.
-fn prepare(args: &Load) -> Result<Job, Failure> {
+/// Opens everything, so that a command line that cannot be obeyed is refused before any byte moves.
+fn prepare(args: &LoadArgs) -> Result<LoadRun, CliError> {
     let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
     let device = super::open_device(&args.device)?;
     furnish(args, sources, device.clone()).inspect_err(|_| {
@@ -112,12 +115,12 @@ fn prepare(args: &Load) -> Result<Job, Failure> {
     })
 }
 
-/// Makes what is needed on the device.
-fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job, Failure> {
+/// Makes the pool, the pipeline and, for a command line without files, the sample.
+fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun, CliError> {
     let segment =
-        Request::new(args.chunk).segment_bytes().map_err(|e| Failure::Usage(format!("--chunk: {e}")))?;
+        Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
     let too_small = || {
-        Failure::Usage(format!(
+        CliError::Usage(format!(
             "a --capacity of {} bytes is below one segment: a --chunk of {} bytes takes {segment}, and the pool counts \
              in whole pages",
             args.capacity, args.chunk
@@ -126,26 +129,28 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     if args.capacity < segment {
         return Err(too_small());
     }
-    // An extent holds a whole number of the pipeline's segments, so that nothing is lost at its end.
-    let staged =
-        Request::new(args.chunk.saturating_add(3 * PAGE)).align(PAGE).segment_bytes().unwrap_or(segment);
+    // An extent is a multiple of the pipeline's segments, so that nothing is wasted at its edges.
+    let staged = Request::new(args.chunk.saturating_add(3 * CHUNK_STEP))
+        .align(CHUNK_STEP)
+        .segment_bytes()
+        .unwrap_or(segment);
     let extent = if staged <= LARGE_SEGMENT {
-        EXTENT / staged * staged.next_multiple_of(PAGE)
+        EXTENT / staged * staged.next_multiple_of(CHUNK_STEP)
     } else {
         staged.saturating_add(2 << 20).max(1 << 30)
     };
-    let failed = |what: &str, error: &Error| Failure::Failed(format!("{what}: {error}"));
+    let failed = |what: &str, error: &Error| CliError::Failed(format!("{what}: {error}"));
     let pool = Pool::builder(&device)
         .capacity(args.capacity)
         .initial(args.capacity)
         .extent(extent)
         .unpinned(match args.unpinned {
-            Unpinned::Refuse => pinpool::Unpinned::Refuse,
-            Unpinned::Allow => pinpool::Unpinned::Allow,
+            UnpinnedArg::Refuse => pinpool::Unpinned::Refuse,
+            UnpinnedArg::Allow => pinpool::Unpinned::Allow,
         })
         .build();
     let pool = pool.map_err(|error| match error {
-        Error::Config(text) => Failure::Usage(text),
+        Error::Config(text) => CliError::Usage(text),
         error => failed("the pool cannot be built", &error),
     })?;
     if pool.stats().capacity_bytes < segment {
@@ -158,82 +163,80 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     };
     if sources.is_empty() {
         let len = args.sample;
-        // Asked before the sample is written.
+        // Checked before the sample is written, which takes long.
         device.alloc(len).map_err(|e| {
-            Failure::Failed(format!("{} has no room for a sample of {len} bytes: {e}", device.name()))
+            CliError::Failed(format!("{} has no room for a sample of {len} bytes: {e}", device.name()))
         })?;
         let file = sample::make(len as u64).map_err(|e| {
             let at = std::env::temp_dir();
-            Failure::Failed(format!("a sample of {len} bytes cannot be made in {}: {e}", at.display()))
+            CliError::Failed(format!("a sample of {len} bytes cannot be made in {}: {e}", at.display()))
         })?;
-        let what = What::File(Arc::new(file));
-        sources.push(Source { name: "sample".into(), len: len as u64, what });
+        let what = InputKind::File(Arc::new(file));
+        sources.push(Input { name: "sample".into(), len: len as u64, what });
     }
-    Ok(Job { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
+    Ok(LoadRun { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
 }
 
-/// A pipeline that may use all of the pool, with chunks of the length that was asked for. Where the capacity has just
-/// that many bytes, the chunks are a little shorter, since a segment has a page before its chunk and one behind it.
-/// `None`: no chunk fits.
-fn pipeline(pool: &Pool, device: &Device, args: &Load) -> Result<Option<Pipeline>, Error> {
-    let mut chunk = args.chunk.next_multiple_of(PAGE);
+/// A pipeline that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
+/// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
+fn pipeline(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Pipeline>, Error> {
+    let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
     while chunk > 0 {
         let builder = Pipeline::builder(pool, device).threads(super::threads(args.threads));
         match builder.share(args.capacity).chunk(chunk).build() {
-            Err(Error::Config(_)) => chunk -= PAGE,
+            Err(Error::Config(_)) => chunk -= CHUNK_STEP,
             built => return built.map(Some),
         }
     }
     Ok(None)
 }
 
-/// Whether a file cannot be opened because the command line names the wrong file, and not because the system fails.
+/// Whether an error of opening a file is an error of the command line, and not of the system.
 fn is_named_wrongly(kind: io::ErrorKind) -> bool {
     use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied};
     matches!(kind, NotFound | PermissionDenied | NotADirectory | IsADirectory)
 }
 
-/// Opens a file, if it is one, or a folder's checkpoint.
-fn open(path: &Path) -> Result<Source, Failure> {
+/// Opens a regular file, or the checkpoint of a folder.
+fn open(path: &Path) -> Result<Input, CliError> {
     let name = path.display().to_string();
-    let wrong = |text: &str| Failure::Usage(format!("{name}: {text}"));
+    let wrong = |text: &str| CliError::Usage(format!("{name}: {text}"));
     let unread = |e: io::Error| {
-        // (Rust 1.85 has no `ErrorKind` for these two.)
+        // These two have no stable `ErrorKind` in the oldest Rust that is supported.
         let by_name = matches!(e.raw_os_error(), Some(libc::ENAMETOOLONG | libc::ELOOP));
         let text = format!("{name}: {e}");
-        if by_name || is_named_wrongly(e.kind()) { Failure::Usage(text) } else { Failure::Failed(text) }
+        if by_name || is_named_wrongly(e.kind()) { CliError::Usage(text) } else { CliError::Failed(text) }
     };
-    // Asked before opening: opening a named pipe would wait.
+    // Before opening, which would block on a named pipe.
     let metadata = std::fs::metadata(path).map_err(unread)?;
     if !metadata.is_file() && !metadata.is_dir() {
         return Err(wrong("is not a regular file"));
     }
-    // (The error says what was looked for in a folder and is not there.)
+    // For a folder without a checkpoint the library's error says which files were looked for.
     if metadata.is_dir() || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
-            Error::Read { kind, .. } if !is_named_wrongly(*kind) => Failure::Failed(error.to_string()),
-            Error::OutOfMemory { .. } => Failure::Failed(error.to_string()),
-            _ => Failure::Usage(error.to_string()),
+            Error::Read { kind, .. } if !is_named_wrongly(*kind) => CliError::Failed(error.to_string()),
+            Error::OutOfMemory { .. } => CliError::Failed(error.to_string()),
+            _ => CliError::Usage(error.to_string()),
         })?;
-        return Ok(Source { name, len: checkpoint.bytes(), what: What::Tensors(checkpoint) });
+        return Ok(Input { name, len: checkpoint.bytes(), what: InputKind::Tensors(checkpoint) });
     }
     let file = File::open(path).map_err(unread)?;
     let len = file.metadata().map_err(unread)?.len();
-    // A file whose bytes the system makes up when they are read (in `/proc`, for example) has length 0 and gives a
-    // byte. An empty file gives none.
+    // A file that the kernel generates on reading has bytes but a length of 0; an empty file has no byte to read.
     if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
         return Err(wrong("has bytes but no length: copy it to a real file first"));
     }
-    Ok(Source { name, len, what: What::File(Arc::new(file)) })
+    Ok(Input { name, len, what: InputKind::File(Arc::new(file)) })
 }
 
-impl Job {
-    fn run(&self, args: &Load, report: &mut Report) -> Result<(), Failure> {
+impl LoadRun {
+    fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<(), CliError> {
         report.device = self.device.name().to_owned();
         for source in &self.sources {
             let result = self.load(args, source, report);
             self.bar.finish_and_clear();
-            if let Err(Failure::Mismatch(_)) = &result {
+            if let Err(CliError::Mismatch(_)) = &result {
                 report.verified = Some(false);
             }
             result?;
@@ -242,7 +245,7 @@ impl Job {
         Ok(())
     }
 
-    fn load(&self, args: &Load, source: &Source, report: &mut Report) -> Result<(), Failure> {
+    fn load(&self, args: &LoadArgs, source: &Input, report: &mut LoadReport) -> Result<(), CliError> {
         let len = usize::try_from(source.len).map_err(|_| source.failed("it is larger than all memory"))?;
         if len == 0 {
             report.lines.push(format!("{}: empty", text(&source.name)));
@@ -252,7 +255,7 @@ impl Job {
         let before = (report.upload, report.download);
         let mut start = Instant::now();
         let what = match &source.what {
-            What::File(file) => {
+            InputKind::File(file) => {
                 let no_room = |e| source.failed(format!("the device has no room for its {len} bytes: {e}"));
                 let memory = self.device.alloc(len).map_err(no_room)?;
                 start = Instant::now();
@@ -266,7 +269,7 @@ impl Job {
                 }
                 String::new()
             }
-            What::Tensors(checkpoint) => {
+            InputKind::Tensors(checkpoint) => {
                 let tensors = self.upload_tensors(source, checkpoint)?;
                 report.upload.add(source.len, start);
                 if args.verify {
@@ -291,8 +294,8 @@ impl Job {
         Ok(())
     }
 
-    /// Reads a file into device memory.
-    fn upload(&self, source: &Source, file: &Arc<File>, memory: &DeviceBuffer) -> Result<(), Failure> {
+    /// Uploads a file into device memory.
+    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<(), CliError> {
         let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
         if from.len() < source.len {
             let (what, end, len) = (source.name.clone(), from.len(), source.len);
@@ -304,15 +307,15 @@ impl Job {
         Ok(())
     }
 
-    /// Waits for a transfer, and shows how far it has come.
+    /// Waits for a transfer and updates the progress bar.
     fn watched<T: Send + Sync + 'static>(
         &self,
-        source: &Source,
+        source: &Input,
         mut transfer: Transfer<T>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, CliError> {
         let before = self.bar.position();
         loop {
-            match transfer.wait_timeout(LOOK) {
+            match transfer.wait_timeout(PROGRESS_INTERVAL) {
                 Ok(over) => {
                     self.bar.set_position(before + source.len);
                     return over.map_err(|e| source.error(&e.error));
@@ -326,20 +329,20 @@ impl Job {
         }
     }
 
-    /// Brings device memory back, and returns the checksum of each chunk, in order.
-    fn download(&self, source: &Source, memory: &DeviceBuffer) -> Result<Vec<Part>, Failure> {
-        let sums = Sums { name: source.name.clone(), parts: Mutex::default() };
+    /// Downloads device memory. Returns the checksum of each chunk, in order.
+    fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>, CliError> {
+        let sums = ChecksumSink { name: source.name.clone(), parts: Mutex::default() };
         let transfer = self.pipeline.download(memory, sums).map_err(|e| source.error(&e.error))?;
-        let Sums { parts, .. } = self.watched(source, transfer)?;
+        let ChecksumSink { parts, .. } = self.watched(source, transfer)?;
         let mut parts = parts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         parts.sort_unstable_by_key(|part| part.offset);
         Ok(parts)
     }
 
-    /// Reads the file again, into ordinary memory, and compares.
-    fn compare(&self, source: &Source, file: &File, sums: &[Part]) -> Result<(), Failure> {
+    /// Reads the file again, into ordinary memory, and compares the checksums.
+    fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<(), CliError> {
         spread(self.pipeline.threads(), sums.len(), |number| {
-            let Part { offset, len, sum } = sums[number];
+            let ChunkSum { offset, len, sum } = sums[number];
             let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
             bytes.resize(len, 0);
             file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
@@ -348,7 +351,7 @@ impl Job {
             })?;
             if sum != xxh3_128(&bytes) {
                 let end = offset + len as u64;
-                return Err(Failure::Mismatch(format!(
+                return Err(CliError::Mismatch(format!(
                     "{}: mismatch at offset {offset}: bytes {offset}..{end} did not come back as they are in the file",
                     source.name
                 )));
@@ -358,8 +361,8 @@ impl Job {
         })
     }
 
-    /// Loads tensors.
-    fn upload_tensors(&self, source: &Source, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, Failure> {
+    /// Loads a checkpoint's tensors into device memory.
+    fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, CliError> {
         let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
         tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
@@ -373,19 +376,19 @@ impl Job {
         Ok(tensors)
     }
 
-    /// Reads the tensors from their files again, and compares.
+    /// Reads the tensors from their files again, and compares the checksums.
     fn compare_tensors(
         &self,
-        source: &Source,
+        source: &Input,
         checkpoint: &Checkpoint,
         tensors: &[DeviceTensor],
         sums: &[u128],
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         spread(self.pipeline.threads(), tensors.len(), |number| {
             let tensor = &tensors[number];
             let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
             if right != sums.get(number).copied() {
-                return Err(Failure::Mismatch(format!(
+                return Err(CliError::Mismatch(format!(
                     "{}: mismatch in tensor {:?}: its bytes did not come back as they are in the file",
                     source.name,
                     tensor.name()
@@ -396,8 +399,8 @@ impl Job {
         })
     }
 
-    /// A bar on a terminal, nothing elsewhere.
-    fn progress(&self, source: &Source, passes: u64) -> ProgressBar {
+    /// A progress bar on a terminal, a hidden one elsewhere.
+    fn progress(&self, source: &Input, passes: u64) -> ProgressBar {
         let bar = &self.bar;
         if io::stderr().is_terminal() {
             bar.set_draw_target(ProgressDrawTarget::stderr());
@@ -411,16 +414,16 @@ impl Job {
         bar.clone()
     }
 
-    /// What the pool has to say. Warns, once, if it is not all pinned.
+    /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
     fn note(&self) -> PoolStats {
-        // Memory that is still being pinned, and buffers that the last copies are giving back.
-        let pinning = self.pool.wait_pinned(Some(REST));
-        let stats = settle(&self.pool);
+        // Memory may still be being pinned, and the last copies' buffers may still be on their way back.
+        let pinning = self.pool.wait_pinned(Some(REST_TIMEOUT));
+        let stats = stats_at_rest(&self.pool);
         if stats.unpinned_bytes > 0 {
             let (plain, all) = (stats.unpinned_bytes, stats.pinned_bytes + stats.unpinned_bytes);
             say(&format!(
-                "warning: {plain} of the pool's {all} bytes are not pinned, since the system refused (see ulimit -l); copies \
-                 from them are slower"
+                "warning: {plain} of the pool's {all} bytes are not pinned, since the system refused (see ulimit -l); \
+                 copies from them are slower"
             ));
         } else if let Ok(Some(error)) = pinning.map(|p| p.error) {
             say(&format!("warning: the pool is smaller than its capacity: {error}"));
@@ -429,27 +432,27 @@ impl Job {
     }
 }
 
-/// The line of a source that has so many bytes.
+/// The progress bar's line for an input of `len` bytes.
 fn style(len: u64) -> Result<ProgressStyle, TemplateError> {
     let style = ProgressStyle::with_template(
         "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left",
     )?;
     Ok(style.with_key("moved", move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
-        // (A line that cannot be written has no place for that either.)
+        // A failed write is ignored: there is no other place for the text.
         let _ = line.write_str(&moved(state.pos(), len));
     }))
 }
 
-/// How far a source is, of which so many bytes are done in all passes.
+/// The progress of an input of `len` bytes, of which `done` bytes are done, all passes added up.
 fn moved(done: u64, len: u64) -> String {
     let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(2);
     let what = ["up", "back", "compared"][pass as usize];
     format!("{} of {} {what}", DecimalBytes(done - pass * len), DecimalBytes(len))
 }
 
-/// The statistics once nothing is in flight any more. After a failure something may stay so.
-fn settle(pool: &Pool) -> PoolStats {
-    let deadline = Instant::now() + REST;
+/// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
+fn stats_at_rest(pool: &Pool) -> PoolStats {
+    let deadline = Instant::now() + REST_TIMEOUT;
     loop {
         let stats = pool.stats();
         if stats.in_flight_bytes + stats.checked_out_bytes == 0 || Instant::now() >= deadline {
@@ -459,53 +462,53 @@ fn settle(pool: &Pool) -> PoolStats {
     }
 }
 
-impl Source {
-    fn failed(&self, why: impl std::fmt::Display) -> Failure {
-        Failure::Failed(format!("{}: {why}", self.name))
+impl Input {
+    fn failed(&self, why: impl std::fmt::Display) -> CliError {
+        CliError::Failed(format!("{}: {why}", self.name))
     }
 
-    /// What the library says, with the file's name where that does not have it.
-    fn error(&self, error: &Error) -> Failure {
+    /// An error of the library, with the file's name added where the error does not contain it.
+    fn error(&self, error: &Error) -> CliError {
         match error {
             Error::Read { .. } | Error::Shrunk { .. } | Error::Transfer { .. } | Error::Cancelled { .. } => {
-                Failure::Failed(error.to_string())
+                CliError::Failed(error.to_string())
             }
             _ => self.failed(error),
         }
     }
 
-    fn short(&self, end: u64) -> Failure {
+    fn short(&self, end: u64) -> CliError {
         self.failed(format!("ends at byte {end}, not at {}: it has become shorter", self.len))
     }
 }
 
-/// A chunk that came back.
+/// The checksum of a downloaded chunk.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct ChunkSum {
     offset: u64,
     len: usize,
     sum: u128,
 }
 
-/// Takes the checksums of what comes back.
-struct Sums {
+/// A sink that keeps the checksum of each chunk and drops the bytes.
+struct ChecksumSink {
     name: String,
-    parts: Mutex<Vec<Part>>,
+    parts: Mutex<Vec<ChunkSum>>,
 }
 
-impl Sink for Sums {
+impl Sink for ChecksumSink {
     fn name(&self) -> std::borrow::Cow<'_, str> {
         (&*self.name).into()
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let part = Part { offset, len: bytes.len(), sum: xxh3_128(bytes) };
+        let part = ChunkSum { offset, len: bytes.len(), sum: xxh3_128(bytes) };
         self.parts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(part);
         Ok(())
     }
 }
 
-impl Report {
+impl LoadReport {
     fn json(&self, stats: &PoolStats) -> Value {
         json!({
             "device": self.device,
@@ -543,7 +546,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    fn args(line: &[&str]) -> Load {
+    fn args(line: &[&str]) -> LoadArgs {
         let line = ["pinpool", "load", "--device", "host"].iter().chain(line);
         match super::super::args::Args::parse_from(line).command {
             super::super::args::Command::Load(load) => load,
@@ -554,23 +557,23 @@ mod tests {
     #[test]
     fn a_wrong_byte_on_the_device_is_found_and_named() {
         let args = args(&["--sample", "300000", "--chunk", "65536", "--capacity", "1MiB", "--threads", "2"]);
-        let job = prepare(&args).unwrap();
-        let source = &job.sources[0];
-        let What::File(file) = &source.what else { panic!("a sample is a file") };
-        let memory = job.device.alloc(300_000).unwrap();
-        job.upload(source, file, &memory).unwrap();
-        let sums = job.download(source, &memory).unwrap();
-        job.compare(source, file, &sums).unwrap();
+        let run = prepare(&args).unwrap();
+        let source = &run.sources[0];
+        let InputKind::File(file) = &source.what else { panic!("a sample is a file") };
+        let memory = run.device.alloc(300_000).unwrap();
+        run.upload(source, file, &memory).unwrap();
+        let sums = run.download(source, &memory).unwrap();
+        run.compare(source, file, &sums).unwrap();
 
-        // One byte in the third chunk, and one in the last: the first of them is reported.
-        let stream = job.device.stream().unwrap();
+        // A byte in the third chunk and one in the last are wrong: the first of them is reported.
+        let stream = run.device.stream().unwrap();
         for at in [299_999, 131_072 + 17] {
             let mut byte = [0];
             stream.download_blocking(memory.slice(at..=at), &mut byte).unwrap();
             stream.upload_blocking(&[!byte[0]], memory.slice(at..=at)).unwrap();
         }
-        let sums = job.download(source, &memory).unwrap();
-        let failure = job.compare(source, file, &sums).unwrap_err();
+        let sums = run.download(source, &memory).unwrap();
+        let failure = run.compare(source, file, &sums).unwrap_err();
         assert!(failure.to_string().contains("mismatch at offset 131072"), "{failure}");
         assert_eq!(failure.exit_code(), super::super::EXIT_FAILED);
     }

@@ -1,21 +1,27 @@
-//! The `pinpool` command: what its commands share, and a file or folder for each of them.
+//! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
 //!
-//! | module | what is in it |
+//! The modules use the library's public interface only, except for the escaping of text, whose file is compiled a
+//! second time here. `main` calls [`run`] or [`refuse`]; nothing else is called from outside. In the order in which to
+//! read them:
+//!
+//! | file | what is in it |
 //! | --- | --- |
-//! | `args` | the command line |
-//! | `load`, `bench` | the commands of these names |
-//! | `sample` | bytes to move, and the file of them that `load` makes where none is named |
-//! | `spread` | work spread over several threads |
-//! | `doctor` | `pinpool doctor` |
-//! | `top` | `pinpool top` |
-//! | here | the way from a result to an exit status, lines on stdout and stderr, threads and rates |
+//! | `args.rs` | the command line: subcommands, options, help texts |
+//! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
+//! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
+//! | `bench.rs` | `pinpool bench`: the speed of the link and of the pipeline |
+//! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
+//! | `top/` | `pinpool top`: the metrics of another process, live |
+//! | `sample.rs` | bytes to copy that do not repeat |
+//! | `spread.rs` | work spread over threads |
 //!
-//! `main.rs` calls [`run`]. The command uses the library's public face alone.
+//! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
+//! status. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
 
 pub mod args;
 pub mod bench;
 mod doctor;
-// A file of the library that is no part of the library's public face, so it is compiled here once more.
+// The library's own file, which is not part of its public interface.
 #[path = "../escape.rs"]
 mod escape;
 pub mod load;
@@ -38,7 +44,7 @@ pub const EXIT_USAGE: u8 = 2;
 
 /// Why the command ends early.
 #[derive(Debug)]
-pub enum Failure {
+pub enum CliError {
     /// The command line cannot be obeyed.
     Usage(String),
     /// The work could not be done.
@@ -47,7 +53,7 @@ pub enum Failure {
     Mismatch(String),
 }
 
-impl Failure {
+impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => EXIT_USAGE,
@@ -56,11 +62,11 @@ impl Failure {
     }
 }
 
-/// The cause in one line, with its line breaks made spaces. ([`say`] escapes it.)
-impl fmt::Display for Failure {
+/// The text in one line. ([`say`] escapes it.)
+impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
-        // Without a list of the words: a cause may be long, and the command may end for want of memory.
+        // No list of the words is built: the text may be long, and the command may be ending for want of memory.
         for (number, word) in text.split_whitespace().enumerate() {
             let space = if number > 0 { " " } else { "" };
             write!(f, "{space}{word}")?;
@@ -69,7 +75,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Does what the command line says.
+/// Runs the subcommand that the command line names.
 pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
@@ -80,11 +86,11 @@ pub fn run(args: &args::Args) -> ExitCode {
     }
 }
 
-/// Prints help and version as clap does. A fault of the command line is reported in one line on stderr.
+/// Prints help and version to stdout; an error of the command line becomes one line on stderr.
 pub fn refuse(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A pipe that its reader has closed is no failure.
+            // The error is ignored: a closed pipe needs no more of the help.
             let _ = error.print();
             return ExitCode::SUCCESS;
         }
@@ -101,22 +107,22 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Opens the device that the command line names. For a device that is not there the command line is wrong (exit status
-/// 2). A device that is there and fails is a failure (exit status 1).
-fn open_device(spec: &str) -> Result<Device, Failure> {
+/// Opens the device that the command line names. A device that does not exist is an error of the command line; a device
+/// that fails is not.
+fn open_device(spec: &str) -> Result<Device, CliError> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
         match error {
             Error::UnknownDevice { .. } | Error::Unavailable { .. } | Error::Unsupported(_) => {
-                Failure::Usage(text)
+                CliError::Usage(text)
             }
-            _ => Failure::Failed(text),
+            _ => CliError::Failed(text),
         }
     })
 }
 
-/// The exit status of a command, which says what went wrong.
-fn exit(result: Result<(), Failure>) -> ExitCode {
+/// The exit status of a subcommand. Prints the error, if there is one.
+fn exit(result: Result<(), CliError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -126,28 +132,29 @@ fn exit(result: Result<(), Failure>) -> ExitCode {
     }
 }
 
-/// Prints a result. A closed pipe is no failure: its reader wants no more, and the exit status still tells.
-fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+/// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
+fn print(out: &mut impl Write, text: &str) -> Result<(), CliError> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("the result cannot be written: {error}")))
+            Err(CliError::Failed(format!("the result cannot be written: {error}")))
         }
         _ => Ok(()),
     }
 }
 
-/// The number of threads that the command line names. Without one: the number of cores, at most eight.
+/// The number of threads on the command line; without one, the number of cores, at most eight.
 fn threads(named: Option<u16>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
     named.map_or_else(cores, usize::from)
 }
 
-/// GB/s of 10^9 bytes. `None` if no time has passed.
+/// GB/s of 10^9 bytes. `None`: `time` is zero.
 fn rate(bytes: u64, time: Duration) -> Option<f64> {
     (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
 
-/// An empty vector with room for so many bytes, or an error: a refused allocation would end the process.
+/// An empty vector with a capacity of `len` bytes. A refused allocation is an error here; in `Vec::with_capacity` it
+/// would end the process.
 fn room(len: usize) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     let refused =
@@ -156,21 +163,21 @@ fn room(len: usize) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// How long [`close`] waits for a device. Nothing of the command is in flight any more by then.
+/// The time that closing a device may take, when none of the command's copies is in flight any more.
 const CLOSING: Duration = Duration::from_secs(10);
 
-/// Ends with a device: after this the library makes no call for it, and its driver may end as it likes.
-fn close(device: Device) -> Result<(), Failure> {
-    device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
+/// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
+fn close(device: Device) -> Result<(), CliError> {
+    device.close(CLOSING).map_err(|error| CliError::Failed(error.to_string()))
 }
 
-/// Prints a line on stderr, escaped, since text of files and servers may be in it. A closed stderr is no failure.
+/// Prints a line on stderr, escaped, since it may contain text of files and servers. A closed stderr is ignored.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", escape::text(line));
 }
 
-/// An object for programs, in one line. What is beyond ASCII is escaped as JSON does it, since a terminal may be what
-/// reads it.
+/// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
+/// terminal.
 fn json_line(value: &serde_json::Value) -> String {
     let mut line = String::new();
     for character in value.to_string().chars() {
@@ -184,8 +191,8 @@ fn json_line(value: &serde_json::Value) -> String {
     line
 }
 
-/// Has the library's log printed: its errors always, more on demand. Its warning about memory that is not pinned comes
-/// once per extent, so at first sight the command says that itself, in one line.
+/// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning
+/// about memory that is not pinned comes once per extent; the command says that itself, in one line.
 fn log_to_stderr(verbose: u8) {
     let level = match verbose {
         0 => tracing::Level::ERROR,

@@ -1,6 +1,6 @@
-//! Sample bytes, and the file of them that `pinpool load` moves where the command line names none.
+//! Bytes to copy, and a temporary file of them for a command line that names no file.
 //!
-//! The file has no name, so the system removes it when the command ends, however it ends.
+//! The file has no name, so the system removes it when the process ends, also when the process is killed.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::io::{self, Write};
 /// Bytes written at a time.
 const BLOCK: usize = 1 << 20;
 
-/// A file of `len` bytes that do not repeat, so that a chunk in the wrong place is noticed.
+/// A file of `len` bytes that do not repeat, so that a chunk in the wrong place changes a checksum.
 pub fn make(len: u64) -> io::Result<File> {
     let mut file = tempfile::tempfile()?;
     let mut block = vec![0; BLOCK];
@@ -22,8 +22,7 @@ pub fn make(len: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Fills `bytes` with a part of one long sequence in which no eight bytes repeat, from its byte `from` on. `from` is a
-/// multiple of eight.
+/// Fills `bytes` from an endless sequence that does not repeat, starting at byte `from` of it, a multiple of eight.
 pub fn fill(bytes: &mut [u8], from: u64) {
     for (count, word) in (from / 8..).zip(bytes.chunks_mut(8)) {
         word.copy_from_slice(&mix(count).to_le_bytes()[..word.len()]);

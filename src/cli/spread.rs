@@ -1,20 +1,20 @@
 //! Spreading work over threads.
 //!
-//! Each piece of work has a number. The numbers are handed out in order, one at a time, so faster threads do more of
-//! them. After the first failure no more numbers are handed out, and work that is under way is finished. Of several
-//! failures the one with the lowest number is reported.
+//! Each thread takes the next number, in order and one at a time, so a faster thread takes more of them. After the
+//! first failure no thread takes another number. The calls that have begun run to their ends, so of several failures
+//! the one with the lowest number is reported.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. Where a thread
-/// cannot be started, the others do its share.
+/// Calls `work` once for each number below `count`, on up to `threads` threads, of which the caller's is one. A thread
+/// that cannot be started is left out; the others do its share.
 pub fn spread<E: Send>(
     threads: usize,
     count: usize,
     work: impl Fn(usize) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    // Relaxed, both: a number belongs to the thread that got it, and the flag is a hint.
+    // Relaxed, both: a number belongs to the thread that took it, and the flag is a hint.
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     let first: Mutex<Option<(usize, E)>> = Mutex::new(None);

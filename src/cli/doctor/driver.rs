@@ -1,9 +1,8 @@
-//! The accelerator's driver: the kernel's part of it, its files in `/dev`, and its library, as the vendor's row of
-//! [`pinpool::family`] has them.
+//! The accelerator's driver: its kernel module, its files in `/dev`, and its library, as described by the vendor's row
+//! of [`pinpool::family`].
 //!
-//! A container has the kernel's part from its host, and the other two only if it is given them; so each is looked at by
-//! itself. The proof that all of it works is that the device opens. Where it does, what is missing here is only
-//! mentioned.
+//! A container shares the kernel module with its host and has the other two only if they are mounted into it, so each
+//! has a check of its own. If the device opens, the driver works; a missing part is then mentioned and is no failure.
 
 use std::env;
 use std::path::PathBuf;
@@ -12,8 +11,8 @@ use pinpool::family::Vendor;
 
 use super::{Case, Fixes, Verdict, accelerator, accelerators, of_vendor, parse};
 
-/// Looks at the vendor's driver, if there is one to look at. `Err`: something is missing. How bad that is depends on
-/// what the device is for (asked for by name, or found by `auto`), and on whether it opened.
+/// Runs `look` for the vendor, if there is an accelerator to look for. `Err`: a part is missing. That is a failure if
+/// the device was asked for by name, a warning with `auto`, and only mentioned if the device opened.
 fn examine(case: &Case, look: impl Fn(&Vendor) -> Result<String, (String, Fixes)>) -> Verdict {
     let Some(vendor) = case.vendor() else {
         return Verdict::ok("not needed: no accelerator was asked for, and none shows");
@@ -26,12 +25,12 @@ fn examine(case: &Case, look: impl Fn(&Vendor) -> Result<String, (String, Fixes)
     }
 }
 
-/// Windows has the driver, and shows this file in place of its own.
+/// The file by which WSL shows the driver of Windows, if it is there.
 fn of_windows(case: &Case, vendor: &Vendor) -> Option<&'static str> {
-    vendor.wsl.filter(|file| case.place.wsl && case.system.exists(file))
+    vendor.wsl.filter(|file| case.environment.wsl && case.system.exists(file))
 }
 
-/// The kernel's part of the driver.
+/// The driver's kernel module, and whether the library has the same version.
 pub fn module(case: &Case) -> Verdict {
     examine(case, |vendor| {
         if let Some(file) = of_windows(case, vendor) {
@@ -47,15 +46,16 @@ pub fn module(case: &Case) -> Verdict {
                 return Err((format!("{} driver {version}; {why}", vendor.name), of_vendor(vendor.install)));
             }
         }
-        // A package that was updated under a running system: the library's file carries the version in its name.
+        // A driver package that was updated under a running system leaves the old module loaded. The name of the
+        // library's file has the library's version.
         if let Some((prefix, fix)) = vendor.mismatch {
             let library = loader_dirs()
                 .iter()
-                // CUDA's packages for newer libraries on older drivers put theirs into such a folder.
+                // CUDA's compatibility packages, newer libraries for older drivers, install into such a folder.
                 .filter(|dir| !dir.contains("compat"))
                 .find_map(|dir| case.system.link(&format!("{dir}/{}", vendor.library)))
                 .and_then(|file| Some(file.strip_prefix(prefix)?.to_owned()))
-                // Some systems have the interface's number there (1.1), not the driver's.
+                // Some systems have the version of the interface there (1.1), not that of the driver.
                 .filter(|library| library.split('.').next().is_some_and(|major| major.len() > 2));
             let same = |library: &String| *library == version || version.starts_with(&format!("{library}."));
             if let Some(library) = library.filter(|library| !same(library)) {
@@ -67,7 +67,7 @@ pub fn module(case: &Case) -> Verdict {
     })
 }
 
-/// Another driver that has the card.
+/// Another driver that is bound to the card, if there is one, and the remedy.
 fn holder(case: &Case, vendor: &Vendor) -> Option<(String, Fixes)> {
     let module = vendor.module?;
     let (address, holder) = accelerators(case.system, vendor).into_iter().find_map(|address| {
@@ -103,7 +103,7 @@ pub fn files(case: &Case) -> Verdict {
         if !missing.is_empty() {
             return Err((format!("missing: {}", missing.join(", ")), of_vendor(vendor.files_missing)));
         }
-        // What a container's device filter forbids shows here.
+        // A container's device filter makes opening fail, though the file is there.
         for file in &files {
             let opened = std::fs::OpenOptions::new().read(true).write(true).open(case.system.at(file));
             if let Err(error) = opened {
@@ -115,9 +115,9 @@ pub fn files(case: &Case) -> Verdict {
     })
 }
 
-/// Where loaders look, the environment's folders first.
+/// The folders that the dynamic loader searches, those of `LD_LIBRARY_PATH` first.
 fn loader_dirs() -> Vec<String> {
-    const USUAL: [&str; 8] = [
+    const USUAL_DIRS: [&str; 8] = [
         "/usr/lib/wsl/lib",
         "/lib/x86_64-linux-gnu",
         "/usr/lib/x86_64-linux-gnu",
@@ -128,15 +128,15 @@ fn loader_dirs() -> Vec<String> {
         "/lib64",
     ];
     let named = env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    named.split(':').filter(|dir| !dir.is_empty()).chain(USUAL).map(str::to_owned).collect()
+    named.split(':').filter(|dir| !dir.is_empty()).chain(USUAL_DIRS).map(str::to_owned).collect()
 }
 
-/// The library that is loaded at run time.
+/// The driver's library, which the crate loads at run time.
 pub fn library(case: &Case) -> Verdict {
     examine(case, |vendor| {
         let (name, variable) = (vendor.library, vendor.variable);
         if let Some(path) = env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from) {
-            // A name without a folder is looked for by the loader.
+            // The loader searches for a name without a folder.
             let there = path.exists() || path.components().count() == 1;
             let found = format!("{}, which {variable} names", path.display());
             if !there {
@@ -148,18 +148,18 @@ pub fn library(case: &Case) -> Verdict {
         let toolkit = toolkit.iter().filter_map(|file| Some(file.parent()?.display().to_string()));
         let mut dirs = loader_dirs().into_iter().chain(toolkit.filter(|dir| !dir.is_empty()));
         if let Some(dir) = dirs.find(|dir| case.system.exists(&format!("{dir}/{name}"))) {
-            // The toolkit's stub has every symbol, and no driver behind it.
+            // The toolkit's stub has every symbol and calls no driver.
             if dir.trim_end_matches('/').ends_with("/stubs") {
                 let found = format!("{dir}/{name} comes first, a stub that is only for linking");
                 return Err((found, fixes![Pool: "take {dir} out of LD_LIBRARY_PATH"]));
             }
             return Ok(format!("{dir}/{name}"));
         }
-        // The loader's cache is binary, with the names as they are.
+        // The loader's cache is a binary file that contains the names as text.
         let cache = case.system.bytes("/etc/ld.so.cache").unwrap_or_default();
         if cache.windows(name.len()).any(|window| window == name.as_bytes()) {
             return Ok(format!("{name}, by /etc/ld.so.cache"));
         }
-        Err((format!("{name} is in no folder of the loader's"), of_vendor(vendor.library_missing)))
+        Err((format!("{name} is in no folder that the loader searches"), of_vendor(vendor.library_missing)))
     })
 }

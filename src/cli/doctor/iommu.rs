@@ -1,13 +1,14 @@
 //! The IOMMU, which stands between devices and memory.
 //!
-//! Where it translates, every page that is pinned for a device is entered into its tables, and taken out with a flush:
-//! pinning and unpinning are slower, copies between devices may take the way through the processor, and a device can
-//! run out of its look-aside buffer. Where it passes everything through, or is not there, pinning does not meet it.
+//! An IOMMU that translates has a table entry for every page that is pinned for a device, and a flush for every entry
+//! that is removed. So pinning and unpinning are slower, copies between devices may go through the processor, and a
+//! device may exhaust its translation look-aside buffer. An IOMMU that passes addresses through, or none, costs
+//! nothing.
 
-use super::place::Place;
+use super::environment::Environment;
 use super::{Case, Verdict};
 
-/// What the IOMMU does to the accelerators.
+/// Whether the IOMMU translates the accelerators' addresses.
 pub fn iommu(case: &Case) -> Verdict {
     if !case.system.exists("/sys/class") {
         return Verdict::unseen("/sys/class/iommu");
@@ -32,7 +33,7 @@ pub fn iommu(case: &Case) -> Verdict {
         let kind =
             group.and_then(|group| case.system.word(&format!("/sys/kernel/iommu_groups/{group}/type")));
         match kind.as_deref() {
-            // Documentation/ABI/testing/sysfs-kernel-iommu_groups has the words.
+            // The words are listed in Documentation/ABI/testing/sysfs-kernel-iommu_groups.
             Some("identity") => {}
             Some(kind @ ("DMA" | "DMA-FQ")) => {
                 let strict = if kind == "DMA" { ", flushing at once" } else { "" };
@@ -51,5 +52,5 @@ pub fn iommu(case: &Case) -> Verdict {
     }
     let words = if units[0].starts_with("smmu") { "iommu.passthrough=1" } else { "iommu=pt" };
     let found = format!("{found}: {}; pinning and unpinning are slower", translated.join(", "));
-    Verdict::warn(found, Place::boot(words))
+    Verdict::warn(found, Environment::boot(words))
 }

@@ -1,11 +1,12 @@
-//! What the kernel and the driver bound per call, whatever the limits of the process.
+//! What the version of the kernel and its settings mean for pinning, whatever the limits of the process: bounds of one
+//! call, missing system calls, the number of mappings.
 
 use pinpool::family::Kernel;
 
-use super::place::Place;
+use super::environment::Environment;
 use super::{Case, Verdict, parse};
 
-/// What is different for all devices.
+/// Kernel versions that matter for every device; those that matter for one vendor are in the vendor's row.
 const KERNELS: [Kernel; 2] = [
     Kernel {
         versions: (0, 0)..(4, 14),
@@ -21,7 +22,7 @@ const KERNELS: [Kernel; 2] = [
     },
 ];
 
-/// The kernel's version, where it matters for pinning.
+/// The kernel's version, and what it means for pinning.
 pub fn version(case: &Case) -> Verdict {
     let Some(release) = case.system.word("/proc/sys/kernel/osrelease") else {
         return Verdict::unseen("/proc/sys/kernel/osrelease");
@@ -43,7 +44,7 @@ pub fn version(case: &Case) -> Verdict {
     verdict
 }
 
-/// The number of mappings that a process may have. A region is one, and its advice can split it.
+/// The number of mappings that a process may have. A region is one mapping, which `madvise` may split.
 pub fn mappings(case: &Case) -> Verdict {
     let Some(most) = case.system.number("/proc/sys/vm/max_map_count") else {
         return Verdict::unseen("/proc/sys/vm/max_map_count");
@@ -51,8 +52,8 @@ pub fn mappings(case: &Case) -> Verdict {
     // The smallest regions of a large pool are 256 MiB; each end can be a mapping of its own.
     let wanted = 3 * case.capacity.div_ceil(256 << 20);
     let used = case.system.text("/proc/self/maps").lines().count() as u64;
-    let fix = Place::sysctl("vm.max_map_count", 262_144.max(4 * wanted));
-    // Servers map libraries, models and thread stacks by the thousands.
+    let fix = Environment::sysctl("vm.max_map_count", 262_144.max(4 * wanted));
+    // A server has thousands of mappings of its own: libraries, models, thread stacks.
     const OTHERS: u64 = 8192;
     let found = format!("vm.max_map_count is {most}");
     if most < used + wanted {

@@ -1,11 +1,11 @@
-//! The limits of this process: how much memory it may lock, and how much address space it may have.
+//! The limits of this process: how much memory it may lock, and how much address space it may map.
 //!
 //! # The memlock limit
 //!
-//! `mlock` counts what a process has locked against RLIMIT_MEMLOCK, unless it has CAP_IPC_LOCK in the machine's own
-//! user namespace (`mm/mlock.c`: `capable(CAP_IPC_LOCK)`; a capability inside a rootless container does not count). So
-//! the limit binds on the host device. Where a vendor's driver pins without counting, the limit binds only programs
-//! that register the same memory elsewhere: RDMA and io_uring do count.
+//! `mlock` counts the memory that a process has locked against RLIMIT_MEMLOCK, unless the process has CAP_IPC_LOCK in
+//! the machine's initial user namespace (`mm/mlock.c`: `capable(CAP_IPC_LOCK)`; a capability inside a rootless
+//! container does not count). So the limit holds for the host device. A vendor's driver may pin without counting; then
+//! the limit holds only for programs that register the same memory elsewhere, since RDMA and io_uring do count.
 
 use super::report::size;
 use super::{Case, Verdict, parse};
@@ -13,7 +13,7 @@ use super::{Case, Verdict, parse};
 /// CAP_IPC_LOCK.
 const IPC_LOCK: u32 = 14;
 
-/// How much may be locked.
+/// How much memory this process may lock.
 pub fn memlock(case: &Case) -> Verdict {
     let (Some(limits), Some(status)) =
         (case.system.read("/proc/self/limits"), case.system.read("/proc/self/status"))
@@ -39,7 +39,7 @@ pub fn memlock(case: &Case) -> Verdict {
     };
     let found = format!("at most {}, the pool wants {}; {why}", size(soft), size(case.capacity));
     let kib = case.capacity.saturating_add(locked).div_ceil(1024);
-    // Up to the hard limit a process raises its own, wherever the server starts.
+    // A process may raise its own soft limit up to the hard one, so a command before the server's start is enough.
     let mut fix = match hard {
         Some(hard) if hard < kib.saturating_mul(1024) => fixes![
             Shell: "sudo prlimit --memlock=unlimited:unlimited --pid $$, then start the server from there; for logins: \
@@ -65,16 +65,17 @@ pub fn memlock(case: &Case) -> Verdict {
     }
 }
 
-/// Whether this process is in a user namespace of its own, where capabilities reach less far.
+/// Whether this process is in a user namespace other than the initial one, where capabilities allow less.
 fn inner_user(case: &Case) -> bool {
     let map = case.system.text("/proc/self/uid_map");
     let words: Vec<&str> = map.split_ascii_whitespace().collect();
-    // The machine's own maps all numbers to themselves, in one line; rootless containers have one or several others.
-    // What cannot be read is taken for the machine's.
+    // The initial namespace maps all numbers to themselves, in one line; rootless containers have other lines. A file
+    // that cannot be read is taken for that of the initial namespace.
     !words.is_empty() && words != ["0", "0", "4294967295"]
 }
 
-/// How much can be mapped. Both limits count what a region maps (getrlimit(2): RLIMIT_AS; RLIMIT_DATA since Linux 4.7).
+/// How much address space this process may map. Both limits count a region's mapping (getrlimit(2): RLIMIT_AS, and
+/// RLIMIT_DATA since Linux 4.7).
 pub fn address_space(case: &Case) -> Verdict {
     let Some(limits) = case.system.read("/proc/self/limits") else {
         return Verdict::unseen("/proc/self/limits");

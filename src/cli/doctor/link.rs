@@ -1,18 +1,18 @@
-//! The PCIe link of a device, and what it should carry.
+//! The PCIe link of a device, and the speed that copies over it should reach.
 //!
-//! `/sys` has the speed and the width of each link on the way, from the device up to the root; the slowest of them
-//! counts. An idle GPU slows its link down to save power, so the doctor reads the speed right after copies.
+//! `/sys` has the speed and the width of each link from the device up to the root; the slowest of them counts. An idle
+//! GPU slows its link down to save power, so the link is read right after the trial's copies.
 
 use super::system::System;
 use super::{Case, Verdict, parse};
 
-/// The share of a link's bytes that are payload in large copies. The rest is headers of packets and acknowledgements.
-/// (Measured: 55.5 of 63.0 GB/s on an H200 with PCIe 5.0 x16.)
+/// The share of a link's data rate that large copies reach: packet headers and acknowledgements take the rest. 55.5 of
+/// 63.0 GB/s on an H200 with PCIe 5.0 x16.
 const PAYLOAD: f64 = 0.88;
 
-/// Thousands of millions of transfers a second on one lane, the generation that has them, and which share of its bits
-/// is data (PCI Express Base Specification): of ten bits eight, then of 130 bits 128, then of a flit's 256 bytes 236.
-const GENERATIONS: [(f64, &str, f64); 6] = [
+/// For each PCIe generation: 10^9 transfers a second on one lane, the generation's name, and the share of the bits that
+/// is data (PCI Express Base Specification): 8 of 10 bits, later 128 of 130 bits, then 236 of the 256 bytes of a flit.
+const PCIE_GENERATIONS: [(f64, &str, f64); 6] = [
     (2.5, "1.0", 8.0 / 10.0),
     (5.0, "2.0", 8.0 / 10.0),
     (8.0, "3.0", 128.0 / 130.0),
@@ -21,7 +21,7 @@ const GENERATIONS: [(f64, &str, f64); 6] = [
     (64.0, "6.0", 236.0 / 256.0),
 ];
 
-/// One link: the device's end of it.
+/// A link, read at its lower end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Link {
     address: String,
@@ -46,7 +46,7 @@ impl Link {
     }
 
     fn generation(&self) -> &'static (f64, &'static str, f64) {
-        GENERATIONS.iter().find(|(speed, ..)| self.speed <= *speed).unwrap_or(&GENERATIONS[5])
+        PCIE_GENERATIONS.iter().find(|(speed, ..)| self.speed <= *speed).unwrap_or(&PCIE_GENERATIONS[5])
     }
 
     /// GB/s of 10^9 bytes that large copies reach in one direction.
@@ -64,22 +64,22 @@ pub fn path(system: &System, address: &str) -> Vec<Link> {
     let Some(device) = system.real(&format!("/sys/bus/pci/devices/{address}")) else { return Vec::new() };
     let mut links = Vec::new();
     let mut dir = device.as_str();
-    // Folders are nested like the bridges. The first that is no device on a bus ends it.
+    // Folders are nested like the bridges. The first folder that is not a PCI device ends the path.
     while let Some(name) = dir.rsplit('/').next().filter(|name| name.matches(':').count() == 2) {
-        // A bridge's upper end is in its own folder, so each link is there once on the way, by its lower end; ports of
-        // a root or a switch that point downward show the same link again, which changes nothing.
+        // A bridge's folder describes the link above it, so each link of the path is read once, at its lower end. The
+        // downward ports of a root or a switch show the same link a second time, which does not change the slowest.
         links.extend(Link::read(system, dir));
         dir = dir[..dir.len() - name.len()].trim_end_matches('/');
     }
     links
 }
 
-/// What large copies should reach: the slowest link's share.
+/// GB/s that large copies should reach: those of the slowest link.
 pub fn expected(links: &[Link]) -> Option<f64> {
     links.iter().map(Link::gb_per_s).min_by(f64::total_cmp)
 }
 
-/// Whether the link runs as it could. To be called right after copies.
+/// Whether the link runs at its full speed and width. Called right after copies.
 pub fn link(case: &Case, links: &[Link]) -> Verdict {
     let addresses = case.addresses();
     let Some(address) = addresses.first() else {
@@ -105,7 +105,7 @@ pub fn link(case: &Case, links: &[Link]) -> Verdict {
             ],
         );
     }
-    // Only after copies: the link of an idle device is slow on purpose.
+    // Only if there were copies before: the link of an idle device is slow on purpose.
     if own.speed < full.speed && case.opened() {
         return Verdict::warn(
             less(),

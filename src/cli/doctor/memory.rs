@@ -1,10 +1,10 @@
-//! Memory that is there for the pool: on the whole machine, past what others locked or reserved.
+//! The machine's memory that a pool can have, without what other programs locked or reserved.
 
-use super::place::Place;
+use super::environment::Environment;
 use super::report::size;
 use super::{Case, Verdict, parse};
 
-/// The machine's memory against the capacity.
+/// Compares the machine's available memory with the capacity.
 pub fn memory(case: &Case) -> Verdict {
     let text = case.system.text("/proc/meminfo");
     let kib = |key: &str| parse::kib(&text, key);
@@ -24,20 +24,20 @@ pub fn memory(case: &Case) -> Verdict {
     if idle > 0 {
         found += &format!(", {} reserved for hugetlb pages and idle", size(idle));
     }
-    // With mode 2 the kernel refuses to map what it could not back (Documentation/mm/overcommit-accounting).
+    // In mode 2 the kernel refuses mappings beyond a limit (Documentation/mm/overcommit-accounting).
     let strict = case.system.number("/proc/sys/vm/overcommit_memory") == Some(2);
     if let (true, Some(limit), Some(used)) = (strict, kib("CommitLimit"), kib("Committed_AS")) {
         let left = limit.saturating_sub(used);
         found += &format!(", {} left to promise (vm.overcommit_memory is 2)", size(left));
         if left < case.capacity {
-            let mut fix = Place::sysctl("vm.overcommit_memory", 0);
+            let mut fix = Environment::sysctl("vm.overcommit_memory", 0);
             fix.extend(fixes![Pool: "a capacity below {}", size(left)]);
             return Verdict::fail(format!("{found}; the pool wants {wants}"), fix);
         }
     }
     let mut fix = fixes![Pool: "a capacity of {} or less", size(available / 5 * 4)];
     if idle > 0 {
-        // Only the idle ones can be given back, which is why this does not go to zero.
+        // Only idle huge pages can be given back, so the recommended number is not zero.
         let rest = count("HugePages_Total").saturating_sub(reserved);
         fix.extend(fixes![
             Kernel: "give idle hugetlb pages back, which pools do not use: sudo sysctl -w vm.nr_hugepages={rest}"

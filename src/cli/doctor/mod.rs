@@ -1,31 +1,34 @@
-//! `pinpool doctor`: what on this machine stands in the way of pinning and copying, and how to put it right.
+//! `pinpool doctor`: what on this machine stands in the way of pinning and copying, and how to correct it.
 //!
-//! Each check looks at one thing and says what it found, whether that is well, and if not the exact remedy. First come
-//! those that only read the system's files, below a root that tests replace ([`system`]); then a device is opened, a
-//! little memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is set
-//! beside what this machine should give ([`probe`]).
+//! A check looks at one thing. It reports what it found, whether that is good, and if not the exact remedy. Most checks
+//! only read the system's files, below a root that tests replace. The last ones try: a device is opened, a little
+//! memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is compared with
+//! what this machine should reach.
 //!
-//! - *Fail*: a pool of the given capacity cannot be had, or gives wrong bytes.
-//! - *Warn*: the pool can be slow, small or fragile, or the check could not read what it needs.
-//!
-//! A trial counts for more than a file. Where the device opens, a missing file of its driver is no failure.
-//!
-//! All checks are always listed, under names that stay, so that scripts can rely on them. A check is a function from
-//! the [`Case`] to a [`Verdict`]. The questions about a vendor's driver are data, in that vendor's row of
-//! [`pinpool::family`].
-//!
-//! # Files
+//! A check is a function from the [`Case`] to a [`Verdict`]. [`examine`] makes the case, runs the checks of [`CHECKS`]
+//! in order and then [`probe::probe`]; [`report::print`] prints the [`Findings`]. The files, in the order in which to
+//! read them:
 //!
 //! | file | what is in it |
 //! | --- | --- |
-//! | this one | the list of checks, and what they work on |
-//! | `system`, `parse` | files below the root, and what the kernel writes in them |
-//! | `place` | where the process runs (machine, container, WSL), and which remedies apply there |
-//! | `limits`, `cgroup`, `memory`, `pages`, `numa`, `kernel`, `iommu`, `driver` | checks that only read, by topic |
-//! | `probe`, `link` | the trial, and the speed of the PCIe link |
-//! | `report` | the output: text, or JSON |
+//! | this file | the types, the list of checks, the command itself |
+//! | `system.rs` | reading files below the root |
+//! | `parse.rs` | the formats of the kernel's files |
+//! | `environment.rs` | machine, container or WSL, and which remedies apply there |
+//! | `limits.rs`, `memory.rs`, `cgroup.rs`, `pages.rs`, `numa.rs`, `kernel.rs`, `iommu.rs` | checks, by topic |
+//! | `driver.rs` | checks of the accelerator's driver, by the vendor's row of [`pinpool::family`] |
+//! | `link.rs` | the PCIe link: its check, and the speed that it should reach |
+//! | `probe.rs` | the trial: opening, pinning, copying |
+//! | `report.rs` | the text and the JSON object |
+//!
+//! What always holds:
+//!
+//! - *Fail* means that a pool of the given capacity cannot be made, or that bytes were wrong. *Warn* means that the
+//!   pool may be slow, small or fragile, or that something could not be read.
+//! - A file never refutes what a trial proved: if the device opens, a missing file of the driver is no failure.
+//! - All checks are always listed, under names that stay, so that scripts can rely on them.
 
-/// Remedies: where each is applied ([`By`]), and a format string.
+/// Makes a list of remedies: for each, where it is applied ([`By`]), and a format string.
 macro_rules! fixes {
     ($($by:ident: $text:literal $(, $value:expr)*);+ $(;)?) => {
         vec![$((pinpool::family::By::$by, format!($text $(, $value)*))),+]
@@ -34,6 +37,7 @@ macro_rules! fixes {
 
 mod cgroup;
 mod driver;
+mod environment;
 mod iommu;
 mod kernel;
 mod limits;
@@ -42,7 +46,6 @@ mod memory;
 mod numa;
 mod pages;
 mod parse;
-mod place;
 mod probe;
 mod report;
 mod system;
@@ -54,10 +57,10 @@ use std::time::Duration;
 use pinpool::family::{By, FAMILIES, Family, Remedies, Vendor};
 use pinpool::{Device, Error};
 
-use super::args::Doctor;
+use super::args::DoctorArgs;
 use super::escape::text;
-use super::{EXIT_FAILED, Failure, exit};
-use place::Place;
+use super::{CliError, EXIT_FAILED, exit};
+use environment::Environment;
 pub use report::size;
 use system::System;
 
@@ -69,7 +72,7 @@ pub enum Status {
     Fail,
 }
 
-/// Remedies, each with the place where it is applied.
+/// Remedies, each with where it is applied.
 type Fixes = Vec<(By, String)>;
 
 /// A vendor's remedies.
@@ -77,7 +80,7 @@ fn of_vendor(all: Remedies) -> Fixes {
     all.iter().map(|(by, text)| (*by, (*text).to_owned())).collect()
 }
 
-/// What a check found, and what is to be done about it.
+/// What a check found, and the remedies.
 #[derive(Debug)]
 struct Verdict {
     status: Status,
@@ -98,7 +101,7 @@ impl Verdict {
         Self { status: Status::Fail, found: found.into(), fix }
     }
 
-    /// The verdict of a check whose files cannot be read.
+    /// The verdict about files that cannot be read.
     fn unseen(files: &str) -> Self {
         let fix = fixes![Here: "mount /proc and /sys, and let this user read {files}"];
         Self::warn(format!("unknown: {files} cannot be read"), fix)
@@ -116,28 +119,28 @@ struct Check {
 }
 
 impl Check {
-    /// The verdict with those of its remedies that can be applied here. Text of the system's files and of the driver is
-    /// escaped, and cut to a bounded length.
-    fn new(place: &Place, name: &'static str, verdict: Verdict) -> Self {
-        let fix = place.remedies(&verdict.fix).iter().map(|line| text(line).to_string()).collect();
+    /// The verdict with the remedies that can be applied in this environment. Texts of the system's files and of the
+    /// driver are escaped and cut to a bounded length.
+    fn new(environment: &Environment, name: &'static str, verdict: Verdict) -> Self {
+        let fix = environment.remedies(&verdict.fix).iter().map(|line| text(line).to_string()).collect();
         Self { name, status: verdict.status, found: text(&verdict.found).to_string(), fix }
     }
 }
 
-/// What is to be examined.
+/// What the checks examine.
 struct Case<'a> {
     system: &'a System,
-    place: Place,
+    environment: Environment,
     /// The device's name on the command line.
     spec: &'a str,
     device: Result<Device, Error>,
-    /// Bytes that the server's pool is to have.
+    /// The capacity of the server's pool, in bytes.
     capacity: u64,
     /// Bytes to pin and copy for a trial.
     trial: u64,
-    /// How long a step may take. A device that works takes less for any of them.
+    /// The timeout of each step of the trial: longer than a step takes on a device that works.
     patience: Duration,
-    /// The family of the accelerator that was named, that was opened, or of which there are signs.
+    /// The accelerator's family, if one was named on the command line, was opened, or shows on this machine.
     family: Option<&'static Family>,
 }
 
@@ -146,12 +149,12 @@ impl Case<'_> {
         self.family?.vendor.as_ref()
     }
 
-    /// Whether the accelerator works: the device is open, and is one.
+    /// Whether the device is open and is an accelerator.
     fn opened(&self) -> bool {
         self.device.as_ref().is_ok_and(|device| accelerator(device.name()).is_some())
     }
 
-    /// The accelerators' places on the PCI bus: the opened device's, or those of the vendor's that the system shows.
+    /// PCI addresses: the opened device's, or those of all the vendor's accelerators that the system shows.
     fn addresses(&self) -> Vec<String> {
         match self.device.as_ref().ok().and_then(Device::pci_address) {
             Some(address) => vec![address],
@@ -161,12 +164,12 @@ impl Case<'_> {
 }
 
 /// A check.
-type Look = fn(&Case) -> Verdict;
+type CheckFn = fn(&Case) -> Verdict;
 
-/// The checks that only read files, under the names that they are listed by.
-const CHECKS: [(&str, Look); 16] = [
-    ("container", place::container),
-    ("wsl", place::wsl),
+/// The checks that only read files, each with the name that it is listed under.
+const CHECKS: [(&str, CheckFn); 16] = [
+    ("container", environment::container),
+    ("wsl", environment::wsl),
     ("memlock", limits::memlock),
     ("address-space", limits::address_space),
     ("memory", memory::memory),
@@ -183,12 +186,12 @@ const CHECKS: [(&str, Look); 16] = [
     ("library", driver::library),
 ];
 
-/// Bytes to pin and copy, unless `--pin` says otherwise: few, and enough to reach full speed.
-const TRIAL: u64 = 64 << 20;
-/// The fewest bytes of a trial: with fewer a speed means nothing.
+/// Bytes to pin and copy by default: few, and enough to reach full speed.
+const USUAL_TRIAL: u64 = 64 << 20;
+/// The smallest trial: less does not show a speed.
 const LEAST_TRIAL: u64 = 1 << 20;
 
-/// GB/s of 10^9 bytes; what was not measured is missing.
+/// Speeds in GB/s of 10^9 bytes. `None`: not measured.
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     pin: Option<f64>,
@@ -198,7 +201,7 @@ struct Measured {
     expected: Option<f64>,
 }
 
-/// Everything that the doctor found.
+/// The result of all checks.
 struct Findings {
     device: String,
     capacity: u64,
@@ -212,17 +215,18 @@ impl Findings {
     }
 }
 
-/// Bytes that the system has available, and that this process's control groups leave it, where they say so.
+/// Bytes that the system has available, and bytes that this process's control groups still allow. `None`: unknown, or
+/// no limit.
 pub fn available() -> [Option<u64>; 2] {
     let system = System::new(Path::new("/"));
     [parse::kib(&system.text("/proc/meminfo"), "MemAvailable"), cgroup::left(&system)]
 }
 
 /// Runs the command.
-pub fn run(args: &Doctor) -> ExitCode {
+pub fn run(args: &DoctorArgs) -> ExitCode {
     if args.device != "auto" && Family::of(&args.device).is_none() {
         let why = format!("--device: {:?} is no device: {}", args.device, Family::names());
-        return exit(Err(Failure::Usage(why)));
+        return exit(Err(CliError::Usage(why)));
     }
     let system = System::new(args.root.as_deref().unwrap_or(Path::new("/")));
     let findings = examine(&system, args);
@@ -232,28 +236,28 @@ pub fn run(args: &Doctor) -> ExitCode {
     }
 }
 
-fn examine(system: &System, args: &Doctor) -> Findings {
+fn examine(system: &System, args: &DoctorArgs) -> Findings {
     let (spec, capacity) = (args.device.as_str(), args.capacity as u64);
-    let trial = args.pin.map_or(capacity.min(TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
+    let trial = args.pin.map_or(capacity.min(USUAL_TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
     let device = Device::open(spec);
     let family = accelerator(spec).or_else(|| accelerator(device.as_ref().map_or("", Device::name)));
     let family = family.or_else(|| if spec == "auto" { shown(system) } else { None });
-    let (place, patience) = (Place::of(system), Duration::from_secs(20));
-    let case = Case { system, place, spec, device, capacity, trial, patience, family };
+    let (environment, patience) = (Environment::of(system), Duration::from_secs(20));
+    let case = Case { system, environment, spec, device, capacity, trial, patience, family };
     let mut checks: Vec<Check> =
-        CHECKS.map(|(name, check)| Check::new(&case.place, name, check(&case))).into();
+        CHECKS.map(|(name, check)| Check::new(&case.environment, name, check(&case))).into();
     let measured = probe::probe(&case, &mut checks);
-    let Case { device, place, .. } = case;
+    let Case { device, environment, .. } = case;
     let name = device.as_ref().map_or(spec, Device::name).to_owned();
-    // A device that did not answer before gets less time now.
+    // A shorter timeout: a device that did not answer in the trial will not answer now.
     if let Some(Err(error)) = device.ok().map(|device| device.close(patience / 4)) {
         let verdict = Verdict::warn(error.to_string(), fixes![Here: "see the checks that failed above"]);
-        checks.push(Check::new(&place, "close", verdict));
+        checks.push(Check::new(&environment, "close", verdict));
     }
     Findings { device: name, capacity, checks, measured }
 }
 
-/// The family of a device that is an accelerator.
+/// The family of the device `name`, if it is an accelerator.
 fn accelerator(name: &str) -> Option<&'static Family> {
     Family::of(name).map(|(family, _)| family).filter(|family| family.vendor.is_some())
 }
@@ -267,7 +271,7 @@ fn shown(system: &System) -> Option<&'static Family> {
     })
 }
 
-/// The places on the PCI bus of all accelerators of a vendor.
+/// The PCI addresses of all accelerators of a vendor.
 fn accelerators(system: &System, vendor: &Vendor) -> Vec<String> {
     let (number, classes) = vendor.pci;
     let mut found = system.list("/sys/bus/pci/devices");

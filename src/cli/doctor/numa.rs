@@ -1,39 +1,39 @@
 //! NUMA: whether there is memory next to the device, and whether this process may use it.
 //!
-//! Regions come from the node that their device hangs on, as long as that node has memory; what comes from farther away
-//! is copied over the link between the processors, which others use as well. A cpuset can keep a process from a node's
-//! memory and from its processors, whose threads touch the pages.
+//! Regions come from the node that their device is attached to, as long as that node has memory. Memory of another node
+//! is copied over the link between the processors, which other traffic uses as well. A cpuset can forbid a process a
+//! node's memory, and its processors, on which the pool's threads touch the pages.
 
 use super::report::size;
 use super::{Case, Fixes, Verdict, parse};
 
-const NODES: &str = "/sys/devices/system/node";
+const NODE_DIR: &str = "/sys/devices/system/node";
 
-/// The node of the first device whose node is known.
+/// The node of the device; of several, of the first one whose node is known.
 pub fn device_node(case: &Case) -> Option<u32> {
-    // What the driver of the open device says counts before what the system says.
+    // The open device's driver is trusted more than the system's files.
     let opened = case.device.as_ref().ok().and_then(pinpool::Device::numa_node);
     opened.or_else(|| case.addresses().iter().find_map(|address| node_of(case, address)))
 }
 
-/// The node that the system has for a device. (-1, where the firmware does not say, is no number here.)
+/// The node of a device by the system's files. (They have -1 for an unknown node, which does not parse as a `u32`.)
 fn node_of(case: &Case, address: &str) -> Option<u32> {
     case.system.word(&format!("/sys/bus/pci/devices/{address}/numa_node"))?.parse().ok()
 }
 
-/// Bytes that a node could give: free, or held for files that were not used lately.
+/// Bytes that a node can provide: free memory, and page cache that was not used lately.
 fn room(case: &Case, node: u32) -> Option<u64> {
-    let text = case.system.read(&format!("{NODES}/node{node}/meminfo"))?;
+    let text = case.system.read(&format!("{NODE_DIR}/node{node}/meminfo"))?;
     Some(parse::kib(&text, "MemFree")?.saturating_add(parse::kib(&text, "Inactive(file)").unwrap_or(0)))
 }
 
-/// Memory next to each device.
+/// Whether this process can use memory and processors next to each device.
 pub fn numa(case: &Case) -> Verdict {
-    let nodes = case.system.numbered(NODES, "node");
+    let nodes = case.system.numbered(NODE_DIR, "node");
     let told =
         |node: &u32| format!("node {node}: {}", room(case, *node).map_or_else(|| "unknown".to_owned(), size));
     match nodes.as_slice() {
-        [] => return Verdict::unseen(NODES),
+        [] => return Verdict::unseen(NODE_DIR),
         [node] => return Verdict::ok(format!("one node ({} free)", told(node))),
         _ => {}
     }
@@ -43,7 +43,7 @@ pub fn numa(case: &Case) -> Verdict {
     let mut found = vec![format!("free on {}", nodes.iter().map(told).collect::<Vec<_>>().join(", "))];
     let mut fix = Vec::new();
     for address in &case.addresses() {
-        // The opened device is the only one there then.
+        // With an open device, its address is the only one in the list.
         let known = if case.opened() { device_node(case) } else { node_of(case, address) };
         let Some(node) = known else {
             found.push(format!("{address}: the system does not say which node it is on"));
@@ -67,7 +67,7 @@ pub fn numa(case: &Case) -> Verdict {
         } else {
             found.push(is);
         }
-        let theirs = parse::ranges(&case.system.text(&format!("{NODES}/node{node}/cpulist")));
+        let theirs = parse::ranges(&case.system.text(&format!("{NODE_DIR}/node{node}/cpulist")));
         let shared = |mine: &std::ops::RangeInclusive<u32>| {
             theirs.iter().any(|range| mine.start() <= range.end() && range.start() <= mine.end())
         };
@@ -83,7 +83,7 @@ pub fn numa(case: &Case) -> Verdict {
     if fix.is_empty() { Verdict::ok(found) } else { Verdict::warn(found, fix) }
 }
 
-/// How a process gets to use a node's memory or processors.
+/// The remedies that allow a process a node's memory or processors.
 fn cpuset(systemd: &str, docker: &str, numactl: &str) -> Fixes {
     fixes![
         Systemd: "{systemd} under [Service], then restart it";

@@ -1,28 +1,29 @@
-//! Huge pages: whether regions get them, whether a hugetlb pool holds them, and whether free memory is in one piece.
+//! Huge pages: whether regions get them, how many are reserved for other programs, and how much free memory is
+//! unbroken.
 //!
 //! Regions ask for transparent huge pages, which make pinning several times faster (on one H200 machine 7.3 instead of
-//! 2.5 GB/s with one thread). They are never taken from a hugetlb pool, so such a pool is memory that regions cannot
-//! have. Where free memory is in small pieces the kernel moves other pages out of the way first, which is slower than
-//! small pages are; the pool notices that and goes on with small ones.
+//! 2.5 GB/s with one thread). Regions never come from a hugetlb pool, so the memory of such a pool is lost to them. If
+//! free memory is in small pieces, the kernel moves other pages to make room, which is slower than using small pages;
+//! the pool notices that and continues with small pages.
 
-use super::place::Place;
+use super::environment::Environment;
 use super::report::size;
 use super::{Case, Verdict, numa, parse};
 
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Bytes of a huge page: 2 MiB, where the system does not say otherwise.
+/// Bytes of a huge page: 2 MiB, unless the system has another size.
 fn huge(case: &Case) -> u64 {
     let said = case.system.number(&format!("{THP}/hpage_pmd_size"));
     said.filter(|size| size.is_power_of_two()).unwrap_or(2 << 20)
 }
 
-/// The settings that count for pages of this size: `always`, `madvise` or `never`. `None`: not shown.
+/// The setting that holds for huge pages of this size: `always`, `madvise` or `never`. `None`: not shown.
 fn mode(case: &Case) -> Option<String> {
     let chosen = |file: &str| case.system.read(file).as_deref().and_then(parse::choice).map(str::to_owned);
     let whole = chosen(&format!("{THP}/enabled"))?;
-    // Since Linux 6.8 each size has its own, which may refer to the whole (Documentation: Transparent Hugepage
-    // Support).
+    // Since Linux 6.8 each size has a setting of its own, which may refer to the one for all sizes (Documentation:
+    // Transparent Hugepage Support).
     match chosen(&format!("{THP}/hugepages-{}kB/enabled", huge(case) >> 10)).as_deref() {
         None | Some("inherit") => Some(whole),
         Some(own) => Some(own.to_owned()),
@@ -42,7 +43,7 @@ pub fn huge_pages(case: &Case) -> Verdict {
             (format!("hugepages-{}kB/enabled", huge(case) >> 10), format!(" of {}", size(huge(case))))
         };
         let mut fix = fixes![Kernel: "echo madvise | sudo tee {THP}/{file}"];
-        fix.extend(Place::boot("to keep it: transparent_hugepage=madvise"));
+        fix.extend(Environment::boot("to keep it: transparent_hugepage=madvise"));
         let found = format!("transparent huge pages{which} are off (never): pinning is several times slower");
         return Verdict::warn(found, fix);
     }
@@ -56,9 +57,9 @@ pub fn huge_pages(case: &Case) -> Verdict {
     Verdict::ok(format!("transparent, of {}: {mode}{defrag}", size(huge(case))))
 }
 
-/// Pools of huge pages that others reserved.
+/// The huge pages that are reserved for other programs.
 pub fn hugetlb(case: &Case) -> Verdict {
-    // By node where there are nodes, else of the whole machine.
+    // By node, or for the whole machine if the system shows no nodes.
     let nodes = case.system.numbered("/sys/devices/system/node", "node");
     let by_node = |node| (format!("node {node}: "), format!("/sys/devices/system/node/node{node}/hugepages"));
     let mut folders: Vec<(String, String)> = nodes.into_iter().map(by_node).collect();
@@ -90,7 +91,7 @@ pub fn hugetlb(case: &Case) -> Verdict {
     }
     let found = format!("{}; pools do not use them", parts.join("; "));
     let available = parse::kib(&case.system.text("/proc/meminfo"), "MemAvailable").unwrap_or(u64::MAX);
-    // They were reserved for a reason, so they are in the way only where memory is short without them.
+    // They were reserved for a reason, so there is a warning only if memory is short without them.
     if idle > 0 && available / 5 * 4 < case.capacity {
         let found = format!("{found}, and the {} that are idle are missing for the pool", size(idle));
         return Verdict::warn(found, fix);
@@ -98,7 +99,7 @@ pub fn hugetlb(case: &Case) -> Verdict {
     Verdict::ok(found)
 }
 
-/// Free memory in pieces that are large enough for huge pages, next to the device where that is known.
+/// Free memory in pieces that are large enough for huge pages: on the device's node if it is known, else on all nodes.
 pub fn fragmentation(case: &Case) -> Verdict {
     let zones = parse::zones(&case.system.text("/proc/buddyinfo"));
     if zones.is_empty() {
@@ -120,7 +121,7 @@ pub fn fragmentation(case: &Case) -> Verdict {
     }
     let mut fix = Vec::new();
     if free < case.capacity {
-        // The rest of what is available is files that are kept in case they are read again.
+        // The rest of the available memory is page cache.
         fix = fixes![Kernel: "sync; echo 1 | sudo tee /proc/sys/vm/drop_caches, then the next line"];
     }
     fix.extend(fixes![Kernel: "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts"]);

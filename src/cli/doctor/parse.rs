@@ -1,13 +1,13 @@
-//! Reading what the kernel writes in `/proc` and `/sys`.
+//! Parsing the text that the kernel writes in `/proc` and `/sys`.
 //!
-//! Each function takes a text and gives `None`, or less, where it is not as expected: sandboxes and old kernels leave
-//! lines out, and one missing line must not hide all others. (The crate `procfs-core` gives an error for the whole of
-//! `meminfo`, `limits` or `status` where one of its fields is missing, and leaves the escapes in the paths of
-//! `mountinfo`.) None of them panics on any input, which the property tests below try.
+//! Each function takes a text and returns `None`, or fewer values, for a text that is not as expected: sandboxes and
+//! old kernels leave lines out, and one missing line must not hide all others. (The crate `procfs-core` returns an
+//! error for the whole of `meminfo`, `limits` or `status` if one field is missing, and does not decode the paths of
+//! `mountinfo`.) No function panics on any input, which the property tests below try.
 
 use std::ops::RangeInclusive;
 
-/// The value in a line `key: value`; with `Node 0 ` in front in a node's own file.
+/// The value in a line `key: value`. A NUMA node's own file has `Node 0 ` in front of the key.
 pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     let value = |line: &'a str| {
         let line = line.trim_start();
@@ -27,7 +27,7 @@ pub fn stat(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// A limit by its name in `/proc/self/limits`, soft and hard. `None` in it: unlimited.
+/// The soft and the hard limit of a name in `/proc/self/limits`. `None` inside the pair: unlimited.
 pub fn limit(text: &str, name: &str) -> Option<(Option<u64>, Option<u64>)> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let mut values = line.split_ascii_whitespace().map(|word| match word {
@@ -87,8 +87,9 @@ pub fn zones(text: &str) -> Vec<Zone> {
     text.lines().filter_map(zone).collect()
 }
 
-/// The first mount of a kind, which has the option among its file system's own: the folder of the file system that is
-/// there, and the mount point. In `/proc/self/mountinfo`: `36 35 98:0 /root /point rw shared:1 - kind source options`.
+/// The first mount of a file system `kind` that has `option` among the file system's options: the folder inside the
+/// file system that is mounted, and the mount point. A line of `/proc/self/mountinfo`: `36 35 98:0 /root /point rw
+/// shared:1 - kind source options`.
 pub fn mount(text: &str, kind: &str, option: &str) -> Option<(String, String)> {
     text.lines().find_map(|line| {
         let (front, back) = line.split_once(" - ")?;
@@ -99,7 +100,7 @@ pub fn mount(text: &str, kind: &str, option: &str) -> Option<(String, String)> {
     })
 }
 
-/// The kernel writes white space and backslashes in paths as three octal digits.
+/// Decodes a path, in which the kernel writes white space and backslashes as three octal digits behind a backslash.
 fn unescape(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
@@ -111,7 +112,7 @@ fn unescape(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// The path of this process's group in the hierarchy of a controller; `""` is the unified hierarchy's.
+/// The path of this process's group in the hierarchy of a controller; `""` stands for the unified hierarchy.
 pub fn group(text: &str, controller: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -126,14 +127,14 @@ pub fn release(text: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// The first word with a version, such as `580.159.03` in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03
-/// Tue` and `25.0.rc1` in `Version=25.0.rc1`.
+/// The first word that is a version, such as `580.159.03` in `NVRM version: NVIDIA UNIX x86_64 Kernel Module
+/// 580.159.03 Tue` and `25.0.rc1` in `Version=25.0.rc1`.
 pub fn version(text: &str) -> Option<&str> {
     let mut words = text.split(|c: char| c.is_ascii_whitespace() || c == '=');
     words.find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'))
 }
 
-/// Thousands of millions of transfers a second on one lane: `32.0 GT/s PCIe`. Nothing for `Unknown`.
+/// 10^9 transfers a second on one lane, from a text such as `32.0 GT/s PCIe`. `None` for `Unknown`.
 pub fn transfers(text: &str) -> Option<f64> {
     let number: f64 = text.trim().split_once(' ')?.0.parse().ok()?;
     (number.is_finite() && number > 0.0).then_some(number)
@@ -156,7 +157,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Lines of the files that are read here, whole.
+    /// Whole lines of the files that are parsed here.
     const SEEDS: [&str; 12] = [
         "MemAvailable:   23791564 kB",
         "Node 0 MemFree:        115120 kB",

@@ -1,14 +1,13 @@
-//! The proof: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
-//! speed is set beside what this machine should give.
+//! The trial: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
+//! speeds are compared with what this machine should reach.
 //!
-//! The expected speed of copies is that of the PCIe link, for a device that has one. The host device's copies are made
-//! by the processor, so there it is the speed of copying as many bytes between ordinary buffers right after. The
-//! expected speed of pinning is that of touching as much ordinary memory, since touching is most of the work of
-//! pinning.
+//! The expected speed of copies follows from the PCIe link. The host device has no link, and the processor makes its
+//! copies; there it is measured by copying as many bytes between ordinary buffers right after. The expected speed of
+//! pinning is that of touching as much ordinary memory, which is most of the work of pinning.
 //!
-//! Several copies are in flight at once, and the best of a few rounds counts, since a busy machine makes single rounds
-//! slow. A low speed is a warning and never a failure. A device that does not answer is given up after
-//! `Case::patience`. Its buffers then stay with the pool, and the findings are reported all the same.
+//! Several copies are in flight at once and the best of a few rounds counts, since other load makes single copies slow.
+//! A low speed is only a warning. Each step has a timeout; the buffers of a device that does not answer stay with the
+//! pool, and the report is printed all the same.
 
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -18,23 +17,23 @@ use super::report::{size, speed};
 use super::{Case, Check, Measured, Verdict, link, of_vendor, parse};
 use crate::cli::{rate, room, sample, threads};
 
-/// Bytes of one copy at most: large enough for full speed, and far below what one extent holds.
-const PART: usize = 16 << 20;
-const ROUNDS: usize = 5;
-/// The fewest bytes for which the speed of pinning is judged. For fewer, starting threads takes most of the time.
+/// The most bytes of one copy: enough for full speed, and far below the length of an extent.
+const LARGEST_COPY: usize = 16 << 20;
+const COPY_ROUNDS: usize = 5;
+/// The fewest bytes whose pinning speed is judged; with fewer, starting threads takes most of the time.
 const TELLING: usize = 32 << 20;
-/// Pinning at less than this share of the speed of touching is a warning.
+/// Pinning below this share of the speed of touching is a warning.
 const POOR_PIN: f64 = 0.25;
-/// Copies at less than this share of the link's speed are a warning.
+/// Copies below this share of the expected speed are a warning.
 const POOR: f64 = 0.7;
-/// The same share for the host device, whose copies are compared with copies in memory. It is lower, since those that
-/// they are compared with profit more from the processor's caches.
+/// The same for the host device. The share is smaller, since the plain copies beside it profit from the processor's
+/// caches.
 const POOR_HOST: f64 = 0.4;
 
-/// Adds the checks of opening, pinning and copying, and of the link between the device and the host.
+/// Adds the checks `device`, `pin`, `copy` and `link`. Returns the measured speeds.
 pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
     let mut measured = Measured::default();
-    let mut add = |name, verdict| checks.push(Check::new(&case.place, name, verdict));
+    let mut add = |name, verdict| checks.push(Check::new(&case.environment, name, verdict));
     add("device", device(case));
     let pool = match &case.device {
         Ok(device) => {
@@ -52,7 +51,7 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
         }
     };
     let result = pool.as_ref().map(|(device, pool)| copy(device, pool, case.patience, &mut measured));
-    // The link is looked at right after the copies: an idle link goes to a lower speed.
+    // Right after the copies, while the link is still at full speed.
     let links = case.addresses().first().map_or_else(Vec::new, |address| link::path(case.system, address));
     if let Some(result) = result {
         measured.expected = measured.expected.or_else(|| link::expected(&links));
@@ -65,7 +64,7 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
     measured
 }
 
-/// The verdict on a trial that was not made. Another check has the reason and its remedy.
+/// The verdict of a step that was not tried. The check that failed before it has the remedy.
 fn skipped(why: &str) -> Verdict {
     Verdict::warn(format!("not tried: {why}"), fixes![Here: "see the checks that failed above"])
 }
@@ -97,7 +96,7 @@ fn device(case: &Case) -> Verdict {
     }
 }
 
-/// Builds a small pool, all of it pinned.
+/// Builds a small pool and waits until all of it is pinned.
 fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Option<Pool>) {
     let bytes = case.trial as usize;
     let before = huge_bytes();
@@ -129,13 +128,13 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
     }
 }
 
-/// Bytes of this process's memory that are on transparent huge pages. The trial is real, so this is the real process's,
-/// whatever the root. `None`: the kernel does not say (before Linux 4.14).
+/// Bytes of this process's memory that are on transparent huge pages. The trial runs on the real system, so this reads
+/// the real `/proc`, whatever the root. `None`: the kernel does not show it (before Linux 4.14).
 fn huge_bytes() -> Option<u64> {
     parse::kib(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?, "AnonHugePages")
 }
 
-/// The speed of pinning, beside that of touching as much ordinary memory, whose pages the system has to provide too.
+/// Compares the speed of pinning with that of touching as much ordinary memory.
 fn pinned_at(case: &Case, found: String, bytes: usize, measured: &mut Measured) -> Verdict {
     if bytes < TELLING {
         return Verdict::ok(found);
@@ -158,12 +157,12 @@ fn pinned_at(case: &Case, found: String, bytes: usize, measured: &mut Measured) 
     Verdict::warn(format!("{found}, several times as fast"), fix)
 }
 
-/// GB/s at which the system provides fresh memory to as many threads. `None`: it does not, or there are no threads.
+/// GB/s at which the system provides fresh memory to several threads. `None`: no memory, or no thread.
 fn touch(bytes: usize) -> Option<f64> {
-    // The allocator takes this much from the system, which provides each page when it is written to.
+    // The allocator maps this much from the system, which provides each page on the first write to it.
     let mut memory = room(bytes).ok()?;
     let fresh = &mut memory.spare_capacity_mut()[..bytes];
-    // As many threads as a pool takes by default.
+    // As many threads as a pool uses by default.
     let part = bytes.div_ceil(threads(None));
     let start = Instant::now();
     let touched = std::thread::scope(|scope| {
@@ -173,12 +172,12 @@ fn touch(bytes: usize) -> Option<f64> {
         })
     });
     std::hint::black_box(fresh);
-    // Where a thread could not be started, a part was not touched.
+    // If a thread could not be started, a part was not touched.
     if touched { rate(bytes as u64, start.elapsed()) } else { None }
 }
 
-/// Copies up and down for some rounds, compares every byte that came back, and takes the times. Returns the place of
-/// the first byte, counted through all buffers, that is not what was sent, if there is one.
+/// Uploads and downloads several times, compares every downloaded byte, and measures the times. Returns the offset of
+/// the first wrong byte, counted over all buffers, if there is one.
 fn copy(
     device: &Device,
     pool: &Pool,
@@ -186,8 +185,8 @@ fn copy(
     measured: &mut Measured,
 ) -> Result<Option<usize>, Error> {
     let stats = pool.stats();
-    let part = ((stats.pinned_bytes + stats.unpinned_bytes) / 8).min(PART) & !4095;
-    // Each run of the doctor sends other bytes, since device memory may still have those of an earlier run.
+    let part = ((stats.pinned_bytes + stats.unpinned_bytes) / 8).min(LARGEST_COPY) & !4095;
+    // Different bytes in each run: device memory may still hold those of an earlier run.
     let run = UNIX_EPOCH.elapsed().map_or(0, |since| u64::from(since.subsec_nanos())) << 32;
     // As many buffers as the pool has room for.
     let (mut bufs, mut sent) = (Vec::new(), Vec::new());
@@ -208,12 +207,12 @@ fn copy(
     let slice = |index: usize| memory.slice(index * part..(index + 1) * part);
     let stream = device.stream()?;
     let (mut up, mut down) = (Duration::MAX, Duration::MAX);
-    for _ in 0..ROUNDS {
+    for _ in 0..COPY_ROUNDS {
         let (back, took) = round(bufs, patience, |index, buf| Ok(stream.upload(buf, slice(index))?))?;
         (bufs, up) = (back, up.min(took));
     }
-    for _ in 0..ROUNDS {
-        // Cleared, so that bytes from before the copy do not count as copied.
+    for _ in 0..COPY_ROUNDS {
+        // Old bytes in a buffer must not be taken for downloaded ones.
         bufs.iter_mut().for_each(|buf| buf.fill(0));
         let (back, took) = round(bufs, patience, |index, buf| Ok(stream.download(slice(index), buf)?))?;
         (bufs, down) = (back, down.min(took));
@@ -229,7 +228,7 @@ fn copy(
     Ok(None)
 }
 
-/// The first byte, counted through all buffers, that is not what it should be.
+/// The offset of the first wrong byte, counted over all buffers.
 fn wrong<T: std::ops::Deref<Target = [u8]>>(got: &[T], sent: &[Vec<u8>]) -> Option<usize> {
     let mut before = 0;
     for (got, sent) in got.iter().zip(sent) {
@@ -241,7 +240,7 @@ fn wrong<T: std::ops::Deref<Target = [u8]>>(got: &[T], sent: &[Vec<u8>]) -> Opti
     None
 }
 
-/// Submits a copy of each buffer, waits for them all, and says how long that took.
+/// Submits a copy of each buffer and waits for all of them. Returns the buffers, and the time that this took.
 fn round(
     bufs: Vec<PinnedBuf>,
     patience: Duration,
@@ -262,11 +261,10 @@ fn copy_of(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     Ok(copy)
 }
 
-/// What the processor gives when one thread copies as much between ordinary buffers. `None`: there is no memory for
-/// them.
+/// GB/s at which one thread copies as many bytes between ordinary buffers. `None`: there is no memory for them.
 fn own(from: &[Vec<u8>]) -> Option<f64> {
     let mut to = from.iter().map(|bytes| copy_of(bytes).ok()).collect::<Option<Vec<_>>>()?;
-    let best = (0..ROUNDS).map(|_| {
+    let best = (0..COPY_ROUNDS).map(|_| {
         let start = Instant::now();
         for (to, from) in to.iter_mut().zip(from) {
             to.copy_from_slice(std::hint::black_box(from));
@@ -277,7 +275,7 @@ fn own(from: &[Vec<u8>]) -> Option<f64> {
     rate(from.iter().map(|bytes| bytes.len() as u64).sum(), best.min()?)
 }
 
-/// What came of the copies.
+/// The verdict on the copies.
 fn copied(case: &Case, result: Result<Option<usize>, Error>, measured: &Measured) -> Verdict {
     match result {
         Err(error @ Error::OutOfMemory { .. }) => {
@@ -332,19 +330,19 @@ fn one_line(error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Status;
-    use super::super::place::Place;
+    use super::super::environment::Environment;
     use super::super::system::System;
     use super::*;
     use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 
-    /// Examines a host device on a machine that shows nothing.
+    /// Examines a host device on a machine without any files.
     fn examine<T>(node: &HostNode, look: impl FnOnce(Case, &Device) -> T) -> T {
         let nowhere = tempfile::tempdir().unwrap();
         let system = System::new(nowhere.path());
         let device = Device::on(node, 0).unwrap();
         let case = Case {
             system: &system,
-            place: Place::of(&system),
+            environment: Environment::of(&system),
             spec: "host",
             device: Ok(device.clone()),
             capacity: 1 << 20,
@@ -399,7 +397,7 @@ mod tests {
             assert!(measured.touch.unwrap() > 0.0);
             measured.pin = Some(1e6);
             assert_eq!(pinned_at(&case, "much".into(), TELLING, &mut measured).status, Status::Ok);
-            // Too little to judge.
+            // Too few bytes to judge.
             measured.pin = Some(1e-6);
             assert_eq!(pinned_at(&case, "little".into(), TELLING - 1, &mut measured).status, Status::Ok);
         });
@@ -421,7 +419,7 @@ mod tests {
     #[test]
     fn all_of_a_large_pool_is_copied() {
         examine(&node(), |case, device| {
-            // Extents of which each holds one copy and a rest.
+            // Each extent holds one buffer and a rest.
             let builder = Pool::builder(device).capacity(80 << 20).initial(80 << 20).extent(20 << 20);
             let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
             pool.wait_pinned(Some(case.patience)).unwrap();

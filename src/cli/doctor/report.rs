@@ -1,14 +1,14 @@
-//! The doctor's output: a line for each check as text, or one JSON object.
+//! The doctor's output: a text with a line for each check, or one JSON object, made from the same findings.
 //!
-//! Both are made of the same checks. The text is aligned, each remedy has a line of its own so that it can be copied,
-//! and colours come only where a terminal shows them (`anstream` finds that out and honours `NO_COLOR`).
+//! The text is aligned, and each remedy has a line of its own, so that it can be copied. `anstream` decides whether the
+//! terminal gets colours, and honours `NO_COLOR`.
 
 use anstyle::{AnsiColor, Style};
 use serde_json::{Value, json};
 use textwrap::{Options, WordSplitter::NoHyphenation};
 
 use super::{Check, Findings, Status};
-use crate::cli::{self, Failure, json_line};
+use crate::cli::{self, CliError, json_line};
 
 impl Status {
     fn word(self) -> &'static str {
@@ -26,7 +26,7 @@ impl Status {
 }
 
 /// Prints the findings.
-pub fn print(findings: &Findings, as_json: bool) -> Result<(), Failure> {
+pub fn print(findings: &Findings, as_json: bool) -> Result<(), CliError> {
     let text = if as_json { format!("{}\n", json_line(&json(findings))) } else { text(findings) };
     cli::print(&mut anstream::stdout(), &text)
 }
@@ -61,7 +61,7 @@ fn text(findings: &Findings) -> String {
     for check in &findings.checks {
         let (word, style) = check.status.look();
         text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
-        // Remedies are not wrapped, so that they can be copied.
+        // Findings are wrapped; remedies are not, so that they can be copied.
         text += &wrapped(&check.found, width + 8);
         for fix in &check.fix {
             text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);
@@ -77,26 +77,26 @@ fn text(findings: &Findings) -> String {
     text
 }
 
-/// Columns that a line of findings may have.
+/// The most columns of a line of findings.
 const COLUMNS: usize = 110;
 
-/// Lines of whole words, all but the first behind an indent.
+/// The text in lines of whole words, all but the first indented.
 fn wrapped(text: &str, indent: usize) -> String {
     let indent = " ".repeat(indent);
     let options = Options::new(COLUMNS).initial_indent(&indent).subsequent_indent(&indent).break_words(false);
     format!("{}\n", textwrap::fill(text, options.word_splitter(NoHyphenation)).trim_start())
 }
 
-/// An amount of memory for people, as the system counts it.
+/// An amount of memory as text, with a binary unit and at most one decimal.
 pub fn size(bytes: u64) -> String {
-    // Ten bits a unit.
+    // Each unit is ten bits.
     let unit = (bytes.max(1).ilog2() / 10).min(4);
     let number = format!("{:.1}", bytes as f64 / (1_u64 << (10 * unit)) as f64);
     let name = ["B", "KiB", "MiB", "GiB", "TiB"][unit as usize];
     format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
 }
 
-/// A speed for people.
+/// A speed as text.
 pub fn speed(gb_per_s: f64) -> String {
     format!("{gb_per_s:.1} GB/s")
 }

@@ -1,9 +1,8 @@
-//! Where the doctor reads: the files of `/proc`, `/sys` and `/dev`, below a root.
+//! Reading the files of `/proc`, `/sys` and `/dev`, below a root.
 //!
-//! The doctor asks the system by reading files, and never by a call of its own: limits, capabilities
-//! and control groups of this process are in `/proc/self` as well. So a folder that looks like a machine can stand in
-//! for it, and every condition can be shown by a test. What a machine, a container or a sandbox does not show is
-//! `None`, never an error: a doctor who cannot see a thing says so and goes on.
+//! The checks learn about the system by reading files only; limits, capabilities and control groups of this process are
+//! in `/proc/self`. So a test can replace the machine by a folder, for every condition. A file that a machine, a
+//! container or a sandbox does not show is `None`, never an error: the check then reports that it could not be read.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +33,7 @@ impl System {
         self.bytes(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// The same; empty where there is nothing to read.
+    /// The same; empty if the file cannot be read.
     pub fn text(&self, path: &str) -> String {
         self.read(path).unwrap_or_default()
     }
@@ -53,7 +52,7 @@ impl System {
         self.at(path).exists()
     }
 
-    /// The names in a folder, in order; none where there is no such folder.
+    /// The sorted names in a folder; none if there is no such folder.
     pub fn list(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
         let mut names: Vec<String> =
@@ -69,12 +68,13 @@ impl System {
         self.list(path).iter().filter_map(number).collect()
     }
 
-    /// The last part of what a symbolic link points to: that is how `/sys` names a driver or a group.
+    /// The last part of a symbolic link's target, by which `/sys` names a driver or a group.
     pub fn link(&self, path: &str) -> Option<String> {
         fs::read_link(self.at(path)).ok()?.file_name()?.to_str().map(str::to_owned)
     }
 
-    /// Where a path leads when all symbolic links are followed, as a path of that machine, if it stays within.
+    /// The path with all symbolic links followed, as a path of that machine. `None`: there is no such path, or it leads
+    /// out of the root.
     pub fn real(&self, path: &str) -> Option<String> {
         let root = self.root.canonicalize().ok()?;
         let real = self.at(path).canonicalize().ok()?;

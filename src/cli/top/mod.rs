@@ -1,8 +1,16 @@
 //! `pinpool top`: the pools of a process that serves `/metrics`, live in a terminal, or once as text.
 //!
-//! Files, in the order in which the numbers pass them: [`scrape`] fetches and reads them, [`view`] works out rates,
-//! quantiles and alarms, [`text`] makes lines, and [`screen`] draws these. This code uses no code of the pool. It shows
-//! what the other process exports, so a Prometheus sees the same numbers.
+//! The files, in the order in which a number passes through them, which is also the order in which to read them:
+//!
+//! | file | what it does |
+//! | --- | --- |
+//! | `scrape.rs` | fetches `/metrics` and parses it |
+//! | `view.rs` | computes rates, quantiles and alarms from the answers of the last minutes |
+//! | `text.rs` | turns these into lines of text |
+//! | `screen.rs` | draws the lines on a terminal, and handles keys |
+//!
+//! None of the library's code is used: everything shown is computed from the metrics that the other process exports, so
+//! a Prometheus server can show the same. Only `pinpool top` calls [`run`].
 
 mod scrape;
 mod screen;
@@ -12,34 +20,35 @@ mod view;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
-use super::args::Top;
-use super::{Failure, print};
-use scrape::Source;
-use view::Watch;
+use super::args::TopArgs;
+use super::{CliError, print};
+use scrape::Server;
+use view::History;
 
-/// As wide as most terminals.
+/// Columns of `--once`: the width of most terminals.
 const WIDTH: usize = 80;
 
-pub fn run(args: &Top) -> Result<(), Failure> {
-    let url = scrape::address(&args.url).map_err(Failure::Usage)?;
+/// Runs the command.
+pub fn run(args: &TopArgs) -> Result<(), CliError> {
+    let url = scrape::address(&args.url).map_err(CliError::Usage)?;
     let interval = Duration::from_secs_f64(args.interval);
-    let source = Source::new(url);
+    let server = Server::new(url);
     if args.once {
-        return once(&source, interval);
+        return once(&server, interval);
     }
     if !io::stdout().is_terminal() {
-        return Err(Failure::Usage("this is not a terminal: use --once for plain text".into()));
+        return Err(CliError::Usage("this is not a terminal: use --once for plain text".into()));
     }
-    screen::run(source, interval).map_err(|error| Failure::Failed(format!("the terminal: {error}")))
+    screen::run(server, interval).map_err(|error| CliError::Failed(format!("the terminal: {error}")))
 }
 
-/// Prints one view as text. Fetches twice, an interval apart, since rates need two answers.
-fn once(source: &Source, interval: Duration) -> Result<(), Failure> {
-    let mut watch = Watch::default();
+/// Fetches twice, an interval apart, since a rate needs two answers.
+fn once(server: &Server, interval: Duration) -> Result<(), CliError> {
+    let mut history = History::default();
     for pause in [Duration::ZERO, interval] {
         std::thread::sleep(pause);
-        let scrape = source.fetch().map_err(|why| Failure::Failed(format!("{}: {why}", source.url())))?;
-        watch.add(Instant::now(), Ok(scrape));
+        let scrape = server.fetch().map_err(|why| CliError::Failed(format!("{}: {why}", server.url())))?;
+        history.add(Instant::now(), Ok(scrape));
     }
-    print(&mut io::stdout(), &text::plain(&watch.items(Instant::now()), WIDTH))
+    print(&mut io::stdout(), &text::plain(&history.items(Instant::now()), WIDTH))
 }

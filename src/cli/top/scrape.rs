@@ -1,66 +1,66 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
-//! Only samples are read: a name, two labels, a number. Comments, types, timestamps, other programs' metrics and any
-//! line that is not as expected are skipped. Nothing here panics on any input. A server may also answer too much. So
-//! the bytes that are read, the samples that are kept and the time that all of it takes are bounded, and the work grows
-//! no faster than the answer. The values of labels are escaped here, so that nothing that is printed can steer a
-//! terminal.
+//! Of the format `top` needs only samples: a name, two labels, a number. Comments, types, timestamps, metrics of other
+//! programs and malformed lines are skipped. No input causes a panic. A server may also send too much, so the bytes
+//! read, the samples kept and the time spent are bounded, and the work is linear in the length of the answer. The
+//! values of labels are escaped here, so that printed text cannot steer a terminal.
+//!
+//! A [`Server`] is fetched from, a [`Scrape`] is one parsed answer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use crate::cli::escape::clean;
 
-/// The longest time for one fetch: connecting, the answer, and reading it.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// How long one fetch may take: connecting, the answer, and parsing it.
+const FETCH_TIMEOUT: Duration = Duration::from_secs(3);
 /// The most bytes of an answer.
-const LONGEST: u64 = 10 << 20;
-/// The most samples of pinpool's metrics in an answer. (A pool has some four hundred, a stream two.)
-const SAMPLES: usize = 100_000;
-/// The most characters of a label's value, and of an error. A pool's name has at most 103, and 21 more where it has a
-/// number.
-const LABEL: usize = 124;
-const WORDS: usize = 300;
-/// Lines that are read between two looks at the clock.
-const LINES: usize = 4096;
+const LARGEST_ANSWER: u64 = 10 << 20;
+/// The most samples of pinpool's metrics in an answer. (A pool has about four hundred, a stream two.)
+const MOST_SAMPLES: usize = 100_000;
+/// The most characters of a label's value. A pool's name has no more: 103, and 21 for the number of a repeated name.
+const LONGEST_LABEL: usize = 124;
+/// The most characters of an error.
+const LONGEST_ERROR: usize = 300;
+/// The deadline is checked once for so many lines.
+const LINES_PER_CLOCK: usize = 4096;
 
-/// The labels that tell a metric's samples apart, beside the pool or the device. A metric of pinpool has at most one of
-/// them.
-const PARTS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
+/// The labels that tell the samples of a pool's or device's metric apart. Each of pinpool's metrics has at most one.
+const PART_LABELS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
 
 /// A pool's or a device's samples of a metric, by the value of the other label, which is empty where there is none.
-type Parts = BTreeMap<Box<str>, f64>;
+type OwnerSamples = BTreeMap<Box<str>, f64>;
 
-/// A server's answer, by metric, and then by pool or device.
+/// One answer of a server: samples by metric, and then by pool or device (the *owner*).
 #[derive(Clone, Debug, Default)]
 pub struct Scrape {
-    metrics: HashMap<Box<str>, BTreeMap<Box<str>, Parts>>,
+    metrics: HashMap<Box<str>, BTreeMap<Box<str>, OwnerSamples>>,
     samples: usize,
 }
 
 impl Scrape {
-    /// Reads a text, until the deadline.
+    /// Parses a text. Past the deadline, or with too many samples, the result is an error.
     pub fn parse(text: &str, deadline: Instant) -> Result<Self, String> {
         let mut all = Self::default();
         for (number, line) in text.lines().enumerate() {
-            if number % LINES == 0 && Instant::now() >= deadline {
+            if number % LINES_PER_CLOCK == 0 && Instant::now() >= deadline {
                 return Err(late());
             }
             let Some((name, owner, part, value)) = sample(line) else { continue };
-            if all.samples == SAMPLES {
+            if all.samples == MOST_SAMPLES {
                 return Err(format!(
-                    "the answer has more than {SAMPLES} samples of pinpool's; no such server has"
+                    "the answer has more than {MOST_SAMPLES} samples of pinpool's; no such server has"
                 ));
             }
             all.samples += 1;
-            // Samples that differ in other labels only are summed.
+            // Samples that differ only in other labels are added up.
             let parts = all.metrics.entry(name.into()).or_default().entry(owner).or_default();
             *parts.entry(part).or_insert(0.0) += value;
         }
         Ok(all)
     }
 
-    /// The number of samples that this keeps.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.samples
     }
@@ -73,37 +73,38 @@ impl Scrape {
             .collect()
     }
 
-    /// The samples of a metric for one pool or device, each with its part.
+    /// A metric's samples of one pool or device, each with its part.
     pub fn of<'a>(&'a self, name: &str, owner: &str) -> impl Iterator<Item = (&'a str, f64)> + use<'a> {
         let parts = self.metrics.get(name).and_then(|owners| owners.get(owner));
         parts.into_iter().flatten().map(|(part, value)| (&**part, *value))
     }
 
-    /// One of these.
+    /// The sample of one part.
     pub fn get(&self, name: &str, owner: &str, part: &str) -> Option<f64> {
         self.metrics.get(name)?.get(owner)?.get(part).copied()
     }
 
-    /// Their sum, or one of them; 0 where there are none.
+    /// The sum of an owner's samples, or the sample of one part; 0 where there is none.
     pub fn sum(&self, name: &str, owner: &str, part: Option<&str>) -> f64 {
         match part {
             Some(part) => self.get(name, owner, part).unwrap_or(0.0),
-            // Not `Iterator::sum`, whose empty sum is -0.
+            // Not `Iterator::sum`, which returns -0 for no samples.
             None => self.of(name, owner).fold(0.0, |sum, (_, value)| sum + value),
         }
     }
 
-    /// Whether a pool of ours is in it.
+    /// Whether the answer has the metrics of a pool.
     pub fn has_pools(&self) -> bool {
         self.metrics.contains_key("pinpool_memory_capacity_bytes")
     }
 }
 
-/// A line `name{label="value",...} number` of ours: the name, the pool or device, the other label's value, the number.
+/// Parses a line `name{label="value",...} number` of pinpool's metrics: the name, the pool or device, the part, the
+/// number.
 ///
-/// Parsers of others do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes and leaves
-/// escapes as they are, `prom_text_format_parser` and `openmetrics-parser` (which has another licence) give up the
-/// whole answer for one line that is not as expected, and none of them bounds what it keeps.
+/// Existing parsers do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes and does not
+/// decode escapes, `prom_text_format_parser` and `openmetrics-parser` (which has another licence) refuse the whole
+/// answer for one malformed line, and none of them bounds what it keeps.
 fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
     let line = line.trim_start();
     let end = line.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'))?;
@@ -119,7 +120,7 @@ fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
             let (value, after) = quoted(value.trim_start().strip_prefix('"')?)?;
             match label.trim() {
                 "pool" | "device" => owner = Some(value.into()),
-                label if PARTS.contains(&label) => part = Some(value.into()),
+                label if PART_LABELS.contains(&label) => part = Some(value.into()),
                 _ => {}
             }
             let after = after.trim_start();
@@ -127,26 +128,26 @@ fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
         }
         rest = &rest[1..];
     }
-    // `+Inf`, `-Inf` and `NaN` are read as well.
+    // `f64` parses `+Inf`, `-Inf` and `NaN` as well.
     let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
     Some((name, owner.unwrap_or_default(), part.unwrap_or_default(), value))
 }
 
-/// A label's value up to its closing quote, as it may be shown, and what follows that.
+/// A label's value up to its closing quote, escaped for printing, and the text behind it.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut chars = text.char_indices();
     while let Some((at, c)) = chars.next() {
         let c = match c {
-            '"' => return Some((clean(&value, LABEL).into_owned(), &text[at + 1..])),
+            '"' => return Some((clean(&value, LONGEST_LABEL).into_owned(), &text[at + 1..])),
             '\\' => match chars.next()?.1 {
                 'n' => '\n',
                 escaped => escaped,
             },
             c => c,
         };
-        // (What is cut off below is not kept until then.)
-        if value.len() <= 4 * LABEL {
+        // The value is cut to `LONGEST_LABEL` characters in the end, of at most four bytes each: no more is kept.
+        if value.len() <= 4 * LONGEST_LABEL {
             value.push(c);
         }
     }
@@ -154,16 +155,16 @@ fn quoted(text: &str) -> Option<(String, &str)> {
 }
 
 fn late() -> String {
-    format!("no answer within {} s", PATIENCE.as_secs())
+    format!("no answer within {} s", FETCH_TIMEOUT.as_secs())
 }
 
-/// The address in full: `http://` and `/metrics` need not be written.
+/// Completes an address: `http://` and `/metrics` may be left out.
 pub fn address(given: &str) -> Result<String, String> {
     let given = given.trim();
     let rest = match given.split_once("://") {
         Some(("http", rest)) => rest,
         Some((scheme, _)) => {
-            return Err(format!("{scheme}: only http is spoken here; use a tunnel or a proxy"));
+            return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
         }
         None => given,
     };
@@ -176,41 +177,41 @@ pub fn address(given: &str) -> Result<String, String> {
     })
 }
 
-/// Fetches from one server again and again.
-pub struct Source {
+/// A server that is fetched from again and again, and its connections.
+pub struct Server {
     agent: ureq::Agent,
     url: String,
 }
 
-impl Source {
+impl Server {
     pub fn new(url: String) -> Self {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
-            // A proxy for the world outside does not know this machine's own addresses.
+            // A proxy for outside addresses does not know the addresses of this machine.
             .proxy(None)
             .build();
         Self { agent: config.into(), url }
     }
 
-    /// The address, as it may be shown.
+    /// The address, escaped for printing.
     pub fn url(&self) -> String {
-        clean(&self.url, WORDS).into_owned()
+        clean(&self.url, LONGEST_ERROR).into_owned()
     }
 
-    /// What the server says now, or in a few words why there is nothing of ours.
+    /// Fetches and parses an answer. The error is one short text that may be printed.
     pub fn fetch(&self) -> Result<Scrape, String> {
-        self.scrape().map_err(|why| clean(&why, WORDS).into_owned())
+        self.scrape().map_err(|why| clean(&why, LONGEST_ERROR).into_owned())
     }
 
     fn scrape(&self) -> Result<Scrape, String> {
-        let deadline = Instant::now() + PATIENCE;
-        let request = self.agent.get(&self.url).config().timeout_global(Some(PATIENCE)).build();
+        let deadline = Instant::now() + FETCH_TIMEOUT;
+        let request = self.agent.get(&self.url).config().timeout_global(Some(FETCH_TIMEOUT)).build();
         let mut answer = request.call().map_err(|error| match error {
             ureq::Error::ConnectionFailed => {
-                "nobody answers there: the process is gone, or listens elsewhere".to_owned()
+                "no answer at this address: the process has ended, or listens elsewhere".to_owned()
             }
             ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => {
-                "nobody listens there: the process is gone, or listens elsewhere".to_owned()
+                "no process listens there: it has ended, or listens elsewhere".to_owned()
             }
             ureq::Error::Timeout(_) => late(),
             error => format!("no answer: {error}"),
@@ -221,26 +222,28 @@ impl Source {
                 answer.status().as_u16()
             ));
         }
-        let body = answer.body_mut().with_config().limit(LONGEST);
+        let body = answer.body_mut().with_config().limit(LARGEST_ANSWER);
         let text = body.read_to_string().map_err(|error| match error {
-            ureq::Error::Timeout(_) => format!("the answer is not over after {} s", PATIENCE.as_secs()),
-            ureq::Error::BodyExceedsLimit(_) => format!("the answer has more than {LONGEST} bytes"),
+            ureq::Error::Timeout(_) => format!("the answer is not over after {} s", FETCH_TIMEOUT.as_secs()),
+            ureq::Error::BodyExceedsLimit(_) => format!("the answer has more than {LARGEST_ANSWER} bytes"),
             error => format!("the answer broke off: {error}"),
         })?;
         let scrape = Scrape::parse(&text, deadline)?;
         if !scrape.has_pools() {
-            return Err("the server answers, but has no metrics of pinpool: has it a pool, and a Sampler that feeds the \
-                        recorder?"
-                .to_owned());
+            return Err(
+                "the server answers, but has no metrics of pinpool: does it have a pool, and a Sampler that \
+                        feeds the recorder?"
+                    .to_owned(),
+            );
         }
         Ok(scrape)
     }
 }
 
-/// Of a text, for tests.
+/// A parsed text, for tests.
 #[cfg(test)]
 pub fn parsed(text: &str) -> Scrape {
-    Scrape::parse(text, Instant::now() + PATIENCE).unwrap()
+    Scrape::parse(text, Instant::now() + FETCH_TIMEOUT).unwrap()
 }
 
 #[cfg(test)]
@@ -277,16 +280,16 @@ mod tests {
             label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
             "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
         );
-        assert_eq!(label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
-        // The longest that a pool has, with its number.
+        assert_eq!(label(&"W".repeat(9_000_000)), "W".repeat(LONGEST_LABEL) + "...");
+        // The longest name of a pool, with its number.
         let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
         assert_eq!(label(&name), name);
     }
 
     #[test]
     fn too_much_is_refused_and_in_time() {
-        let many = "pinpool_x{pool=\"a\"} 1\n".repeat(SAMPLES + 1);
-        let refused = Scrape::parse(&many, Instant::now() + PATIENCE);
+        let many = "pinpool_x{pool=\"a\"} 1\n".repeat(MOST_SAMPLES + 1);
+        let refused = Scrape::parse(&many, Instant::now() + FETCH_TIMEOUT);
         assert!(refused.is_err_and(|why| why.contains("more than 100000 samples")));
         assert!(Scrape::parse("x", Instant::now()).is_err_and(|why| why.contains("within 3 s")));
     }

@@ -1,7 +1,7 @@
-//! The terminal: draws what a [`Watch`] shows, until `q` is pressed.
+//! The terminal: draws the items of a [`History`] until a key ends it.
 //!
-//! One thread fetches the numbers, since a server may take seconds to answer. The main thread draws, and reads the
-//! keys. The terminal is restored however the program ends, by a panic too (ratatui's panic hook does that).
+//! A thread of its own fetches, since a server may take seconds to answer. The main thread draws and reads keys. The
+//! terminal is restored at every end, also after a panic (by ratatui's panic hook).
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -14,32 +14,33 @@ use ratatui::style::{Style, Stylize};
 use ratatui::text::Line;
 use ratatui::widgets::Paragraph;
 
-use super::scrape::{Scrape, Source};
+use super::scrape::{Scrape, Server};
 use super::text;
-use super::view::{Item, Watch};
+use super::view::{History, ViewItem};
 
-/// The longest time until a key or an answer is handled.
-const BEAT: Duration = Duration::from_millis(100);
-/// How often the screen is worked out anew where no answer comes: it shows how old the numbers are.
-const AGE: Duration = Duration::from_secs(1);
+/// How often keys and answers are looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// How often the items are computed again without a new answer: some of them show an age.
+const REDRAW_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows what the server says until `q`.
-pub fn run(source: Source, interval: Duration) -> io::Result<()> {
-    let url = source.url();
-    let answers = fetch_always(source, interval)?;
+/// Shows the server's metrics until `q`, Esc or Ctrl-C.
+pub fn run(server: Server, interval: Duration) -> io::Result<()> {
+    let url = server.url();
+    let answers = fetch_always(server, interval)?;
     let mut terminal = ratatui::try_init()?;
     let result = draw_always(&mut terminal, &url, &answers);
     ratatui::try_restore().and(result)
 }
 
-type Answer = (Instant, Result<Scrape, String>);
+/// When an answer came, and the answer.
+type Fetched = (Instant, Result<Scrape, String>);
 
-/// Fetches on a thread of its own. The thread ends when the receiver is dropped, and with the process at the latest.
-fn fetch_always(source: Source, interval: Duration) -> io::Result<Receiver<Answer>> {
+/// Starts the thread that fetches. It ends when the receiver is dropped, or with the process.
+fn fetch_always(server: Server, interval: Duration) -> io::Result<Receiver<Fetched>> {
     let (sender, answers) = sync_channel(1);
     let fetch = move || {
         loop {
-            let answer = source.fetch();
+            let answer = server.fetch();
             if sender.send((Instant::now(), answer)).is_err() {
                 return;
             }
@@ -53,21 +54,21 @@ fn fetch_always(source: Source, interval: Duration) -> io::Result<Receiver<Answe
 fn draw_always(
     terminal: &mut ratatui::DefaultTerminal,
     url: &str,
-    answers: &Receiver<Answer>,
+    answers: &Receiver<Fetched>,
 ) -> io::Result<()> {
-    let (mut watch, mut scroll) = (Watch::default(), 0u16);
-    let mut shown = (Instant::now(), watch.items(Instant::now()));
+    let (mut history, mut scroll) = (History::default(), 0u16);
+    let mut shown = (Instant::now(), history.items(Instant::now()));
     loop {
-        if shown.0.elapsed() >= AGE {
-            shown = (Instant::now(), watch.items(Instant::now()));
+        if shown.0.elapsed() >= REDRAW_INTERVAL {
+            shown = (Instant::now(), history.items(Instant::now()));
         }
         let mut last = 0;
-        terminal.draw(|frame| last = draw(frame, &shown.1, watch.trouble().is_some(), url, scroll))?;
+        terminal.draw(|frame| last = draw(frame, &shown.1, history.trouble().is_some(), url, scroll))?;
         scroll = scroll.min(last);
-        match answers.recv_timeout(BEAT) {
+        match answers.recv_timeout(POLL_INTERVAL) {
             Ok((at, answer)) => {
-                watch.add(at, answer);
-                shown = (Instant::now(), watch.items(Instant::now()));
+                history.add(at, answer);
+                shown = (Instant::now(), history.items(Instant::now()));
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
@@ -95,8 +96,8 @@ fn draw_always(
     }
 }
 
-/// Draws everything. The furthest that can be scrolled.
-fn draw(frame: &mut Frame, items: &[Item], stale: bool, url: &str, scroll: u16) -> u16 {
+/// Draws everything. Returns the last line that can be scrolled to.
+fn draw(frame: &mut Frame, items: &[ViewItem], stale: bool, url: &str, scroll: u16) -> u16 {
     let [head, body] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(frame.area());
     let state = if stale { "STALE".red() } else { "live".green() };
     let title = format!("pinpool top  {url}  ");
@@ -117,10 +118,10 @@ mod tests {
     use super::super::scrape::parsed;
     use super::*;
 
-    fn drawn(watch: &Watch, scroll: u16) -> (String, u16) {
+    fn drawn(history: &History, scroll: u16) -> (String, u16) {
         let mut terminal = Terminal::new(TestBackend::new(90, 12)).unwrap();
         let mut last = 0;
-        let (items, stale) = (watch.items(Instant::now()), watch.trouble().is_some());
+        let (items, stale) = (history.items(Instant::now()), history.trouble().is_some());
         terminal.draw(|frame| last = draw(frame, &items, stale, "http://h/metrics", scroll)).unwrap();
         let buffer = terminal.backend().buffer();
         let rows =
@@ -130,22 +131,22 @@ mod tests {
 
     #[test]
     fn the_screen_says_what_is_live_and_what_is_stale() {
-        let mut watch = Watch::default();
-        assert!(drawn(&watch, 0).0.contains("waiting for the first answer"));
+        let mut history = History::default();
+        assert!(drawn(&history, 0).0.contains("waiting for the first answer"));
         let text = "pinpool_memory_capacity_bytes{pool=\"p\"} 1048576\npinpool_memory_bytes{pool=\"p\",state=\"free\"} 524288\n";
-        watch.add(Instant::now(), Ok(parsed(text)));
-        let (screen, last) = drawn(&watch, 0);
+        history.add(Instant::now(), Ok(parsed(text)));
+        let (screen, last) = drawn(&history, 0);
         assert!(
             screen.contains("http://h/metrics  live") && screen.contains("Pool p: 0 B of 1.0 MiB"),
             "{screen}"
         );
         assert!(last > 0, "more than fits");
-        let (end, _) = drawn(&watch, u16::MAX);
+        let (end, _) = drawn(&history, u16::MAX);
         assert!(end.contains("in flight") && !end.contains("Pool p"), "{end}");
-        watch.add(Instant::now(), Err("nobody listens there".into()));
-        let (screen, _) = drawn(&watch, 0);
+        history.add(Instant::now(), Err("no process listens there".into()));
+        let (screen, _) = drawn(&history, 0);
         assert!(
-            screen.contains("STALE") && screen.contains("ALARM: stale: nobody listens there"),
+            screen.contains("STALE") && screen.contains("ALARM: stale: no process listens there"),
             "{screen}"
         );
         assert!(screen.contains("Pool p"), "what was known is still there: {screen}");

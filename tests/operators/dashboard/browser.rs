@@ -168,7 +168,7 @@ fn a_pool_that_nobody_looks_at_is_stale() {
         (200, pool("p", &[&gone]))
     });
     let Some(dom) = dom(30, &fake.url("/")) else { return };
-    has(&dom, &["<body class=\"stale\">", "nobody has looked at this pool for 2"]);
+    has(&dom, &["<body class=\"stale\">", "this pool was last sampled 2"]);
 }
 
 #[test]

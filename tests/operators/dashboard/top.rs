@@ -90,7 +90,7 @@ fn a_process_that_is_gone_is_said_to_be_gone() {
         }
     };
     assert!(
-        said.contains(&format!("http://{address}/metrics: nobody listens there: the process is gone")),
+        said.contains(&format!("http://{address}/metrics: no process listens there: it has ended")),
         "{said}"
     );
 }

@@ -1,5 +1,5 @@
-//! Where the process runs: on a machine, in a container, or in Windows' subsystem for Linux. A remedy depends on it. So
-//! each remedy is written for each place, and the doctor shows those that fit.
+//! The environment of this process: a machine, a container, or Windows Subsystem for Linux. A remedy depends on it:
+//! checks list their remedies for all environments, and [`Environment::remedies`] selects those that apply here.
 
 use pinpool::family::By;
 
@@ -11,67 +11,68 @@ const SYS_NICE: u32 = 23;
 
 /// Where the process runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    pub kind: Kind,
-    /// Windows Subsystem for Linux, below whatever else it is.
+pub struct Environment {
+    pub kind: EnvironmentKind,
+    /// Whether the kernel is that of Windows Subsystem for Linux; a container may run on it.
     pub wsl: bool,
     /// The systemd unit that the process belongs to, if it is a service.
     pub unit: Option<String>,
-    /// The files and variables that show the kind, strongest first.
+    /// The signs by which the environment was recognised.
     signs: Vec<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum EnvironmentKind {
     /// No container.
     Machine,
     Docker,
     Podman,
     Kubernetes,
-    /// A container of another make, or one that does not say.
+    /// A container of another or an unknown kind.
     Container,
 }
 
-impl Place {
+impl Environment {
     pub fn of(system: &System) -> Self {
         let groups = system.read("/proc/self/cgroup").unwrap_or_default();
         let release = system.word("/proc/sys/kernel/osrelease").unwrap_or_default().to_ascii_lowercase();
         let manager = system.word("/run/systemd/container").filter(|name| !name.is_empty() && name != "wsl");
         let named = |name: &str| groups.contains(name);
-        // Stronger signs first. Kubernetes runs its containers by other tools, which leave their signs as well.
+        // Stronger signs first: a kubelet starts its containers by other tools, which leave their signs as well.
         let signs = [
             (
-                Kind::Kubernetes,
+                EnvironmentKind::Kubernetes,
                 std::env::var_os("KUBERNETES_SERVICE_HOST").is_some(),
                 "KUBERNETES_SERVICE_HOST",
             ),
             (
-                Kind::Kubernetes,
+                EnvironmentKind::Kubernetes,
                 system.exists("/var/run/secrets/kubernetes.io"),
                 "/var/run/secrets/kubernetes.io",
             ),
-            (Kind::Kubernetes, named("kubepods"), "kubepods in /proc/self/cgroup"),
-            (Kind::Podman, system.exists("/run/.containerenv"), "/run/.containerenv"),
-            (Kind::Podman, named("libpod"), "libpod in /proc/self/cgroup"),
-            (Kind::Docker, system.exists("/.dockerenv"), "/.dockerenv"),
-            (Kind::Docker, named("docker"), "docker in /proc/self/cgroup"),
-            // The file by which systemd's interface for containers names the manager: nspawn, LXC and others write it.
-            (Kind::Container, manager.is_some(), "/run/systemd/container"),
-            (Kind::Container, named("lxc"), "lxc in /proc/self/cgroup"),
+            (EnvironmentKind::Kubernetes, named("kubepods"), "kubepods in /proc/self/cgroup"),
+            (EnvironmentKind::Podman, system.exists("/run/.containerenv"), "/run/.containerenv"),
+            (EnvironmentKind::Podman, named("libpod"), "libpod in /proc/self/cgroup"),
+            (EnvironmentKind::Docker, system.exists("/.dockerenv"), "/.dockerenv"),
+            (EnvironmentKind::Docker, named("docker"), "docker in /proc/self/cgroup"),
+            // systemd's convention, which nspawn, LXC and others follow.
+            (EnvironmentKind::Container, manager.is_some(), "/run/systemd/container"),
+            (EnvironmentKind::Container, named("lxc"), "lxc in /proc/self/cgroup"),
         ];
         let signs: Vec<_> = signs.into_iter().filter(|(_, found, _)| *found).collect();
-        let kind = signs.first().map_or(Kind::Machine, |(kind, ..)| *kind);
+        let kind = signs.first().map_or(EnvironmentKind::Machine, |(kind, ..)| *kind);
         let signs = signs.into_iter().map(|(_, _, sign)| sign).collect();
         let unit = groups.lines().filter_map(|line| line.rsplit('/').next()).find_map(|name| {
-            // `user@N.service` is a user's whole session, and not the server's unit.
+            // A login session is a service as well, but not the server's.
             (name.ends_with(".service") && !name.starts_with("user@")).then(|| name.to_owned())
         });
         Self { kind, wsl: release.contains("microsoft"), unit, signs }
     }
 
-    /// Whether a remedy can be applied here, of a list that may have one for podman.
+    /// Whether a remedy can be applied here. `podman`: the list has a remedy for podman, so docker's is not shown
+    /// there.
     fn applies(&self, by: By, podman: bool) -> bool {
-        use Kind::{Container, Docker, Kubernetes, Machine, Podman};
+        use EnvironmentKind::{Container, Docker, Kubernetes, Machine, Podman};
         match by {
             By::Shell => self.kind == Machine,
             By::Systemd => self.kind == Machine && !self.wsl,
@@ -83,7 +84,7 @@ impl Place {
         }
     }
 
-    /// The remedies that can be applied here, each with where that is done.
+    /// The remedies that can be applied here, each behind the name of where it is applied.
     pub fn remedies(&self, all: &[(By, String)]) -> Vec<String> {
         let podman = all.iter().any(|(by, _)| *by == By::Podman);
         let fitting = all.iter().filter(|(by, _)| self.applies(*by, podman));
@@ -97,23 +98,23 @@ impl Place {
             By::Systemd => {
                 return format!("systemd, in {}: ", self.unit.as_deref().unwrap_or("the server's unit"));
             }
-            By::Docker | By::Podman if self.kind == Kind::Podman => "podman run",
+            By::Docker | By::Podman if self.kind == EnvironmentKind::Podman => "podman run",
             By::Docker | By::Podman => "docker run",
             By::Kubernetes => "kubernetes",
             By::Kernel | By::Host if self.wsl => "in WSL",
-            By::Kernel if self.kind == Kind::Machine => "system",
+            By::Kernel if self.kind == EnvironmentKind::Machine => "system",
             By::Kernel | By::Host => "on the container's host",
             By::Pool => "pool",
         };
         format!("{place}: ")
     }
 
-    /// A setting of the kernel's, now and for every start.
+    /// The remedy that changes a kernel setting, now and for every start.
     pub fn sysctl(name: &str, value: u64) -> Fixes {
         fixes![Kernel: "sudo sysctl -w {name}={value}; to keep it: {name} = {value} in /etc/sysctl.d/90-pinpool.conf"]
     }
 
-    /// A word on the kernel's command line.
+    /// The remedy that adds words to the kernel's command line.
     pub fn boot(words: &str) -> Fixes {
         fixes![
             Kernel: "{words} on the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub or \
@@ -122,24 +123,24 @@ impl Place {
     }
 }
 
-/// Containers by themselves cost nothing. What their filter of system calls forbids can.
+/// A container costs nothing by itself. What its system call filter forbids may.
 pub fn container(case: &Case) -> Verdict {
-    let place = &case.place;
+    let place = &case.environment;
     let kind = match place.kind {
-        Kind::Machine => return Verdict::ok("none"),
-        Kind::Docker => "docker",
-        Kind::Podman => "podman",
-        Kind::Kubernetes => "kubernetes",
-        Kind::Container => "a container",
+        EnvironmentKind::Machine => return Verdict::ok("none"),
+        EnvironmentKind::Docker => "docker",
+        EnvironmentKind::Podman => "podman",
+        EnvironmentKind::Kubernetes => "kubernetes",
+        EnvironmentKind::Container => "a container",
     };
     let found = format!("{kind} (by {})", place.signs.join(", "));
     let status = case.system.text("/proc/self/status");
     let filtered = parse::field(&status, "Seccomp") == Some("2");
     let nodes = case.system.numbered("/sys/devices/system/node", "node").len();
-    // Without one node among several to choose, mbind is not missed.
+    // With a single node there is nothing to choose by mbind.
     if filtered && nodes > 1 && parse::capability(&status, SYS_NICE) == Some(false) {
-        let why = "system calls are filtered and CAP_SYS_NICE is missing: the usual filter forbids mbind then, and pools \
-                   cannot take their memory from next to the device";
+        let why = "system calls are filtered and CAP_SYS_NICE is missing: the usual filter forbids mbind then, and \
+                   pools cannot take their memory from next to the device";
         let fix = fixes![
             Docker: "--cap-add SYS_NICE";
             Kubernetes: "securityContext.capabilities.add: [\"SYS_NICE\"] in the container's description";
@@ -149,15 +150,15 @@ pub fn container(case: &Case) -> Verdict {
     Verdict::ok(found)
 }
 
-/// NVIDIA's "CUDA on WSL User Guide" lists it under its limitations: pinned memory is scarce there. The guide does not
-/// say how scarce, so the doctor's own pinning is what counts.
+/// Windows Subsystem for Linux, where pinned memory is scarce (NVIDIA's "CUDA on WSL User Guide", under its
+/// limitations). The guide has no figure, so the trial decides.
 pub fn wsl(case: &Case) -> Verdict {
-    if !case.place.wsl {
+    if !case.environment.wsl {
         return Verdict::ok("no");
     }
     Verdict::warn(
-        "Windows Subsystem for Linux: Windows bounds how much memory can be pinned for a GPU, often far below the memory \
-         that Linux shows",
+        "Windows Subsystem for Linux: Windows bounds how much memory can be pinned for a GPU, often far below the \
+         memory that Linux shows",
         fixes![
             Pool: "keep the capacity small, and allow unpinned memory if it must start anyway";
             Kernel: "raise memory= under [wsl2] in %UserProfile%\\.wslconfig on Windows, then run wsl --shutdown";
