@@ -114,14 +114,12 @@ impl<B> Share<B> {
         let unchanged = answer == Answer::Nothing && self.events == question.events;
         self.dry = unchanged && !question.waits;
         if self.dry {
-            let untimed = std::mem::take(&mut self.untimed) && !cfg!(pinpool_planted = "dry_unsaid");
+            let untimed = std::mem::take(&mut self.untimed);
             return Tell::Dry { worker: !is_worker, untimed };
         }
         if question.waits {
             // A thread that has asked meanwhile is to look again: it may stand in the queue now.
             self.events += 1;
-        } else if cfg!(pinpool_planted = "answer_unsaid") {
-            return Tell::None;
         }
         Tell::All
     }

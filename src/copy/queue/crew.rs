@@ -187,7 +187,7 @@ impl Shared {
             {
                 let mut state = self.0.lock();
                 state.offers[key].wanted = 0;
-                if state.offers[key].busy == 0 || cfg!(pinpool_planted = "crew_left_behind") {
+                if state.offers[key].busy == 0 {
                     return state.offers.remove(key).panicked;
                 }
             }
@@ -233,12 +233,8 @@ impl Shared {
                     return None;
                 }
                 // Under the lock, so that no offer comes in between.
-                if !cfg!(pinpool_planted = "crew_sleeps_unseen") {
-                    state.asleep.push((number, thread::current()));
-                }
+                state.asleep.push((number, thread::current()));
             }
-            #[cfg(pinpool_planted = "crew_sleeps_unseen")]
-            self.0.lock().asleep.push((number, thread::current()));
             thread::park_until(None);
         }
     }
