@@ -202,9 +202,9 @@ pub(crate) fn asymmetric() -> bool {
 pub(crate) fn light() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(all(loom, not(test), not(pinpool_planted = "shard_no_fence")))]
+    #[cfg(all(loom, not(test)))]
     fence(Ordering::SeqCst);
-    #[cfg(all(loom, test, not(pinpool_planted = "shard_no_fence")))]
+    #[cfg(all(loom, test))]
     if !REFUSED.get() {
         fence(Ordering::SeqCst);
     }

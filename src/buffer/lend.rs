@@ -102,7 +102,6 @@ impl sealed::Lend for PinnedBuf {
         let descriptor = segment.descriptor();
         let word = descriptor.word();
         let detached = match word.state() {
-            state::FLIGHT if cfg!(pinpool_planted = "detach_by_store") => Ok(descriptor.set(state::DETACHED)),
             state::FLIGHT => descriptor.compare_exchange(word, state::DETACHED),
             _ => Err(word),
         };

@@ -104,8 +104,6 @@ impl CentralPool {
                 let net = count.takes.wrapping_sub(count.puts);
                 out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
                 if let Some(by_class) = &mut by_class {
-                    #[cfg(pinpool_planted = "classes_counted_apart")]
-                    let count = cache.count(class);
                     let all = &mut by_class[class.index()];
                     all.takes = all.takes.wrapping_add(count.takes);
                     all.puts = all.puts.wrapping_add(count.puts);

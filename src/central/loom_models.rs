@@ -163,18 +163,18 @@ fn exit_against_reclaim() {
 }
 
 #[test]
-fn loom_exit_against_take_back() {
-    model("exit: a thread ends while its thread cache is taken back", 4, exit_against_reclaim);
+fn loom_exit_against_reclaim() {
+    model("exit: a thread ends while its thread cache is reclaimed", 4, exit_against_reclaim);
 }
 
 #[test]
-fn loom_fenced_exit_against_take_back() {
+fn loom_fenced_exit_against_reclaim() {
     model_fenced("exit: the same where owners fence for themselves", 3, exit_against_reclaim);
 }
 
 #[test]
-fn loom_exit_hands_the_shard_on() {
-    model("exit: a thread cache is leased on while all memory is taken back", 3, || {
+fn loom_exit_hands_the_cache_on() {
+    model("exit: a thread cache is leased on while all memory is reclaimed", 3, || {
         let store = Store::new(TWO, PAGE);
         let users = [0, 1].map(|_| {
             let store = store.clone();
@@ -239,18 +239,18 @@ fn reclaimed(timeless: bool) {
 }
 
 #[test]
-fn loom_gather_from_the_idle() {
-    model("gather: from one who counts as idle and is not", 3, || reclaimed(true));
+fn loom_reclaim_from_the_idle() {
+    model("reclaim: from an owner that counts as idle and is not", 3, || reclaimed(true));
 }
 
 #[test]
-fn loom_gather_from_the_busy() {
-    model("gather: from one at work", 3, || reclaimed(false));
+fn loom_reclaim_from_the_busy() {
+    model("reclaim: from an owner at work", 3, || reclaimed(false));
 }
 
 #[test]
-fn loom_fenced_gather() {
-    model_fenced("gather: the same where owners fence for themselves", 2, || reclaimed(false));
+fn loom_fenced_reclaim() {
+    model_fenced("reclaim: the same where owners fence for themselves", 2, || reclaimed(false));
 }
 
 // --- transfer caches -------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ fn stride() -> usize {
 }
 
 #[test]
-fn loom_booking_refused() {
+fn loom_reservation_refused() {
     model("transfer caches: two leave a segment where there is room for one", 3, || {
         let store = Store::new(TWO, stride());
         let [one, two] = [store.take().unwrap(), store.take().unwrap()];
@@ -293,7 +293,7 @@ fn loom_booking_refused() {
 }
 
 #[test]
-fn loom_booking_passes_on() {
+fn loom_reservation_passes_on() {
     // Whether the segment was refused in some execution, and offloaded in some. Std's atomics, since they are no part
     // of the model.
     static SEEN: [StdAtomicU64; 2] = [const { StdAtomicU64::new(0) }; 2];

@@ -345,7 +345,7 @@ impl CentralPool {
         let cache = self.cache();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
+        if !core.queue.is_empty() {
             // First come, first served, except for a segment that the head of the queue cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.overtake(arena, &[want]);
@@ -422,7 +422,6 @@ impl CentralPool {
         if let Some(class) = class {
             if list == LISTS {
                 // The segment was handed out without a list, so that its return comes here and closes its ledger entry.
-                #[cfg(not(pinpool_planted = "ledger_left_open"))]
                 central.core.lock().ledger.close(descriptor.addr().get());
             }
             // SAFETY: as above.
@@ -434,8 +433,6 @@ impl CentralPool {
         if class.is_some_and(|class| unsafe { central.make_room(class, descriptor, len) }) {
             return;
         }
-        #[cfg(pinpool_planted = "wake_before_grant")]
-        central.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
         let mut core = central.core.lock();
         // SAFETY: the descriptor is alive until the arena gets it back.
@@ -511,15 +508,8 @@ impl CentralPool {
             return;
         }
         let mut wakes = Vec::new();
-        #[cfg(pinpool_planted = "exit_drains_unlocked")]
-        let early = CacheTable::drain_unlocked(cache);
         let mut core = self.core.lock();
         let Core { arena, table, .. } = &mut *core;
-        #[cfg(pinpool_planted = "exit_drains_unlocked")]
-        for chain in early {
-            // SAFETY: free and alive, if it were this thread's to drain.
-            unsafe { arena.give_chain(chain) };
-        }
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
         table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
         core.serve(&mut wakes);
@@ -541,13 +531,12 @@ impl CentralPool {
         if core.outstanding.is_some() {
             return;
         }
-        let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.
-        let (takes, puts) = early.unwrap_or_else(|| core.counted());
+        let (takes, puts) = core.counted();
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);

@@ -166,12 +166,6 @@ impl WaitQueue {
         (outcome, wake)
     }
 
-    /// Planted: the head is woken before it is served.
-    #[cfg(pinpool_planted = "wake_before_grant")]
-    pub(crate) fn head_wake(&mut self) -> Option<Wake> {
-        self.waiters[*self.order.front()?].wake.take()
-    }
-
     /// The head's wants, and whether idle regions were replaced for it already.
     pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
         let head = &self.waiters[*self.order.front()?];

@@ -112,16 +112,6 @@ impl CentralPool {
         // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
         // that reclaims finds it at any time.
         let overflows = !self.offload(class, &mut held, limit.div_ceil(2));
-        #[cfg(pinpool_planted = "room_counts_first")]
-        if overflows {
-            let half = held.drain(class, limit.div_ceil(2));
-            // SAFETY: this function's contract.
-            let kept = matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept);
-            drop(held);
-            // SAFETY: drained from this thread's cache, so free and alive.
-            unsafe { self.core.lock().arena.give_chain(half) };
-            return kept;
-        }
         drop(held);
         // The room is made before the segment is returned: as long as the segment is out, the central pool is alive.
         // Once it counts as returned, the central pool may be freed.
@@ -152,16 +142,8 @@ impl CentralPool {
         // compared first, two could pass at once.)
         let reserve = |more: u32| {
             let bytes = u64::from(more) * stride;
-            #[cfg(not(pinpool_planted = "book_looks_first"))]
             let sum = self.reservations.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-            #[cfg(pinpool_planted = "book_looks_first")]
-            let sum = self.reservations.bytes.load(Ordering::Relaxed) + bytes;
             refused.set(sum > self.config.shared_cache as u64);
-            #[cfg(pinpool_planted = "book_looks_first")]
-            if !refused.get() {
-                self.reservations.bytes.fetch_add(bytes, Ordering::Relaxed);
-            }
-            #[cfg(not(any(pinpool_planted = "book_looks_first", pinpool_planted = "refused_stays_booked")))]
             if refused.get() {
                 self.reservations.bytes.fetch_sub(bytes, Ordering::Relaxed);
             }

@@ -49,11 +49,7 @@ impl CentralPool {
         if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
             return;
         }
-        if cfg!(pinpool_planted = "wait_without_quiesce") {
-            self.gate.force(mode::WAITING);
-        } else {
-            self.gate.quiesce(mode::WAITING, &core.table);
-        }
+        self.gate.quiesce(mode::WAITING, &core.table);
         self.reclaim_quiet(core);
     }
 
@@ -121,9 +117,7 @@ impl CentralPool {
             }
         }
         // The next waiter may be waiting for what this one gives back, or for its place at the head.
-        if !cfg!(pinpool_planted = "leave_serves_nobody") {
-            core.serve(&mut wakes);
-        }
+        core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
         drop(waker);

@@ -665,7 +665,6 @@ impl Gate {
         #[cfg(not(pinpool_rmw))]
         let seen = {
             // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce` and `revoke`.
-            #[cfg(not(pinpool_planted = "fallback_no_fence"))]
             crate::sync::fence(Ordering::SeqCst);
             // Acquire: pairs with the releases in `readmit` and `revoke`, as in `enter_by_permit`.
             self.mode.load(Ordering::Acquire)
@@ -704,8 +703,7 @@ impl Gate {
         mut work: impl FnMut(HeldCache<'_>),
     ) {
         // Relaxed: the bit is set under the lock only, for good.
-        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0
-            && !cfg!(pinpool_planted = "hush_by_pass_alone");
+        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
         if fenced {
             // AcqRel: as in `quiesce`.
             self.mode.fetch_or(mode::INSPECT, Ordering::AcqRel);
@@ -739,7 +737,6 @@ impl Gate {
         if refused {
             self.go_over_to_fences(bits, table);
         }
-        #[cfg(not(pinpool_planted = "shard_no_wait"))]
         for cache in caches {
             // Acquire: pairs with the release by which the owner leaves (the drop of `EnteredCache`).
             while cache.busy.load(Ordering::Acquire) != 0 {
@@ -759,7 +756,6 @@ impl Gate {
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(mode::FENCED | bits, Ordering::AcqRel);
         crate::sync::fence(Ordering::SeqCst);
-        #[cfg(not(pinpool_planted = "refused_unproven"))]
         for (cache, owner) in table.leases() {
             let since = (!cfg!(loom)).then(Instant::now);
             // Acquire: pairs with the release in `enter`.
@@ -788,11 +784,5 @@ impl Gate {
             // Release: pairs with the acquire in `enter_by_permit`.
             caches.for_each(|cache| cache.permit.store(self.permit(0), Ordering::Release));
         }
-    }
-
-    /// Sets bits without keeping any owner out.
-    pub(crate) fn force(&self, bits: u32) {
-        // AcqRel: as in `quiesce`.
-        self.mode.fetch_or(bits, Ordering::AcqRel);
     }
 }

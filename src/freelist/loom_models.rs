@@ -87,7 +87,7 @@ fn class() -> Class {
 }
 
 #[test]
-fn loom_rack_hands_over() {
+fn loom_transfer_hands_over() {
     model("transfer cache: two give, one takes", 3, || {
         let segments = Segments::new(3);
         let transfer = Arc::new(TransferCache::new());
@@ -118,7 +118,7 @@ fn loom_rack_hands_over() {
 }
 
 #[test]
-fn loom_rack_recycles() {
+fn loom_transfer_recycles() {
     model("transfer cache: two take and put back", 3, || {
         let segments = Segments::new(3);
         let transfer = Arc::new(TransferCache::new());
@@ -152,7 +152,7 @@ fn loom_rack_recycles() {
 }
 
 #[test]
-fn loom_rack_books() {
+fn loom_transfer_reserves() {
     model(
         "transfer cache: one takes and puts back, another takes away what empty slots have reserved",
         3,
@@ -329,7 +329,7 @@ fn revoked(store: &Arc<Store>) {
 /// side cannot see that an owner is blocked. So the owner takes no lock, and enters again until it has executed a
 /// fence.
 #[test]
-fn loom_shard_refused() {
+fn loom_cache_refused() {
     let run = |reclaim: fn(&Store, &Arc<ThreadCache>)| {
         move || {
             let store = Store::new(2);
@@ -370,35 +370,35 @@ fn loom_shard_refused() {
     };
     model_refused("thread cache: one owner, the call is refused", 3, run(|store, _| store.reclaim()));
     model_refused(
-        "thread cache: the same, one thread cache hushed",
+        "thread cache: the same, one permit is revoked",
         3,
         run(|store, cache| store.reclaim_one(cache)),
     );
 }
 
 #[test]
-fn loom_shard_taken_back() {
-    model("thread cache: one owner, taken back twice", 3, || reclaimed(&Store::new(2)));
+fn loom_cache_reclaimed() {
+    model("thread cache: one owner, reclaimed twice", 3, || reclaimed(&Store::new(2)));
 }
 
 #[test]
-fn loom_fenced_shard_taken_back() {
+fn loom_fenced_cache_reclaimed() {
     model("thread cache: the same where owners fence for themselves", 3, || reclaimed(&Store::fenced(2)));
 }
 
 #[test]
-fn loom_shard_hushed() {
-    model("thread cache: two owners, one of them hushed", 3, || revoked(&Store::new(3)));
+fn loom_cache_revoked() {
+    model("thread cache: two owners, the permit of one is revoked", 3, || revoked(&Store::new(3)));
 }
 
 #[test]
-fn loom_fenced_shard_hushed() {
+fn loom_fenced_cache_revoked() {
     model("thread cache: the same where owners fence for themselves", 3, || revoked(&Store::fenced(3)));
 }
 
 #[test]
-fn loom_shards_taken_back() {
-    model("thread cache: two owners, taken back", 2, || {
+fn loom_caches_reclaimed() {
+    model("thread cache: two owners, reclaimed", 2, || {
         let store = Store::new(3);
         let owner = |numbers: &'static [usize]| {
             let cache = store.lease(numbers);

@@ -54,14 +54,6 @@ impl CacheTable {
         }
     }
 
-    /// Planted: the owner drains its thread cache without the central pool's lock.
-    #[cfg(pinpool_planted = "exit_drains_unlocked")]
-    pub(crate) fn drain_unlocked(cache: &ThreadCache) -> Vec<Chain> {
-        let mut chains = Vec::new();
-        Self::mine(cache).drain_all(|_, chain| chains.push(chain));
-        chains
-    }
-
     /// The thread caches that are leased, each with its owner's thread number.
     pub(super) fn leases(&self) -> impl Iterator<Item = (&Arc<ThreadCache>, u32)> {
         self.rows.iter().filter(|row| row.leased).map(|row| (&row.cache, row.owner))

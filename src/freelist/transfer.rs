@@ -66,22 +66,14 @@ impl TransferSlot {
     fn enter(&self, from: u32) -> bool {
         // Acquire: pairs with the release in `leave`. So the thread that takes a batch sees it, and the thread that
         // puts one writes after the last taker has read.
-        #[cfg(not(pinpool_planted = "rack_take_relaxed"))]
-        let order = Ordering::Acquire;
-        #[cfg(pinpool_planted = "rack_take_relaxed")]
-        let order = Ordering::Relaxed;
         // Loaded first: an exchange that fails would take the cache line from another core for nothing.
         self.state.load(Ordering::Relaxed) == from
-            && self.state.compare_exchange(from, MOVING, order, Ordering::Relaxed).is_ok()
+            && self.state.compare_exchange(from, MOVING, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
     fn leave(&self, to: u32) {
         // Release: pairs with the acquire in `enter`.
-        #[cfg(not(pinpool_planted = "rack_full_relaxed"))]
-        let order = Ordering::Release;
-        #[cfg(pinpool_planted = "rack_full_relaxed")]
-        let order = Ordering::Relaxed;
-        self.state.store(to, order);
+        self.state.store(to, Ordering::Release);
     }
 
     /// Drops the reservation of an empty slot that belongs to this thread. Returns how many segments it was for.
@@ -195,11 +187,6 @@ impl TransferCache {
         for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
             // Loaded first, as in `enter`.
             if slot.reserved.load(Ordering::Relaxed) == 0 {
-                continue;
-            }
-            #[cfg(pinpool_planted = "unbook_in_use")]
-            if slot.state.load(Ordering::Relaxed) != FULL {
-                reserved += slot.unreserve();
                 continue;
             }
             if slot.enter(EMPTY) {

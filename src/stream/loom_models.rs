@@ -310,7 +310,7 @@ fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u3
 // --- sequence numbers and events -------------------------------------------------------------------------------------
 
 #[test]
-fn loom_mark_after_loss() {
+fn loom_event_after_loss() {
     model("events: one is recorded while the stream is given up", 3, || {
         let setup = Setup::new();
         let flight = setup.upload(setup.take().unwrap());
@@ -362,7 +362,7 @@ fn loom_doubtful_event() {
 }
 
 #[test]
-fn loom_ticks_and_marks() {
+fn loom_seqs_and_events() {
     model("events: two submit, one closes, one asks", 3, || {
         let setup = Setup::new();
         let submitters = [0, 1].map(|_| {
@@ -392,7 +392,7 @@ fn loom_ticks_and_marks() {
 }
 
 #[test]
-fn loom_tick_in_two_closings() {
+fn loom_seq_in_two_closings() {
     model("events: one submits twice between two who close and ask", 3, || {
         let setup = Setup::new();
         let submitter = spawn({
@@ -441,14 +441,14 @@ fn loom_share_closes() {
 }
 
 #[test]
-fn loom_landing_wakes() {
+fn loom_completion_wakes() {
     struct Task(thread::Thread);
     impl TaskWake for Task {
         fn wake(self: Arc<Self>) {
             self.0.unpark();
         }
     }
-    model("landing: a task sleeps until the reaper has seen its event", 3, || {
+    model("completion: a task sleeps until the reaper has seen its event", 3, || {
         let setup = Setup::new();
         let segment = setup.take().unwrap();
         let alias = segment.alias();
@@ -510,8 +510,8 @@ fn claim(setup: &Setup) -> Option<(StreamBuf, Segment)> {
 }
 
 #[test]
-fn loom_landing_against_drop() {
-    model("landing: two reapers against two handles", 3, || {
+fn loom_completion_against_drop() {
+    model("completion: two reapers against two handles", 3, || {
         let setup = Setup::new();
         let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
         let alias = two.alias();
@@ -607,7 +607,7 @@ fn loom_claim_leaves_handles_alone() {
 
 #[test]
 fn loom_joint_returns_once() {
-    model("landing: a segment that two streams hold, and its handle", 3, || {
+    model("completion: a segment that two streams hold, and its handle", 3, || {
         let setup = Setup::new();
         // It has sequence numbers and events of its own; the double has one queue for all streams.
         let other = Timeline::new(setup.timeline.context().clone(), StreamHandle(1), setup.listing.clone());

@@ -1,15 +1,16 @@
-//! The counts of a pipeline's segments: which of its threads may have one, which asks the pool for it, and which others hear of
-//! the answer.
+//! The counts of a pipeline's segments: which of its threads may have one, which asks the pool for it, and which others
+//! hear of the answer.
 //!
-//! Nothing here is done but under the engine's lock, and the pool is asked without it. A segment that is asked for counts as
-//! in use meanwhile, so that a thread that looks then finds less room than there is, and sleeps until a segment comes back. If
-//! the pool has none, that segment never will: so whatever the answer was, those threads are told ([`Tell`]), or they would
-//! sleep for good.
+//! Nothing here is done but under the engine's lock, and the pool is asked without it. A segment that is asked for
+//! counts as in use meanwhile, so that a thread that looks then finds less room than there is, and sleeps until a
+//! segment comes back. If the pool has none, that segment never will: so whatever the answer was, those threads are
+//! told ([`Tell`]), or they would sleep for good.
 //!
-//! Where nothing has come back since the question, the pool is *dry*: it is asked again from time to time by one thread that
-//! sleeps with a timer, so a thread that sleeps without one is woken to take its own. Otherwise something has come back, or
-//! somebody's transfer has ended: the thread that asked looks again if it still has a transfer to look for, and the others do in
-//! any case. (That is no event by itself: two threads that ask in vain by turns would each give the other a reason to ask again.)
+//! Where nothing has come back since the question, the pool is *dry*: it is asked again from time to time by one thread
+//! that sleeps with a timer, so a thread that sleeps without one is woken to take its own. Otherwise something has come
+//! back, or somebody's transfer has ended: the thread that asked looks again if it still has a transfer to look for,
+//! and the others do in any case. (That is no event by itself: two threads that ask in vain by turns would each give
+//! the other a reason to ask again.)
 
 use super::job::Direction;
 
@@ -74,7 +75,8 @@ pub(super) enum Answer {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Tell {
     None,
-    /// The pool is dry. A worker, if it was none that asked, and the watchers and feeds, if any of them sleeps without a timer.
+    /// The pool is dry. A worker, if it was none that asked, and the watchers and feeds, if any of them sleeps without
+    /// a timer.
     Dry {
         worker: bool,
         untimed: bool,
@@ -114,14 +116,12 @@ impl<B> Share<B> {
         let unchanged = answer == Answer::Nothing && self.events == question.events;
         self.dry = unchanged && !question.waits;
         if self.dry {
-            let untimed = std::mem::take(&mut self.untimed) && !cfg!(pinpool_planted = "dry_unsaid");
+            let untimed = std::mem::take(&mut self.untimed);
             return Tell::Dry { worker: !is_worker, untimed };
         }
         if question.waits {
             // A thread that has asked meanwhile is to look again: it may stand in the queue now.
             self.events += 1;
-        } else if cfg!(pinpool_planted = "answer_unsaid") {
-            return Tell::None;
         }
         Tell::All
     }
@@ -207,8 +207,8 @@ mod loom_models {
     use super::*;
     use crate::sync::{model, step};
 
-    /// A pipeline with one segment at most, a transfer in each direction, and a thread for each: a worker for the first, a
-    /// watcher for the second.
+    /// A pipeline with one segment at most, a transfer in each direction, and a thread for each: a worker for the
+    /// first, a watcher for the second.
     struct Pipeline {
         state: Mutex<State>,
         bells: [Condvar; 2],

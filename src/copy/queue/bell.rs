@@ -1,9 +1,9 @@
 //! When the submitter sleeps, and who wakes it.
 //!
 //! Two parties must not miss each other: whoever pushes a copy, and whoever stops looking for copies, be it the thread
-//! that lies down to sleep or a pushing thread that submitted its own copy and is done with that. Each says first what it
-//! has done (a lane is filled; asleep; the role is free), then fences, and then looks at what the other says. So at least
-//! one of the two sees the other, and no copy is left lying with nobody to submit it. The fences are sequentially
+//! that lies down to sleep or a pushing thread that submitted its own copy and is done with that. Each says first what
+//! it has done (a lane is filled; asleep; the role is free), then fences, and then looks at what the other says. So at
+//! least one of the two sees the other, and no copy is left lying with nobody to submit it. The fences are sequentially
 //! consistent; with either of them gone the loom model finds the copy that is left behind.
 //!
 //! The role of submitting is taken by try-acquire and never waited for.
@@ -34,7 +34,6 @@ impl Bell {
 
     /// Whether the thread sleeps, for who has just filled a lane.
     pub(super) fn is_asleep(&self) -> bool {
-        #[cfg(not(pinpool_planted = "push_without_fence"))]
         fence(Ordering::SeqCst);
         self.asleep.load(Ordering::Relaxed)
     }
@@ -69,10 +68,9 @@ impl Bell {
 
     /// Sleeps until somebody rings, unless `idle` says that there is something to do after all. The thread's own call.
     pub(super) fn sleep(&self, idle: impl Fn() -> bool) {
-        // Exchanges, here and below, for the models' sake: the order of a plain store and of another thread's exchange is
-        // left open there.
+        // Exchanges, here and below, for the models' sake: the order of a plain store and of another thread's exchange
+        // is left open there.
         self.asleep.swap(true, Ordering::Relaxed);
-        #[cfg(not(pinpool_planted = "sleep_without_fence"))]
         fence(Ordering::SeqCst);
         if idle() && !self.is_closing() {
             while self.asleep.load(Ordering::Relaxed) {
@@ -106,10 +104,7 @@ impl Role {
     pub(super) fn try_take(&self) -> Option<Held<'_>> {
         // Acquire: pairs with the release below, so that submitters follow one another.
         let taken = self.0.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
-        #[cfg(pinpool_planted = "role_of_losers")]
-        return taken.is_ok().then_some(Held(self));
         // Not `then_some`, whose value would be made in any case, and give up what another one has by being dropped.
-        #[cfg(not(pinpool_planted = "role_of_losers"))]
         taken.is_ok().then(|| Held(self))
     }
 }
@@ -118,7 +113,6 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.0.0.store(false, Ordering::Release);
         // Whoever gave it up looks again after this.
-        #[cfg(not(pinpool_planted = "role_without_fence"))]
         fence(Ordering::SeqCst);
     }
 }

@@ -1,18 +1,18 @@
 //! Helpers: a few threads that lend a hand with what another thread is at and waits for.
 //!
-//! Packing thousands of pieces is copying, which one thread does at a fraction of the link's speed. So a queue has a crew:
-//! whoever has much to pack offers the work to it, does it too, and goes on when all who came to help are gone. The work is
-//! borrowed for so long, and no longer.
+//! Packing thousands of pieces is copying, which one thread does at a fraction of the link's speed. So a queue has a
+//! crew: whoever has much to pack offers the work to it, does it too, and goes on when all who came to help are gone.
+//! The work is borrowed for so long, and no longer.
 //!
 //! ```text
 //!   caller    offer(work, 3) ... own part ... withdraw, wait until nobody is at it
 //!   helper      look for an offer, count itself in | work | count itself out | look | sleep
 //! ```
 //!
-//! A helper counts itself in under the lock, where it finds the offer, and out when the work has returned. The caller takes
-//! its offer back under the same lock, waits until the count is 0, and only then lets the work go. So a helper that comes
-//! late finds nothing, and one that came in time is waited for. Nobody waits for help: if all helpers are busy, or none can
-//! be started, the caller does everything.
+//! A helper counts itself in under the lock, where it finds the offer, and out when the work has returned. The caller
+//! takes its offer back under the same lock, waits until the count is 0, and only then lets the work go. So a helper
+//! that comes late finds nothing, and one that came in time is waited for. Nobody waits for help: if all helpers are
+//! busy, or none can be started, the caller does everything.
 //!
 //! Helpers are started when they are first needed, sleep while there is nothing to do, and end with the queue. How many
 //! there are is bounded, however many threads ask for help.
@@ -122,8 +122,8 @@ impl Crew {
         work: &(dyn Fn() + Sync),
         mut start: impl FnMut(Arc<Shared>, usize) -> bool,
     ) -> usize {
-        // SAFETY: only the lifetime changes. It is called by helpers that are counted in the offer, and `Offered` is not
-        // gone, nor has `share` returned, before the offer is taken back and the count is 0.
+        // SAFETY: only the lifetime changes. It is called by helpers that are counted in the offer, and `Offered` is
+        // not gone, nor has `share` returned, before the offer is taken back and the count is 0.
         let work: Work = unsafe {
             std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work)
         };
@@ -187,7 +187,7 @@ impl Shared {
             {
                 let mut state = self.0.lock();
                 state.offers[key].wanted = 0;
-                if state.offers[key].busy == 0 || cfg!(pinpool_planted = "crew_left_behind") {
+                if state.offers[key].busy == 0 {
                     return state.offers.remove(key).panicked;
                 }
             }
@@ -233,12 +233,8 @@ impl Shared {
                     return None;
                 }
                 // Under the lock, so that no offer comes in between.
-                if !cfg!(pinpool_planted = "crew_sleeps_unseen") {
-                    state.asleep.push((number, thread::current()));
-                }
+                state.asleep.push((number, thread::current()));
             }
-            #[cfg(pinpool_planted = "crew_sleeps_unseen")]
-            self.0.lock().asleep.push((number, thread::current()));
             thread::park_until(None);
         }
     }

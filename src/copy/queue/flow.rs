@@ -209,9 +209,6 @@ impl Flow {
     /// Whether all is submitted, where nothing is pushed any more. Not while somebody is in the midst of submitting:
     /// what was taken out of the lanes may be left over.
     pub(super) fn is_over(&self) -> bool {
-        if cfg!(pinpool_planted = "end_in_the_midst") {
-            return !self.is_filled();
-        }
         self.role.try_take().is_some_and(|_held| !self.is_filled())
     }
 
@@ -298,8 +295,8 @@ impl Flow {
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
     }
 
-    /// The right to submit a copy that is in no lane's queue, if no other thread submits, nothing else is to be submitted,
-    /// and hardly anything is in flight. After this, what is filled must be looked at again.
+    /// The right to submit a copy that is in no lane's queue, if no other thread submits, nothing else is to be
+    /// submitted, and hardly anything is in flight. After this, what is filled must be looked at again.
     pub(super) fn direct(&self) -> Option<Held<'_>> {
         // Whether the thread sleeps is a hint here: the role decides.
         if !self.bell.seems_asleep() || self.flying.load(Ordering::Relaxed) >= DIRECT {
@@ -410,8 +407,6 @@ impl Flow {
         let _change = self.changes.begin();
         // Before any of the segments is settled.
         load.unbook();
-        #[cfg(pinpool_planted = "land_before_words")]
-        load.runs().iter().for_each(|run| self.lanes[run.lane as usize].land(run.first + run.len as u64 - 1));
         match load {
             Load::One(piece) => self.settle(piece, true),
             Load::Many(mut pieces, _) => {
@@ -445,7 +440,7 @@ impl Flow {
         }
         drop(memory);
         // The words first: whoever sees the number finds them settled.
-        if last && !cfg!(pinpool_planted = "land_before_words") {
+        if last {
             lane.land(number);
         }
     }

@@ -298,15 +298,12 @@ impl Lane {
             debug_assert!(number > self.landed.load(Ordering::Relaxed), "a lane lands in order");
             // Release: pairs with the acquire in `has_landed`. Under the lock, so that nobody lies down to sleep in
             // between.
-            #[cfg(not(pinpool_planted = "land_after_looking"))]
             self.landed.store(number, Ordering::Release);
             if !state.waiting.is_empty() {
                 let later = state.waiting.split_off(&(number + 1, 0));
                 woken = std::mem::replace(&mut state.waiting, later);
             }
         }
-        #[cfg(pinpool_planted = "land_after_looking")]
-        self.landed.store(number, Ordering::Release);
         woken.into_values().for_each(Wake::wake);
     }
 

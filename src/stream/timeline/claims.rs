@@ -50,8 +50,6 @@ impl Timeline {
                 // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is
                 // claimed.
                 let from = word.with(state::DETACHED);
-                #[cfg(pinpool_planted = "claim_on_sight")]
-                let from = segment.descriptor().word();
                 segment.central().number() == central.number()
                     && segment.class() == Some(class)
                     && segment.descriptor().compare_exchange(from, state::CLAIMED).is_ok()

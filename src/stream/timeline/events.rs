@@ -73,8 +73,6 @@ impl Timeline {
             state.recording += 1;
             seq
         };
-        #[cfg(pinpool_planted = "mark_before_record")]
-        self.state.lock().events.push_back((seq, event));
         // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
         // later event is complete. That later event is due in any case.
         let result = self.context.noting(self.context.driver().record(event, self.stream));
@@ -99,21 +97,19 @@ impl Timeline {
         let used = recorded(event);
         let mut state = self.state.lock();
         state.recording -= 1;
-        if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
+        if state.lost.is_some() {
             // Given up meanwhile: nothing removes events from the list any more. For the event see `keep_back`.
             drop(state);
             self.keep_back(event);
             return used;
         }
-        #[cfg(not(pinpool_planted = "mark_before_record"))]
         state.events.push_back((seq, event));
         if state.unpublished <= seq {
             state.unpublished = 0;
         }
         // Recording another event failed after this sequence number was closed. That event may come after this one, so
         // a later event is due for it, even if nothing else is submitted.
-        if state.doubtful.iter().any(|&(later, _)| later > seq) && !cfg!(pinpool_planted = "doubt_forgotten")
-        {
+        if state.doubtful.iter().any(|&(later, _)| later > seq) {
             state.unpublished = state.unpublished.max(seq);
         }
         state.record_failures = 0;

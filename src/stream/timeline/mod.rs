@@ -13,7 +13,7 @@
 //! number first makes the next number open and records the event afterwards. So an entry that read number *t* was
 //! submitted before *t* was closed, hence before the event of *t* was recorded, hence the event covers it. In the other
 //! order, an entry could read a number whose event was recorded before the copy was submitted, and its segment would be
-//! free while the copy still reads: that is the planted mistake `tick_before_copy`, which the loom model must catch.
+//! free while the copy still reads. (A loom model must catch that: `.ci/planted/seq_before_copy.patch`.)
 //!
 //! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
 //! recording fails, the entries wait for a later event, which covers them as well. If no event can be made, they are
@@ -89,7 +89,7 @@ use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
-use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard};
+use crate::sync::{AtomicBool, AtomicU64, Mutex};
 
 /// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
 const SEQ_ENTRIES: usize = 16;
@@ -391,20 +391,17 @@ impl Timeline {
         let key = state.pending.insert(TimelineEntry { retained, memory, bytes, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
-        Ok(Submission { timeline: self, key: Some(key), seq: planted_seq(&state), _deferral: deferral })
+        Ok(Submission { timeline: self, key: Some(key), _deferral: deferral })
     }
 
     /// The driver was called: the entry joins the sequence number that is open now.
-    fn commit(self: &Arc<Self>, key: usize, early: Option<u64>) -> u64 {
+    fn commit(self: &Arc<Self>, key: usize) -> u64 {
         let mut after = After::default();
-        #[cfg(pinpool_planted = "shared_seen_early")]
-        let shared = self.is_shared();
         let mut state = self.state.lock();
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
-        #[cfg(not(pinpool_planted = "shared_seen_early"))]
         let shared = self.is_shared();
         let entry = state.pending.remove(key);
-        let seq = early.unwrap_or(state.open);
+        let seq = state.open;
         state.open_entries += 1;
         state.open_bytes += entry.bytes;
         state.insert(seq, entry);
@@ -502,11 +499,6 @@ impl Drop for Timeline {
             }
         });
     }
-}
-
-/// With the mistake planted, the sequence number is read before the driver is called.
-fn planted_seq(state: &MutexGuard<'_, TimelineState>) -> Option<u64> {
-    if cfg!(pinpool_planted = "tick_before_copy") { Some(state.open) } else { None }
 }
 
 impl TimelineState {
@@ -625,7 +617,6 @@ impl TimelineState {
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
     key: Option<usize>,
-    seq: Option<u64>,
     /// Ends after the entry has joined: fields are dropped after `drop` below.
     _deferral: Deferral,
 }
@@ -648,14 +639,14 @@ impl Submission<'_> {
 
     /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
     pub(crate) fn commit(mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key, self.seq))
+        self.key.take().map_or(0, |key| self.timeline.commit(key))
     }
 }
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
         if let Some(key) = self.key.take() {
-            self.timeline.commit(key, self.seq);
+            self.timeline.commit(key);
         }
     }
 }
