@@ -1,5 +1,5 @@
-//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, and with the feature `cuda13` also in that of
-//! 13.0, which lacks the place where it failed.
+//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, and with the feature `cuda13` also in that
+//! of 13.0, which lacks the place where it failed.
 //!
 //! The copies of a batch are queued last first, since no program may rely on their order. Where one of them is refused,
 //! those before it are queued all the same: an error says nothing about the others.
