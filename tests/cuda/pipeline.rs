@@ -1,5 +1,5 @@
-//! The copy pipeline on a GPU, or on the stand-in driver: what goes there comes back, and files are copied from where
-//! the page cache has them.
+//! The copy pipeline on a GPU, or on the stand-in driver: bytes copied there come back unchanged, and files are copied
+//! from where the page cache has them.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "the doubles call a driver")]

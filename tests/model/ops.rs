@@ -120,7 +120,7 @@ pub enum Op {
     Hold(usize, usize, Keep),
     HoldAll(usize, u8, Keep),
     Claim(usize, Size, Use),
-    /// Everything of this size goes out in flight, on this stream and the next, and then some of it is claimed.
+    /// All segments of this size are put in flight, on this stream and the next, and then some of them are claimed.
     Crowd(usize, Size, Vec<Use>),
     OnDevice(usize, usize),
     Wait(usize),

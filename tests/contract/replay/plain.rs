@@ -1,8 +1,8 @@
 //! The plain pool, which is what many servers have: a list of buffers under a lock, and a handle that returns its
 //! buffer when it is dropped. It knows nothing of copies in flight.
 //!
-//! Its bytes are relaxed atomics, so that its race is a defined one: what is read is wrong, the test is not. On the
-//! host its [`Engine`] is a thread that runs each copy only when so many more were submitted; on a GPU (`gpu.rs`) or an
+//! Its bytes are relaxed atomics, so that its race is a defined one: the bytes read are wrong, the test is not. On the
+//! host its [`Engine`] is a thread that runs each copy only when `lag` more were submitted; on a GPU (`gpu.rs`) or an
 //! Ascend device (`npu.rs`) it is a stream of the driver's.
 
 use std::collections::VecDeque;

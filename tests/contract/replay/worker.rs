@@ -221,7 +221,7 @@ impl Worker<'_> {
     }
 }
 
-/// What came of a scenario.
+/// The result of a scenario.
 #[derive(Default)]
 struct Tally {
     checkouts: u64,

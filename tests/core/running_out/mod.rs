@@ -75,7 +75,7 @@ fn eventually<R>(mut what: impl FnMut() -> Option<R>, why: impl Fn() -> String) 
     }
 }
 
-/// A request for so many pages of its own, in one piece.
+/// A request for `n` pages of its own, in one piece.
 fn pages(n: usize) -> Request<'static> {
     Request::new(n * PAGE - 32).align(PAGE)
 }

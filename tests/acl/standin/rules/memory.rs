@@ -1,4 +1,4 @@
-//! Device memory: what is named, how much there is, when it goes.
+//! Device memory: which addresses are valid, how much there is, when it is freed.
 
 use crate::support::doubles::ascendcl::{made, says};
 

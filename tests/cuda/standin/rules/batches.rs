@@ -16,7 +16,7 @@ impl Lists {
     }
 }
 
-/// cuda.h's `CUDA_MEMCPY2D` for rows of so many bytes from host to device: host, pitch; device, pitch; bytes, rows.
+/// cuda.h's `CUDA_MEMCPY2D` for rows of equal length from host to device: host, pitch; device, pitch; bytes, rows.
 fn rectangle(
     (host, source): (usize, usize),
     (device, target): (usize, usize),
