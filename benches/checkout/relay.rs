@@ -55,7 +55,7 @@ struct Sides {
     dropper: f64,
 }
 
-// --- placing -----------------------------------------------------------------------------------------------------------
+// --- placing
 
 /// Binds the calling thread to these processors.
 fn bind(cpus: &[usize]) {
@@ -92,7 +92,7 @@ fn places(allowed: &[usize]) -> (usize, usize) {
     (first, other.or(allowed.last().copied()).unwrap_or(first))
 }
 
-// --- one run -----------------------------------------------------------------------------------------------------------
+// --- one run
 
 /// Waits, polling seldom. Returns for how long.
 fn wait(until: impl Fn() -> bool) -> Duration {
@@ -150,7 +150,7 @@ fn relay<T: Send, D: FnMut(T)>(
     })
 }
 
-// --- the rows ----------------------------------------------------------------------------------------------------------
+// --- the rows
 
 type Row = (&'static str, Box<dyn Fn(usize) -> Sides>);
 
@@ -255,7 +255,7 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
     ]
 }
 
-// --- the table ---------------------------------------------------------------------------------------------------------
+// --- the table
 
 pub fn table(quick: bool) {
     const TITLE: &str = "cross_thread_return";
