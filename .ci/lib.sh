@@ -1,4 +1,4 @@
-# Sourced by .ci/run and .ci/full, and by the helpers beside them: what they share.
+# Functions that .ci/run, .ci/full and the scripts beside them share, by sourcing this file.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,9 +8,9 @@ PATH="$PATH:${CARGO_HOME:-$HOME/.cargo}/bin" # where `cargo install` puts things
 # Each step sets its own flags; flags from outside would make them test something else.
 unset RUSTFLAGS RUSTDOCFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR
 
-# One line a step: NAME <tab> RESULT <tab> SECONDS. .ci/full gives the file, so that both scripts write into one.
+# A line for each step: NAME <tab> RESULT <tab> SECONDS. .ci/full names the file, so that both scripts write into one.
 CI_ROWS="${CI_ROWS:-$PWD/target/ci-rows.$$}"
-# 1: go on after a failed step and fail at the end; 0: stop there.
+# 1: continue after a failed step and fail at the end; 0: stop at a failed step.
 CI_KEEP_GOING="${CI_KEEP_GOING:-0}"
 export CI_ROWS CI_KEEP_GOING
 
@@ -20,7 +20,7 @@ die() {
     exit 1
 }
 
-# step NAME COMMAND...: prints a heading, runs the command, prints and notes how it went and for how long.
+# step NAME COMMAND...: prints a heading, runs the command, prints and records the result and the time.
 step() {
     local name="$1" start="$SECONDS" rc=0 took result
     shift
@@ -37,7 +37,7 @@ step() {
     fi
 }
 
-# skip NAME WHY: notes a step that is not run.
+# skip NAME WHY: records a step that is not run.
 skip() {
     printf '\n======== %s\n-------- %s: skipped (%s)\n' "$1" "$1" "$2"
     printf '%s\tskipped: %s\t0\n' "$1" "$2" >>"$CI_ROWS"
@@ -51,11 +51,11 @@ table() {
 
 failed() { grep -c "$(printf '\t')FAILED" "$CI_ROWS" || true; }
 
-# The first version that Cargo.toml promises, such as 1.85.
+# The oldest Rust that Cargo.toml promises, such as 1.85.
 msrv() { sed -n 's/^rust-version *= *"\([0-9.]*\)"/\1/p' Cargo.toml; }
 
-# counted COMMAND...: runs a command that runs tests, and tells at the end which of them were skipped and how many: the lines
-# that tests/support/skip.rs writes.
+# counted COMMAND...: runs a command that runs tests, and prints at the end which tests were skipped and how many, from
+# the lines that tests/support/skip.rs writes.
 counted() {
     local log skipped rc=0
     log="$(mktemp)"

@@ -1,15 +1,15 @@
-//! What it costs to know when a copy is done, beside the driver's own ways to know it.
+//! The cost of learning when a copy is complete, beside the driver's own ways to learn it.
 //!
 //! # Tracking (`--only track`)
 //!
 //! Threads with a stream each upload 4 KiB or 64 KiB again and again. Each contender submits a batch of copies, then
-//! waits until the batch's last copy is done, by asking every 2 us, all in the same way; so as much is in flight for
-//! one as for the other, and the waiting costs them alike.
+//! waits until the batch's last copy is complete, by polling every 2 us. All contenders wait in the same way, so the
+//! same number of bytes is in flight for each, and the waiting costs each the same.
 //!
 //! | contender | a copy is |
 //! | --- | --- |
 //! | `bare` | `cuMemcpyHtoDAsync` from registered memory, and nothing else (one event a batch, to wait for) |
-//! | `event` | the same and `cuEventRecord` of an event of its own, from a ring, without timing: the gate's measure |
+//! | `event` | the same and `cuEventRecord` of its own event, from a ring, without timing: the gate's measure |
 //! | `pool_kept` | `upload` of a buffer that the thread keeps; the batch's buffers come back from their handles |
 //! | `pool_fresh` | `checkout`, `upload`, drop: the buffer returns by itself |
 //! | `pool_shared` | `upload` of a clone of an `Arc` of a buffer that many copies read, drop |
@@ -18,35 +18,35 @@
 //! | `pool_sync` | as `pool_fresh`, but the batch ends with the pool's `Stream::synchronize` |
 //!
 //! All but `pool_foreign` run with the context current, as in a thread that works with the GPU. Fresh buffers are not
-//! filled: they are declared to be written, since filling them is no tracking. Sources and targets are as many distinct
-//! ranges for each contender as a batch has copies.
+//! filled but declared to be written, since filling is not part of tracking. Each contender has as many distinct
+//! sources and targets as a batch has copies.
 //!
-//! *all in* is the time of whole batches, by copies; *submit* leaves out the waiting at each batch's end: what the
-//! submitting thread pays. Both are means over the threads. *until* is the time until the last copy was seen done, in
-//! the median batch and in the one of twenty that takes longest, *after* what comes then, such as taking buffers back
-//! from their handles: both by copies as well. *reaper* is the processor time of the pool's own thread. The gate is on
-//! the whole, `all in`, with the same way of waiting on both sides; what is printed beside it is no gate: submitting
-//! alone leaves out what either side does later, and `event_sync` waits in the driver where `pool_sync` need not.
+//! *all in* is the time of whole batches, divided by copies; *submit* leaves out the waiting at each batch's end, so it
+//! is the submitting thread's cost. Both are means over the threads. *until* is the time until the last copy was seen
+//! complete, in the median batch and in the 95th percentile; *after* is the time from then on, for example to take
+//! buffers back from their handles. Both are divided by copies as well. *reaper* is the processor time of the reaper.
+//! The gate is on `all in`, with the same way of waiting on both sides. The other figures have no gate: `submit` leaves
+//! out the later work of either side, and `event_sync` waits in the driver where `pool_sync` need not.
 //!
 //! # Latency (`--only latency`)
 //!
-//! One thread, one copy of 4 KiB at a time, from before the call until the thread knows that it is done: by asking
+//! One thread, one copy of 4 KiB at a time, from before the call until the thread knows that the copy is complete: by
 //! `cuEventQuery` without a pause (`polled`), by `InFlight::wait` (`pool_wait`), by `cuEventSynchronize` of an event
-//! with blocking sync (`blocking`), by awaiting the handle in a task whose executor sleeps (`pool_await`), by
-//! `cuStreamSynchronize` (`stream_sync`). Once back to back, and once with 2 ms of sleep before each, when all threads
-//! concerned sleep.
+//! with blocking sync (`blocking`), by awaiting the handle in a task on an executor that sleeps (`pool_await`), by
+//! `cuStreamSynchronize` (`stream_sync`). Once back to back, and once with 2 ms of sleep before each copy, so that all
+//! threads involved sleep.
 //!
 //! # The reaper (`--only reaper`)
 //!
 //! Its processor time while one copy is in flight behind a kernel that runs for 10 s (`--seconds`), half of the time
-//! with nobody waiting and half with a thread in `wait`; and while nothing is in flight, for 2 s. The kernel is put on
+//! without a waiter and half with a thread in `wait`; and for 2 s while nothing is in flight. The kernel is launched on
 //! the pool's own stream, by its handle.
 //!
 //! # Running it
 //!
 //! `cargo bench --bench completion`, or the executable by itself. `--quick` makes it short; `--rounds`, `--batch`,
-//! `--threads 1,16`, `--seconds` change what they say. Without a GPU the contenders of the pool run alone, on the host
-//! device, which shows that they run and nothing more.
+//! `--threads 1,16` and `--seconds` set these. Without a GPU the pool's contenders run alone, on the host device, which
+//! only shows that they run.
 #![allow(missing_docs, unsafe_code)]
 
 mod driver;
@@ -65,9 +65,9 @@ use measure::{
 };
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
 
-/// What the pool's thread is called.
+/// The start of the reaper's thread name.
 const REAPER: &str = "pinpool-reap-";
-/// Between two looks at a batch's last copy.
+/// The pause between two polls of a batch's last copy.
 const PAUSE: Duration = Duration::from_micros(2);
 
 fn pool(device: &Device, capacity: usize) -> Pool {
@@ -81,7 +81,6 @@ fn pool(device: &Device, capacity: usize) -> Pool {
 }
 
 // --- tracking
-// ----------------------------------------------------------------------------------------------------------
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
@@ -177,22 +176,22 @@ impl Raw {
     }
 }
 
-/// What a batch took until its last copy was submitted, and until that was seen done. Taking buffers back from their
-/// handles comes after.
+/// The times of a batch until its last copy was submitted, and until that copy was seen complete. Taking buffers back
+/// from their handles comes after both.
 #[derive(Clone, Copy, Default)]
 struct Parts {
     submit: Duration,
     until_seen: Duration,
 }
 
-/// Until it is so, asking now and then: alike for all.
+/// Polls every [`PAUSE`] until it is so: the same way of waiting for all contenders.
 fn wait(mut done: impl FnMut() -> bool) {
     while !done() {
         spin(PAUSE);
     }
 }
 
-/// What a thread needs to go through the pool.
+/// A thread's state for the pool's contenders.
 struct Pooled {
     pool: Pool,
     stream: Stream,
@@ -206,8 +205,8 @@ struct Pooled {
 #[inline(always)]
 fn checkout(pool: &Pool, len: usize) -> PinnedBuf {
     let mut buf = pool.checkout(len).expect("the pool is large enough");
-    // SAFETY: as long as its capacity at most. The pool's pages are mapped and were touched, so there are bytes; which
-    // ones does not matter here.
+    // SAFETY: the length is at most the capacity. The pool's pages are mapped and were touched, so the bytes are
+    // initialised; their values do not matter here.
     unsafe { buf.assume_written(len) };
     buf
 }
@@ -257,7 +256,7 @@ impl Pooled {
                 let mut last = None;
                 for target in &self.targets {
                     let buf = checkout(&self.pool, len);
-                    // The one before is dropped here.
+                    // The previous buffer is dropped here.
                     last = Some(self.stream.upload(buf, target).expect("a copy"));
                 }
                 let (submitted, last) = (since.elapsed(), last.expect("a batch is not empty"));
@@ -274,17 +273,17 @@ impl Pooled {
     }
 }
 
-/// What a turn took, in ns a copy.
+/// The figures of a turn, in ns a copy.
 #[derive(Clone, Copy, Default)]
 struct Turn {
     all: f64,
     submit: f64,
-    /// From when a batch's last copy was seen done until the next batch begins.
+    /// From seeing a batch's last copy complete until the next batch begins.
     after: f64,
-    /// Until a batch's last copy was seen done: the median batch, and the one of twenty that takes longest.
+    /// Until a batch's last copy was seen complete: the median batch, and the 95th percentile.
     typical: f64,
     longest: f64,
-    /// Processor time of the reaper, noted by the first thread alone, over all threads' copies.
+    /// Processor time of the reaper over all threads' copies, recorded by the first thread only.
     reaper: f64,
 }
 
@@ -306,7 +305,7 @@ fn track_thread(
     let reaper = || if first { processor_time(REAPER) } else { Duration::ZERO };
     let mut rounds = Vec::new();
     let mut seen = Vec::with_capacity(track.batches);
-    // The first round warms up.
+    // The first round is for warming up.
     for round in 0..=track.rounds {
         let mut turns = vec![Turn::default(); ways.len()];
         // Each contender comes first in some rounds, so that none always follows the same one.
@@ -453,7 +452,7 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
     }
 }
 
-/// Of all threads.
+/// The figures of all threads, by contender and round.
 struct Tracked {
     all: Rounds,
     submit: Rounds,
@@ -464,7 +463,7 @@ struct Tracked {
 }
 
 fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> Tracked {
-    // Kept, shared and fresh ones, and as many again.
+    // Kept, shared and fresh buffers, and as many again.
     let each = track.len + track.len / 8 + 4096;
     let pool = pool(device, (4 * track.threads * track.batch * each).next_multiple_of(1 << 20));
     let barrier = Barrier::new(track.threads);
@@ -495,9 +494,8 @@ fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], tra
 }
 
 // --- latency
-// -----------------------------------------------------------------------------------------------------------
 
-/// The smallest executor: it sleeps until it is woken.
+/// A minimal executor: it sleeps until it is woken.
 fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
@@ -558,7 +556,7 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
         let events = (driver.event(), driver.blocking_event());
         (driver, driver.stream(), Pinned::new(driver, LEN), driver.allocate(LEN), events)
     });
-    // One copy, from before the call until it is known to be done; in ns.
+    // One copy, from before the call until it is known to be complete; in ns.
     let mut once = |way: Knowing| -> f64 {
         let since = Instant::now();
         match way {
@@ -570,7 +568,7 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
             }
             _ => {
                 let (driver, stream, source, target, (event, blocking)) = raw.as_ref().expect("a driver");
-                // SAFETY: both have so many bytes and live longer than the copy.
+                // SAFETY: both have that many bytes and live longer than the copy.
                 unsafe { driver.upload(*target, source.memory.at(0), LEN, *stream) };
                 match way {
                     Knowing::Polled => {
@@ -636,9 +634,8 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
 }
 
 // --- the reaper
-// --------------------------------------------------------------------------------------------------------
 
-/// Processor time over the time that `during` takes, both in seconds: of the reaper, and of the whole process.
+/// Seconds of processor time while `during` runs, of the reaper and of the whole process, and the seconds that it took.
 fn load(during: impl FnOnce()) -> (f64, f64, f64) {
     let (since, reaper, all) = (Instant::now(), processor_time(REAPER), processor_time(""));
     during();
@@ -680,7 +677,7 @@ fn reaper(driver: Option<&'static Driver>, device: &Device) {
     driver.spin(kernel, 1, Duration::from_secs(seconds as u64).as_nanos() as u64, handle);
     let since = Instant::now();
     let upload = || stream.upload(checkout(&pool, 4096), &memory).expect("a copy");
-    // Dropped: nobody waits for it.
+    // The handle is dropped, so no thread waits for this copy.
     drop(upload());
     let waited = upload();
     let half = Duration::from_secs(seconds as u64) / 2;
@@ -688,13 +685,13 @@ fn reaper(driver: Option<&'static Driver>, device: &Device) {
     assert!(!waited.is_done().expect("the device works"), "the stream is not as busy as it should be");
     let joined = load(|| drop(waited.wait().expect("the device works")));
     println!("in flight for {:.2} s", since.elapsed().as_secs_f64());
-    print("nobody waits", alone, 2.0);
+    print("no thread waits", alone, 2.0);
     print("a thread waits", joined, 2.0);
     drop(stream);
     idle(device, &pool, print);
 }
 
-/// The driver's handle of a stream of the pool's.
+/// The driver's handle of one of the pool's streams.
 #[cfg(feature = "cuda")]
 fn pool_stream(stream: &Stream) -> driver::Stream {
     driver::Stream::of(pinpool::cuda::raw_stream(stream).expect("a stream of a GPU"))
@@ -705,15 +702,15 @@ fn pool_stream(_: &Stream) -> driver::Stream {
     unreachable!("no driver is found without the feature `cuda`")
 }
 
-/// Nothing is in flight.
+/// Measures the reaper while nothing is in flight.
 fn idle(device: &Device, pool: &Pool, print: impl Fn(&str, (f64, f64, f64), f64)) {
     let stream = device.stream().expect("a stream");
     let memory = device.alloc(4096).expect("device memory");
     drop(stream.upload(checkout(pool, 4096), &memory).expect("a copy"));
     stream.synchronize().expect("the device works");
-    // Whatever lingers after work.
+    // Time for work that follows the copy.
     std::thread::sleep(Duration::from_millis(200));
-    // Nothing, but for the grain of the clocks.
+    // Zero, but for the resolution of the clocks.
     print("an idle pool", load(|| std::thread::sleep(Duration::from_secs(2))), 0.01);
 }
 

@@ -1,4 +1,4 @@
-//! Where bytes go when an inference server's requests are replayed, and what powers of two would have lost.
+//! Fragmentation while the requests of an inference server are replayed, beside the loss of rounding to powers of two.
 //!
 //! # The trace
 //!
@@ -10,25 +10,26 @@
 //! | blocks of a KV cache on their way out or in | 144 KiB | narrow | 1,500 requests |
 //! | chunks of weights being loaded | 6 MiB | narrow | 40 requests |
 //!
-//! The mix goes through phases, in which now the one, now the other prevails (a model is loaded, traffic comes, traffic
-//! shifts to longer contexts, a second model is loaded under traffic), so that memory cut for one kind must serve
-//! another. All of it follows from the seed, on a stepped device and without a clock: the same seed prints the same
-//! bytes. The figures are of one thread, since how threads interleave would be another input.
+//! The mix goes through phases in which different kinds prevail (a model is loaded, traffic begins, traffic shifts to
+//! longer contexts, a second model is loaded under traffic), so that memory cut for one kind must serve another.
+//! Everything follows from the seed, on a stepped device and without a clock, so the same seed prints the same bytes.
+//! The figures are of one thread, since the interleaving of threads would be another input.
 //!
 //! # What is printed
 //!
 //! Averages over the samples of each phase:
 //!
 //! - *rounding*: bytes granted less bytes asked for, in per cent of the granted, and beside it the same for rounding the
-//!   same live requests up to powers of two (in truth that loses more: the segment rule's 32 bytes push a length that is
-//!   a power of two to the next one);
+//!   same live requests up to powers of two (a real pool of powers of two would lose more: the segment rule's 32 bytes
+//!   push a length that is a power of two to the next one);
 //! - *cut*: bytes between segments that no segment covers, in per cent of the granted;
-//! - *largest free*: the longest free run, in per cent of the free bytes. What a thread keeps is free and in no run.
+//! - *largest free*: the longest free run, in per cent of the free bytes. A segment in a thread cache is free, in no run.
 //!
-//! And for the whole trace: requests refused though their bytes were free, and the bytes that were out at most, by both
+//! And for the whole trace: requests refused though enough bytes were free, and the most bytes that were out, for both
 //! ways of rounding.
 //!
-//! `cargo bench --bench fragmentation`; `PINPOOL_BENCH_SEED` chooses another trace, `PINPOOL_BENCH_QUICK=1` a tenth of it.
+//! `cargo bench --bench fragmentation`; `PINPOOL_BENCH_SEED` chooses another trace, `PINPOOL_BENCH_QUICK=1` a tenth of
+//! it.
 #![allow(missing_docs)]
 
 use std::cmp::Reverse;
@@ -83,7 +84,7 @@ const KINDS: [Kind; 3] = [
 struct Phase {
     name: &'static str,
     requests: u64,
-    /// How often each kind is asked for, out of the sum.
+    /// The weight of each kind in the mix.
     weights: [f64; 3],
     /// Factor on the lengths of cache blocks.
     longer: f64,
@@ -117,7 +118,7 @@ fn power_of_two(len: usize) -> usize {
 fn replay(seed: u64, scale: u64, title: &str, setup: impl Fn(PoolBuilder) -> PoolBuilder) {
     let node = HostNode::new(HostConfig::new().memory(MIB).stepped(seed)).expect("a sane configuration");
     let device = Device::on(&node, 0).expect("the node has a device");
-    // A low memlock limit changes nothing about the bytes.
+    // A low memlock limit does not change the bytes.
     let builder = Pool::builder(&device).capacity(CAPACITY).initial(CAPACITY).unpinned(Unpinned::Allow);
     let pool = setup(builder).build().expect("memory for a pool");
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Runs the benches that need a GPU, and their peers, in one go of a few minutes, and writes their tables to a folder. Takes 28 GiB
-# of memory, since the results are of larger copies than the benches make by themselves, which keep to 4 GiB.
+# Runs the benches that need a GPU, and their peers, in one run of a few minutes, and writes their tables to a folder. Uses
+# 28 GiB of memory, since the results are of larger copies than the benches' defaults, which use at most 4 GiB.
 #   benches/gpu.sh OUT [EXECUTABLES]
 # EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `queue`, `pipeline` and `tensors`,
-# and `checkout` if that is to be run too (stripped ones of another machine will do); without it all are built here. In the
-# environment: PIN_GIB, what is pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,16).
+# and optionally `checkout` (stripped executables of another machine are enough); without it all are built here. In the
+# environment: PIN_GIB, the memory to pin (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and
+# PINPOOL_BENCH_THREADS for `checkout` (1,16).
 #
-# OUT/machine.txt says where it ran, OUT/tables.txt what each part printed, OUT/checkout.txt what `checkout` did (which uses
-# no GPU, but shows this machine), OUT/gates.txt the gates of all parts, and OUT/lines.txt all figures as lines of: name
-# threads median quartile quartile (ns, unless the name has another unit), ours beside the peers'. Ends 1 if a part failed,
-# 0 otherwise, whether the gates hold or not.
+# OUT/machine.txt describes the machine. OUT/tables.txt has the output of each part, OUT/checkout.txt that of `checkout`
+# (which uses no GPU, but shows the machine's speed), OUT/gates.txt the gates of all parts, and OUT/lines.txt all figures, of
+# pinpool and of the peers, as lines of: name threads median quartile quartile (ns, unless the name has another unit). The
+# exit status is 1 if a part failed, else 0, also where a gate is missed.
 set -uo pipefail
 out="${1:?usage: benches/gpu.sh OUT [EXECUTABLES]}"
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -65,7 +66,7 @@ part pinning 120 "$bin/pinning" --gib "${PIN_GIB:-24}"
 part overlap 45 "$bin/overlap"
 part queue 90 "$bin/queue"
 part pipeline 120 "$bin/pipeline" --mib 4096 --file-mib 8192
-# From the repository's root, where its peer is.
+# Run from the repository's root, since the bench finds its peer by a relative path.
 part tensors 90 env -C "$here/.." "$bin/tensors" --large-mib 4096
 part plain 60 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_pipeline" "$1/peers/plain_pipeline.cpp" \
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_pipeline"' \

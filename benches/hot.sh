@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A checkout and a return on a machine with a GPU, beside what a program would use in pinpool's place: the `checkout` bench,
-# PyTorch's caching host allocator from C++, CuPy's pool of pinned memory, the driver's own pool of host memory. Each peer
-# that is missing is skipped, and said to be.
+# A checkout and a return on a machine with a GPU, beside what a program can use in pinpool's place: the `checkout` bench,
+# PyTorch's caching host allocator from C++, CuPy's pool of pinned memory, the driver's own pool of host memory. A peer that
+# is missing is skipped, with a message.
 #   benches/hot.sh OUT [CHECKOUT]
 # CHECKOUT is the bench's executable, if it was built elsewhere; else it is built here. Some four minutes. Writes
 # OUT/machine.txt, OUT/checkout.txt (all tables), OUT/lines.txt (name threads median quartile quartile, in ns), and of these
@@ -35,7 +35,7 @@ part() {
     echo "== $name: status $rc, $((SECONDS - since)) s"
     [ "$rc" = 0 ] || tail -n 5 "$work/$name.err"
 }
-# What is compared with the peers first, while there is time.
+# The groups that are compared with the peers come first, in case the time runs out.
 part checkout 110 "$checkout" --only checkout_return,on_a_stream --rounds 21 --operations 60000
 part torch 60 bash "$here/peers/run.sh" --take ${threads//,/ }
 part driver 40 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/driver_pool" "$1/peers/driver_pool.cpp" \

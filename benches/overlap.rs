@@ -1,23 +1,22 @@
-//! Whether copies run beside compute: what pinned memory is for.
+//! Whether copies overlap with kernels, which is the purpose of pinned memory.
 //!
 //! # What is measured
 //!
-//! A kernel stream and a copy stream. The work is done in steps (`--steps`, 16): in each the server launches a kernel
-//! on the one and copies a chunk on the other. The kernels spin for a fixed time and touch no memory; together they
-//! take as long as the copies from the pool do alone (measured at the start), so an ideal overlap takes as long as
-//! either, and none takes twice as long. `--mib` (1024) is copied in all, to the device and, separately, from it.
+//! A kernel stream and a copy stream. The work is done in steps (`--steps`, 16): each step launches a kernel on the one
+//! and copies a chunk on the other. The kernels spin for a fixed time and touch no memory. Together they take as long
+//! as the copies from the pool alone (measured at the start), so with ideal overlap both take as long as either, and
+//! without overlap twice as long. `--mib` (1024) is copied in all, to the device and, separately, from it.
 //!
 //! | row | what it is |
 //! | --- | --- |
 //! | `kernels` | the kernels alone |
 //! | `pool_copies` | the copies alone, through the pool: `upload` from, or `download` into, its buffers |
 //! | `pool_both` | both, steps submitted in turn |
-//! | `pageable_copies` | the copies alone, by the driver's asynchronous call, from or into ordinary memory that was touched before |
+//! | `pageable_copies` | the copies alone, by the driver's asynchronous call, from or into touched ordinary memory |
 //! | `pageable_both` | both |
 //!
-//! Times are from before the first call until both streams are done; *caller* is the part in which the calling thread
-//! was still submitting, in which it can do nothing else. All rows of a round follow each other; a ratio is taken
-//! within a round.
+//! Times are from before the first call until both streams are idle; *caller* is the part in which the calling thread
+//! submits and can do nothing else. All rows of a round follow each other; a ratio is taken within a round.
 //!
 //! `cargo bench --bench overlap`, or the executable by itself. Without a GPU it is skipped.
 #![allow(missing_docs, unsafe_code)]
@@ -48,7 +47,7 @@ struct Work {
     driver: &'static Driver,
     kernel: Kernel,
     kernels: driver::Stream,
-    /// Of each step's kernel.
+    /// The spinning time of each step's kernel.
     nanos: u64,
     steps: usize,
     chunk: usize,
@@ -58,13 +57,13 @@ struct Work {
     stream: Stream,
     memory: Vec<DeviceSlice>,
     bufs: Vec<PinnedBuf>,
-    // The driver's own.
+    // The driver's side.
     raw: driver::Stream,
     pageable: Mapped,
     target: Address,
 }
 
-/// What one row took.
+/// The times of one row.
 #[derive(Clone, Copy)]
 struct Taken {
     all: f64,
@@ -98,8 +97,8 @@ impl Work {
             if pageable {
                 let at = step * self.chunk;
                 let device = Address(self.target.0 + at as u64);
-                // SAFETY: both are as large as all steps' chunks, live until the streams are done, and nobody else
-                // touches them.
+                // SAFETY: both are as large as all steps' chunks, live until the streams are idle, and are not used
+                // otherwise.
                 unsafe {
                     let host = self.pageable.at(at);
                     match self.direction {
@@ -126,7 +125,7 @@ fn direction(driver: &'static Driver, device: &Device, kernel: Kernel, direction
     let rounds = number("rounds", if quick { 5 } else { 21 });
     let chunk = bytes / steps;
     assert!(chunk > 0 && chunk <= 200 << 20, "steps of {chunk} bytes: change --steps or --mib");
-    // A buffer lies within one extent, and what is left over in each is lost.
+    // A buffer lies within one extent, and the rest of each extent is lost.
     let capacity = (2 * bytes).max(512 << 20);
     measure::plan(option("mib").is_some(), &[("the pool", capacity), ("ordinary memory", bytes)]);
     let pool = Pool::builder(device).capacity(capacity).initial(capacity).build().expect("memory for a pool");
@@ -155,7 +154,7 @@ fn direction(driver: &'static Driver, device: &Device, kernel: Kernel, direction
         pageable: Mapped::new(bytes),
         target: driver.allocate(bytes),
     };
-    // Warm, and how long the copies take.
+    // For warming up, and for the time that the copies take.
     let taken: Vec<f64> = (0..7).map(|_| work.run(POOL_COPIES).all).collect();
     work.nanos = (quantile(&taken, 0.5) * 1e9 / steps as f64) as u64;
     for row in 0..ROWS.len() {
@@ -196,7 +195,7 @@ fn direction(driver: &'static Driver, device: &Device, kernel: Kernel, direction
             |Spread { low, mid, high }: Spread| Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
         line(format!("overlap_us_{title}_{name}"), 1, micros(spread));
     }
-    // Round by round: both together over the longer of the two alone.
+    // In each round: both together over the longer of the two alone.
     let over = |both: usize, copies: usize| {
         let alone = all.values(KERNELS).iter().zip(all.values(copies)).map(|(k, c)| k.max(*c));
         let ratios: Vec<f64> = all.values(both).iter().zip(alone).map(|(both, alone)| both / alone).collect();
@@ -222,7 +221,7 @@ fn main() {
     let Some(kernel) = driver.spin_kernel() else {
         return println!("overlap: skipped, the driver launches no kernels");
     };
-    // The kernel does what it says: else there is nothing to overlap with.
+    // The kernel must take as long as asked; otherwise there is nothing to overlap with.
     let stream = driver.stream();
     driver.spin(kernel, 32, 1000, stream);
     driver.synchronize(stream);

@@ -1,32 +1,32 @@
-//! How fast memory is pinned and unpinned, beside `cuMemHostAlloc`, and what another process feels of it.
+//! The speed of pinning and unpinning beside `cuMemHostAlloc`, and the delay that they cause to another process.
 //!
 //! # What is measured
 //!
 //! | contender | what it does |
 //! | --- | --- |
 //! | `host_alloc` | one `cuMemHostAlloc` of as much, of 8 GiB at most (`--alloc-gib`), and `cuMemFreeHost` |
-//! | `pool_N` | builds a pool whose first region is as large as its capacity of 1 GiB (`--gib`; the results are of 24), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
+//! | `pool_N` | builds a pool of 1 GiB in one region (`--gib`; the results: 24), pinned by N threads, and drops it |
 //! | `pool_N_small` | the same with `HugePages::Never` |
 //!
-//! *pin* is bytes over the time from before the first call until all is pinned, touching included; *first* is the time
-//! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
-//! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which
-//! is looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's
-//! `host_alloc`. Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine
-//! may be given its memory only then. Some pin it for a device only at the first registration, too: seen on machines
-//! whose kernel reports free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms and the rest is
-//! slower, with nothing in `/proc/vmstat` but allocations. So one round with every contender goes before those that
-//! count, and what was felt in it is printed by itself.
+//! *pin* is bytes over the time from before the first call until all memory is pinned, touching included; *first* is
+//! the time until the first checkout (of 1 MiB) is served, building included. *unpin* is bytes over the time from
+//! dropping the pool until the process has given the memory back to the system, unmapping included, by the resident
+//! size, which is polled every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's
+//! `host_alloc`. Before the first round as much memory is mapped, touched and unmapped once, since a virtual machine
+//! may get its memory only then. Some virtual machines also pin memory for a device only at its first registration:
+//! seen on machines whose kernel reports free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms
+//! and the rest is slower, with nothing in `/proc/vmstat` but allocations. So one round with every contender runs
+//! before the rounds that count, and its delays are printed separately.
 //!
 //! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process
-//! meanwhile, which this one starts (itself, with `--neighbour`) and which calls it all the time, with 100 us between
-//! two calls; what a call takes while nobody pins is printed first; *longest call* is the pool's longest pinning call,
-//! as it says itself. A call that is under way when a contender ends is waited for and counted.
+//! meanwhile. This process starts it (itself, with `--neighbour`), and it repeats that call with pauses of 100 us. The
+//! time of a call while no process pins is printed first. *longest call* is the pool's longest pinning call, by the
+//! pool's own statistics. A call that is under way when a contender ends is waited for and counted.
 //!
 //! # Running it
 //!
-//! `cargo bench --bench pinning -- --gib 24`, or the executable by itself. `--threads 4,8`, `--rounds`, `--alloc-gib`
-//! change what they say. Without a GPU the pool runs alone, on the host device, with page locks as far as the system
+//! `cargo bench --bench pinning -- --gib 24`, or the executable by itself. `--threads 4,8`, `--rounds` and
+//! `--alloc-gib` set these. Without a GPU the pool runs alone, on the host device, with page locks as far as the system
 //! grants them.
 #![allow(missing_docs, unsafe_code)]
 
@@ -43,18 +43,18 @@ use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, op
 use pinpool::{Device, HugePages, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
-/// Between two contenders.
-const SETTLE: Duration = Duration::from_millis(300);
+/// The pause between two contenders.
+const PAUSE_BETWEEN: Duration = Duration::from_millis(300);
 
 // --- the neighbour
-// -----------------------------------------------------------------------------------------------------
 
-/// The second process: calls the driver all the time. `begin` forgets what was, `end` says how long calls took since.
+/// The second process: calls the driver all the time. On `begin` it forgets its earlier calls, on `end` it prints the
+/// times of the calls since.
 fn neighbour() {
     #[derive(Default)]
     struct Calls {
         taken: Vec<f64>,
-        /// When each began, from `begin` on.
+        /// When each call began, in seconds from `begin` on.
         at: Vec<f64>,
         begun: Option<Instant>,
         /// Calls since the process began.
@@ -69,7 +69,7 @@ fn neighbour() {
                 let since = Instant::now();
                 driver.memory_info();
                 let taken = since.elapsed().as_secs_f64();
-                let mut calls = calls.lock().expect("nobody panics");
+                let mut calls = calls.lock().expect("no thread panics");
                 calls.taken.push(taken);
                 let at =
                     calls.begun.map_or(0.0, |begun| since.saturating_duration_since(begun).as_secs_f64());
@@ -82,7 +82,7 @@ fn neighbour() {
         });
         println!("ready");
         for line in std::io::stdin().lines() {
-            let guard = calls.lock().expect("nobody panics");
+            let guard = calls.lock().expect("no thread panics");
             if line.is_ok_and(|line| line == "begin") {
                 let mut guard = guard;
                 guard.taken.clear();
@@ -90,20 +90,20 @@ fn neighbour() {
                 guard.begun = Some(Instant::now());
                 println!("begun");
             } else {
-                // The call under way belongs to what was measured.
+                // The call under way belongs to the measurement.
                 let until = guard.ended + 1;
-                let guard = changed.wait_while(guard, |calls| calls.ended < until).expect("nobody panics");
+                let guard = changed.wait_while(guard, |calls| calls.ended < until).expect("no thread panics");
                 let [mid, worst] = [0.5, 1.0].map(|q| quantile(&guard.taken, q));
                 let when = guard.taken.iter().position(|&taken| taken == worst).map_or(0.0, |i| guard.at[i]);
                 println!("{mid} {worst} {} {when}", guard.taken.len());
             }
         }
-        // The first process is gone.
+        // The first process has ended.
         std::process::exit(0);
     });
 }
 
-/// What the neighbour's calls took.
+/// The times of the neighbour's calls.
 #[derive(Clone, Copy)]
 struct Felt {
     median: f64,
@@ -113,7 +113,7 @@ struct Felt {
     when: f64,
 }
 
-/// The first process's end of it.
+/// The first process's handle of the second one.
 struct Neighbour {
     child: Child,
     ask: ChildStdin,
@@ -142,7 +142,7 @@ impl Neighbour {
         assert_eq!(self.read(), "begun");
     }
 
-    /// From pinning to unpinning: what was felt so far.
+    /// Between pinning and unpinning: the neighbour's calls so far.
     fn turn(neighbour: &mut Option<Self>) -> Option<Felt> {
         neighbour.as_mut().map(|neighbour| {
             let felt = neighbour.end();
@@ -162,19 +162,18 @@ impl Neighbour {
 
 impl Drop for Neighbour {
     fn drop(&mut self) {
-        // Ours, and by its handle.
+        // By the handle of the child process, so no other process is ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 // --- the contenders
-// ----------------------------------------------------------------------------------------------------
 
-/// What one contender took in one round, in seconds.
+/// The times of one contender in one round, in seconds.
 #[derive(Clone, Copy)]
 struct Taken {
-    /// What the neighbour felt while memory was pinned, if there is one.
+    /// The neighbour's calls while memory was pinned, if there is a neighbour.
     felt: Option<Felt>,
     bytes: usize,
     pin: f64,
@@ -199,7 +198,7 @@ impl Way {
     }
 }
 
-/// Bytes that are resident.
+/// The resident bytes of this process.
 fn resident() -> usize {
     let text = std::fs::read_to_string("/proc/self/statm").expect("/proc is there");
     let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
@@ -241,7 +240,7 @@ fn pool(
     let felt = Neighbour::turn(neighbour);
     let since = Instant::now();
     drop(pool);
-    // All but a hundredth: other things come and go.
+    // All but a hundredth, since other memory of the process may change meanwhile.
     while resident() > before + bytes / 100 {
         assert!(since.elapsed() < Duration::from_secs(60), "the memory does not come back");
         std::thread::sleep(Duration::from_millis(1));
@@ -250,12 +249,12 @@ fn pool(
     Taken { felt, bytes, pin, first, unpin: since.elapsed().as_secs_f64(), longest }
 }
 
-/// Has the system give the machine its memory.
+/// Maps and touches memory, so that a hypervisor provides it to the virtual machine.
 fn warm_up(bytes: usize) {
     let each = (bytes / 8).next_multiple_of(4096);
     std::thread::scope(|scope| {
         let mapping: Vec<_> = (0..8).map(|_| scope.spawn(move || Mapped::new(each))).collect();
-        // All there at once, and only then unmapped.
+        // All of it is resident at once before any is unmapped.
         let mapped: Vec<Mapped> = mapping.into_iter().map(|m| m.join().expect("memory")).collect();
         drop(mapped);
     });
@@ -304,7 +303,7 @@ fn main() {
         std::thread::sleep(Duration::from_secs(1));
         let Felt { median, worst, calls, .. } = neighbour.end();
         println!(
-            "a neighbour's cuMemGetInfo while nobody pins: median {:.3} ms, worst {:.3} ms of {calls}",
+            "a neighbour's cuMemGetInfo while no process pins: median {:.3} ms, worst {:.3} ms of {calls}",
             median * 1e3,
             worst * 1e3
         );
@@ -316,8 +315,8 @@ fn main() {
     let mut calls = vec![0; ways.len()];
     for round in 0..=rounds {
         for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
-            // What the one before has freed is still being cleared away.
-            std::thread::sleep(SETTLE);
+            // The system is still freeing the memory of the contender before.
+            std::thread::sleep(PAUSE_BETWEEN);
             neighbour.iter_mut().for_each(Neighbour::begin);
             let taken = match (ways[i], driver) {
                 (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes, &mut neighbour),
@@ -412,7 +411,7 @@ fn main() {
             first.spread(i).mid / whole * 100.0
         );
         if neighbour.is_some() {
-            // The worst of all rounds is what counts, not their median.
+            // The worst of all rounds counts, not the median of the rounds.
             let all = worst.values(i);
             let worst = all.iter().copied().fold(f64::NAN, f64::max);
             let spread = Spread { low: quantile(all, 0.25), mid: worst, high: quantile(all, 0.75) };

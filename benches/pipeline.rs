@@ -1,39 +1,39 @@
-//! The copy pipeline beside the link: how much of the pinned peak each way to and from the device reaches.
+//! The copy pipeline beside the link: the share of the pinned peak that each way to and from the device reaches.
 //!
 //! # What is measured
 //!
 //! The *peak* of each direction is the best of all copies of `--mib` (384) from, or into, page-locked memory in this
-//! run: no staging, on one stream or on several at once, whichever is faster. Each row moves as much or more through a
-//! pipeline of its own, whose pool is the same; figures are wall time of the whole call. Rows of a round follow each
-//! other, a peak's copy among them, and what is printed is the median of the rounds, over the peak. All that arrived is
-//! compared with what was sent, once for each row, outside of the time.
+//! run: without staging, on one stream or on several at once, whichever is faster. Each row moves as much or more
+//! through a pipeline of its own, on the same pool; figures are wall time of the whole call. The rows of a round follow
+//! each other, a copy for the peak among them. The median of the rounds is printed, over the peak. All bytes at the
+//! target are compared with the source, once for each row, outside of the measured time.
 //!
 //! | row | what it is |
 //! | --- | --- |
 //! | `file_T` | a file of `--file-mib` (1024) in the page cache to the device, T threads |
-//! | `read_T`, `mapped_T` | the same, read in any case, and copied from windows in any case |
+//! | `read_T`, `mapped_T` | the same, always by reading, and always by copying from mapped windows |
 //! | `slice_T` | touched ordinary memory to the device |
 //! | `touched_T` | the device to touched ordinary memory |
 //! | `fresh_T` | the device to a new vector |
-//! | `both_T` | `slice_T` and `touched_T` at once, by a pipeline each, over the same two directions of the bare link at once |
+//! | `both_T` | `slice_T` and `touched_T` at once, by a pipeline each, over both directions of the link at once |
 //! | `both_T_one` | the same by one pipeline of twice as many threads |
-//! | `both_T_pinned` | the same, but that what goes to the device is page-locked already |
+//! | `both_T_pinned` | the same, with a page-locked source of the upload |
 //! | `.._past`, `.._through` | the same with stores past the processor's caches, and through them |
 //!
-//! Beside each row is printed what the machine's memory gave as many threads in the same round, with no device in it: a
-//! plain loop that reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments
-//! for each thread. A row that is as fast as that loop is as fast as staging can be here.
+//! Beside each row the bench prints the speed of a plain loop of as many threads in the same round, without a device:
+//! it reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments for each thread.
+//! A row that is as fast as that loop is as fast as staging can be on this machine.
 //!
-//! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile, the bulk rate beside it, by a
-//! stream of the caller's own, by that with the pipeline told to give way, and by the pipeline. On the host device,
-//! whose link is the CPU and whoever else uses that, each row is compared with a copy of the bare link right before it,
-//! and that with copies by threads of the bench's own (`memcpy`).
+//! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile and the bulk rate beside it,
+//! by a stream of the caller's own, by such a stream with the pipeline told to give way, and by the pipeline. On the
+//! host device the link is the CPU, which other programs use as well; there each row is compared with a copy of the
+//! bare link right before it, and that copy with copies by threads of the bench (`memcpy`).
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
 //! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench pipeline`, or
-//! the executable by itself. The lengths in parentheses keep all of it within 4 GiB; the results are of `--mib 4096
-//! --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and its memory is
-//! in the 4 GiB.
+//! the executable by itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
+//! 4096 --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and the
+//! device's memory is part of the 4 GiB.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "measure/link.rs"]
@@ -56,7 +56,7 @@ struct Bench {
     memory: [DeviceBuffer; 2],
     source: Vec<u8>,
     target: Vec<u8>,
-    /// For the plain loops.
+    /// Segments for the plain loops.
     segments: Vec<PinnedBuf>,
     file: Option<(tempfile::NamedTempFile, usize, DeviceBuffer)>,
     cores: usize,
@@ -73,7 +73,7 @@ impl Bench {
     }
 }
 
-/// Does its work once: seconds, and bytes.
+/// Makes one transfer. Returns seconds, and bytes.
 type Run<'a> = Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>;
 
 /// One way to or from the device.
@@ -85,7 +85,7 @@ struct Row<'a> {
     plain: Plain,
 }
 
-/// What the memory of the machine is asked for beside a row.
+/// The plain loop beside a row.
 #[derive(Clone, Copy)]
 enum Plain {
     Reading,
@@ -93,8 +93,8 @@ enum Plain {
     OutOf,
 }
 
-/// Moves all of the source, or as much of the file, by a plain loop of so many threads, 4 MiB at a time by way of two
-/// segments for each: bytes a second.
+/// Moves all of the source, or as much of the file, by a plain loop of several threads, 4 MiB at a time through two
+/// segments for each. Returns bytes a second.
 fn plain(bench: &mut Bench, what: Plain, threads: usize) -> f64 {
     const CHUNK: usize = 4 << 20;
     let mut segments = std::mem::take(&mut bench.segments);
@@ -156,14 +156,16 @@ fn file_row<'a>(name: String, pipeline: Pipeline, reading: Reading) -> Row<'a> {
         let (file, len, memory) = bench.file.as_ref().expect("made");
         let source = FileSource::open(file.path()).expect("opens").reading(reading);
         let taken = timed(*len, || {
-            pipeline.upload_file(source, memory).expect("starts").wait().expect("arrives");
+            pipeline.upload_file(source, memory).expect("starts").wait().expect("the transfer completes");
         });
         if !std::mem::replace(&mut checked, true) {
-            // The file is the source, over and over.
+            // The file repeats the source.
             let check = Pipeline::builder(&bench.pool, &bench.device).build().expect("a pipeline");
             for at in (0..*len).step_by(bench.source.len()) {
                 let n = bench.source.len().min(len - at);
-                check.download_slice(memory.slice(at..at + n), &mut bench.target[..n]).expect("arrives");
+                check
+                    .download_slice(memory.slice(at..at + n), &mut bench.target[..n])
+                    .expect("the transfer completes");
                 assert!(equal(&bench.source[..n], &bench.target[..n], bench.cores), "wrong bytes at {at}");
             }
         }
@@ -177,11 +179,11 @@ fn slice_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
-            pipeline.upload_slice(&bench.source, &bench.memory[UP]).expect("arrives");
+            pipeline.upload_slice(&bench.source, &bench.memory[UP]).expect("the transfer completes");
         });
         if !std::mem::replace(&mut checked, true) {
             bench.target.fill(0);
-            pipeline.download_slice(&bench.memory[UP], &mut bench.target).expect("arrives");
+            pipeline.download_slice(&bench.memory[UP], &mut bench.target).expect("the transfer completes");
             assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         }
         taken
@@ -193,7 +195,7 @@ fn touched_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
     let threads = pipeline.threads();
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
-            pipeline.download_slice(&bench.memory[DOWN], &mut bench.target).expect("arrives");
+            pipeline.download_slice(&bench.memory[DOWN], &mut bench.target).expect("the transfer completes");
         });
         assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         taken
@@ -206,7 +208,7 @@ fn fresh_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
     let run = move |bench: &mut Bench| {
         let mut back = Vec::new();
         let taken = timed(bench.source.len(), || {
-            back = pipeline.download_vec(&bench.memory[DOWN]).expect("arrives");
+            back = pipeline.download_vec(&bench.memory[DOWN]).expect("the transfer completes");
         });
         assert!(equal(&bench.source, &back, bench.cores), "wrong bytes");
         taken
@@ -219,7 +221,7 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     let counts: &[usize] = if bench.gpu { &[8, 4, 1] } else { &[2, 1] };
     if bench.file.is_some() {
         for &threads in counts {
-            // Each with a pipeline, and so with measurements, of its own.
+            // Each with a pipeline of its own, and so with a tuning of its own.
             rows.push(file_row(format!("file_{threads}"), bench.pipeline(threads), Reading::Auto));
             rows.push(file_row(format!("read_{threads}"), bench.pipeline(threads), Reading::Buffered));
             rows.push(file_row(format!("mapped_{threads}"), bench.pipeline(threads), Reading::Mapped));
@@ -231,7 +233,7 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
         rows.push(touched_row(format!("touched_{threads}"), bench.pipeline(threads)));
         rows.push(fresh_row(format!("fresh_{threads}"), bench.pipeline(threads)));
     }
-    // What the default is against.
+    // Beside the default.
     for &threads in many {
         let pipeline = bench.builder(threads).stores(Stores::Streaming).build().expect("a pipeline");
         rows.push(touched_row(format!("touched_{threads}_past"), pipeline));
@@ -264,7 +266,7 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     rows
 }
 
-/// Mebibytes of a chunk, chunks on the wire, and streams: what `--sweep` tries.
+/// What `--sweep` tries: mebibytes of a chunk, chunks in flight, and streams.
 const SWEEP: [(usize, usize, usize); 7] =
     [(2, 16, 8), (4, 2, 2), (4, 4, 4), (4, 8, 4), (4, 12, 12), (8, 4, 4), (8, 8, 8)];
 
@@ -283,7 +285,7 @@ fn gate(row: &str) -> Option<(f64, Option<f64>)> {
 }
 
 fn main() {
-    // Asked for by cargo, which tests benches too.
+    // `cargo test` runs benches with this argument.
     if flag("test") {
         return println!("pipeline: not a test");
     }
@@ -300,7 +302,7 @@ fn main() {
     let bytes = number("mib", if gpu && !quick() { 384 } else { 128 }) << 20;
     let file_bytes = number("file-mib", if gpu && !quick() { 1024 } else { 512 }) << 20;
     let rounds = number("rounds", if quick() { 3 } else { 5 });
-    // The bare link's pieces fill an extent each.
+    // Each piece of the bare link fills an extent.
     let extent = bytes / 8 + (2 << 20);
     let capacity = 16 * extent + (640 << 20);
     let file_bytes = if !wanted("memory") || wanted("file") { file_bytes } else { 0 };
@@ -340,14 +342,14 @@ fn main() {
         gpu,
     };
     let pipeline = bench.pipeline(cores.min(8));
-    pipeline.upload_slice(&bench.source, &bench.memory[DOWN]).expect("arrives");
+    pipeline.upload_slice(&bench.source, &bench.memory[DOWN]).expect("the transfer completes");
 
     let mut link = Link::new(&bench.pool, &bench.device, bytes, &[UP, DOWN]);
     let mut peaks = [f64::INFINITY; 2];
     let mut both = f64::INFINITY;
     let streams: &[usize] = if gpu { &[1, 2] } else { &[1, 2, 4] };
     let mut peak = |bench: &Bench, link: &mut Link, peaks: &mut [f64; 2]| {
-        // Into memory of its own: the rows' is compared.
+        // Into separate memory: the rows' memory is compared.
         let memory = [&bench.memory[UP], &bench.memory[UP]];
         for &streams in streams {
             for direction in [UP, DOWN] {
@@ -365,7 +367,7 @@ fn main() {
     let mut loops: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut pairs = pairs(&bench);
     let mut together: Vec<Vec<f64>> = vec![Vec::new(); pairs.len()];
-    // Once for warmth, and for what is measured by the pipelines themselves.
+    // Once for warming up, and for the pipelines' own measurements.
     for Row { name, run, .. } in &mut rows {
         let (seconds, bytes) = run(&mut bench);
         println!("warm: {name}: {:.2} GB/s", bytes as f64 / seconds / 1e9);
@@ -471,7 +473,7 @@ fn mega(Spread { low, mid, high }: Spread) -> Spread {
 
 const PAIRS: [&str; 4] = ["both_8", "both_8_one", "both_8_pinned", "both_8_past"];
 
-/// Both directions at once: seconds, and bytes.
+/// A row with both directions at once. Returns seconds, and bytes.
 type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usize) + 'a>);
 
 /// In the order of [`PAIRS`].
@@ -485,8 +487,8 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
             let Bench { source, target, memory, .. } = bench;
             timed(2 * source.len(), || {
                 std::thread::scope(|scope| {
-                    scope.spawn(|| up.upload_slice(source, &memory[UP]).expect("arrives"));
-                    down.download_slice(&memory[DOWN], target).expect("arrives");
+                    scope.spawn(|| up.upload_slice(source, &memory[UP]).expect("the transfer completes"));
+                    down.download_slice(&memory[DOWN], target).expect("the transfer completes");
                 });
             })
         }
@@ -502,8 +504,9 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
                     let there = memory[UP].slice(number * link.piece..(number + 1) * link.piece);
                     sent.push(up.upload_pinned(buf, there).expect("starts"));
                 }
-                down.download_slice(&memory[DOWN], target).expect("arrives");
-                link.bufs[UP] = sent.into_iter().map(|sent| sent.wait().expect("arrives")).collect();
+                down.download_slice(&memory[DOWN], target).expect("the transfer completes");
+                link.bufs[UP] =
+                    sent.into_iter().map(|sent| sent.wait().expect("the transfer completes")).collect();
             })
         }
     };
@@ -527,7 +530,7 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
     own.as_mut().expect("there").extend_from_slice(&bytes);
     let direct = |own: &mut Option<PinnedBuf>| {
         let buf = own.take().expect("back");
-        *own = Some(stream.upload(buf, &memory).expect("a copy").wait().expect("arrives"));
+        *own = Some(stream.upload(buf, &memory).expect("a copy").wait().expect("the transfer completes"));
     };
     let mut times = |what: &mut dyn FnMut(&mut Option<PinnedBuf>)| -> Vec<f64> {
         (0..count)
@@ -540,7 +543,8 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
             })
             .collect()
     };
-    let through = |_: &mut Option<PinnedBuf>| first.upload_slice(&bytes, &memory).expect("arrives");
+    let through =
+        |_: &mut Option<PinnedBuf>| first.upload_slice(&bytes, &memory).expect("the transfer completes");
     let told = |own: &mut Option<PinnedBuf>| {
         let _way = bulk.give_way();
         direct(own);
@@ -553,9 +557,9 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
     let busy = std::thread::scope(|scope| {
         let load = scope.spawn(|| {
             let (since, mut moved) = (Instant::now(), 0);
-            // Relaxed: a flag.
+            // Relaxed: no other data depends on the flag.
             while !stop.load(Ordering::Relaxed) {
-                bulk.upload_slice(&bench.source, &bench.memory[UP]).expect("arrives");
+                bulk.upload_slice(&bench.source, &bench.memory[UP]).expect("the transfer completes");
                 moved += bench.source.len() as u64;
             }
             (moved, since.elapsed().as_secs_f64())
@@ -582,7 +586,7 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
         );
         let over = during / (before + 2.0 * wire);
         if *what == "direct" {
-            // The pipeline does not know of it.
+            // The pipeline is not told of the foreground copy.
             println!("its p99 during the load over idle p99 and two chunks: {over:.3}");
             continue;
         }

@@ -14,7 +14,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
 PICTURE = ROOT / "docs" / "speed.svg"
-# The files behind the README's picture. The second and the third are of one machine.
+# The files behind the README's picture. The second and the third are from one machine.
 CHECKOUT = RESULTS / "2026-11-21-h200-hot" / "lines.txt"
 LOAD = RESULTS / "2026-11-21-h200-copies" / "tensors.txt"
 LOAD_PLAIN = RESULTS / "2026-11-21-h200-copies" / "plain.txt"
@@ -31,7 +31,7 @@ ROWS = [
     ("driver_pool_take_give", "the driver's host pool", "#8250df", "#d2a8ff", True),
     ("driver_pool_take_sync_give", "the driver's, synced for the CPU", "#8250df", "#d2a8ff", True),
 ]
-# Drawn with dashes: what the buffer is used for on a stream, beside the same pool without.
+# Drawn with dashes: the rows in which a stream uses the buffer, beside the same pool without a stream.
 DASHED = {"on_a_stream_pinpool_held", "torch_take_record_give_65536", "driver_pool_take_sync_give"}
 
 # Title, name in LOAD, name in LOAD_PLAIN.
@@ -39,8 +39,8 @@ LOADS = [
     ("64 tensors of 64 MiB", "large", "file"),
     ("16,384 tensors of 16 KiB", "small", "small"),
 ]
-# The first two begin with a path: reading the header and allocating device memory are in the time. The other two have
-# both, and the loop moves plain bytes of a file.
+# The times of the first two begin with a path, so they include reading the header and allocating device memory. Those of
+# the other two include neither, and the loop moves plain bytes of a file.
 BARS = [
     ("pinpool: open, allocate, load", "#cf222e", "#ff7b72"),
     ("safetensors' load_file: the same", "#0969da", "#79c0ff"),
@@ -70,10 +70,10 @@ def table(figures, threads):
         if any((name, n) in figures for n in threads):
             cells = [figure(figures[name, n]) if (name, n) in figures else "" for n in threads]
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    ours = figures.get(("checkout_return_pinpool", threads[-1]))
+    pinpool = figures.get(("checkout_return_pinpool", threads[-1]))
     theirs = figures.get(("torch_take_give_65536", threads[-1]))
-    if ours and theirs:
-        lines += ["", f"PyTorch's over pinpool with {threads[-1]} threads: {theirs / ours:,.0f}."]
+    if pinpool and theirs:
+        lines += ["", f"PyTorch's over pinpool with {threads[-1]} threads: {theirs / pinpool:,.0f}."]
     return "\n".join(lines) + "\n"
 
 
@@ -113,7 +113,7 @@ def checkout(figures, threads, rows, top):
         out += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" class="f-{name}"/>' for px, py in points]
         last = max(n for n in threads if (name, n) in figures)
         ends.append((points[-1][1], f"{title}: {figure(figures[name, last])} ns", name))
-    # Where two names would meet the upper one goes up, from the lowest line on.
+    # Where two names would overlap the upper one is moved up, beginning with the lowest line.
     above = top + 60 + height + 100
     for at, title, name in sorted(ends, reverse=True):
         above = min(at, above - 18)
@@ -121,7 +121,7 @@ def checkout(figures, threads, rows, top):
     return out, top + 60 + height + 30
 
 
-def loads(ours, plain, top):
+def loads(pinpool, plain, top):
     """A bar for each way to load, in groups; the link's speed from pinned memory is a line through all of them."""
     left, width, height, full = 330, 400, 20, 60
     out = [
@@ -133,7 +133,7 @@ def loads(ours, plain, top):
         out.append(text(70, y + 15, title, font_weight="bold"))
         y += 24
         rows = [("open", 8), ("python", 1), ("load", 8)]
-        figures = [ours[f"tensors_mb_per_s_{name}_{row}", threads] for row, threads in rows]
+        figures = [pinpool[f"tensors_mb_per_s_{name}_{row}", threads] for row, threads in rows]
         figures.append(plain[f"plain_{file}_mb_per_s", 8])
         for number, ((way, *_), mb) in enumerate(zip(BARS, figures)):
             length = width * mb / 1000 / full
@@ -153,7 +153,7 @@ def loads(ours, plain, top):
 
 
 def document(parts, height):
-    # The second set is for a dark background. No CSS variables: many viewers do not know them.
+    # The second set is for a dark background. There are no CSS variables, since many viewers do not support them.
     colours = [("paper", "#ffffff", "#0d1117"), ("ink", "#1f2328", "#f0f6fc"), ("dim", "#59636e", "#9198a1")]
     colours += [(f"f-{row[0]}", *row[2:4]) for row in ROWS] + [(f"f-bar{n}", *bar[1:]) for n, bar in enumerate(BARS)]
     strokes = [("grid", "#d1d9e0", "#3d444d"), ("peak", "#59636e", "#9198a1")]

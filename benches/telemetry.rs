@@ -1,27 +1,27 @@
-//! What looking costs those who are looked at.
+//! The cost of telemetry, to the threads that use the pool and to its caller.
 //!
-//! *Watched.* Threads check out and return, each from its own cache, in one run without an end; meanwhile the sampler's
-//! thread is told to poll or left asleep, by slices of a few milliseconds in the order off, on, on, off. A subscriber
-//! is installed, and takes the events. What the machine does besides falls on both states alike, and what drifts
-//! cancels: each four slices give a ratio of on to off, and what counts is the median of hundreds of those. With a poll
-//! in each slice this is a hundred polls a second, a thousand times as many as are usual. The gate is on the threads'
-//! processor time for a pair, with the sampler's own on top, as a share of the slice and the threads, as if every poll
-//! kept them from their work: what others do on a busy machine is not in it, and what polls do to the threads is.
-//! Beside it stand the threads' processor time alone, and the clock on the wall. (A look waits for threads that are
-//! within their lists; where one of those has been taken off its processor by others' work, that can be long. So looks
-//! are told beside, and have no gate.)
+//! *Watched.* Threads check out and return, each from its own cache, in one run without an end. Meanwhile the sampler's
+//! thread polls or sleeps, by slices of a few milliseconds in the order off, on, on, off. A subscriber is installed and
+//! takes the events. Other load on the machine affects both states alike, and drift cancels: each four slices give a
+//! ratio of on to off, and the result is the median of hundreds of these ratios. With a poll in each slice this is a
+//! hundred polls a second, a thousand times the usual rate. The gate is on the threads' processor time for a pair, plus
+//! the sampler's own processor time as a share of the slice and the threads, as if every poll kept the threads from
+//! their work. So it includes the effect of polls on the threads, and not that of other programs on a busy machine. The
+//! threads' processor time alone, and the wall time, are printed beside it. (A look for stuck buffers waits for threads
+//! that are inside their lists, which can be long if the system has preempted such a thread. So looks are printed
+//! separately, and have no gate.)
 //!
-//! *Polls, snapshots and looks*: what they cost whoever takes them, on a pool with many segments out. A look for stuck
-//! buffers is timed where none is old enough and where all are (`_all`), as a sampler takes it and as a report does, by
-//! the thousand buffers.
+//! *Polls, snapshots and looks*: their cost to the caller, on a pool with many segments out. A look for stuck buffers
+//! is timed with no buffer old enough and with all of them (`_all`), as the sampler takes it and as a report takes it,
+//! by the thousand buffers.
 //!
 //! *Tracked*: a checkout and return of a pool that tracks its checkouts, beside one that does not.
 //!
-//! *Copies*: what counting costs them. Submitting a small copy to the host device, and by themselves the same counters
-//! with the same clock: the bytes of each added up, one in sixteen timed.
+//! *Copies*: the cost of counting them. Submitting a small copy to the host device, and by themselves the same counters
+//! with the same clock: each copy's bytes added up, one copy in sixteen timed.
 //!
-//! `--quick` is for a look that it runs. `--threads A,B` names the numbers of threads, `--quads N` how often four
-//! slices are taken, `--slice MS` their length, `--rounds N` the rounds of the others.
+//! `--quick` only shows that the bench runs. `--threads A,B` sets the numbers of threads, `--quads N` the number of
+//! four slices, `--slice MS` their length, `--rounds N` the rounds of the other parts.
 
 #![allow(unsafe_code, reason = "what the benches share asks the system for its clock")]
 
@@ -36,10 +36,10 @@ use measure::{Rounds, Spread, at_most, beside, judge, line, number, numbers, qui
 use pinpool::telemetry::Sampler;
 use pinpool::{Device, Pool, Unpinned};
 
-/// Pairs between two looks at the clock.
+/// Pairs between two readings of the clock.
 const BURST: u32 = 2_000;
 
-/// Takes every event and span, and keeps none.
+/// A subscriber's layer that takes every event and keeps none.
 struct Taker;
 
 impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Taker {
@@ -61,7 +61,7 @@ fn pool(device: &Device, track: bool) -> Pool {
     pool
 }
 
-/// ns a pair, of the slowest thread, over so long.
+/// ns a pair of the slowest thread, over `time`.
 fn pairs(pool: &Pool, threads: usize, time: Duration) -> f64 {
     let go = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -85,7 +85,7 @@ fn pairs(pool: &Pool, threads: usize, time: Duration) -> f64 {
     })
 }
 
-/// What a worker did in a slice: pairs, and nanoseconds on the wall and on a processor.
+/// A worker's slice: pairs, nanoseconds of wall time and of processor time.
 #[derive(Clone, Copy, Default)]
 struct Done {
     pairs: f64,
@@ -96,20 +96,20 @@ struct Done {
 /// Processor time of this thread.
 fn processor() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is to a timespec of ours.
+    // SAFETY: the pointer is to a local timespec.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// The slice that follows the last.
+/// The number after the last slice: the run is over.
 const OVER: usize = usize::MAX;
 
-/// Checks out and returns until it is over, and tells what it did in each slice.
+/// Checks out and returns until the run is over. Returns what it did in each slice.
 fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
     const SHORT: u32 = 200;
     let mut all = Vec::new();
     drop(pool.checkout(4096));
-    // Relaxed: nothing else is read on the strength of it.
+    // Relaxed: no other data depends on the slice's number.
     let mut now = slice.load(Ordering::Relaxed);
     while now != OVER {
         let (mut count, wall, used) = (0u64, Instant::now(), processor());
@@ -122,7 +122,7 @@ fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
             if next != now {
                 let nanos = |time: Duration| time.as_nanos() as f64;
                 let (wall, processor) = (nanos(wall.elapsed()), nanos(processor().saturating_sub(used)));
-                // One that slept through a slice has nothing to say of it.
+                // Slices that passed while this thread slept have no figures.
                 all.resize(now, Done::default());
                 all.push(Done { pairs: count as f64, wall, processor });
                 now = next;
@@ -142,7 +142,7 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration, look
         let after = if looks { Duration::from_nanos(1) } else { Duration::MAX };
         let mut sampler = Sampler::new(&pool).stuck_after(after);
         let sampling = scope.spawn(move || {
-            // The first has everything to say.
+            // The first poll sends everything; the measured polls send only changes.
             sampler.poll();
             let (mut spent, mut before) = (Vec::new(), processor());
             while woken.recv().is_ok() {
@@ -180,7 +180,7 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration, look
         };
         let [off, on] = [sum([1, 4]), sum([2, 3])];
         if off.pairs > 0.0 && on.pairs > 0.0 {
-            // Two polls of each four slices, and what the threads could have had of these two.
+            // Each four slices have two with polls: the sampler's time as a share of the threads' time in these two.
             let polls: f64 = spent[2 * quad..].iter().take(2).sum();
             let share = polls / (2.0 * length.as_nanos() as f64 * threads as f64);
             for (contender, (done, share)) in [(off, 0.0), (on, share)].into_iter().enumerate() {
@@ -212,7 +212,7 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration, look
     );
 }
 
-/// ns that submitting a small copy takes, and that what is counted of it takes by itself.
+/// ns of submitting a small copy, and ns of its counters alone.
 fn copies(device: &Device, threads: usize, rounds: usize) {
     const BATCH: usize = 64;
     let pool = pool(device, false);
@@ -229,7 +229,7 @@ fn copies(device: &Device, threads: usize, rounds: usize) {
         let since = Instant::now();
         let sent: Vec<_> = bufs.into_iter().map(|buf| stream.upload(buf, &memory).expect("a copy")).collect();
         let took = since.elapsed();
-        sent.into_iter().for_each(|sent| drop(sent.wait().expect("arrived")));
+        sent.into_iter().for_each(|sent| drop(sent.wait().expect("the copy completes")));
         took.as_nanos() as f64 / BATCH as f64
     };
     let count = || {
@@ -276,7 +276,7 @@ fn main() {
     use tracing_subscriber::layer::SubscriberExt;
     let subscriber = tracing_subscriber::registry().with(Taker);
     tracing::subscriber::set_global_default(subscriber).expect("the only subscriber");
-    // No device is measured here.
+    // Gates are judged on the host device as well: no device is measured here.
     judge();
     let device = Device::open("host").expect("a host device");
     let (rounds, time) =

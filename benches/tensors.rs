@@ -1,4 +1,4 @@
-//! Checkpoints in the safetensors format to the device, beside the link and beside the format's own loader.
+//! Loading checkpoints in the safetensors format to the device, beside the link and beside the format's own loader.
 //!
 //! # What is measured
 //!
@@ -8,25 +8,24 @@
 //!
 //! | row | what it is |
 //! | --- | --- |
-//! | `pipeline` | the pipeline itself: the same range of the same file to the same memory, as one transfer of plain bytes |
-//! | `load` | an opened checkpoint into device memory that is there |
+//! | `pipeline` | the pipeline itself: the same range of the same file to the same memory, as one transfer of bytes |
+//! | `load` | an opened checkpoint into existing device memory |
 //! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
 //! | `open` | the same, the header read within the time as well |
 //! | `sums` | as `load`, with a checksum taken of each tensor |
-//! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, where `python3` has both; by a process of its own |
+//! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, if `python3` has both; in a process of its own |
 //!
 //! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
-//! round, each round begun by another of them, a copy for the peak among them, and a plain loop of as many threads that
-//! reads the file into ordinary memory and does nothing with it, which is as fast as staging can be here. What is on
-//! the device is compared with the file by checksums, once for each file, outside of the time.
+//! round, and each round begins with another row. A copy for the peak is among them, and a plain loop of as many
+//! threads that reads the file into ordinary memory, which is as fast as staging can be on this machine. The bytes on
+//! the device are compared with the file by checksums, once for each file, outside of the measured time.
 //!
 //! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
-//! load started: which tensors, where they go, and the transfer begun), `first` (from there to the first tensor),
-//! `hand_out` (all tensors of a load whose bytes have all arrived). What lies between is the pipeline's. `--only parts`
-//! is these alone.
+//! load started: tensors selected and placed, the transfer begun), `first` (from there to the first tensor), `hand_out`
+//! (all tensors of a load that is complete). The time between these is the pipeline's. `--only parts` runs only these.
 //!
-//! All of it takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
-//! none is begun when 8 s have passed, and each part says when it is done.
+//! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
+//! no other round begins when 8 s have passed. Each part prints when it ends.
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks, `--no-peer`.
 //! `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
@@ -47,7 +46,7 @@ use pinpool::pipeline::{FileSource, Pipeline};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Device, DeviceBuffer, Pool, Unpinned};
 
-/// What the peer is run by: seconds of each load, one a line.
+/// The peer's program, which prints the seconds of each load, one a line.
 const PEER: &str = "benches/peers/safetensors_load.py";
 
 /// A file of equal tensors of bytes that do not repeat.
@@ -62,7 +61,7 @@ fn write(path: &Path, count: usize, len: usize) {
         );
     }
     header.push('}');
-    // As the format's own writer does it.
+    // Padded as the format's own writer does it.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = BufWriter::with_capacity(1 << 20, std::fs::File::create(path).expect("a file"));
     file.write_all(&(header.len() as u64).to_le_bytes()).expect("room for a file");
@@ -71,7 +70,7 @@ fn write(path: &Path, count: usize, len: usize) {
     link::fill(&mut block, 8);
     let (mut left, mut turn) = (count * len, 0_u64);
     while left > 0 {
-        // Nowhere the same as a block before.
+        // Different from every block before it.
         turn += 1;
         block.chunks_exact_mut(4096).for_each(|page| page[..8].copy_from_slice(&turn.to_le_bytes()));
         let part = left.min(block.len());
@@ -81,8 +80,8 @@ fn write(path: &Path, count: usize, len: usize) {
     file.flush().expect("room for a file");
 }
 
-/// A file, and all that its rows share.
-struct Bed<'a> {
+/// A file, and the state that its rows share.
+struct LoadSetup<'a> {
     name: &'a str,
     path: &'a Path,
     bytes: usize,
@@ -91,21 +90,21 @@ struct Bed<'a> {
     memory: &'a DeviceBuffer,
 }
 
-impl Bed<'_> {
-    /// Into device memory that is there.
+impl LoadSetup<'_> {
+    /// Device memory for the rows that do not allocate.
     fn load(&self, sums: bool) -> Vec<DeviceTensor> {
         let loader = self.checkpoint.loader(self.pipeline).checksums(sums);
-        loader.memory(|len| self.memory.slice(..len)).load().expect("arrives")
+        loader.memory(|len| self.memory.slice(..len)).load().expect("the transfer completes")
     }
 
-    /// Where in the file its tensors are.
+    /// The range of the file that holds its tensors.
     fn range(&self) -> std::ops::Range<u64> {
         let ends = self.checkpoint.tensors().map(|tensor| tensor.range().end);
         let start = self.checkpoint.tensors().next().map_or(0, |tensor| tensor.range().start);
         start..ends.max().unwrap_or(start)
     }
 
-    /// Every byte is there.
+    /// Checks every byte on the device.
     fn check(&self) {
         let tensors = self.load(true);
         let back = device_checksums(self.pipeline, &tensors).expect("comes back");
@@ -116,7 +115,7 @@ impl Bed<'_> {
         }
     }
 
-    /// Seconds.
+    /// Runs a row once. Returns the seconds.
     fn row(&self, row: &str) -> f64 {
         let since = Instant::now();
         let tensors = match row {
@@ -125,15 +124,15 @@ impl Bed<'_> {
                 let since = Instant::now();
                 let source = source.expect("a file");
                 let sent = self.pipeline.upload_file(source, self.memory.slice(..self.bytes));
-                sent.expect("starts").wait().expect("arrives");
+                sent.expect("starts").wait().expect("the transfer completes");
                 return since.elapsed().as_secs_f64();
             }
             "load" => self.load(false),
             "sums" => self.load(true),
-            "alloc" => self.checkpoint.loader(self.pipeline).load().expect("arrives"),
+            "alloc" => self.checkpoint.loader(self.pipeline).load().expect("the transfer completes"),
             _ => {
                 let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
-                checkpoint.loader(self.pipeline).load().expect("arrives")
+                checkpoint.loader(self.pipeline).load().expect("the transfer completes")
             }
         };
         let taken = since.elapsed().as_secs_f64();
@@ -141,7 +140,7 @@ impl Bed<'_> {
         taken
     }
 
-    /// Microseconds of the loader's own parts, in the order of [`PARTS`].
+    /// Microseconds of the loader's parts, in the order of [`PARTS`].
     fn parts(&self) -> [f64; 4] {
         let micros = |since: Instant| since.elapsed().as_secs_f64() * 1e6;
         let since = Instant::now();
@@ -154,27 +153,27 @@ impl Bed<'_> {
         let plan = micros(since);
         let since = Instant::now();
         let mut tensors = Vec::with_capacity(self.checkpoint.len());
-        tensors.extend(loading.next().map(|tensor| tensor.expect("arrives")));
+        tensors.extend(loading.next().map(|tensor| tensor.expect("the transfer completes")));
         let first = micros(since);
         while loading.progress().done < loading.progress().total {
             std::thread::sleep(Duration::from_micros(200));
         }
         let since = Instant::now();
-        tensors.extend(loading.map(|tensor| tensor.expect("arrives")));
+        tensors.extend(loading.map(|tensor| tensor.expect("the transfer completes")));
         let hand_out = micros(since);
         assert_eq!(tensors.len(), self.checkpoint.len());
         [open, plan, first, hand_out]
     }
 }
 
-/// Rounds that there are in any case, and how long a file's may take before no other one is begun.
+/// The fewest rounds, and the time after which no other round of a file begins.
 const ENOUGH: usize = 3;
 const LONGEST: Duration = Duration::from_secs(8);
 const ROWS: [&str; 5] = ["pipeline", "load", "alloc", "open", "sums"];
 const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
 
 fn main() {
-    // Asked for by cargo, which tests benches too.
+    // `cargo test` runs benches with this argument.
     if flag("test") {
         return println!("tensors: not a test");
     }
@@ -192,7 +191,7 @@ fn main() {
     let rounds = number("rounds", if quick() { 3 } else { 5 });
     let large = number("large-mib", if gpu && !quick() { 2048 } else { 256 }) << 20;
     let link_bytes = 1 << if gpu { 30 } else { 27 };
-    // The bare link's pieces fill an extent each.
+    // Each piece of the bare link fills an extent.
     let extent = link_bytes / 8 + (2 << 20);
     let capacity = 8 * extent + (400 << 20);
     measure::plan(
@@ -200,7 +199,7 @@ fn main() {
         &[
             ("the pool", capacity),
             ("files in the page cache", large + (256 << 20)),
-            // That of the rows and that of one of them.
+            // Memory for all rows, and for the row that allocates.
             ("the host device's memory", if gpu { 0 } else { 2 * large.max(256 << 20) }),
         ],
     );
@@ -237,15 +236,15 @@ fn main() {
 
     for (name, path, bytes) in &files {
         let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-        let bed = Bed { name, path, bytes: *bytes, checkpoint, pipeline: &pipeline, memory: &memory };
-        // For warmth as well.
-        bed.check();
+        let setup = LoadSetup { name, path, bytes: *bytes, checkpoint, pipeline: &pipeline, memory: &memory };
+        // Also for warming up.
+        setup.check();
         println!("{name}: every byte is right, {:.1} s since the start", begun.elapsed().as_secs_f64());
         let (mut seconds, mut parts) = (Rounds::new(ROWS.len()), Rounds::new(PARTS.len()));
         let (file, mut loop_speed) = (std::fs::File::open(path).expect("a file"), Vec::new());
         let since = Instant::now();
         for round in 0..rounds {
-            // A slow machine has fewer.
+            // A slow machine gets fewer rounds.
             if round >= ENOUGH && since.elapsed() > LONGEST {
                 println!(
                     "{name}: {round} rounds of {rounds}, which took {:.1} s",
@@ -256,17 +255,17 @@ fn main() {
             if !only_parts {
                 around(&mut peak);
                 loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
-                // So that none of them is always behind another.
+                // In another order each round, so that no row always follows the same one.
                 for turn in 0..ROWS.len() {
                     let row = (round + turn) % ROWS.len();
-                    seconds.add(row, bed.row(ROWS[row]));
+                    seconds.add(row, setup.row(ROWS[row]));
                 }
             }
-            bed.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
+            setup.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
         }
         if !only_parts {
             around(&mut peak);
-            bed.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
+            setup.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
         }
         for (part, what) in PARTS.iter().enumerate() {
             let spread = parts.spread(part);
@@ -276,17 +275,17 @@ fn main() {
         if only_parts {
             continue;
         }
-        // As often as ours, over the bytes of the file.
-        let ours = |row: usize| Spread::of(&bed.rates(seconds.values(row))).mid;
+        // As many loads as the other rows, over the bytes of the file.
+        let rates = |row: usize| Spread::of(&setup.rates(seconds.values(row))).mid;
         if gpu && !flag("no-peer") {
             match peer(path, rounds.min(2)) {
                 Ok(taken) => {
-                    let Spread { low, mid, high } = Spread::of(&bed.rates(&taken));
+                    let Spread { low, mid, high } = Spread::of(&setup.rates(&taken));
                     println!("{name}_python       {mid:>7.2} GB/s");
                     let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
                     line(format!("tensors_mb_per_s_{name}_python"), 1, line_of);
                     let gate = if *name == "small" { 50.0 } else { 6.0 };
-                    let times = |row| Spread::of(&[ours(row) / mid]);
+                    let times = |row| Spread::of(&[rates(row) / mid]);
                     at_least(format!("{name} tensors over safetensors' loader"), times(1), gate, None);
                     println!(
                         "{name}, with the header read and memory allocated, over it: {:.1}",
@@ -300,7 +299,7 @@ fn main() {
     measure::used();
 }
 
-impl Bed<'_> {
+impl LoadSetup<'_> {
     /// Bytes over seconds, in GB/s.
     fn rates(&self, seconds: &[f64]) -> Vec<f64> {
         seconds.iter().map(|seconds| self.bytes as f64 / seconds / 1e9).collect()
@@ -319,7 +318,7 @@ impl Bed<'_> {
             let rates = self.rates(seconds.values(row));
             let Spread { low, mid, high } = Spread::of(&rates);
             let over = Spread::of(&rates.iter().map(|rate| rate / peak).collect::<Vec<_>>());
-            // Row by row of the pipeline's own.
+            // Each row over the pipeline's own row.
             let beside = seconds.ratio(0, row);
             println!(
                 "{name}_{what:<12} {mid:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3}), {:.3} of the pipeline ({:.3} to {:.3})",
@@ -338,7 +337,7 @@ impl Bed<'_> {
     }
 }
 
-/// Seconds that safetensors' own loader takes, the first left out.
+/// The seconds of each load by safetensors' own loader, without the first.
 fn peer(path: &Path, rounds: usize) -> Result<Vec<f64>, String> {
     let mut command = Command::new("python3");
     let output =

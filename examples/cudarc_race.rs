@@ -31,13 +31,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     ];
     println!("{len} bytes, {ROUNDS} rounds each");
     println!("{:<42}{:>14}{:>14}", "stale rounds on", "cudarc", "pinpool");
-    let mut ours = 0;
+    let mut all_own = 0;
     for (name, stream) in &cases {
         let (theirs, own) = (cudarc_rounds(stream, len)?, pinpool_rounds(stream, len)?);
         println!("{name:<42}{theirs:>14}{own:>14}");
-        ours += own;
+        all_own += own;
     }
-    if ours > 0 {
+    if all_own > 0 {
         return Err("pinpool gave out a buffer before its download was complete".into());
     }
     Ok(())
@@ -68,8 +68,8 @@ fn pinpool_rounds(stream: &Arc<CudaStream>, len: usize) -> Result<usize, Box<dyn
     for _ in 0..ROUNDS {
         let mut host = pool.checkout(len)?;
         host.try_resize(len, OLD)?;
-        let landed = shared.download_from(&device, host)?.wait()?;
-        stale += usize::from(landed.contains(&OLD));
+        let back = shared.download_from(&device, host)?.wait()?;
+        stale += usize::from(back.contains(&OLD));
     }
     Ok(stale)
 }

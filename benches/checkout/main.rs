@@ -23,16 +23,16 @@
 //! | group | file | an operation is |
 //! | --- | --- | --- |
 //! | `checkout_return` | `pair.rs` | check out 64 KiB, write one byte, return |
-//! | `floor` | `floor.rs` | the same on a bare copy of a hit, with its parts removed one at a time |
-//! | `checkout_return_64_live` | `pair.rs` | the same while the thread has 64 buffers of eight sizes: one, chosen at random, is replaced |
+//! | `floor` | `floor.rs` | the same on a bare copy of a hit, without one part or another |
+//! | `checkout_return_64_live` | `pair.rs` | replace one of 64 live buffers of eight sizes, chosen at random |
 //! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
-//! | `live_parts` | `pair.rs` | the same by parts: with and without random order and several sizes, beside a bare stack and beside nothing |
-//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns, one at a time and by 64; beside it the queue alone, and bare copies of the work, part by part |
-//! | `churn_65536` | `churn.rs` | as the first with 4 KiB, after 65,536 segments were out and a random half was returned; and in bursts larger than a thread cache |
+//! | `live_parts` | `pair.rs` | the same by parts: fewer sizes, in order, a bare stack, no buffers |
+//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; beside it the queue between them, and parts |
+//! | `churn_65536` | `churn.rs` | as the first, 4 KiB, after a random half of 65,536 segments was returned; and in bursts |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment in turn, beside a mutex and a condition variable |
 //! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
-//! | `tails` | `tails.rs` | single hits by the clock, while regions are made and freed and copies complete: quantiles of the hits, and of all |
+//! | `tails` | `tails.rs` | single hits by the clock, while regions are made and freed and copies complete |
 //!
 //! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They allocate with
 //! an alignment of 16 bytes, their fast path, though the pool's is 64. `array_queue` and `parking_lot_vec` keep a queue

@@ -56,7 +56,6 @@ struct Sides {
 }
 
 // --- placing
-// -----------------------------------------------------------------------------------------------------------
 
 /// Binds the calling thread to these processors.
 fn bind(cpus: &[usize]) {
@@ -94,7 +93,6 @@ fn places(allowed: &[usize]) -> (usize, usize) {
 }
 
 // --- one run
-// -----------------------------------------------------------------------------------------------------------
 
 /// Waits, polling seldom. Returns for how long.
 fn wait(until: impl Fn() -> bool) -> Duration {
@@ -153,7 +151,6 @@ fn relay<T: Send, D: FnMut(T)>(
 }
 
 // --- the rows
-// ----------------------------------------------------------------------------------------------------------
 
 type Row = (&'static str, Box<dyn Fn(usize) -> Sides>);
 
@@ -259,7 +256,6 @@ fn rows(places: (usize, usize)) -> Vec<Row> {
 }
 
 // --- the table
-// ---------------------------------------------------------------------------------------------------------
 
 pub fn table(quick: bool) {
     const TITLE: &str = "cross_thread_return";

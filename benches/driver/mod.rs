@@ -1,12 +1,13 @@
-//! The CUDA driver as the benches call it: by themselves, beside the pool, so that what they compare with is the driver
-//! alone and no code of the crate's.
+//! The benches' own binding of the CUDA driver. It uses no code of the crate, so a comparison is with the driver alone.
 //!
-//! The library is the one that the pool loads: `libcuda.so.1`, or what `PINPOOL_LIBCUDA` names. The primary context of
-//! device 0 is retained for the rest of the process, as the pool and the frameworks share it. Every call's result is
-//! looked at; an error ends the bench with the call's name and the driver's name for the code. Calls that the stand-in
-//! driver of the tests does not have are optional, and what needs one of them says so and is left out.
+//! The library is the one that the pool loads: `libcuda.so.1`, or the one that `PINPOOL_LIBCUDA` names. The primary
+//! context of device 0 is retained for the rest of the process, since the pool and frameworks share it. Every call's
+//! result is checked; an error ends the bench with the call's name and the driver's name for the code. Calls that the
+//! tests' stand-in driver lacks are optional, and a measurement that needs a missing one is left out, with a message.
 //!
-//! The host memory here is pinned as the pool pins it: mapped, touched, and registered for every context of the process.
+//! The host memory here is pinned in the same way as the pool's: mapped, touched, and registered for every context. In
+//! the order of the file: handles, the table of calls, [`Driver`], host memory, and [`find`], which a bench calls
+//! first.
 #![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -25,7 +26,7 @@ const BLOCKING_SYNC: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 const NOT_READY: u32 = 600;
 
-/// A kernel whose threads look at the GPU's clock of nanoseconds until so many have gone by.
+/// A kernel whose threads read the GPU's clock until a number of nanoseconds has passed.
 const SPIN: &CStr = c"
 .version 6.3
 .target sm_75
@@ -51,7 +52,7 @@ turn:
 pub struct Stream(usize);
 
 impl Stream {
-    /// A stream of somebody else's, by the driver's handle for it.
+    /// A stream that was not made here, by the driver's handle.
     pub fn of(handle: *mut c_void) -> Self {
         Self(handle as usize)
     }
@@ -119,7 +120,8 @@ table! {
         host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
         host_free = "cuMemFreeHost": fn(*mut c_void);
         memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
-        // Of CUDA 12.8: targets, sources, lengths, count, attributes, their first copies, count, where it failed, stream.
+        // Of CUDA 12.8: targets, sources, lengths, count, attributes, their first copies, count, where it failed,
+        // stream.
         copy_batch = "cuMemcpyBatchAsync": fn(*mut u64, *mut u64, *mut usize, usize, *mut [u32; 6], *mut usize, usize,
                                               *mut usize, *mut c_void);
         module_load = "cuModuleLoadData": fn(*mut *mut c_void, *const c_void);
@@ -141,13 +143,13 @@ impl Driver {
     /// Loads the driver and makes the context current on this thread.
     ///
     /// # Errors
-    /// What is missing.
+    /// A text that says what is missing.
     pub fn open() -> Result<&'static Self, String> {
         let named = std::env::var_os("PINPOOL_LIBCUDA").filter(|path| !path.is_empty());
         let file = named.unwrap_or_else(|| "libcuda.so.1".into());
-        // SAFETY: libcuda's initialisers have no preconditions; whoever names another library vouches for it.
+        // SAFETY: libcuda's initialisers have no preconditions; a user that names another library vouches for it.
         let library = unsafe { Library::new(&file) }.map_err(|error| error.to_string())?;
-        // For good: the driver has threads of its own.
+        // Never unloaded: the driver has threads of its own.
         let library = ManuallyDrop::new(library);
         let api = Api::resolve(&library)?;
         let (mut device, mut context) = (0, std::ptr::null_mut());
@@ -192,23 +194,23 @@ impl Driver {
         panic!("{call} failed with {}", self.text(code));
     }
 
-    /// Whether this is the stand-in of the tests: then figures say that a bench runs, and nothing more.
+    /// Whether this is the tests' stand-in, with which figures only show that a bench runs.
     pub fn is_stand_in(&self) -> bool {
         // SAFETY: only looked up.
         unsafe { self.library.get::<extern "C" fn()>(b"standin_reset\0") }.is_ok()
     }
 
-    /// Such as `NVIDIA H200, driver for CUDA 13.0`.
+    /// The device's name, such as `NVIDIA H200, driver for CUDA 13.0`.
     pub fn name(&self) -> String {
         let mut version = 0;
         // SAFETY: writes a number.
         self.check("cuDriverGetVersion", unsafe { (self.api.version)(&raw mut version) });
         let mut name: [c_char; 128] = [0; 128];
         if let Some(call) = self.api.device_name {
-            // SAFETY: writes at most so many bytes, the last of them zero.
+            // SAFETY: writes at most that many bytes, the last of them zero.
             self.check("cuDeviceGetName", unsafe { call(name.as_mut_ptr(), 127, self.device) });
         }
-        // SAFETY: ends with zero at the latest in its last byte.
+        // SAFETY: the text ends with a zero, in its last byte at the latest.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let name = if name.is_empty() { "a device without a name".into() } else { name };
         format!("{name}, driver for CUDA {}.{}", version / 1000, version % 1000 / 10)
@@ -216,18 +218,18 @@ impl Driver {
 
     /// Makes the context current on this thread.
     pub fn enter(&self) {
-        // SAFETY: a context that is retained for good.
+        // SAFETY: the context is retained for the rest of the process.
         self.check("cuCtxSetCurrent", unsafe { (self.api.ctx_set)(self.context as *mut c_void) });
     }
 
     /// Leaves this thread without a current context.
     pub fn leave(&self) {
-        // SAFETY: none is a context too.
+        // SAFETY: null, for no context, is allowed.
         self.check("cuCtxSetCurrent", unsafe { (self.api.ctx_set)(std::ptr::null_mut()) });
     }
 
-    /// A stream that does not wait for the legacy default stream. It lives as long as the process, as all that is made
-    /// here does but memory.
+    /// A stream that does not wait for the legacy default stream. It lives as long as the process, like every object
+    /// made here except memory.
     pub fn stream(&self) -> Stream {
         let mut made = std::ptr::null_mut();
         // SAFETY: writes a handle.
@@ -254,15 +256,15 @@ impl Driver {
 
     #[inline(always)]
     pub fn record(&self, event: Event, stream: Stream) {
-        // SAFETY: handles of ours that live for good.
+        // SAFETY: both handles were made here and are never destroyed.
         let code = unsafe { (self.api.event_record)(event.0 as *mut c_void, stream.0 as *mut c_void) };
         self.check("cuEventRecord", code);
     }
 
-    /// Whether what the event covers is done.
+    /// Whether the work that the event covers is complete.
     #[inline(always)]
     pub fn is_done(&self, event: Event) -> bool {
-        // SAFETY: a handle of ours.
+        // SAFETY: the handle was made here and is never destroyed.
         match unsafe { (self.api.event_query)(event.0 as *mut c_void) } {
             0 => true,
             NOT_READY => false,
@@ -270,7 +272,7 @@ impl Driver {
         }
     }
 
-    /// Whether [`wait`](Self::wait) is there.
+    /// Whether the driver has [`wait`](Self::wait).
     pub fn can_wait(&self) -> bool {
         self.api.event_synchronize.is_some()
     }
@@ -278,18 +280,18 @@ impl Driver {
     /// Waits for an event in the driver.
     pub fn wait(&self, event: Event) {
         let call = self.api.event_synchronize.expect("asked before");
-        // SAFETY: a handle of ours.
+        // SAFETY: the handle was made here and is never destroyed.
         self.check("cuEventSynchronize", unsafe { call(event.0 as *mut c_void) });
     }
 
     pub fn synchronize(&self, stream: Stream) {
-        // SAFETY: a stream of ours.
+        // SAFETY: the stream was made here and is never destroyed.
         let code = unsafe { (self.api.stream_synchronize)(stream.0 as *mut c_void) };
         self.check("cuStreamSynchronize", code);
     }
 
     /// # Safety
-    /// `src` is valid until the copy is done, and `dst` is device memory of at least so many bytes.
+    /// `src` is valid until the copy is complete, and `dst` is device memory of at least that many bytes.
     #[inline(always)]
     pub unsafe fn upload(&self, dst: Address, src: *const u8, len: usize, stream: Stream) {
         // SAFETY: the caller's word.
@@ -298,7 +300,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// `dst` is valid and untouched until the copy is done, and `src` is device memory of at least so many bytes.
+    /// `dst` is valid and unused until the copy is complete, and `src` is device memory of at least that many bytes.
     #[inline(always)]
     pub unsafe fn download(&self, dst: *mut u8, src: Address, len: usize, stream: Stream) {
         // SAFETY: the caller's word.
@@ -306,15 +308,16 @@ impl Driver {
         self.check("cuMemcpyDtoHAsync", code);
     }
 
-    /// Whether [`batch`](Self::batch) is there.
+    /// Whether the driver has [`batch`](Self::batch).
     pub fn can_batch(&self) -> bool {
         self.api.copy_batch.is_some()
     }
 
-    /// Many copies by one call, their sources read in stream order.
+    /// Many copies by one call. Their sources are read in stream order.
     ///
     /// # Safety
-    /// Sources and targets are valid for so many bytes, and nobody touches them, until the copies are done; none overlap.
+    /// Until the copies are complete, sources and targets are valid for the lengths and not used otherwise. No two
+    /// overlap.
     pub unsafe fn batch(
         &self,
         targets: &mut [u64],
@@ -326,7 +329,7 @@ impl Driver {
         assert!(targets.len() == sources.len() && targets.len() == lengths.len());
         // Access in stream order, and nothing about locations.
         let (mut attributes, mut first, mut fault) = ([1, 0, 0, 0, 0, 0], 0, 0);
-        // SAFETY: lists of one length, and the caller's word for what they name.
+        // SAFETY: the lists have one length; for the rest the caller's word.
         let code = unsafe {
             call(
                 targets.as_mut_ptr(),
@@ -343,7 +346,7 @@ impl Driver {
         self.check("cuMemcpyBatchAsync", code);
     }
 
-    /// Device memory, for good.
+    /// Device memory, which is never freed.
     pub fn allocate(&self, len: usize) -> Address {
         let mut made = 0;
         // SAFETY: writes an address.
@@ -351,12 +354,12 @@ impl Driver {
         Address(made)
     }
 
-    /// Whether [`host_alloc`](Self::host_alloc) is there.
+    /// Whether the driver has [`host_alloc`](Self::host_alloc).
     pub fn can_host_alloc(&self) -> bool {
         self.api.host_alloc.is_some() && self.api.host_free.is_some()
     }
 
-    /// Pinned memory from the driver itself.
+    /// Pinned memory that the driver allocates.
     pub fn host_alloc(&self, len: usize) -> *mut u8 {
         let mut made = std::ptr::null_mut();
         let call = self.api.host_alloc.expect("asked before");
@@ -366,19 +369,19 @@ impl Driver {
     }
 
     /// # Safety
-    /// From [`host_alloc`](Self::host_alloc), freed once and not used any more.
+    /// The address is from [`host_alloc`](Self::host_alloc), is freed once, and is not used afterwards.
     pub unsafe fn host_free(&self, start: *mut u8) {
         let call = self.api.host_free.expect("asked before");
         // SAFETY: the caller's word.
         self.check("cuMemFreeHost", unsafe { call(start.cast()) });
     }
 
-    /// Whether [`memory_info`](Self::memory_info) is there.
+    /// Whether the driver has [`memory_info`](Self::memory_info).
     pub fn can_memory_info(&self) -> bool {
         self.api.memory_info.is_some()
     }
 
-    /// The call by which servers ask what is free: short, harmless, and kept waiting by whoever keeps the driver busy.
+    /// The call by which servers ask for free memory. It is short, and waits while another call keeps the driver busy.
     pub fn memory_info(&self) {
         let (mut free, mut total) = (0, 0);
         let call = self.api.memory_info.expect("asked before");
@@ -386,7 +389,7 @@ impl Driver {
         self.check("cuMemGetInfo", unsafe { call(&raw mut free, &raw mut total) });
     }
 
-    /// The kernel that spins, where kernels can be launched.
+    /// The kernel that spins. `None`: the driver launches no kernels.
     pub fn spin_kernel(&self) -> Option<Kernel> {
         let (load, function, _) = (self.api.module_load?, self.api.module_function?, self.api.launch?);
         let (mut module, mut kernel) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -431,7 +434,7 @@ pub struct Mapped {
 
 // SAFETY: owned memory.
 unsafe impl Send for Mapped {}
-// SAFETY: as above; who writes to it says why nobody else does.
+// SAFETY: as above; each write to it has its own note on why no other access is concurrent.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -450,7 +453,7 @@ impl Mapped {
     }
 
     /// # Safety
-    /// `offset` lies within.
+    /// `offset` lies within the mapping.
     pub unsafe fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
         // SAFETY: the caller's word.
@@ -460,7 +463,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: our mapping, unmapped once.
+        // SAFETY: the mapping made by `new`, unmapped once.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -489,8 +492,8 @@ impl Drop for Pinned {
     }
 }
 
-/// The driver, or none, which is said. With `PINPOOL_REQUIRE` naming a GPU there has to be one. Gates are judged on a
-/// GPU only.
+/// The driver, or `None` with a message. If `PINPOOL_REQUIRE` names a GPU, a missing one ends the bench. Gates are
+/// judged on a GPU only.
 pub fn find() -> Option<&'static Driver> {
     let without = || Err("this build is without the feature `cuda`".to_owned());
     match if cfg!(feature = "cuda") { Driver::open() } else { without() } {

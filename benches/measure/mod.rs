@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 // --- arguments
-// ---------------------------------------------------------------------------------------------------------
 
 /// The value of `--name VALUE` or `--name=VALUE`.
 pub fn option(name: &str) -> Option<String> {
@@ -59,7 +58,6 @@ pub fn quick() -> bool {
 }
 
 // --- memory
-// ------------------------------------------------------------------------------------------------------------
 
 /// The most memory that a bench uses unless an option asks for more, however much the machine has.
 pub const MEMORY: usize = 4 << 30;
@@ -84,7 +82,6 @@ pub fn used() {
 }
 
 // --- figures
-// -----------------------------------------------------------------------------------------------------------
 
 /// The value at a quantile.
 pub fn quantile(values: &[f64], q: f64) -> f64 {
@@ -186,7 +183,6 @@ pub fn line(name: impl Display, threads: usize, Spread { low, mid, high }: Sprea
 }
 
 // --- time
-// --------------------------------------------------------------------------------------------------------------
 
 /// Keeps the processor busy for `time`.
 pub fn spin(time: Duration) {

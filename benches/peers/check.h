@@ -1,5 +1,5 @@
-// What the peers that call the CUDA driver themselves share: a call that does not succeed ends the program at once, with its
-// text and the driver's number. Without destructors, since other threads may be in calls of their own.
+// Shared by the peers that call the CUDA driver themselves: a call that fails ends the program at once, with the call's text
+// and the driver's error number. No destructors run, since other threads may be inside driver calls.
 #pragma once
 
 #include <cuda.h>

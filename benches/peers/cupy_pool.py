@@ -1,7 +1,7 @@
-"""CuPy's pool of pinned memory, called from Python as its users call it: take 64 KiB, write one byte, give it back.
+"""CuPy's pool of pinned memory, called from Python as its users call it: allocate 64 KiB, write one byte, free.
 
-Python's threads take turns (unless the interpreter is a free-threaded one), so many threads cost each of them so many times
-more. The pool knows of no streams. Prints lines of: name threads median-ns lower-quartile upper-quartile.
+Python's threads take turns (unless the interpreter is a free-threaded one), so N threads make each one N times slower. The
+pool does not track streams. Prints lines of: name threads median-ns lower-quartile upper-quartile.
 """
 
 import os

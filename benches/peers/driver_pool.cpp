@@ -1,8 +1,8 @@
-// The driver's own pool of host memory: cuMemAllocFromPoolAsync and cuMemFreeAsync on a pool whose location is the host, the
-// peer that a program gets without any library. Threads with a stream each, as benches/peers/torch_host.cpp.
+// The driver's own pool of host memory, which a program has without any library: cuMemAllocFromPoolAsync and cuMemFreeAsync
+// on a pool whose location is the host. Threads with a stream each, as in benches/peers/torch_host.cpp.
 //
-//   take_give        allocate 64 KiB and free it again, both in the stream's order; nobody may touch the memory
-//   take_sync_give   the same with cuStreamSynchronize in between and one byte written, since only then the CPU may
+//   take_give        allocate 64 KiB and free it again, both in stream order; the CPU may not touch the memory
+//   take_sync_give   the same with cuStreamSynchronize in between, after which the CPU may write, and one byte written
 //
 // Prints lines of: name threads median-ns lower-quartile upper-quartile.
 #include <cuda.h>
@@ -54,7 +54,7 @@ int main(int argc, char** argv) {
   props.location.type = CU_MEM_LOCATION_TYPE_HOST;
   CUmemoryPool pool;
   CHECK(cuMemPoolCreate(&pool, &props));
-  // Else each synchronisation gives all that is free back to the system.
+  // Without a threshold each synchronisation would return all free memory to the system.
   cuuint64_t keep = UINT64_MAX;
   CHECK(cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep));
   CUmemAccessDesc access = {};

@@ -1,5 +1,4 @@
-// Plain loops beside gather and scatter: what somebody gets who writes the packing by hand, and what the driver does with
-// pieces that stay where they are.
+// Plain loops beside gather and scatter: the packing written by hand, and the driver's own copies of pieces in their places.
 //
 //   plain_packing_mb_per_s_up, _down     pieces of 16 KiB of ordinary memory, in no order, into segments or out of them; no device
 //   plain_gather_mb_per_s_up, _down      the same to the device and back: two segments a thread, one stream, an event for each
@@ -55,7 +54,7 @@ void demand(bool equal, const char* what) {
   std::_Exit(1);
 }
 
-// Threads are there before the time begins, as helpers are.
+// The threads are started before the clock, as the queue's helpers are.
 double seconds(int threads, const std::function<void(int)>& work) {
   std::atomic<int> ready{0}, done{0};
   std::atomic<bool> go{false};
@@ -129,7 +128,7 @@ void gather(int number, std::atomic<size_t>& next, bool down, bool alone) {
   for (auto& event : events) CHECK(cuEventDestroy(event));
 }
 
-// One thread's part: pieces between random places, so many a batch, eight batches outstanding.
+// One thread's part: pieces between random places, in batches, eight batches outstanding.
 void batches(int number, std::atomic<size_t>& next, bool down) {
   const size_t per = down ? 256 : 64;
   constexpr int kAhead = 8;

@@ -1,16 +1,16 @@
-// Plain loops beside the pipeline: what somebody gets who writes the staging by hand, and what the machine's memory gives
-// without any device. Two segments of page-locked memory a thread, a few streams, an event for each copy, a counter that
-// hands out the chunks.
+// Plain loops beside the pipeline: the staging written by hand, and the speed of the machine's memory without any device.
+// Two segments of page-locked memory for each thread, a few streams, an event for each copy, a counter from which the
+// threads take the chunks.
 //
 //   plain_link_mb_per_s_up, _down, _both   page-locked memory, nothing staged
 //   plain_memcpy_mb_per_s                  ordinary memory into the segments, no device
 //   plain_drain_mb_per_s                   the segments into ordinary memory by stores past the caches, no device
 //   plain_read_mb_per_s                    a cached file into the segments by pread, no device
 //   plain_file_mb_per_s                    a cached file to the device
-//   plain_small_mb_per_s                   256 MiB of it: what a load of that size loses at its start and end
+//   plain_small_mb_per_s                   256 MiB of it: shows the loss at the start and the end of a load of that size
 //   plain_slice_mb_per_s                   touched ordinary memory to the device
 //   plain_touched_mb_per_s                 the device to touched ordinary memory, by stores past the caches
-//   plain_both_mb_per_s                    the last two at once, so many threads each
+//   plain_both_mb_per_s                    the last two at once, each with that many threads
 //
 // Bytes are checked once for each row. Prints lines of: name threads median lower-quartile upper-quartile.
 //   plain_pipeline [THREADS...]     default: 1 4 8 16
@@ -90,7 +90,7 @@ void read_all(Byte* to, size_t at) {
   }
 }
 
-// Both sides start on a line, and chunks are whole lines.
+// Both sides start on a cache line, and chunks are whole cache lines.
 void past_the_caches(Byte* to, const Byte* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) {
     for (size_t half = 0; half < 64; half += 16) {
@@ -197,7 +197,7 @@ int main(int argc, char** argv) {
       have += static_cast<size_t>(n);
     }
   }
-  auto arrived = [&](CUdeviceptr at, const char* what) {
+  auto verify = [&](CUdeviceptr at, const char* what) {
     CHECK(cuMemcpyDtoH(locked[1], at, kBytes));
     demand(std::memcmp(locked[1], source, kBytes) == 0, what);
     CHECK(cuMemsetD8(at, 0, kBytes));
@@ -216,10 +216,10 @@ int main(int argc, char** argv) {
     row("plain_drain_mb_per_s", threads, kBytes, [&] { move(Way::kDrain, threads, kBytes, target, 0); });
     row("plain_read_mb_per_s", threads, kFile, [&] { move(Way::kRead, threads, kFile, nullptr, 0); });
     row("plain_file_mb_per_s", threads, kFile, [&] { move(Way::kFile, threads, kFile, nullptr, to_device); });
-    arrived(to_device + kFile - kBytes, "plain_file");
+    verify(to_device + kFile - kBytes, "plain_file");
     row("plain_small_mb_per_s", threads, kSmall, [&] { move(Way::kFile, threads, kSmall, nullptr, to_device); });
     row("plain_slice_mb_per_s", threads, kBytes, [&] { move(Way::kSlice, threads, kBytes, source, to_device); });
-    arrived(to_device, "plain_slice");
+    verify(to_device, "plain_slice");
     row("plain_touched_mb_per_s", threads, kBytes, [&] { move(Way::kTouched, threads, kBytes, target, from_device); });
     demand(std::memcmp(target, source, kBytes) == 0, "plain_touched");
     std::memset(target, 1, kBytes);
@@ -228,7 +228,7 @@ int main(int argc, char** argv) {
       move(Way::kTouched, threads, kBytes, target, from_device);
       up.join();
     });
-    arrived(to_device, "plain_both up");
+    verify(to_device, "plain_both up");
     demand(std::memcmp(target, source, kBytes) == 0, "plain_both down");
   }
   return 0;

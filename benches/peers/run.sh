@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds and runs the peers on a machine that has them: those that are not there are skipped, and said to be.
+# Builds and runs the peers that the machine has. A peer that is missing is skipped, with a message.
 #   benches/peers/run.sh [--take] [THREADS...]     default: 1 2 4 8 16; --take: without copies
 # Prints lines of: name threads median-ns lower-quartile upper-quartile. Needs a C++20 compiler, and for PyTorch a
 # `python3` with a PyTorch built for CUDA, and CUDA's headers and runtime (CUDA_HOME, /usr/local/cuda, or the packages that
@@ -9,7 +9,7 @@ here="$(cd "$(dirname "$0")" && pwd)"
 build="$(mktemp -d)"
 trap 'rm -rf "$build"' EXIT
 
-# Variables for the shell: where PyTorch and CUDA are.
+# Prints variables for the shell: where PyTorch and CUDA are installed.
 if ! facts="$(python3 - <<'PYTHON'
 import os, shlex, sys
 try:

@@ -1,14 +1,14 @@
-// PyTorch's caching host allocator, called from C++ as PyTorch's own copies call it: the peer that a server written around
-// libtorch would use in pinpool's place. Measured as benches/checkout.rs and benches/completion.rs measure the pool:
-// threads with a stream each, contenders by turns, a mean over the threads, the median of the rounds.
+// PyTorch's caching host allocator, called from C++ as PyTorch's own copies call it: the peer that a server built on libtorch
+// would use in pinpool's place. Measured as benches/checkout and benches/completion.rs measure the pool: threads with a
+// stream each, contenders in turn, a mean over the threads, the median of the rounds.
 //
 //   take_give          allocate, and free by dropping the pointer
 //   take_record_give   the same, with record_event for the thread's stream in between; no copy
 //   copy_bare          cudaMemcpyAsync from one block of memory from cudaHostAlloc, nothing else
-//   copy_event         the same and cudaEventRecord of an event of its own, without timing
+//   copy_event         the same and cudaEventRecord of its own event, without timing
 //   copy_record        allocate, cudaMemcpyAsync, record_event, free
 //
-// The copies go in batches (128), after each of which the thread asks every 2 us whether the last one is done. Blocks are
+// The copies go in batches (128); after each batch the thread polls every 2 us until the last copy is complete. Blocks are
 // allocated beforehand, so that no call of cudaHostAlloc is measured unless the allocator grows by itself.
 //
 // With --take only the first two. Prints lines of: name threads median-ns lower-quartile upper-quartile.
@@ -37,7 +37,7 @@ constexpr size_t kLarge = 64 << 10;
 constexpr int kBatch = 128;
 constexpr int kRounds = 15;
 constexpr int kPairs = 40000;  // in a turn, over all threads
-constexpr int kCopies = 8192;  // likewise
+constexpr int kCopies = 8192;  // the same
 
 void check(cudaError_t code, const char* call) {
   if (code != cudaSuccess) {
@@ -62,7 +62,7 @@ void record(const at::DataPtr& block, c10::cuda::CUDAStream stream) {
   }
 }
 
-// What a thread has for itself.
+// A thread's own state.
 struct Local {
   c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(false, 0);
   char* source = nullptr;  // room for a batch of the larger copies
@@ -90,7 +90,7 @@ struct Local {
   }
 };
 
-// Asks every 2 us.
+// Polls every 2 us.
 void wait(cudaEvent_t event) {
   for (;;) {
     cudaError_t code = cudaEventQuery(event);
@@ -135,7 +135,7 @@ void batch(Way way, size_t len, Local& local) {
   wait(local.events[kBatch - 1]);
 }
 
-// One thread's operations; how many there were.
+// One thread's operations. Returns their number.
 int operate(const Contender& contender, Local& local, int threads, bool warm) {
   switch (contender.way) {
     case Way::take_give:
@@ -230,7 +230,7 @@ int main(int argc, char** argv) {
   c10::cuda::set_device(0);
   CHECK(cudaFree(nullptr));
   int most = *std::max_element(counts.begin(), counts.end());
-  // As many blocks as can be in flight, and some more.
+  // More blocks than can be in flight.
   for (size_t len : {kSmall, kLarge}) {
     std::vector<at::DataPtr> blocks;
     for (int i = 0; i < most * kBatch * 5 / 4; ++i) {
@@ -256,6 +256,6 @@ int main(int argc, char** argv) {
     run(contenders, threads);
   }
   std::fflush(stdout);
-  // Without the teardown of thousands of blocks.
+  // Ends without freeing thousands of blocks.
   std::_Exit(0);
 }

@@ -1,4 +1,4 @@
-//! Thousands of pieces by one call.
+//! Thousands of pieces by one call: gathered and scattered, packed alone, pinned, and in rows.
 
 use std::sync::Barrier;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::{Random, checkout, peak, pool, queue};
 const LEN: usize = 16 << 10;
 const WHOLE: usize = 64 << 20;
 
-/// What all turns use.
+/// The state that all turns use.
 struct Setup {
     pool: Pool,
     queue: CopyQueue,
@@ -24,7 +24,7 @@ impl Setup {
     fn new(device: &Device) -> Self {
         let count = number("count", if measure::quick() { 512 } else { 16_384 });
         Self {
-            // Pinned pieces, and segments.
+            // Room for pinned pieces, and for the segments of staging.
             pool: pool(device, 2 * (256 << 20) + (128 << 20)),
             queue: queue(device),
             stream: device.stream().expect("a stream"),
@@ -37,7 +37,7 @@ impl Setup {
         self.memory.slice(place * LEN..(place + 1) * LEN).expect("within")
     }
 
-    /// Of the pinned peak of this moment.
+    /// The speed as a share of the pinned peak, measured just before.
     fn ratio(&self, upload: bool, run: impl FnOnce()) -> f64 {
         let peak = peak(&self.pool, &self.stream, &self.memory, WHOLE, upload);
         let since = Instant::now();
@@ -65,7 +65,7 @@ pub fn gather(device: &Device) {
     for callers in numbers("callers", &[1, 4, 8]) {
         let (mut up, mut down) = (Vec::new(), Vec::new());
         for _ in 0..=rounds() {
-            // Each caller's places are neighbours, their sources anywhere.
+            // Each caller's targets are neighbours; their sources are anywhere.
             let mut pieces: Vec<Vec<(&[u8], DeviceSlice)>> = (0..callers).map(|_| Vec::new()).collect();
             for place in 0..count {
                 pieces[place * callers / count].push((&sources[order[place]], setup.range(place)));
@@ -107,7 +107,8 @@ pub fn gather(device: &Device) {
     }
 }
 
-/// Packing alone, without any copy by the device: what threads can do at best, from pageable and from pinned memory.
+/// Packing alone, without any copy by the device, from pageable and from pinned memory: a bound of what threads can
+/// reach.
 pub fn packing(device: &Device) {
     const PART: usize = 2 << 20;
     let setup = Setup::new(device);
@@ -158,8 +159,8 @@ pub fn packing(device: &Device) {
     }
 }
 
-/// Pinned pieces that are neighbours on the device, by one caller: by the calls for pinned pieces, which choose the way, and packed
-/// as if they were pageable.
+/// Pinned pieces that are neighbours on the device, by one caller: by the calls for pinned pieces, which choose the
+/// way, and packed as if they were pageable.
 pub fn pinned(device: &Device) {
     let setup = Setup::new(device);
     let Setup { pool, queue, count, .. } = &setup;
@@ -175,7 +176,7 @@ pub fn pinned(device: &Device) {
     let mut ratios = Rounds::new(ways.len());
     for round in 0..=rounds() {
         let mut turn = [0.0; 4];
-        // Random places of the host's, neighbours on the device.
+        // Random places on the host, neighbours on the device.
         let mut there: Vec<Option<PinnedBuf>> = bufs.drain(..).map(Some).collect();
         let pieces: Vec<(PinnedBuf, DeviceSlice)> = (0..count)
             .map(|place| (there[order[place]].take().expect("there"), setup.range(place)))
@@ -234,7 +235,7 @@ pub fn rows(device: &Device) {
             device.alloc((2 * count * len).max(WHOLE)).expect("device memory"),
         );
         let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(&pool, len, i * 7 + 3)).collect();
-        // As they lie in memory: extents of the pool are gaps.
+        // In the order of addresses: between extents of the pool there are gaps.
         bufs.sort_by_key(|buf| buf.as_ptr().addr());
         let expected: Vec<u8> = bufs.iter().map(|buf| buf[0]).collect();
         let range = |i: usize| memory.slice(2 * i * len..(2 * i + 1) * len).expect("within");

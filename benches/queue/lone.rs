@@ -24,7 +24,7 @@ pub fn lone(device: &Device) {
         let mut medians = Rounds::new(2);
         for round in 0..=rounds {
             for i in [round % 2, (round + 1) % 2] {
-                // So that the queue's thread has gone to sleep.
+                // Long enough for the queue's thread to fall asleep.
                 std::thread::sleep(Duration::from_millis(1));
                 let one = |_| {
                     if idle > 0 {

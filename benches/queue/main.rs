@@ -1,21 +1,27 @@
-//! Small copies through the copy queue, beside the same copies submitted by their threads.
+//! Small copies through the copy queue, beside the same copies that the threads submit themselves.
+//!
+//! # Files
+//!
+//! This file has the options and helpers of all parts; read it first. Then one file for each part: `rate.rs`,
+//! `lone.rs`, `pieces.rs` (scattered pieces), `gather.rs` (gather, packing, pinned pieces, rows) and `sweep.rs` (the
+//! driver at best). `../driver` calls the driver, `../measure` has rounds, gates and options.
 //!
 //! # Rate (`--only rate`)
 //!
-//! Threads upload 4 KiB again and again, each to a range of its own. A thread pushes a burst, then waits until the
-//! burst's copies are done, and begins again, as a server's worker does with a request; in this time the other threads
-//! push theirs.
+//! Threads upload 4 KiB again and again, each to a range of its own. A thread submits a burst, waits until the burst's
+//! copies are complete, and begins again, as a server's worker does for a request. Meanwhile the other threads submit
+//! their bursts.
 //!
 //! | contender | a copy is |
 //! | --- | --- |
-//! | `bare` | `cuMemcpyHtoDAsync` on a stream of the thread's; the burst ends with an event that is asked about |
-//! | `batch_1`, `_2`, `_3` | so many threads, each with a stream: `cuMemcpyBatchAsync` of 256 copies, the lists made before; what the driver can do at best |
-//! | `stream` | `Stream::upload` on a stream of the thread's, of a buffer that the thread keeps |
-//! | `queue` | `CopyQueue::upload` of a buffer that the thread keeps, waited for one handle after the other |
-//! | `queue_fresh` | `checkout`, `CopyQueue::upload`, drop of the handle, but for the last of a burst, which is waited for |
+//! | `bare` | `cuMemcpyHtoDAsync` on the thread's own stream; the burst ends with an event, which is polled |
+//! | `batch_1`, `_2`, `_3` | 1 to 3 threads with a stream each: `cuMemcpyBatchAsync` of 256 copies, lists prepared |
+//! | `stream` | `Stream::upload` on the thread's own stream, of a buffer that the thread keeps |
+//! | `queue` | `CopyQueue::upload` of a buffer that the thread keeps; the thread waits for one handle after the other |
+//! | `queue_fresh` | `checkout`, `CopyQueue::upload`, drop of the handle; the thread waits for the burst's last copy |
 //!
-//! *rate* is copies a second of all threads together, wall time of everything. *call* is the time of a thread in its
-//! calls (for `queue_fresh` the checkout is in it, and the drop), by copies: what submitting costs the caller.
+//! *rate* is copies a second of all threads together, by wall time. *call* is the time that a thread spends in its
+//! calls (for `queue_fresh` including checkout and drop), divided by copies: the cost of submitting to the caller.
 //!
 //! # A lone copy (`--only lone`)
 //!
@@ -25,10 +31,10 @@
 //! # Scattered pieces (`--only scatter`)
 //!
 //! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both
-//! directions, by 1 and by 4 pushing threads, and by one call (`0 threads`), against the pinned peak: the best of five
-//! copies of 64 MiB in the same direction. All bytes are compared when the time is taken. Beside it what bare batches
-//! reach there, by the best of 1, 2 and 3 threads with a stream each: who cannot reach the gate on a machine where the
-//! driver itself does not, is not at fault.
+//! directions, submitted by 1 and by 4 threads, and by one call (`0 threads`), over the pinned peak: the best of five
+//! copies of 64 MiB in the same direction. All bytes are compared after each measurement. Beside it the best of bare
+//! batches by 1, 2 and 3 threads with a stream each: on a machine where the driver itself misses the gate, a missed
+//! gate is no fault of the queue.
 //!
 //! # Gather (`--only gather`)
 //!
@@ -36,7 +42,7 @@
 //! they were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8
 //! callers with a part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers,
 //! by one caller: by the calls for pinned pieces, which choose the way, and packed. `--only packing`: packing alone,
-//! without the device, which is what threads can do at best.
+//! without the device, which bounds what threads can reach.
 //!
 //! # Rows (`--only rows`)
 //!
@@ -44,15 +50,15 @@
 //!
 //! # The driver at best (`--sweep`)
 //!
-//! Bare batches of 32 to 256 pieces by one thread and two, with one stream each and two: what a queue's choice of
-//! batches rests on.
+//! Bare batches of 32 to 256 pieces by one thread and by two, with one stream each and with two: the measurements
+//! behind the queue's choice of batches.
 //!
 //! # Running it
 //!
 //! `cargo bench --bench queue`, or the executable by itself; `--quick`, `--rounds`, `--threads 1,16`, `--burst`,
-//! `--submitters`, `--packers` and `--depth` (of the queue), `--pieces 16,64` (KiB), `--pushers`, `--callers`,
-//! `--count` change what they say. Without a GPU the contenders of the pool run alone, on the host device: that shows
-//! that they run.
+//! `--submitters`, `--packers` and `--depth` (of the queue), `--pieces 16,64` (KiB), `--pushers`, `--callers` and
+//! `--count` set these. Without a GPU the pool's contenders run alone, on the host device, which only shows that they
+//! run.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "../driver/mod.rs"]
@@ -74,7 +80,7 @@ const PIECE: usize = 4 << 10;
 
 fn pool(device: &Device, capacity: usize) -> Pool {
     let builder = Pool::builder(device).capacity(capacity).initial(capacity);
-    // On the host device it does not matter here whether pages are locked.
+    // On the host device the figures do not depend on locked pages.
     let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
     let pool = builder.build().expect("memory for a pool");
     let pinning = pool.wait_pinned(None).expect("pinning ends");
@@ -102,7 +108,7 @@ fn checkout(pool: &Pool, len: usize, seed: usize) -> PinnedBuf {
     buf
 }
 
-/// Random numbers, the same ones each time.
+/// Random numbers, the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -170,7 +176,7 @@ fn main() {
     if wanted("rows") {
         gather::rows(&device);
     }
-    // Not a contender: it is run when it is asked for.
+    // Not a contender: it runs only with its option.
     if let Some(driver) = driver.filter(|driver| flag("sweep") && driver.can_batch()) {
         sweep::sweep(driver);
     }

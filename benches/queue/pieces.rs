@@ -1,4 +1,4 @@
-//! Pinned pieces between random places: pushed one by one by several threads, and by one call.
+//! Pinned pieces between random places: submitted one by one by several threads, and by one call.
 
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::measure::{self, Spread, at_least, beside, line, number, numbers};
 use crate::sweep::floor;
 use crate::{Random, checkout, peak, pool, queue};
 
-/// Instead of a number of threads: by one call.
+/// In place of a number of threads: by one call.
 const ONE_CALL: usize = 0;
 
 pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
@@ -64,7 +64,7 @@ pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
     }
 }
 
-/// GB/s of as many pieces as make up `total`, each at a random place on both sides; bytes are compared afterwards.
+/// GB/s of `total` bytes in pieces, each at a random place on both sides. The bytes are compared afterwards.
 #[allow(clippy::too_many_arguments, reason = "a bench's parameters")]
 fn pieces(
     device: &Device,
@@ -78,14 +78,14 @@ fn pieces(
 ) -> f64 {
     let count = total / piece;
     let mut random = Random(count as u64 + 11);
-    // Buffers in random order as well, since that is the order in which they are used.
+    // The buffers are in random order as well, since that is the order in which a program uses them.
     let mut bufs: Vec<Option<PinnedBuf>> =
         (0..count).map(|i| Some(checkout(pool, piece, i * 7 + 3))).collect();
     let places = random.order(count);
     let order = random.order(count);
     let stream = device.stream().expect("a stream");
     if !upload {
-        // What is to be read: at each place the bytes of the piece that goes there.
+        // The source of the download: at each place the bytes of the piece that belongs there.
         for (i, place) in places.iter().enumerate() {
             let at = place * piece;
             let buf = bufs[i].take().expect("there");
@@ -125,7 +125,7 @@ fn pieces(
 
 type Work = Vec<(usize, PinnedBuf, DeviceSlice)>;
 
-/// Each thread pushes its part piece by piece.
+/// Each thread submits its part piece by piece.
 fn push(queue: &CopyQueue, work: Vec<Work>, upload: bool) -> (Vec<(usize, PinnedBuf)>, Duration) {
     let barrier = Arc::new(Barrier::new(work.len() + 1));
     std::thread::scope(|scope| {
@@ -156,7 +156,7 @@ fn push(queue: &CopyQueue, work: Vec<Work>, upload: bool) -> (Vec<(usize, Pinned
     })
 }
 
-/// All of it by one call.
+/// All pieces by one call.
 fn call(pool: &Pool, queue: &CopyQueue, work: Work, upload: bool) -> (Vec<(usize, PinnedBuf)>, Duration) {
     let names: Vec<usize> = work.iter().map(|(i, ..)| *i).collect();
     let (came, took) = if upload {

@@ -1,4 +1,4 @@
-//! Many threads' copies of 4 KiB: how many a second, and what they cost their callers.
+//! Copies of 4 KiB by many threads: how many a second, and their cost to the callers.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::{PIECE, Random, checkout, pool, queue};
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Bare,
-    /// By so many threads.
+    /// Bare batches by this many threads.
     Batch(usize),
     Stream,
     Queue,
@@ -35,13 +35,13 @@ impl Way {
     }
 }
 
-/// What one turn of a contender took: copies a second, and ns of the caller's a copy.
+/// The figures of a contender's turn: copies a second, and ns of the caller's time a copy.
 struct Turn {
     rate: f64,
     call: f64,
 }
 
-/// What all turns use.
+/// The state that all turns use.
 struct Setup {
     device: Device,
     driver: Option<&'static Driver>,
@@ -51,8 +51,8 @@ struct Setup {
     turn: Duration,
 }
 
-/// Runs bursts on each thread until the time is up. `make` gets a thread's number and makes its burst, which returns the
-/// time spent in calls.
+/// Runs bursts on each thread until the time is over. `make` gets a thread's number and returns its burst, a function
+/// that returns the time spent in calls.
 fn bursts<B: FnMut() -> Duration>(setup: &Setup, threads: usize, make: impl Fn(usize) -> B + Sync) -> Turn {
     let barrier = Barrier::new(threads + 1);
     let (mut copies, mut call) = (0_u64, Duration::ZERO);
@@ -178,7 +178,8 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
                 let since = Instant::now();
                 for range in &ranges {
                     let mut buf = setup.pool.checkout(PIECE).expect("room in the pool");
-                    // SAFETY: filled when the pool was made, or by the system; filling is no part of what is measured.
+                    // SAFETY: the bytes are initialised, by the pool's filling or by the system's; filling is not part
+                    // of the measurement.
                     unsafe { buf.assume_written(PIECE) };
                     last = Some(queue.upload(buf, range).expect("a copy"));
                 }
@@ -222,7 +223,7 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
                 if round == 0 {
                     continue;
                 }
-                // In thousands of copies a second, as the lines' figures have one digit.
+                // In thousands of copies a second, since the lines' figures have one decimal.
                 rates.add(i, turn.rate / 1e3);
                 calls.add(i, turn.call);
                 if ways[i] == Way::Queue {

@@ -1,7 +1,7 @@
-//! What the driver can do at best: bare batches of many sizes.
+//! The driver at best: bare batches of many sizes.
 //!
-//! Lists of pieces at random places, made before; one thread or several call `cuMemcpyBatchAsync` on a stream or on two by
-//! turns, with so many batches outstanding as a queue's lane has copies.
+//! The lists of pieces at random places are prepared before; one thread or several call `cuMemcpyBatchAsync` on one
+//! stream or on two in turn, with as many copies outstanding as in the queue.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -48,8 +48,8 @@ pub fn sweep(driver: &'static Driver) {
     }
 }
 
-/// GB/s that bare batches reach with pieces of so many bytes between random places, by the best of 1, 2 and 3 threads: how many
-/// that is, too.
+/// GB/s of bare batches with pieces of that length between random places, for the best of 1, 2 and 3 threads, and that
+/// number of threads.
 pub fn floor(driver: &'static Driver, len: usize, upload: bool) -> (f64, usize) {
     driver.enter();
     let (source, target) = (Pinned::new(driver, TOTAL), driver.allocate(TOTAL));
@@ -65,7 +65,7 @@ pub fn floor(driver: &'static Driver, len: usize, upload: bool) -> (f64, usize) 
     rates.fold((0.0, 0), |most, rate| if rate.0 > most.0 { rate } else { most })
 }
 
-/// GB/s and ns a piece, of the best of some rounds.
+/// GB/s and ns a piece, the best of some rounds.
 fn best(
     driver: &'static Driver,
     to: &[u64],
@@ -123,7 +123,7 @@ fn submit(
     for (n, ((to, from), lengths)) in chunks.enumerate() {
         let (stream, events) = &lanes[n % streams];
         let event = events[n / streams % events.len()];
-        // Recorded so many batches ago.
+        // The event of an earlier batch: no more batches than that are outstanding.
         while n / streams >= events.len() && !driver.is_done(event) {
             std::hint::spin_loop();
         }

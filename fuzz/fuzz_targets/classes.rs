@@ -1,10 +1,10 @@
 //! The segment rule and the arena: any length, any alignment, any shape of regions.
 //!
-//! First the rule by itself, for lengths up to the end of the address space, against the same rule written down without
-//! any cleverness (the first class that is large enough, found by looking). Then a pool on a stepped device, whose
-//! capacity, regions, extents and caches the input chooses, through any sequence of checkouts, returns and trims:
-//! segments lie where and as long as the rule says, apart from each other, and [`Pool::check`] finds nothing. At the
-//! end everything is returned, and then the memory must serve any request that is not too long for the pool.
+//! First the rule by itself, for lengths up to the end of the address space, against a naive form of the same rule (a
+//! linear search for the first class that is large enough). Then a pool on a stepped device, through any sequence of
+//! checkouts, returns and trims; the input chooses its capacity, regions, extents and caches. Segments must have the
+//! positions and lengths of the rule and must not overlap, and [`Pool::check`] must find nothing. At the end everything
+//! is returned, and then the memory must serve any request that is not too long for the pool.
 #![no_main]
 
 use arbitrary::Arbitrary;
@@ -14,19 +14,19 @@ use pinpool::{Device, Error, PinnedBuf, Pool, Request, Unpinned};
 
 use segment::{CLASSES, Class, LARGEST_CLASS_LEN, MAX_ALIGN, PAGE, Placement, SEGMENT_ALIGN};
 
-/// The crate's own file, which is no part of its public face.
+/// The crate's own file, which is not part of its public interface.
 #[path = "../../src/segment.rs"]
 #[allow(dead_code, unexpected_cfgs)]
 mod segment;
 
-/// What that file uses of the crate.
+/// The part of the crate that the file uses.
 mod error {
     pub use pinpool::{Error, Result};
 }
 
-/// Steps of one input at most.
+/// The most steps of one input.
 const STEPS: usize = 96;
-/// Pages of a pool at most.
+/// The most pages of a pool.
 const PAGES: usize = 1024;
 
 #[derive(Arbitrary, Debug, Clone, Copy)]
@@ -57,7 +57,7 @@ struct Input {
     last: u32,
 }
 
-/// The rule, looked up the long way.
+/// The rule, by a linear search.
 fn rule(len: usize, align: usize) {
     let placement = Placement::of(len, align);
     if !align.is_power_of_two() || align > MAX_ALIGN {
@@ -147,7 +147,7 @@ impl World {
             let other = other.range;
             assert!(range.1 <= other.0 || other.1 <= range.0, "{range:x?} overlaps {other:x?}");
         }
-        // Both ends are there.
+        // Both ends are mapped.
         buf.spare_capacity_mut()[0].write(1);
         buf.spare_capacity_mut()[len - 1].write(2);
         self.held.push(Held { buf, range });
@@ -212,8 +212,8 @@ impl World {
             Step::Trim { keep } => {
                 let total = |pool: &Pool| pool.regions().iter().map(|r| r.len).sum::<usize>();
                 let before = total(&self.pool);
-                let gone = self.pool.trim(usize::from(keep) * PAGE);
-                assert_eq!(total(&self.pool), before - gone);
+                let freed = self.pool.trim(usize::from(keep) * PAGE);
+                assert_eq!(total(&self.pool), before - freed);
             }
         }
     }
@@ -252,7 +252,7 @@ fuzz_target!(|input: Input| {
     world.check();
     let stats = world.pool.stats();
     assert_eq!((stats.checked_out_bytes, stats.requested_bytes), (0, 0));
-    // What was cut for one class or pinned in one shape serves another: any request that is not too long for the pool.
+    // Memory that was cut for one class or pinned in one shape serves any other: every request that is not too long.
     let extent = (usize::from(shape.extent) % PAGES + 1) * PAGE;
     let len = last as usize % (extent.min(world.capacity) - 32) + 1;
     assert!(world.take(len, SEGMENT_ALIGN), "{len} bytes, and nothing else is out");

@@ -1,8 +1,8 @@
 //! The plan of a gather: any pieces, any limits.
 //!
-//! Each byte of each piece must be moved and copied once, to its own place ([`Plan::check`] looks at every one), within
-//! segments that keep to the limit; the same where it is planned group by group. And it must be worth it: neighbours that
-//! are staged share a copy.
+//! Each byte of each piece must be moved and copied once, to its own place ([`Plan::check`] looks at every byte),
+//! within segments that keep to the limit, also if the plan is made group by group. And staged neighbours must share a
+//! copy.
 #![no_main]
 
 use arbitrary::Arbitrary;
@@ -11,7 +11,7 @@ use pinpool::gather::plan::{Limits, Piece, Plan, group, order};
 
 #[derive(Arbitrary, Debug)]
 struct One {
-    /// Neighbours of the piece before are what chance does not make.
+    /// Random places are rarely neighbours, so the input may ask for the neighbour of the piece before.
     follows: bool,
     gap: u16,
     memory: u8,
@@ -29,7 +29,7 @@ struct Input {
 
 fuzz_target!(|input: Input| {
     let Input { start, pieces, segment, stage_below } = input;
-    // Where real device memory ends is far below the end of the address space.
+    // Real device memory ends far below the end of the address space.
     let mut at = start % (1 << 57);
     let mut memory = 0;
     let pieces: Vec<Piece> = pieces
@@ -65,7 +65,7 @@ fuzz_target!(|input: Input| {
     if let Err(wrong) = whole.check(&pieces, limits) {
         panic!("in groups: {wrong}\n{pieces:?}\n{limits:?}\n{whole:?}");
     }
-    // No more copies than pieces and cuts at the ends of segments make.
+    // At most one copy for each filled piece, and one for each cut at the end of a segment.
     let filled = pieces.iter().filter(|piece| piece.len > 0).count();
     assert!(plan.copies() <= filled + plan.segments.len(), "{} copies of {filled} pieces", plan.copies());
 });

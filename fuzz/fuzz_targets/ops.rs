@@ -1,21 +1,21 @@
-//! Any sequence of operations, on a device that the input steps, stalls, fails and kills.
+//! Any sequence of operations, on a device that the input steps, stalls, fails and loses.
 //!
-//! There are no threads, so an input is a whole run: the order in which copies are executed, which driver call fails
-//! and when, what is dropped, forgotten or waited for, all comes from its bytes.
+//! There are no threads, so an input determines the whole run: the order in which copies are executed, which driver
+//! call fails and when, and what is dropped, forgotten or waited for.
 //!
 //! # What is checked
 //!
-//! A plain model knows who owns what. After each operation:
+//! A plain model tracks the owner of each buffer. After each operation:
 //!
 //! - [`Pool::check`] finds no violated invariant, and what the model holds is counted as checked out or in flight;
 //! - no new buffer overlaps one that the model holds, nor one whose copy was submitted after the device last moved;
-//! - it starts where it must, has the length asked for, and is empty.
+//! - a new buffer is aligned, has the length asked for, and is empty.
 //!
-//! Each buffer is filled with bytes of its own, and the model knows what each stream's piece of device memory holds, in
-//! stream order. So when a segment is reused too early, a late copy reads the next owner's bytes, or writes over them,
-//! and one of the comparisons fails: of a buffer before it is returned, of a download that landed, of the device's
-//! memory at the end. Code of others (`foreign`: a subscriber, wakers) panics meanwhile and asks the pool, where the
-//! input says so, and nothing of the above changes. At the end everything that is not quarantined or forgotten is free
+//! Each buffer is filled with bytes of its own, and the model knows the bytes of each stream's piece of device memory,
+//! in stream order. So if a segment is reused too early, a late copy reads the next owner's bytes, or overwrites them,
+//! and a comparison fails: of a buffer before it is returned, of a complete download, or of the device's memory at the
+//! end. Where the input says so, the program's code (`foreign`: a subscriber, wakers) panics or calls the pool
+//! meanwhile, and all of this must still hold. At the end everything that is not quarantined or forgotten is free
 //! again.
 #![no_main]
 
@@ -36,11 +36,11 @@ use pinpool::{
     StreamBuf, SubmitError, Token, Unpinned,
 };
 
-/// Operations of one input at most, so that it takes a few milliseconds.
+/// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 80;
-/// Bytes of device memory that each stream has to itself.
+/// Bytes of device memory for each stream.
 const LANE: usize = 2048;
-/// Bytes of a buffer that are written and copied at most.
+/// The most bytes of a buffer that are written and copied.
 const WRITTEN: usize = 192;
 const PAGE: usize = 4096;
 
@@ -137,7 +137,7 @@ enum Op {
     Close { sure: u8 },
 }
 
-/// A buffer in the model's hands, and what is written in it.
+/// A buffer that the model holds, and the bytes in it.
 struct Owned {
     buf: PinnedBuf,
     bytes: Vec<u8>,
@@ -145,7 +145,7 @@ struct Owned {
 }
 
 enum Flying {
-    /// The buffer's bytes when it is back: those that were sent, or those that the device held.
+    /// The bytes of the buffer when the copy is complete: the uploaded ones, or those of the device's memory.
     Pinned(InFlight<PinnedBuf>, Vec<Option<u8>>, (usize, usize)),
     Shared(InFlight<Arc<PinnedBuf>>, Vec<u8>),
     Unit(InFlight<()>),
@@ -154,7 +154,7 @@ enum Flying {
 struct Lane {
     stream: Stream,
     memory: DeviceBuffer,
-    /// What the memory holds once all that was submitted has run. `None`: nobody knows.
+    /// The bytes of the memory after all submitted work. `None`: unknown.
     holds: Vec<Option<u8>>,
 }
 
@@ -169,7 +169,7 @@ struct World {
     flying: Vec<Flying>,
     asked: Vec<(CheckoutMany, Vec<(usize, usize)>)>,
     tokens: VecDeque<(Token, Vec<u8>, (usize, usize))>,
-    /// Buffers that were dropped or lost sight of in flight since the device last moved.
+    /// Buffers whose handles were dropped or forgotten in flight since the device last moved.
     detached: Vec<(usize, usize)>,
     forgotten: usize,
     faults: bool,
@@ -252,7 +252,7 @@ impl World {
         usize::from(lane) % self.lanes.len()
     }
 
-    /// The device may move from here on: copies that nobody watches may be done.
+    /// The device may move from here on: copies without a handle may complete.
     fn moves(&mut self) {
         self.detached.clear();
     }
@@ -267,7 +267,7 @@ impl World {
         owned.chain(shared).chain(flying).chain(self.tokens.iter().map(|t| t.2))
     }
 
-    /// A new buffer: looked at, and filled with bytes that no other has.
+    /// A new buffer: checked, and filled with bytes that no other buffer has.
     fn welcome(&mut self, mut buf: PinnedBuf, len: usize, align: usize) {
         let range = range(&buf);
         assert_eq!((buf.capacity(), buf.len()), (len, 0));
@@ -291,8 +291,8 @@ impl World {
         (0..len.min(WRITTEN)).map(|_| byte()).collect()
     }
 
-    /// A buffer that comes back from the device.
-    fn landed(&mut self, buf: PinnedBuf, expected: &[Option<u8>], at: (usize, usize)) {
+    /// A buffer whose copy is complete: checks its bytes.
+    fn downloaded(&mut self, buf: PinnedBuf, expected: &[Option<u8>], at: (usize, usize)) {
         compare(&buf, expected, "a buffer that came back");
         assert_eq!(range(&buf), at);
         let bytes = buf.to_vec();
@@ -339,7 +339,7 @@ impl World {
         true
     }
 
-    /// Enters what a copy leaves behind: known bytes, or nobody knows what.
+    /// Records the bytes that a copy leaves in the device's memory, or that they are unknown.
     fn written(&mut self, lane: usize, offset: usize, bytes: &[u8], sure: bool) {
         for (to, byte) in self.lanes[lane].holds[offset..].iter_mut().zip(bytes) {
             *to = sure.then_some(*byte);
@@ -351,7 +351,7 @@ impl World {
         match flying {
             Flying::Pinned(flight, expected, range) => {
                 if let Ok(buf) = flight.wait() {
-                    self.landed(buf, &expected, range);
+                    self.downloaded(buf, &expected, range);
                 }
             }
             Flying::Shared(flight, bytes) => {
@@ -454,12 +454,12 @@ impl World {
             Op::DropAsked { at } => drop(pick(&mut self.asked, at)),
             Op::Return { at } => {
                 if let Some(Owned { buf, bytes, .. }) = pick(&mut self.owned, at) {
-                    assert_eq!(*buf, *bytes, "a buffer in our hands has changed");
+                    assert_eq!(*buf, *bytes, "a buffer that the model holds has changed");
                 }
             }
             Op::Write { at } => {
                 if let Some(mut owned) = pick(&mut self.owned, at) {
-                    assert_eq!(*owned.buf, *owned.bytes, "a buffer in our hands has changed");
+                    assert_eq!(*owned.buf, *owned.bytes, "a buffer that the model holds has changed");
                     owned.buf.clear();
                     owned.bytes = self.fresh(owned.buf.capacity());
                     owned.buf.try_extend_from_slice(&owned.bytes).expect("it fits");
@@ -496,7 +496,7 @@ impl World {
                     }
                     let buf = self.pool.redeem(token).expect("a token is good once");
                     assert!(matches!(self.pool.redeem(token), Err(Error::StaleToken)));
-                    self.landed(buf, &known(&bytes), range);
+                    self.downloaded(buf, &known(&bytes), range);
                 }
             }
             Op::Forget { at, what } => {
@@ -572,13 +572,14 @@ impl World {
                     let expected = self.lanes[lane].holds[start..start + len].to_vec();
                     let source = self.lanes[lane].memory.slice(start..start + len);
                     match self.lanes[lane].stream.download(source, buf) {
-                        // Where it is shows only when it has landed, so it is waited for or left alone.
+                        // The buffer's address shows only when its download is complete, so the handle is waited for or
+                        // dropped.
                         Ok(flight) if keep => {
                             self.moves();
                             if let Ok(buf) = flight.wait() {
                                 assert!(on == (lane == 1), "used on another stream");
                                 let range = range(&buf);
-                                self.landed(buf, &expected, range);
+                                self.downloaded(buf, &expected, range);
                             }
                         }
                         Ok(flight) => drop(flight),
@@ -624,18 +625,16 @@ impl World {
                     self.finish(flying);
                 }
             }
-            Op::PollFlight { at } => {
-                match pick(&mut self.flying, at) {
-                    Some(Flying::Pinned(mut flight, expected, range)) => {
-                        match foreign::poll(|cx| Pin::new(&mut flight).poll(cx)) {
-                            Poll::Ready(Ok(buf)) => self.landed(buf, &expected, range),
-                            Poll::Ready(Err(_)) => {}
-                            Poll::Pending => self.flying.push(Flying::Pinned(flight, expected, range)),
-                        }
+            Op::PollFlight { at } => match pick(&mut self.flying, at) {
+                Some(Flying::Pinned(mut flight, expected, range)) => {
+                    match foreign::poll(|cx| Pin::new(&mut flight).poll(cx)) {
+                        Poll::Ready(Ok(buf)) => self.downloaded(buf, &expected, range),
+                        Poll::Ready(Err(_)) => {}
+                        Poll::Pending => self.flying.push(Flying::Pinned(flight, expected, range)),
                     }
-                    other => self.flying.extend(other),
                 }
-            }
+                other => self.flying.extend(other),
+            },
             Op::IsDone { at } => {
                 if !self.flying.is_empty() {
                     let at = usize::from(at) % self.flying.len();
@@ -646,7 +645,7 @@ impl World {
                     };
                 }
             }
-            // Whether its copy is done already nobody has asked, so it is not among the detached.
+            // No call has asked whether its copy is complete, so it is not among the detached buffers.
             Op::DropFlight { at } => drop(pick(&mut self.flying, at)),
             Op::Synchronize { lane } => {
                 self.moves();
@@ -693,10 +692,10 @@ impl World {
             }
             Op::Trim { keep } => {
                 let before = self.pool.stats();
-                let gone = self.pool.trim(usize::from(keep) * PAGE);
+                let freed = self.pool.trim(usize::from(keep) * PAGE);
                 let after = self.pool.stats();
                 let held = |s: pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
-                assert_eq!(held(before) - gone, held(after));
+                assert_eq!(held(before) - freed, held(after));
             }
             Op::Close { sure } => {
                 if sure == 99 {
@@ -717,7 +716,7 @@ impl World {
             + stats.cut_bytes;
         assert_eq!(parts, stats.pinned_bytes + stats.unpinned_bytes, "{stats:?}");
         let owned = self.owned.iter().map(|o| o.range.1 - o.range.0).sum::<usize>();
-        assert!(census.checked_out >= owned, "{census:?}, and we hold {owned} bytes");
+        assert!(census.checked_out >= owned, "{census:?}, and the model holds {owned} bytes");
         let held: usize = self.held().map(|r| r.1 - r.0).sum();
         assert!(
             census.checked_out + census.in_flight + census.quarantined >= held,
@@ -725,7 +724,7 @@ impl World {
         );
     }
 
-    fn settle(&self) {
+    fn wait_for_idle(&self) {
         for _ in 0..200 {
             while self.node.step() {}
             if !self.device.reap() && self.node.queued(0) == 0 && self.pool.stats().in_flight_bytes == 0 {
@@ -744,7 +743,7 @@ impl World {
         for flying in std::mem::take(&mut self.flying) {
             self.finish(flying);
         }
-        self.settle();
+        self.wait_for_idle();
         for Lane { stream, memory, holds } in &self.lanes {
             let mut bytes = vec![0; LANE];
             if stream.download_blocking(memory, &mut bytes).is_ok() {
@@ -752,7 +751,7 @@ impl World {
             }
         }
         for Owned { buf, bytes, .. } in self.owned.drain(..) {
-            assert_eq!(*buf, *bytes, "a buffer in our hands has changed");
+            assert_eq!(*buf, *bytes, "a buffer that the model holds has changed");
         }
         for (buf, bytes, _) in self.shared.drain(..) {
             assert_eq!(**buf, *bytes, "a shared buffer has changed");
@@ -761,7 +760,7 @@ impl World {
         for (token, ..) in self.tokens.drain(..) {
             drop(self.pool.redeem(token).expect("a token is good once"));
         }
-        self.settle();
+        self.wait_for_idle();
         self.check();
         let stats = self.pool.stats();
         if self.forgotten == 0 {
@@ -782,11 +781,12 @@ impl World {
         let regions = pool.regions();
         drop((pool, lanes, device));
         if down.outstanding > 0 && !reserve {
-            // A segment that never comes back keeps its pool's memory for good, as it must. Millions of inputs would
-            // fill this machine with it.
+            // A segment that never comes back keeps its pool's memory mapped, as it must. Millions of inputs would fill
+            // the machine's memory.
             for region in regions {
-                // SAFETY: the mapping stays for good, and nobody is left who knows of it. (With a reserve there are two
-                // pools, and which of them stays does not show, so then it stays.)
+                // SAFETY: the pool never unmaps this mapping, and no handle of it is left, so no code uses it any more.
+                // (With a reserve there are two pools, and which of them stays mapped does not show, so then nothing is
+                // unmapped.)
                 unsafe { libc::munmap(region.base.as_ptr().cast(), region.len) };
             }
         }

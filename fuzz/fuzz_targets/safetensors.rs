@@ -1,9 +1,9 @@
-//! The header of a safetensors file, from strangers: any bytes, and headers that are nearly right.
+//! The header of an untrusted safetensors file: any bytes, and headers that are nearly right.
 //!
-//! Bytes as they are find their way into the JSON by themselves only rarely; so half of the inputs are a list of tensors
-//! that is written as a header, with lies where the input wants them. Whatever is accepted must be sound, checked here by
-//! other arithmetic than the library's: tensors side by side from the header's end to the file's, each as long as its shape
-//! and type say. And whatever was written without a lie must be accepted, as it was written.
+//! Random bytes are rarely valid JSON, so half of the inputs are a list of tensors that is written as a header, with
+//! wrong values where the input asks for them. An accepted header must be sound, by other arithmetic than the
+//! library's: tensors side by side from the header's end to the file's end, each as long as its shape and type require.
+//! And a header that was written without a wrong value must be accepted, as it was written.
 #![no_main]
 
 use std::fmt::Write;
@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 use pinpool::Error;
 use pinpool::safetensors::Header;
 
-/// Type, and bits of an element.
+/// The types, and the bits of an element.
 const TYPES: [(&str, u128); 8] =
     [("U8", 8), ("BOOL", 8), ("F4", 4), ("F6_E2M3", 6), ("BF16", 16), ("F32", 32), ("I64", 64), ("U9", 9)];
 
@@ -27,7 +27,7 @@ struct Tensor {
 #[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
 enum Lie {
     None,
-    /// None as well, so that most tensors are honest.
+    /// These two change nothing either, so that most tensors are correct.
     Nor,
     Still,
     Start(i32),
@@ -75,7 +75,7 @@ fn written(list: &[Tensor], more: i8, change: Option<(u16, u8)>) {
         let (name, bits) = TYPES[usize::from(*dtype) % TYPES.len()];
         let mut shape: Vec<u64> = shape.iter().take(4).map(|&n| u64::from(n)).collect();
         let bits = shape.iter().map(|&n| u128::from(n)).product::<u128>() * bits;
-        // (More bits than a word counts are refused as more than any memory has.)
+        // A number of bits that overflows a word is refused, since no memory is that large.
         honest &= name != "U9" && bits % 8 == 0 && bits <= u128::from(u64::MAX);
         let (mut from, mut to) = (end, end.saturating_add(u64::try_from(bits / 8).unwrap_or(u64::MAX)));
         end = to;
@@ -113,7 +113,7 @@ fn written(list: &[Tensor], more: i8, change: Option<(u16, u8)>) {
 fuzz_target!(|input: Input| {
     match input {
         Input::Bytes { front, rest, more } => {
-            // Lengths that fit come up as often as others.
+            // Lengths that fit are as frequent as others.
             for front in [front, rest.len() as u64, front % (rest.len() as u64 + 9)] {
                 let bytes: Vec<u8> = front.to_le_bytes().into_iter().chain(rest.iter().copied()).collect();
                 for len in [bytes.len() as u64, bytes.len() as u64 + u64::from(more)] {

@@ -32,7 +32,7 @@ use super::args::BenchArgs;
 use super::spread::spread;
 use super::{CliError, doctor, sample};
 
-/// Each figure is the best of so many copies.
+/// The copies of each figure, of which the best counts.
 const ROUNDS: usize = 5;
 /// Bytes of a copy, where memory allows it.
 const USUAL_SIZE: usize = 1 << 30;

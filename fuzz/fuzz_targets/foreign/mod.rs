@@ -1,7 +1,8 @@
-//! Code of others that misbehaves, as an input says: a subscriber and wakers that panic, with payloads whose drop panics, or
-//! ask the pool.
+//! The program's code that misbehaves, where an input says so: a subscriber and wakers that panic, with payloads whose
+//! drop panics, or that call the pool.
 //!
-//! They unwind without the panic hook, which libFuzzer takes for a crash.
+//! They unwind without calling the panic hook, which libFuzzer would take for a crash. A target calls [`behave`] before
+//! an operation and [`rest`] at the end; only `ops.rs` does.
 
 use std::cell::{Cell, RefCell};
 use std::panic::resume_unwind;
@@ -13,7 +14,7 @@ use pinpool::Pool;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// A payload whose own drop panics, so many times.
+/// A panic's payload whose drop panics as well, this many times.
 struct Bomb(u8);
 
 impl Drop for Bomb {
@@ -25,15 +26,16 @@ impl Drop for Bomb {
 }
 
 std::thread_local! {
-    /// What happens next; 0: nothing ever does.
+    /// What the next call does; 0: every call is well-behaved.
     static MOOD: Cell<u32> = const { Cell::new(0) };
     static POOL: RefCell<Option<Pool>> = const { RefCell::new(None) };
 }
 
-/// One call of code of others.
+/// One call of the program's code.
 fn call() {
     let mood = MOOD.get();
-    // A second panic within the first one's unwinding (a waker that is dropped by its own) ends the process, in whatever program.
+    // A second panic during the first one's unwinding (of a waker that is dropped by its own panic) would abort any
+    // program.
     if mood == 0 || std::thread::panicking() {
         return;
     }
@@ -45,7 +47,7 @@ fn call() {
         kind => {
             let pool = POOL.with(|pool| pool.try_borrow().ok().and_then(|pool| pool.clone()));
             let Some(pool) = pool else { return };
-            // What it does is not to be called within.
+            // The pool's calls below must not misbehave again.
             MOOD.set(0);
             match kind {
                 3 => _ = pool.stats(),
@@ -59,26 +61,26 @@ fn call() {
     }
 }
 
-/// From here on, until the next call, others behave like this.
+/// Sets how the program's code behaves until the next call of this function.
 pub fn behave(mood: u8, pool: &Pool) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| tracing::subscriber::set_global_default(Calls).expect("there is no other"));
-    // In half of all inputs as others should.
+    // In half of all inputs it is well-behaved.
     MOOD.set(if mood % 2 == 0 { 0 } else { u32::from(mood) << 8 | 1 });
     POOL.with(|own| *own.borrow_mut() = Some(pool.clone()));
 }
 
-/// Others are well-behaved again, and have nothing of the pool's.
+/// Makes the program's code well-behaved again, and lets go of its handle of the pool.
 pub fn rest() {
     MOOD.set(0);
     POOL.with(|own| own.borrow_mut().take());
 }
 
-/// Polls with a waker of others.
+/// Polls a future with a waker of the program's.
 pub fn poll<R>(run: impl FnOnce(&mut Context<'_>) -> R) -> R {
     let waker = waker();
     let result = run(&mut Context::from_waker(&waker));
-    // What is dropped here is not the crate's affair.
+    // The waker that is dropped here is not inside a call of the crate, so its drop is well-behaved.
     let mood = MOOD.replace(0);
     drop(waker);
     MOOD.set(mood);

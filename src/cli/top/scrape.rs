@@ -22,7 +22,7 @@ const MOST_SAMPLES: usize = 100_000;
 const LONGEST_LABEL: usize = 124;
 /// The most characters of an error.
 const LONGEST_ERROR: usize = 300;
-/// The deadline is checked once for so many lines.
+/// The number of lines between two checks of the deadline.
 const LINES_PER_CLOCK: usize = 4096;
 
 /// The labels that tell the samples of a pool's or device's metric apart. Each of pinpool's metrics has at most one.
