@@ -50,7 +50,7 @@ pub struct HeldPool {
 
 /// Something above this layer that keeps devices open.
 pub(crate) trait Tenant: Send + Sync {
-    /// What of it keeps the device with this context open, if anything does.
+    /// What of this tenant keeps the device with this context open, if anything does.
     fn holds(&self, context: u64) -> Option<HeldPool>;
 
     /// Whether it has ended for good.
@@ -179,7 +179,7 @@ impl Holds {
         tenants.iter().filter_map(|tenant| tenant.holds(context)).collect()
     }
 
-    /// Waits until the last driver call has returned, but not past `until`. Whether it has.
+    /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
         while *drivers > 0 {
