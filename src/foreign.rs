@@ -525,7 +525,8 @@ macro_rules! span {
 
 pub(crate) use {debug, error, event, info, span, warning as warn};
 
-/// A span of `tracing`'s whose every use is a guarded call. If a subscriber panics in one, only that call is lost.
+/// A span of `tracing`'s. Each use of it that calls the subscriber is guarded: if the subscriber panics, only that call
+/// is lost.
 #[derive(Clone)]
 pub(crate) struct Span(Option<Arc<Owned<tracing::Span>>>);
 
@@ -543,7 +544,7 @@ impl Span {
         Entered(self.0.as_ref().filter(|_| may_call()).and_then(|span| guard(|| span.enter())))
     }
 
-    /// The span's number with its subscriber, for a span with this parent.
+    /// The number that the subscriber gave to this span, for a span whose parent this is. Calls no subscriber.
     pub(crate) fn id(&self) -> Option<tracing::Id> {
         self.0.as_ref().and_then(|span| span.id())
     }

@@ -2,12 +2,12 @@
 //!
 //! # The asymmetric fence
 //!
-//! A checkout and a return must not pay for a full fence (20 cycles and more). Yet they need one against the rare
-//! thread that reclaims a thread cache: the owner stores *busy* and then loads *permit*, the cold side stores *permit*
-//! and then loads *busy*, and at least one of the two must see the other's store (Dekker's pattern, which needs
-//! store-load order on both sides). So the rare side pays for both: [`light`] on the frequent side is a compiler fence,
-//! and [`heavy`] on the rare side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a
-//! thread of this process.
+//! A checkout and a return must not pay for a full fence (20 cycles and more). Yet they need the order that one gives,
+//! against the rare thread that reclaims a thread cache: the owner stores *busy* and then loads *permit*, the cold side
+//! stores *permit* and then loads *busy*, and at least one of the two must see the other's store (Dekker's pattern,
+//! which needs store-load order on both sides). So the rare side pays for both: [`light`] on the frequent side is a
+//! compiler fence, and [`heavy`] on the rare side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every
+//! core that runs a thread of this process.
 //!
 //! There are three modes, because some environments lack that call, and some tools do not understand it:
 //!
@@ -50,8 +50,8 @@
 //!
 //! # Which thread this is
 //!
-//! The end of the module tells which of the crate's own threads the calling thread is ([`own`]), so that code that
-//! would wait for that very thread is refused.
+//! [`own`] tells whether the calling thread is one of those of the crate's that a wait could depend on, so that a wait
+//! for that very thread is refused.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -254,8 +254,8 @@ pub(crate) fn pause() {
     std::thread::sleep(std::time::Duration::from_micros(100));
 }
 
-/// The kinds of the crate's own threads. Foreign code (wakers, drops of owned values) runs on them too, and must not
-/// wait for what only the thread that it runs on does.
+/// Those kinds of the crate's own threads on which a wait could be for the thread itself. Foreign code (wakers, drops
+/// of owned values) runs on them too, and must not wait for what only the thread that it runs on does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Own {
     /// The region thread: pins, allocates, and drops the program's values.
@@ -275,7 +275,7 @@ pub(crate) fn enter(own: Own) {
     OWN.set(Some(own));
 }
 
-/// Which of the crate's own threads this is, if any. A thread counts as the reaper while it does the reaper's work.
+/// Which kind of [`Own`] thread this is, if any. A thread counts as the reaper while it does the reaper's work.
 pub(crate) fn own() -> Option<Own> {
     OWN.get().or_else(|| LANDING.with(std::cell::Cell::get).then_some(Own::Reaper))
 }

@@ -66,7 +66,8 @@ const FREE: u32 = 1 << 31;
 /// The largest length of an extent, in bytes: a page-map entry has no more bits for it.
 pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 
-/// Single segments of up to this many pages have a tail.
+/// Single segments of up to this many pages have a tail. The tail of a longer one would be less than a sixteenth of it,
+/// and is not worth a descriptor.
 const TAIL_PAGES: usize = 16;
 
 #[derive(Debug)]
@@ -126,7 +127,9 @@ pub(crate) struct Arena {
     total: usize,
     unpinned: usize,
     cut: usize,
+    /// Pages in free runs.
     free_pages: usize,
+    /// Bytes of the segments in the runs' lists.
     free_slot_bytes: usize,
     /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
     /// run equals no later one.
@@ -243,8 +246,8 @@ impl Arena {
         Some(number)
     }
 
-    /// Frees a run's pages. All its descriptors are in its list, or it is the run of a single segment that is back,
-    /// too.
+    /// Frees a run's pages. All its descriptors are in its list, except that of a single segment, which is back and in
+    /// no list.
     fn dissolve(&mut self, number: u32) {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
@@ -312,7 +315,8 @@ impl Arena {
         }
     }
 
-    /// Takes one segment of a class from a run that is not idle, so that no other request loses a run by it.
+    /// Takes one segment of a class from a run that is not idle. An idle run stays idle, and can be dissolved for a
+    /// request that needs its pages.
     pub(crate) fn take_from_partly_used(&mut self, class: Class) -> Option<NonNull<Descriptor>> {
         let mut runs = self.partial[class.index()].iter();
         let &(_, _, number) = runs.find(|r| !Self::is_idle(&self.runs[r.2 as usize]))?;
@@ -462,7 +466,8 @@ impl Arena {
         !idle.is_empty()
     }
 
-    /// Frees the pages behind the last used segment of each run that is not idle. `true` if there were any.
+    /// Frees the pages behind the last segment that is given out, in each run that is not idle. `true` if there were
+    /// any.
     pub(crate) fn shorten_runs(&mut self) -> bool {
         let partial: Vec<(u32, Class)> = Class::all()
             .flat_map(|class| self.partial[class.index()].iter().map(move |r| (r.2, class)))

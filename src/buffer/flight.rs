@@ -34,8 +34,9 @@ impl Tickets {
 /// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it, await it (under any
 /// async runtime), ask it, or drop it.
 ///
-/// After a drop the buffer returns to its pool by itself once the device is done. An error from a wait means that the
-/// device cannot be shown to be done: the buffer is quarantined, and the error says why.
+/// After a drop the buffer returns to its pool by itself once the device is done. If the stream is lost, the device
+/// cannot be shown to be done: the buffer is quarantined, and a wait returns the error that says why. (The other errors
+/// of a wait leave the buffer in flight: see [`wait`](Self::wait).)
 /// [`Stream::synchronize`](crate::Stream::synchronize) tells whether copies came through whose handles were dropped.
 ///
 /// # Examples
@@ -73,7 +74,7 @@ impl<B: Lend> InFlight<B> {
         Self { tickets: Tickets::Queued(place), value: Some(value), written, waker: (0, None) }
     }
 
-    /// Makes later work of `stream` start only after this is complete.
+    /// Makes later work of `stream` start only after this copy or hold is complete.
     pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
         if let Tickets::Queued(place) = &self.tickets {
             return place.line.precede(&place.range, stream);
@@ -121,7 +122,7 @@ impl<B: Lend> InFlight<B> {
         Ok(true)
     }
 
-    /// Whether it is complete, or lost, within this time.
+    /// Whether a wait for it ends within this time: it is complete, or the wait has an error other than the timeout.
     pub(crate) fn is_done_within(&self, time: Duration) -> bool {
         !matches!(self.wait_all(Instant::now().checked_add(time)), Err(Error::Timeout(_)))
     }

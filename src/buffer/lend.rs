@@ -52,7 +52,7 @@ pub(crate) mod sealed {
         #[allow(private_interfaces)]
         fn lend(&self, _: Key) -> Resource;
         /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
-        /// A value that the timeline shares needs nothing done, here and in `abandon`.
+        /// A value of which the timeline has a share of its own (an `Arc`) needs nothing done, here and in `abandon`.
         #[doc(hidden)]
         fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
             let _ = written;
@@ -178,7 +178,7 @@ impl Retain for SharedBuf {
     }
 }
 
-/// The shared part of a hold over several streams.
+/// What the timelines of a hold over several streams share: the buffer's segment, and how many of them still hold it.
 pub(crate) fn joint(buf: &PinnedBuf, streams: usize) -> Arc<Joint> {
     Joint::new(buf.segment.alias(), streams as u32)
 }

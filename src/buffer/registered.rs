@@ -1,9 +1,9 @@
 //! Values of the program whose bytes are copied from where they are: registered with a device, lent like a buffer, and
 //! unregistered when nothing uses them any more.
 //!
-//! The value and its registration are one counted object. Its owners are the [`Registered`] and each entry on a
-//! timeline that a copy made. The last owner's drop sends a job to the region thread, which unregisters the bytes and
-//! then drops the value. So no value is dropped while a device may read it, and no drop waits for a driver. What cannot
+//! The value and its registration are one reference-counted object. Its owners are the [`Registered`] and each entry on
+//! a timeline that a copy made. The last owner's drop sends a job to the region thread, which unregisters the bytes and
+//! then drops the value. So no value is dropped while a device may use it, and no drop waits for a driver. What cannot
 //! be unregistered is leaked.
 //!
 //! While the program has the [`Registered`] itself, nothing is in flight: a copy takes it by value and gives it back

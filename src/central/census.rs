@@ -6,9 +6,10 @@
 //! fills or empties a thread's list, as many as that list may hold. The snapshot reads each thread cache's numbers once
 //! and derives everything from that one reading. So the parts sum to the whole at any time.
 //!
-//! Listing all that is out takes longer, and goes batch by batch. Under the lock, and for a moment with all owners shut
-//! out of their thread caches to learn what these cache, a batch of descriptors is copied. Everything else is derived
-//! with the lock released. So no other thread waits longer than for one batch, no matter how large the pool is.
+//! A *look* lists all segments that are out. It takes longer, and goes batch by batch. Under the lock a batch of
+//! descriptors is copied; for a moment all owners are shut out of their thread caches, to learn what these cache.
+//! Everything else is derived with the lock released. So no other thread waits longer than for one batch, no matter how
+//! large the pool is.
 
 use std::time::{Duration, Instant};
 
@@ -54,6 +55,8 @@ pub(crate) struct OutSegment {
 /// A segment that is out, as it is copied under the lock.
 #[derive(Debug)]
 struct FoundDescriptor {
+    /// The segment's place in the arena, as [`Arena::for_each_given`](crate::arena::Arena::for_each_given) numbers
+    /// them.
     place: u64,
     descriptor: usize,
     word: Word,

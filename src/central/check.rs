@@ -1,8 +1,9 @@
 //! The check of every invariant of a central pool, for [`Pool::check`](crate::Pool::check) and the tests.
 //!
 //! The check holds the lock and shuts all owners out of their thread caches, so nothing moves. It first collects what
-//! thread caches and transfer caches hold, each descriptor once. Then the arena's own check must find exactly these and
-//! the segments that are out outside of their runs. And as many segments must be out as takes exceed returns.
+//! thread caches and transfer caches hold, each descriptor once. Then the arena's own check must find that exactly
+//! these segments, and those that are out, are missing from their runs' lists. And as many segments must be out as
+//! takes exceed returns.
 
 use std::collections::HashSet;
 

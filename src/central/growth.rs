@@ -143,8 +143,8 @@ impl CentralPool {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. Waiters that nothing that may
-    /// come back can serve get this error.
+    /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
+    /// no segment that may come back can serve it.
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
@@ -205,8 +205,9 @@ impl CentralPool {
 
 impl Core {
     /// Plans a region for the head of the queue, to be carried out after the unlock: other requests may have taken what
-    /// was pinned for it, and regions may be idle by now. Not after growing has just failed. For each waiter idle
-    /// regions are replaced at most once, since it may not help. `true`: a region is planned.
+    /// was pinned for the head, and regions may be idle by now. After a growth that failed nothing is planned, until a
+    /// request begins another growth. For each waiter idle regions are replaced at most once, since that may not help.
+    /// `true`: a region is planned.
     pub(super) fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
         let Some((wants, moved)) = self.queue.head() else { return false };
         // These cheap tests decide most cases.

@@ -50,7 +50,9 @@ fn way<R>(number: u64, f: impl FnOnce(&HotEntry) -> R) -> Option<R> {
 }
 
 struct Lease {
+    /// The central pool's number.
     central: u64,
+    /// The central pool that the thread cache belongs to.
     owner: Weak<CentralPool>,
     cache: Arc<ThreadCache>,
 }
@@ -105,8 +107,9 @@ pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
     unsafe { cache.as_ref() }
 }
 
-/// The same through `LEASES`, with a new lease if this thread has none. `None` while this thread's locals are being
-/// destroyed, in the child of a fork, and where a closed pool would have to make a lease.
+/// This thread's cache of the central pool, through `LEASES`, with a new lease if this thread has none. `None` while
+/// this thread's locals are being destroyed, in the child of a fork, and where a closed pool would have to make a
+/// lease.
 ///
 /// The caller must not hold the central pool's lock.
 pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {

@@ -101,7 +101,7 @@ pub(crate) struct CentralConfig {
     pub(crate) timeless: bool,
     /// The devices served, by [`crate::device::context::Context::id`].
     pub(crate) serves: Vec<u64>,
-    /// Every checkout is entered in the ledger. Then there are no thread caches.
+    /// Every checkout is entered in the ledger. Then `thread_cache` is 0, and thread caches hold nothing.
     pub(crate) track: bool,
 }
 
@@ -134,10 +134,10 @@ struct Core {
     arena: Arena,
     table: CacheTable,
     queue: WaitQueue,
-    /// Counted on the slow path, over all classes.
+    /// Takes and returns on the slow path, over all classes.
     takes: u64,
     puts: u64,
-    /// The same by class.
+    /// The takes and returns by class.
     classes: ClassTally,
     ledger: Ledger,
     /// Granted and requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may
@@ -284,7 +284,8 @@ impl CentralPool {
         Some(unsafe { Fresh::of_list(self, Grant { descriptor, len }, list_of(class)) })
     }
 
-    /// The same, where this thread has used another pool since, or where owners execute a fence of their own.
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their
+    /// own.
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
@@ -308,7 +309,7 @@ impl CentralPool {
             }
             error => error,
         })?;
-        // Where regions are aligned to less than that, a part of an extent before the segment is lost.
+        // Where regions are aligned to less than `align`, a part of an extent before the segment is lost.
         let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
         let largest = self.config.largest.saturating_sub(lost);
         if len > largest {

@@ -72,7 +72,7 @@ impl Wake {
     }
 }
 
-/// What became of a waiter.
+/// What became of a waiter. `G` is a granted segment: a [`Grant`] in the queue, a [`super::Fresh`] outside of it.
 #[derive(Debug)]
 pub(crate) enum WaitOutcome<G = Grant> {
     Waiting,
@@ -278,7 +278,7 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
             Some(descriptor) => grants.push(Grant { descriptor, len: want.len }),
             None => {
                 for grant in grants {
-                    // SAFETY: just taken: alive, in no list, its state still free, and no other thread has seen it.
+                    // SAFETY: just taken: alive, in no list, its state still HOST, and no other thread has seen it.
                     unsafe { arena.give(grant.descriptor) };
                 }
                 return None;

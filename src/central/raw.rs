@@ -21,7 +21,8 @@ fn without_bit(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
 pub(crate) struct Segment {
     central: NonNull<CentralPool>,
     descriptor: NonNull<Descriptor>,
-    /// The requested bytes, and in the lowest bits the index of the segment's list in a thread cache. A return that had
+    /// The requested bytes, and in the lowest bits the index of the segment's list in a thread cache ([`LISTS`] for a
+    /// segment without a class, and for one whose return the ledger is to see). A return that had
     /// to load the index from the descriptor would have to wait for that load before it could touch the list, and with
     /// it for the checkout that found the descriptor.
     tag: u64,
@@ -171,12 +172,14 @@ impl Segment {
         Self { ..*self }
     }
 
-    /// Changes the length of this value only, after [`Segment::rebook`] of its alias.
+    /// Changes the length of this value only. The statistics know the length already, by [`Segment::rebook`] of the
+    /// alias.
     pub(crate) fn relabel(&mut self, len: usize) {
         self.tag = tag(len, self.list());
     }
 
-    /// Changes the requested length, in the statistics too, for a claim that asks for another length.
+    /// Changes the requested length, in the statistics too: a segment in flight that is claimed for another request has
+    /// that request's length from then on.
     pub(crate) fn rebook(&mut self, len: usize) {
         self.central().change_requested(self.len(), len);
         self.relabel(len);

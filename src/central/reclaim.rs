@@ -62,8 +62,9 @@ impl CentralPool {
     }
 
     /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
-    /// room here. Where the bytes of the thread cache are all granted, the other classes lose theirs, and the cache is
-    /// emptied.
+    /// room here: as many segments as fill an eighth of the thread cache's bytes, at least 2 and at most 64. A class of
+    /// which fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too
+    /// many of the cache's bytes, they lose theirs, and the cache is emptied.
     pub(super) fn limit(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         let limit = held.limit(class);
@@ -197,7 +198,7 @@ impl CentralPool {
         any
     }
 
-    /// The same, where all owners are shut out already.
+    /// [`CentralPool::reclaim_all`] where all owners are shut out already.
     pub(super) fn reclaim_quiet(&self, core: &mut Core) -> bool {
         let mut any = false;
         let Core { arena, table, .. } = &mut *core;

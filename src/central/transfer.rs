@@ -55,7 +55,7 @@ impl CentralPool {
         self.take_via_transfer(class, len).map(|descriptor| self.fresh(Grant { descriptor, len }))
     }
 
-    /// The same without looking at the mode first.
+    /// [`CentralPool::refill`] without the look at the mode, and without making a buffer of the segment.
     pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         let cache = self.cache()?;
         let mut held = self.gate.enter(cache)?;
@@ -117,7 +117,7 @@ impl CentralPool {
         // Once it counts as returned, the central pool may be freed.
         if overflows {
             let mut core = self.core.lock();
-            // The owner is kept out only after all of it was reclaimed.
+            // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
             if let Some(mut held) = self.gate.enter(cache) {
                 // SAFETY: drained from this thread's cache, so free and alive.
                 unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };

@@ -17,12 +17,12 @@ use crate::freelist::Descriptor;
 use crate::sync;
 
 impl CentralPool {
-    /// Joins the queue, and is served at once if possible. Returns the waiter's key. With `covered`, memory for it is
-    /// being pinned already, so other threads keep their thread caches.
+    /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. With `covered`, memory
+    /// for the request is being pinned already, so other threads keep their thread caches.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`] or the error of the last growth if nothing can ever
-    /// serve it.
+    /// serve the request.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut wakes = Vec::new();
@@ -85,7 +85,8 @@ impl CentralPool {
         }
     }
 
-    /// Whether a waiter still waits. The caller then calls [`CentralPool::look`] or [`CentralPool::leave`].
+    /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
+    /// [`CentralPool::leave`] ends it.
     pub(crate) fn waits(&self, key: usize) -> bool {
         self.core.lock().queue.waits(key)
     }
@@ -154,7 +155,8 @@ impl CentralPool {
         Error::Exhausted { len, capacity: self.config.capacity, growth }
     }
 
-    /// [`Error::Impossible`] if nothing that may come back, or may still be pinned, can serve these wants.
+    /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these
+    /// wants.
     pub(super) fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
         let total = sum(wants.iter().map(|w| w.placement.bytes()));
         let error = |len| {
@@ -210,8 +212,8 @@ impl Core {
             if self.growing > 0 || self.grow_for_head(wakes) {
                 break;
             }
-            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` knows
-            // that for one buffer, but not how several fit together.)
+            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` looks
+            // at one placement at a time, and does not know whether buffers of several placements fit together.)
             if self.leaving > 0 || self.anything_out() {
                 break;
             }

@@ -180,7 +180,8 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
-        // A lost device lets go of its events, whatever it answers. A driver that has shut down must not be called.
+        // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
+        // called.
         let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::Shutdown);
         if ended || events.is_empty() || crate::os::forked() {
             return;

@@ -179,7 +179,7 @@ impl Holds {
         tenants.iter().filter_map(|tenant| tenant.holds(context)).collect()
     }
 
-    /// Waits until the last driver call has returned, but not past `until`. Whether it has.
+    /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
         while *drivers > 0 {

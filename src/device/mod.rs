@@ -38,11 +38,12 @@
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
 //!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
-//!    [`Driver::allocate_host`], [`Driver::free_host`], destroying) come from the device's [`Worker`](worker::Worker)
-//!    only. No call is made under a lock of the crate. [`Driver::allocate_on`] comes from the caller's thread: it takes
-//!    its place in the stream's order there and then, it synchronises nothing, and behind the worker it could wait for
-//!    seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since the last handle to memory may
-//!    be dropped on any thread, in a callback of the driver's too.
+//!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], and the two calls that destroy a
+//!    stream or an event) come from the device's [`Worker`](worker::Worker) only. No call is made under a lock of the
+//!    crate. [`Driver::allocate_on`] comes from the caller's thread: it takes its place in the stream's order there and
+//!    then, it synchronises nothing, and behind the worker it could wait for seconds until a region is pinned.
+//!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
+//!    callback of the driver's too.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class, and no copy of that device touches host memory any more.
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
@@ -136,6 +137,7 @@ unsafe impl Sync for Transfer {}
 
 /// What a driver calls when a graph has been destroyed: from a callback, so it neither blocks nor calls the driver.
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
+
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
 /// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
 ///

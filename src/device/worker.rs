@@ -1,6 +1,6 @@
 //! The region thread of a device, which the type [`Worker`] stands for: the one thread on which calls are made that may
-//! block or synchronise the whole device. It pins and unpins regions, allocates and frees device memory, and destroys
-//! streams.
+//! block or synchronise the whole device. It pins and unpins host memory, registers and unregisters values, allocates
+//! and frees device memory, makes and destroys streams, and destroys events.
 //!
 //! Each value of the crate that owns such a resource sends a job here when it is dropped. So a drop never blocks, and
 //! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent, and each one

@@ -327,8 +327,8 @@ impl ThreadCache {
         unsafe { self.class_lists.get_unchecked(list) }
     }
 
-    /// What was counted for a class. Exact while no thread works on the list. Otherwise no number is less than it was
-    /// when the call began.
+    /// What was counted for a class. Exact while no thread works on the list. Otherwise `takes` and `puts` are not less
+    /// than they were when the call began, and `cached` is no number to rely on.
     ///
     /// The four counters belong together and are read one after the other. What the owner does between two of these
     /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
@@ -340,7 +340,8 @@ impl ThreadCache {
             return CacheCounts::default();
         };
         // Acquire: pairs with the releases in `note`. `filled` and `drained` are read first, so that they never exceed
-        // `came` and `went`. The acquires also keep `came` before `went`.
+        // `came` and `went`. The acquires also keep `came` before `went`, so that a take from this list whose return to
+        // it is counted is counted, too.
         let read = || {
             [&counts.filled, &counts.drained, &class_list.came, &class_list.went]
                 .map(|n| n.load(Ordering::Acquire))
@@ -387,14 +388,14 @@ impl ThreadCache {
     }
 }
 
-/// Access to a thread cache's lists: the owner's inside the gate, or the cold side's after it has shut the owner out.
+/// Access to a thread cache's lists, for its owner or for the cold side, as the invariants in [`super`] say.
 #[derive(Debug)]
 pub(crate) struct HeldCache<'a> {
     cache: &'a ThreadCache,
 }
 
 impl<'a> HeldCache<'a> {
-    /// For the cold side after it has shut the owner out, and for the owner outside of the gate.
+    /// For the cold side after it has shut the owner out, and for the owner under the central pool's lock.
     pub(super) fn of(cache: &'a ThreadCache) -> Self {
         Self { cache }
     }
@@ -642,7 +643,7 @@ impl Gate {
         if std::ptr::eq(cache.permit.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
-    /// The same, also for gates in [`mode::FENCED`], whose owners execute a fence of their own.
+    /// [`Gate::enter_by_permit`], also for gates in [`mode::FENCED`], whose owners execute a fence of their own.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
         // Relaxed: once the bit is set it stays. An owner that does not see it yet finds no permit, or is waited for in

@@ -19,6 +19,11 @@
 //!
 //! # The states, and what leaves them
 //!
+//! A segment is *in flight* while a device may use it. Then two parties know of it: a *handle* that the program has,
+//! and the *timeline* of a stream, with an entry for each flight ([`crate::stream`]). The handle of a segment that is
+//! DETACHED was dropped. Such a segment can be *claimed* before its flight ends: it is lent again, for later work on
+//! the same stream. The timeline completes a flight when an event that covers it was seen complete.
+//!
 //! ```text
 //!                 submit               drop the handle
 //!   HOST -------------------> FLIGHT ----------------> DETACHED --.
@@ -35,7 +40,7 @@
 //! be written twice by each hit. (Builds with debug assertions do note it, and panic where a segment is taken or
 //! returned twice: [`Descriptor::taken`].) In HOST the segment has one owner, the list or the handle, and only the
 //! owner changes the word, by plain stores. Between FLIGHT and its successors two parties meet: the handle, and the
-//! thread that completes the sequence number. Both use compare-and-swap.
+//! thread that completes the flight. Both use compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -47,10 +52,15 @@ use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 pub(crate) mod state {
     /// Free or checked out.
     pub(crate) const HOST: u16 = 0;
+    /// In flight, and its handle is there.
     pub(crate) const FLIGHT: u16 = 2;
+    /// In flight, and its handle was dropped: the timeline returns it.
     pub(crate) const DETACHED: u16 = 3;
+    /// The device is done, and the segment waits for its handle.
     pub(crate) const COMPLETED: u16 = 4;
+    /// In flight, and claimed for later work on the same stream.
     pub(crate) const CLAIMED: u16 = 5;
+    /// Out of use for good: the device cannot be shown to be done with it.
     pub(crate) const QUARANTINED: u16 = 6;
 
     pub(crate) fn name(state: u16) -> &'static str {

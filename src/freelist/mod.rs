@@ -1,5 +1,9 @@
 //! The lock-free parts: lists of free segments that threads use without the central pool's lock.
 //!
+//! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`]. An owner *enters* the gate
+//! before it works on its thread cache, and the central pool *shuts the owners out* while it works on their caches
+//! ([`cache`] has the protocol).
+//!
 //! A free segment is in exactly one of three places. The place says which thread may touch the segment:
 //!
 //! | place | which thread | how |
@@ -15,8 +19,8 @@
 //! # Invariants
 //!
 //! - A free segment is in exactly one list. A segment that is *out* (checked out, in flight, quarantined) is in none.
-//! - One thread at a time writes to a thread cache's lists: its owner inside the gate, or the thread that holds the
-//!   central pool's lock and has shut the owner out.
+//! - One thread at a time writes to a thread cache's lists: its owner inside the gate; its owner outside the gate,
+//!   under the central pool's lock; or the thread that holds that lock and has shut the owner out.
 //! - A descriptor in a list is alive: the arena frees a run's descriptors only when all of them are in the run's own
 //!   list.
 //!
@@ -25,6 +29,9 @@
 //! [`descriptor`] (what the pool knows of one segment), [`cache`] (the fast path and its gate), [`transfer`], and
 //! `table` (the thread caches of a pool). `loom_models` checks the orderings. The central pool calls all of it, and the
 //! arena owns the descriptors. The modules above the central pool read and change state words only.
+//!
+//! Code under `cfg(pinpool_planted = "NAME")`, here and elsewhere, is a mistake made on purpose: a loom model must fail
+//! with it (`.ci/loom`). No build of the library has it.
 
 #![allow(unsafe_code)]
 

@@ -46,7 +46,8 @@ impl CacheTable {
         cache
     }
 
-    /// Ends a lease. The owner makes this call, on its own thread. `sink` gets what the thread cache cached.
+    /// Ends a lease. The owner makes this call, on its own thread, and holds the central pool's lock. `sink` gets the
+    /// segments that were in the thread cache.
     pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) {
         Self::mine(cache).drain_all(sink);
         if let Some(row) = self.rows.iter_mut().find(|row| Arc::ptr_eq(&row.cache, cache)) {

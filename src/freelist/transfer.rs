@@ -110,7 +110,8 @@ impl TransferCache {
     }
 
     /// Puts a batch of at most [`BATCH`] segments into a slot. `false`: no slot is empty, or no empty slot has a large
-    /// enough reservation and `reserve` refuses the segments that are missing. `hint` spreads threads over the slots.
+    /// enough reservation and `reserve` refuses the number of segments by which it is too small. `hint`, here and in
+    /// `take`, is the slot to look at first, so that threads spread over the slots.
     pub(super) fn put<'a>(
         &self,
         hint: usize,

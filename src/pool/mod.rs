@@ -6,7 +6,8 @@
 //! upward. A checkout goes through these steps, and ends with the first that finds memory:
 //!
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
-//! 2. *Try*: what the central pool ([`crate::central`]) finds without taking what active threads have cached.
+//! 2. *Try*: what the central pool ([`crate::central`]) finds. Of what active threads have cached it takes half of the
+//!    segments of the requested class, from one thread, and no more.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
 //! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
@@ -152,8 +153,8 @@ impl Pool {
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
-    /// try may succeed. As long as the pool can grow, buffers that active threads have cached are not taken from them:
-    /// see [`PoolBuilder::thread_cache`].
+    /// try may succeed. As long as the pool can grow, little of what active threads have cached is taken from them:
+    /// [`PoolBuilder::thread_cache`] says how much.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
@@ -367,7 +368,7 @@ impl Pool {
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
-    /// Takes back a buffer that went out as a token.
+    /// Turns a token back into its buffer.
     ///
     /// # Errors
     /// [`Error::StaleToken`] for a token of another pool, one that was redeemed before, or one that was made up:
@@ -378,7 +379,7 @@ impl Pool {
         self.stores().find_map(|s| PinnedBuf::redeem(&s.central, token)).ok_or(Error::StaleToken)
     }
 
-    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request names. `None`
+    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request is for. `None`
     /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes.
     #[inline(always)]
     fn hit_with(

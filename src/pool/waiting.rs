@@ -51,7 +51,7 @@ impl Pool {
     }
 
     /// Waits for a reserve while memory for the main store is being pinned, and takes what the main store gets first.
-    /// `None`: the wait is over, or only the reserve can serve it from here on.
+    /// `None`: the wait at the reserve or its time is over, or only the reserve can serve the request from here on.
     pub(super) fn wait_grown(
         &self,
         central: &CentralPool,

@@ -55,7 +55,7 @@ where
         self.len
     }
 
-    /// The error for a value of which nothing is pinned: gives it back.
+    /// Makes an error that gives the value back. Nothing of the value is pinned.
     pub(crate) fn refused(self, error: Error) -> RegisterError<T> {
         RegisterError { error, memory: Some(*self.memory) }
     }
@@ -152,7 +152,8 @@ impl Regions {
         self.wake();
     }
 
-    /// Pins a piece. Returns whether it is pinned, which the configuration may not require, and how long the call took.
+    /// Pins a piece. Returns whether it is pinned, and how long the call took. With [`Unpinned::Allow`] a piece that is
+    /// not pinned is no error.
     fn pin_piece(&self, device: &Arc<Context>, piece: AdoptedPiece) -> (Result<bool>, Duration) {
         let context = device.clone();
         let called = device.worker().call(move || {

@@ -60,7 +60,7 @@ use source::{RegionSource, Supply};
 pub use touch::HugePages;
 use touch::Toucher;
 
-/// The pause between two calls that pin or unpin is this fraction of the first call's time.
+/// The pause between two calls that pin or unpin is the first call's time, divided by this.
 const ROOM: u32 = 32;
 /// After a call that is shorter there is no pause: no other caller has waited long.
 const SHORT_CALL: Duration = Duration::from_micros(200);
@@ -223,9 +223,9 @@ struct Region {
     len: usize,
     extents: Vec<Extent>,
     node: Option<u32>,
-    /// Bytes counted as ready.
+    /// Of the bytes counted in [`Pinning::ready`], those of this region.
     ready: usize,
-    /// Whether all of its extents are listed. The pool may not serve from the last one yet.
+    /// Whether no more extents are added. The pool need not serve from the last one yet.
     whole: bool,
     source: RegionSource,
     /// The device that made the region, and that is to undo it.

@@ -115,7 +115,7 @@ pub(super) fn page() -> usize {
 }
 
 impl Regions {
-    /// Each region starts on a multiple of this.
+    /// Each region that is made for the pool starts on a multiple of this. (An adopted region starts on a page.)
     pub(crate) fn aligned(&self) -> usize {
         if self.options.backing.kind().is_some() { page() } else { REGION_ALIGN }
     }
@@ -180,8 +180,8 @@ impl Regions {
         Ok(go_on && supply.came < supply.len)
     }
 
-    /// All of a region was handed over. `ready` is what can be checked out, so it is raised after that. The region may
-    /// have been removed already.
+    /// Notes that all of a region was handed over. `ready` is what can be checked out, so it is raised after that. The
+    /// region may have been removed already.
     pub(super) fn is_whole(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         let progress = &mut *progress;

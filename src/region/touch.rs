@@ -27,10 +27,11 @@ use crate::os;
 
 /// Bytes that a thread touches at a time: a few huge pages, so that no waiter waits long for the last unit.
 const UNIT: usize = 16 << 20;
-/// Bytes for which the system is asked in one call. While the call lasts, no thread of the process can map or unmap
+/// Bytes of pages that one system call asks for. While the call lasts, no thread of the process can map or unmap
 /// memory.
 const CALL: usize = 2 << 20;
-/// More time for a unit than ordinary pages take on a slow machine, and less than making room for huge pages takes.
+/// A unit that takes this long is *slow*: ordinary pages take less on a slow machine, and making room for huge pages
+/// takes more.
 const SLOW: Duration = Duration::from_millis(100);
 /// Slow units in a row until huge pages are given up: a single one may come from a thread that lost its processor.
 const SLOW_CALLS: u32 = 4;

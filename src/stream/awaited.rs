@@ -66,8 +66,8 @@ impl Range {
 pub(crate) struct Place {
     pub(crate) line: Arc<dyn Awaited>,
     pub(crate) range: Range,
-    /// The retained resource does not show whether this handle is there: so it is for objects. A segment's state word
-    /// shows it.
+    /// The copy's resource does not show that this handle was dropped. A segment shows it by its state word; an object
+    /// has none, so for objects this is `true`.
     pub(crate) quiet: bool,
 }
 

@@ -3,7 +3,8 @@
 //! A stream has a *timeline*: a list of what was submitted to it, in order, each entry under a sequence number. Events
 //! that are recorded on the stream tell up to which sequence number the device is done. An entry keeps the memory that
 //! its copy uses, and lets it go when an event that covers the entry was seen complete. One thread of each device, the
-//! *reaper*, asks about the events, returns segments to their pools and wakes waiters.
+//! *reaper*, asks about the events, returns segments to their pools and wakes waiters. A thread that waits for a copy
+//! asks, too.
 //!
 //! # Invariants
 //!

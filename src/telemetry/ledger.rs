@@ -5,7 +5,7 @@
 //! A hit reads no clock, so the pool does not know when most buffers were checked out. Three sources make up for that,
 //! all of them off the hit path:
 //!
-//! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) have no thread caches, so
+//! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache nothing, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
 //! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served.
 //! - *Looks*: a look at all segments that are out (`Pool::stuck`, a sampler) notes when it saw each of them first. A
@@ -16,15 +16,16 @@
 //!
 //! # Invariants
 //!
-//! *An entry is always of the checkout that it was made for.* The buffer of an entered segment has a name for it that
-//! belongs to no list. So its return fails a comparison that each return makes in any case (whether its list has room),
-//! leaves the fast path there, and closes the entry, which is then counted into the histogram of holding.
+//! *An entry is always of the checkout that it was made for.* The buffer of an entered segment names the list that
+//! always counts as full, in place of its class's (`central::raw`). So its return fails a comparison that each return
+//! makes in any case (whether its list has room), leaves the fast path there, and closes the entry. The time is then
+//! counted into the histogram of holding times.
 //!
 //! *The age of a segment that was only seen is never too long.* Such a segment returns unnoticed, and may be out again
 //! at the next look. Two numbers that never go back tell: the segment's generation, which grows with each flight, and,
 //! for a segment that the program has, the number of segments of its class that ever came back. Only if neither has
 //! grown is it certainly the same checkout; otherwise its age starts anew. In a class with many checkouts and returns
-//! such ages are therefore always near zero: to find a leak there, let the pool track its checkouts.
+//! such ages are therefore always near zero: a leak there is found by a pool that tracks its checkouts.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

@@ -56,7 +56,7 @@ pub struct Sampler {
     #[cfg(feature = "metrics")]
     described: bool,
     stuck_after: Option<Duration>,
-    /// When it last looked for stuck buffers.
+    /// When the sampler last looked for stuck buffers.
     looked: Option<Instant>,
 }
 

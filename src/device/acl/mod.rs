@@ -17,8 +17,8 @@
 //! | `adopt.rs` | contexts and streams that the program made |
 //! | `gate.rs` | the end of the process |
 //!
-//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has
-//! ([`Driver::as_any`]).
+//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has: by
+//! [`Driver::as_any`] it gets the [`Acl`] itself.
 //!
 //! # Contexts
 //!
@@ -67,7 +67,8 @@ const STREAM_COMPLETE: c_int = 0;
 /// How long a call waits for a stream that is to be destroyed, in milliseconds. Work that the program has queued there
 /// should be complete by then.
 const LAST_WAIT_MS: i32 = 10_000;
-/// The most bytes of one allocation: some 200 GB and more were refused on machines with as much free.
+/// The most bytes that one call allocates or pins. Allocations of some 200 GB and more are known to be refused on
+/// machines with as much free.
 const LONGEST_PIN: usize = 128 << 30;
 
 /// One context of an Ascend device.
@@ -109,6 +110,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     match unsafe { (api.device_count)(&raw mut count) } {
         // Some versions answer with this code where there is no device.
         AclCode::NO_DEVICE => {
+            // Here and below: the refusal is no error, so its message is removed.
             api.expected();
             count = 0;
         }

@@ -7,13 +7,13 @@
 //! | `api.rs` | the library, loaded at run time, and its entry points; classes of error codes |
 //! | this one | opening a GPU, the current context, capture modes; streams, events and single copies |
 //! | `host.rs` | host memory: registered, allocated by the driver, managed |
-//! | `memory.rs` | device memory in a stream's order, copies from host to host, the device-side heap |
+//! | `memory.rs` | device memory in a stream's order, copies from host to host, the limit of the heap on the device |
 //! | `batch.rs`, `rows.rs` | many copies by one call: any copies, and the rows of a rectangle |
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
 //!
-//! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what only CUDA has
-//! ([`Driver::as_any`]).
+//! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what only CUDA has: by
+//! [`Driver::as_any`] they get the [`Cuda`] itself.
 //!
 //! # Contexts
 //!
@@ -251,7 +251,8 @@ impl Cuda {
         Ok(current)
     }
 
-    /// Waits until the stream has nothing to do, and tries again after an error: the memory is borrowed.
+    /// Waits until the stream has nothing to do, for a blocking copy. Tries again after an error, since the copy's
+    /// memory is borrowed from the caller.
     ///
     /// # Errors
     /// The device is lost. Then it touches no memory any more.
@@ -513,7 +514,7 @@ impl Drop for Cuda {
             return;
         }
         let (api, device) = (self.api, self.device);
-        // One of the crate's own threads may block for this.
+        // The call may block. On one of the crate's own threads it is made right here, else on a thread of its own.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             let _relaxed = CudaCurrent::relaxed(api, false);
             // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this

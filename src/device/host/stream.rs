@@ -200,7 +200,7 @@ impl Drop for Freeing {
     }
 }
 
-/// What an operation does.
+/// What an operation does. `Record` has an event's slot in the event table, and the number of this recording of it.
 #[derive(Debug)]
 pub(super) enum StreamWork {
     Copy { job: StreamJob, promise: Option<Promise> },
@@ -298,6 +298,7 @@ impl HostStream {
 
     /// Whether everything up to `position` has ended. Its effects are then visible to the caller.
     fn has_reached(&self, position: u64) -> bool {
+        // Acquire: pairs with the release in `run_first`.
         self.over.load(Ordering::Acquire) >= position
     }
 

@@ -1,6 +1,6 @@
 //! Stream-ready reuse: a segment in flight is claimed for later work on the same stream, which comes after the earlier
-//! work by the stream's order. The result is a stream-ready buffer (`checkout_on`). Before it claims, the pool asks the
-//! central pool whether a request waits for memory, and claims nothing while one does.
+//! work by the stream's order. The pool first asks its central pool whether a request waits for memory
+//! ([`CentralPool::awaited`]); while one does, the pool claims nothing.
 //!
 //! The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED. A
 //! claim is resolved (its segment became host-ready), submitted again ([`Timeline::begin`]) or given up.
@@ -20,12 +20,14 @@ use crate::segment::Class;
 /// A segment that was claimed before its sequence number was complete.
 #[derive(Debug)]
 pub(super) struct Claim {
+    /// The sequence number of the flight that the claim follows.
     pub(super) seq: u64,
     pub(super) segment: Segment,
     pub(super) word: Word,
     pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
     pub(super) since: Option<Instant>,
+    /// The sequence number is complete, or the segment was quarantined. The timeline counts the claim's bytes no more.
     pub(super) completed: bool,
 }
 
@@ -68,7 +70,7 @@ impl Timeline {
         Some((state.claims.insert(claim), alias))
     }
 
-    /// Accounts for the length that the claimer asked for.
+    /// Gives the claimed segment the length that the claimer asked for, in the statistics too.
     pub(crate) fn rebook_claim(&self, key: usize, len: usize) {
         let mut state = self.state.lock();
         state.claims[key].segment.rebook(len);
@@ -81,7 +83,7 @@ impl Timeline {
         (!claim.completed).then_some(claim.seq)
     }
 
-    /// Removes a claimed segment that is complete from the timeline. `None`: it was quarantined.
+    /// Ends a claim whose sequence number is complete, and takes the segment. `None`: the segment was quarantined.
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
         debug_assert!(claim.completed, "resolved a claim that has not completed");

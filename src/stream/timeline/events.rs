@@ -52,7 +52,8 @@ impl Timeline {
         closed
     }
 
-    /// Closes the open sequence number and records its event. `recorded` gets the event before it can be recycled.
+    /// Closes the open sequence number and records its event, with `always` also if nothing waits for one. `recorded`
+    /// gets the event before it can be recycled.
     fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
         crate::os::check_fork()?;
         // The event comes first: without one nothing is closed.
@@ -168,7 +169,7 @@ impl Timeline {
             let Some((seq, event)) = self.state.lock().events.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    // If the stream was lost meanwhile, a lost device's events were recycled with the others.
+                    // If the stream was lost meanwhile, and its device with it, `lose` has recycled the event.
                     if self.complete(seq) || !self.is_dead() {
                         self.context.recycle(event);
                     }
@@ -196,7 +197,8 @@ impl Timeline {
         progress
     }
 
-    /// The front event is void. It may be recorded again when a later event is complete, and that one is due.
+    /// The front event is void: it was recorded into a capture. It may be recorded again when a later event is
+    /// complete, and that later event is due.
     fn forget_event(&self, seq: u64, event: EventHandle) {
         let mut state = self.state.lock();
         // `lose` has dealt with the events of a lost stream.
@@ -279,8 +281,8 @@ impl Timeline {
         self.accounting.fetch_sub(1, Ordering::Release);
     }
 
-    /// The reaper's look: closes the sequence number that was open at the last look already (with `now`, any), and
-    /// asks.
+    /// The reaper's look: closes the open sequence number if it was open at the last look already (with `now`, in any
+    /// case), and asks the driver. Returns whether anything completed.
     pub(crate) fn advance(&self, now: bool) -> bool {
         if crate::os::forked() {
             return false;
@@ -300,8 +302,8 @@ impl Timeline {
         self.ask()
     }
 
-    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks. The look waits
-    /// for no other thread: if the lock is taken, closing is left to a later look.
+    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
+    /// the state's lock is taken at that moment, closing is left to a later look.
     pub(super) fn glance(&self, seq: u64) {
         if crate::os::forked() {
             return;

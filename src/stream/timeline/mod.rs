@@ -104,7 +104,9 @@ pub(crate) const TIMED: u64 = 16;
 /// Bytes of one central pool on this timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Flight {
+    /// In flight.
     pub(crate) bytes: usize,
+    /// Of these, the bytes of segments that are claimed.
     pub(crate) claimed: usize,
 }
 
@@ -133,11 +135,12 @@ struct TimelineState {
     events: VecDeque<(u64, EventHandle)>,
     waiting: Slab<Waiting>,
     next_wait: u64,
+    /// What is in flight, by the central pool's number.
     flights: Vec<(u64, Flight)>,
     /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in
     /// between.
     moves: u64,
-    /// Entries so far, and those that are complete.
+    /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
     submitted: u64,
     completed: u64,
     lost: Option<Error>,
@@ -154,21 +157,22 @@ pub(crate) struct Timeline {
     number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
-    /// Whether a sequence number may stay open for a while, on a stream that is not shared.
+    /// Whether a sequence number may stay open for a while, on a stream that is not shared. `false` where recording an
+    /// event may block: the submitting thread then closes each number, so that the reaper need not.
     lingers: bool,
     /// Whether the stream is shared. Set once, under the state's lock; a submit reads it under that lock to decide
     /// whether its sequence number may stay open. Without the lock it is a hint only, which is enough: the program gets
     /// the handle, and so can begin a capture, only after the flag was set. (Not loom's type: in no model a read
     /// without the lock matters.)
     shared: std::sync::atomic::AtomicBool,
-    /// Whether this timeline is the only one of its stream, so that order on the stream can be relied on without
-    /// waiting.
+    /// Whether segments in flight here may be claimed: only if the stream has no other timeline.
     claims: bool,
     /// Whether the crate made the stream, and so destroys it.
     destroy: bool,
     /// What keeps an adopted stream alive, if the program gave it.
     keep_alive: OnceLock<KeepAlive>,
     reaper: Listing,
+    /// The highest sequence number that is known to be complete.
     completed: CachePadded<AtomicU64>,
     /// Whether `lost` is set in the state, for readers without the lock. Set under the lock, with release, before any
     /// waiter is woken; pairs with the acquire in `is_complete`, which then reads the error under the lock.
@@ -571,8 +575,8 @@ impl TimelineState {
 
     /// Quarantines every entry that has joined a sequence number. A pending entry follows when it joins.
     ///
-    /// With `dead`, the whole device is lost and uses nothing any more. Otherwise the copies may still be queued, and
-    /// their device memory is leaked, since a device may die of a copy to freed memory.
+    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
+    /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
         let After { quarantined, dropped, quarantined_objects, kept, .. } = after;
         let mut let_go = |memory: InUse<Option<Arc<Allocation>>>| {

@@ -18,11 +18,11 @@ use crate::sync::{Ordering, thread};
 /// For how long a waiting thread asks continuously before it parks and leaves the asking to the reaper.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
 
-/// Until when it asks now and then, on a machine with cores to spare. A copy behind one or two bulk chunks takes about
-/// this long, and by way of the reaper the waiter would learn of it after as long again (the reaper's pause and the
-/// thread's wake).
+/// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine with cores to spare. A
+/// copy behind one or two bulk chunks takes about this long, and by way of the reaper the waiter would learn of it
+/// after as long again (the reaper's pause and the thread's wake).
 const PAUSED_SPIN: Duration = Duration::from_micros(250);
-/// The pause between two questions then. A thread that asks without pause slows threads that submit.
+/// The pause between two of these questions. A thread that asks without pause slows threads that submit.
 const APART: Duration = Duration::from_micros(5);
 /// From this number of cores on a machine has some to spare.
 const MANY_CORES: usize = 8;
@@ -95,7 +95,7 @@ impl Timeline {
         // The reaper repeats a recording that failed. On a shared stream this thread tries too: if a capture is in the
         // way that only this thread can end, the wait must be refused.
         if seq >= open || (seq <= unpublished && self.is_shared()) {
-            // (A capture of this stream, or of another one if this is the legacy default stream.)
+            // (The capture is of this stream; or of another one, if this is the legacy default stream.)
             let closed = self.close_open();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
@@ -107,8 +107,8 @@ impl Timeline {
     /// Waits until a sequence number is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`], and the errors of [`is_complete`](Self::is_complete) and `flush`. [`Error::Unsupported`] on
-    /// a thread that completes entries.
+    /// [`Error::Timeout`], on a stepped device without a deadline too, if nothing is left to step; the errors of
+    /// [`is_complete`](Self::is_complete) and `flush`; [`Error::Unsupported`] on a thread that completes entries.
     pub(crate) fn wait(self: &Arc<Self>, seq: u64, deadline: Option<Instant>) -> Result<()> {
         if self.is_complete(seq)? {
             return Ok(());
