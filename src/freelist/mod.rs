@@ -30,8 +30,7 @@
 //! `table` (the thread caches of a pool). `loom_models` checks the orderings. The central pool calls all of it, and the
 //! arena owns the descriptors. The modules above the central pool read and change state words only.
 //!
-//! Code under `cfg(pinpool_planted = "NAME")`, here and elsewhere, is a mistake made on purpose: a loom model must fail
-//! with it (`.ci/loom`). No build of the library has it.
+//! Mistakes that the loom models must catch are patches in `.ci/planted/`.
 
 #![allow(unsafe_code)]
 
