@@ -14,7 +14,7 @@ use crate::locks::Mutex;
 use crate::os;
 
 /// Characters of a name at most.
-const LONGEST_NAME: usize = 100;
+const LONGEST_POOL_NAME: usize = 100;
 /// A sampler that looks at a pool keeps it alive for some microseconds. So a build tries this many times more, after
 /// pauses of this length, for the name of a pool that was dropped just now.
 const RETRIES: u32 = 10;
@@ -30,7 +30,7 @@ pub(super) struct Name(Arc<str>);
 impl Name {
     /// This name, or this name with a number behind it if another pool has it.
     pub(super) fn take(wanted: &str) -> Self {
-        let wanted = clean(wanted, LONGEST_NAME);
+        let wanted = clean(wanted, LONGEST_POOL_NAME);
         let take = |name: &str| {
             let name: Arc<str> = name.into();
             let new = TAKEN.lock().insert(name.clone());
@@ -90,6 +90,6 @@ mod tests {
     #[test]
     fn names_are_short_and_printable() {
         assert_eq!(&*Name::take("a\u{1b}[2J\nb\u{202e}"), "a\\u{1b}[2J\\nb\\u{202e}");
-        assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST_NAME + 3);
+        assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST_POOL_NAME + 3);
     }
 }

@@ -41,7 +41,7 @@ const TENSOR_ALIGN: usize = 16;
 const LARGEST_ALIGN: usize = 2 << 20;
 
 type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
-type MemorySource<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
+type TensorMemory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
 
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
@@ -66,7 +66,7 @@ pub struct Loader<'a> {
     prefixes: Vec<String>,
     filter: Option<Filter<'a>>,
     align: usize,
-    memory: Option<MemorySource<'a>>,
+    memory: Option<TensorMemory<'a>>,
     checksums: bool,
     reading: Reading,
 }

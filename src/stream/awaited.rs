@@ -3,7 +3,7 @@
 //! A copy queue submits a copy some time after the caller has handed it over, and only then the copy gets a sequence
 //! number. From the start the copy has a number in one of the queue's *lines*. A line has copies in the order in which
 //! they were handed over, and completes from the front. Handles ([`crate::buffer::InFlight`]) know lines by the trait
-//! [`Awaited`] alone, since the queues are in a layer above.
+//! [`AwaitedCopy`] alone, since the queues are in a layer above.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::timeline::WaitKey;
 use crate::error::Result;
 
 /// A line. Numbers start at 1; a range has the numbers that one handle waits for.
-pub(crate) trait Awaited: fmt::Debug + Send + Sync {
+pub(crate) trait AwaitedCopy: fmt::Debug + Send + Sync {
     /// Whether all numbers up to the range's end are complete. May ask the driver; never waits.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl Range {
 /// A handle's place in a line. Dropping it leaves the line.
 #[derive(Debug)]
 pub(crate) struct Place {
-    pub(crate) line: Arc<dyn Awaited>,
+    pub(crate) line: Arc<dyn AwaitedCopy>,
     pub(crate) range: Range,
     /// The copy's resource does not show that this handle was dropped. A segment shows it by its state word; an object
     /// has none, so for objects this is `true`.

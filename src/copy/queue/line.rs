@@ -17,7 +17,7 @@ use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::stream::Stream;
-use crate::stream::awaited::{Awaited, Range};
+use crate::stream::awaited::{AwaitedCopy, Range};
 use crate::stream::timeline::{Resource, WaitKey};
 use crate::sync::{Own, yield_now};
 
@@ -59,7 +59,7 @@ impl Line {
     }
 }
 
-impl Awaited for Line {
+impl AwaitedCopy for Line {
     fn poll_done(&self, range: &Range) -> Result<bool> {
         crate::os::check_fork()?;
         if self.lane().verdict(range)? {
