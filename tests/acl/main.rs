@@ -26,15 +26,10 @@ use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned, acl};
 pub(crate) use support::doubles::ascendcl::{acl, made, says};
 use support::doubles::npu::{self, on_each};
 use support::doubles::{self, HANG};
-use support::skip;
+use support::{bytes, skip};
 
 /// Another test's process may be the first to build the library; this is long enough for all.
 const ROUNDS: usize = 24;
-
-/// Bytes that depend on their place.
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
 
 /// A pool with room for that many bytes.
 fn pool(device: &Device, capacity: usize) -> Pool {

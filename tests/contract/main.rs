@@ -39,7 +39,7 @@ use pinpool::{
 };
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
-use support::skip;
+use support::{bytes, skip};
 use waiting::block_on;
 
 /// A device under test.
@@ -320,11 +320,6 @@ fn npus_are_not_built_in() {
 #[cfg(not(feature = "cuda"))]
 fn gpus_are_not_built_in() {
     run("cuda");
-}
-
-/// Bytes that depend on their place.
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
 fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {

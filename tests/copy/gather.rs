@@ -111,11 +111,12 @@ fn every_byte_is_in_its_place() {
     for capacity in [32 << 20, 5 << 20, 1 << 20] {
         for config in [HostConfig::new(), HostConfig::new().late(Duration::from_micros(200), 3)] {
             let s = setup(config, capacity);
-            // Short ones, which are planned by the thread that packs them; and long ones beside them.
+            // Short ones, which are planned by the thread that packs them; and long ones beside them. No two overlap:
+            // copies of one queue have no order.
             for pieces in [
                 Pieces::new(&s.memory, 5, short(1200)),
-                Pieces::new(&s.memory, 0, short(60).chain([3 << 20, 700_000, 5 << 20])),
-                Pieces::new(&s.memory, 64, [9 << 20].into_iter()),
+                Pieces::new(&s.memory, 12 << 20, short(60).chain([3 << 20, 700_000, 5 << 20])),
+                Pieces::new(&s.memory, (22 << 20) + 64, [9 << 20].into_iter()),
             ] {
                 s.queue.gather_blocking(&s.pool, &pieces.gather()).unwrap();
                 pieces.come_back(&s);

@@ -9,6 +9,7 @@ use pinpool::{
     Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream, Unpinned,
 };
 
+use crate::support::bytes;
 use crate::support::rig::queue::Setup;
 
 /// More failures than there are attempts to record an event.
@@ -17,10 +18,6 @@ const FOR_GOOD: u64 = 10_000;
 const LEN: usize = 300;
 const PIECE: usize = 512;
 const HANG: Duration = Duration::from_secs(20);
-
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
 
 fn setup(config: HostConfig, options: QueueOptions) -> Setup {
     Setup::new(config.memory(64 << 20), 4 << 20, options, 1 << 20)

@@ -20,14 +20,10 @@ use pinpool::{
     SubmitError, Unpinned,
 };
 
-use crate::support::{panicking, skip};
+use crate::support::{bytes, panicking, skip};
 
 const PAGE: usize = 64 << 10;
 const HANG: Duration = Duration::from_secs(20);
-
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
 
 /// Bytes that are counted while they exist.
 struct Counted(Vec<u8>, Arc<AtomicUsize>);

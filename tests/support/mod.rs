@@ -11,3 +11,15 @@ pub mod skip;
 
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
+
+/// Bytes that depend on their place and on the seed.
+pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    let at = |i: usize| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8;
+    // What follows the first 64 KiB is the same again.
+    let mut made: Vec<u8> = (0..len.min(1 << 16)).map(at).collect();
+    while made.len() < len {
+        let more = made.len().min(len - made.len());
+        made.extend_from_within(..more);
+    }
+    made
+}

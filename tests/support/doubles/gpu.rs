@@ -9,6 +9,8 @@ use std::sync::{Mutex, MutexGuard};
 use libloading::Library;
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
 
+pub use crate::support::bytes;
+
 use super::{HANG, StandIn, again, is_set, required};
 use crate::support::skip;
 
@@ -199,11 +201,6 @@ impl Gpu {
 pub fn pool(device: &Device, capacity: usize) -> Pool {
     let built = Pool::builder(device).capacity(capacity).extent(128 << 10).region(256 << 10);
     built.unpinned(Unpinned::Allow).build().unwrap()
-}
-
-/// Bytes that depend on their place.
-pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
 pub fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
