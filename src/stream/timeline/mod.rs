@@ -116,7 +116,7 @@ struct TimelineState {
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest closed sequence number without a published event, or 0.
+    /// The highest closed sequence number for which another event is due, since recording one failed; or 0.
     unpublished: u64,
     /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
     recording: u32,

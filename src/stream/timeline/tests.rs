@@ -12,21 +12,53 @@ use std::time::{Duration, Instant};
 use crate::locks::Mutex;
 
 use crate::device::handle::Device;
-use crate::device::host::{HostConfig, HostNode};
+use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::region::Unpinned;
+use crate::stream::timeline::EventState;
 
-/// A stepped host device. Its first recording tells that it has begun, and waits until the test lets it go on.
+/// A stepped host device. The first recording, or the first question about an event, tells that it has begun, and waits
+/// until the test lets it go on.
 #[derive(Debug)]
-struct PausedRecord {
+struct Paused {
     inner: Arc<dyn Driver>,
-    records: AtomicU32,
+    /// The calls that pause.
+    at: Call,
+    calls: Arc<AtomicU32>,
     begun: SyncSender<()>,
     go_on: Mutex<Receiver<()>>,
     /// Events that exist.
     events: Arc<AtomicI64>,
+}
+
+/// The test's side of a [`Paused`] device.
+struct Pause {
+    node: HostNode,
+    device: Device,
+    began: Receiver<()>,
+    go_on: SyncSender<()>,
+    calls: Arc<AtomicU32>,
+    events: Arc<AtomicI64>,
+}
+
+impl Pause {
+    fn at(at: Call, name: &str) -> Self {
+        let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
+        let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
+        let (calls, events) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicI64::new(0)));
+        let driver = Paused {
+            inner: node.driver(0).unwrap(),
+            at,
+            calls: calls.clone(),
+            begun,
+            go_on: Mutex::new(may),
+            events: events.clone(),
+        };
+        let device = Device::known(name.into(), Arc::new(driver)).unwrap();
+        Self { node, device, began, go_on, calls, events }
+    }
 }
 
 macro_rules! delegate {
@@ -181,7 +213,16 @@ fn a_panic_in_a_batch_fails_its_copies() {
     pool.check().unwrap();
 }
 
-impl Driver for PausedRecord {
+impl Paused {
+    fn pause(&self, at: Call) {
+        if self.at == at && self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
+            self.begun.send(()).unwrap();
+            self.go_on.lock().recv().unwrap();
+        }
+    }
+}
+
+impl Driver for Paused {
     fn name(&self) -> &str {
         self.inner.name()
     }
@@ -213,11 +254,13 @@ impl Driver for PausedRecord {
     }
 
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        if self.records.fetch_add(1, Ordering::SeqCst) == 0 {
-            self.begun.send(()).unwrap();
-            self.go_on.lock().recv().unwrap();
-        }
+        self.pause(Call::Record);
         self.inner.record(event, stream)
+    }
+
+    fn query(&self, event: EventHandle) -> Result<bool> {
+        self.pause(Call::Query);
+        self.inner.query(event)
     }
 
     delegate! {
@@ -228,7 +271,6 @@ impl Driver for PausedRecord {
         fn free(ptr: DevicePtr) -> Result<()>;
         fn create_stream() -> Result<StreamHandle>;
         fn destroy_stream(stream: StreamHandle) -> Result<()>;
-        fn query(event: EventHandle) -> Result<bool>;
         fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
         unsafe:
         fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
@@ -243,19 +285,14 @@ impl Driver for PausedRecord {
 
 #[test]
 fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
-    let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
-    let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
-    let events = Arc::new(AtomicI64::new(0));
-    let inner = node.driver(0).unwrap();
-    let driver =
-        PausedRecord { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
-    let device = Device::known("held up".into(), Arc::new(driver)).unwrap();
+    let Pause { node, device, began, go_on, events, .. } = Pause::at(Call::Record, "held up");
     let stream = device.stream().unwrap();
     drop(stream.hold(()).unwrap());
     let timeline = stream.timeline().clone();
     let recording = std::thread::spawn(move || timeline.close());
     began.recv().unwrap();
-    // Meanwhile another event, made because one is due, covers the same entries and completes.
+    // Meanwhile the event of another entry covers the first one too, and completes.
+    drop(stream.hold(()).unwrap());
     for _ in 0..4 {
         device.reap();
         while node.step() {}
@@ -271,4 +308,65 @@ fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
     }
     drop(device);
     assert_eq!(events.load(Ordering::SeqCst), 0, "an event is neither in use nor destroyed");
+}
+
+/// The stream is lost, though not its device, while a thread asks about its event. The event counts as leaked, and so it
+/// is not recorded again, although the answer says that it is complete.
+#[test]
+fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
+    let Pause { node, device, began, go_on, events, .. } = Pause::at(Call::Query, "asked");
+    let stream = device.stream().unwrap();
+    drop(stream.hold(()).unwrap());
+    stream.timeline().close();
+    while node.step() {}
+    let timeline = stream.timeline().clone();
+    let asking = std::thread::spawn(move || timeline.ask());
+    began.recv().unwrap();
+    stream.timeline().lose(&Error::Internal("a mistake, on purpose"));
+    go_on.send(()).unwrap();
+    asking.join().unwrap();
+    // Another stream records an event, a fresh one.
+    let other = device.stream().unwrap();
+    drop(other.hold(()).unwrap());
+    for _ in 0..4 {
+        device.reap();
+        while node.step() {}
+    }
+    assert_eq!(events.load(Ordering::SeqCst), 2, "a leaked event was recorded again");
+    let holds = device.context().holds().clone();
+    drop((stream, other, device));
+    assert_eq!((holds.leaks(), events.load(Ordering::SeqCst)), (1, 1), "leaked, and not destroyed");
+}
+
+/// While an event is being recorded, it is due, and no other is recorded in its place. It fails when the driver has
+/// refused it.
+#[test]
+fn an_event_that_is_being_recorded_is_due() {
+    let Pause { node, device, began, go_on, calls, .. } = Pause::at(Call::Record, "recorded slowly");
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let stream = device.stream().unwrap();
+    let states = || {
+        let mut states = Vec::new();
+        stream.timeline().for_each_kept(|_, _, event| states.push(event));
+        states
+    };
+    drop(stream.hold(pool.checkout(100).unwrap()).unwrap());
+    let timeline = stream.timeline().clone();
+    let recording = std::thread::spawn(move || timeline.close());
+    began.recv().unwrap();
+    assert_eq!(states(), [EventState::Due]);
+    device.reap();
+    assert_eq!(calls.load(Ordering::SeqCst), 1, "recorded twice");
+    node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
+    go_on.send(()).unwrap();
+    recording.join().unwrap();
+    assert_eq!(states(), [EventState::Failing]);
+    // A later event covers it.
+    stream.timeline().close();
+    assert_eq!(states(), [EventState::Recorded]);
+    for _ in 0..4 {
+        device.reap();
+        while node.step() {}
+    }
+    assert_eq!(states(), []);
 }
