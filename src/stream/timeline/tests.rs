@@ -1,9 +1,6 @@
 //! What two threads do to one timeline at the same time, with a driver that pauses in the middle of a call or panics in
 //! one.
 
-#![allow(unsafe_code, reason = "a driver around another one")]
-
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -12,122 +9,55 @@ use std::time::{Duration, Instant};
 use crate::locks::Mutex;
 
 use crate::device::handle::Device;
+use crate::device::hooked::Hooked;
 use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::pool::Pool;
 use crate::region::Unpinned;
 use crate::stream::timeline::EventState;
 
-/// A stepped host device. The first recording, or the first question about an event, tells that it has begun, and waits
-/// until the test lets it go on.
-#[derive(Debug)]
-struct Paused {
-    inner: Arc<dyn Driver>,
-    /// The calls that pause.
-    at: Call,
-    calls: Arc<AtomicU32>,
-    begun: SyncSender<()>,
-    go_on: Mutex<Receiver<()>>,
-    /// Events that exist.
-    events: Arc<AtomicI64>,
-}
-
-/// The test's side of a [`Paused`] device.
+/// A stepped host device. The first call of one kind tells that it has begun, and waits until the test lets it go on.
 struct Pause {
     node: HostNode,
     device: Device,
     began: Receiver<()>,
     go_on: SyncSender<()>,
+    /// Calls of that kind.
     calls: Arc<AtomicU32>,
+    /// Events that exist.
     events: Arc<AtomicI64>,
 }
 
 impl Pause {
-    fn at(at: Call, name: &str) -> Self {
+    fn at(at: Call, name: &'static str) -> Self {
         let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
         let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
         let (calls, events) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicI64::new(0)));
-        let driver = Paused {
-            inner: node.driver(0).unwrap(),
-            at,
-            calls: calls.clone(),
-            begun,
-            go_on: Mutex::new(may),
-            events: events.clone(),
+        let (count, exist, may) = (calls.clone(), events.clone(), Mutex::new(may));
+        let before = move |call| {
+            match call {
+                Call::CreateEvent => _ = exist.fetch_add(1, Ordering::SeqCst),
+                Call::DestroyEvent => _ = exist.fetch_sub(1, Ordering::SeqCst),
+                _ => {}
+            }
+            if call == at && count.fetch_add(1, Ordering::SeqCst) == 0 {
+                begun.send(()).unwrap();
+                may.lock().recv().unwrap();
+            }
         };
-        let device = Device::known(name.into(), Arc::new(driver)).unwrap();
+        let device = Hooked::device(name, node.driver(0).unwrap(), before).unwrap();
         Self { node, device, began, go_on, calls, events }
     }
 }
 
-macro_rules! delegate {
-    ($( fn $name:ident($($arg:ident : $ty:ty),*) -> $ret:ty; )* unsafe: $( fn $uname:ident($($uarg:ident : $uty:ty),*) -> $uret:ty; )*) => {
-        $( fn $name(&self, $($arg: $ty),*) -> $ret { self.inner.$name($($arg),*) } )*
-        // SAFETY: the caller's word.
-        $( unsafe fn $uname(&self, $($uarg: $uty),*) -> $uret { unsafe { self.inner.$uname($($uarg),*) } } )*
+/// A host device that panics before one call of a kind, when that is armed: it stands for a mistake in this crate.
+fn panics(node: &HostNode, at: Call, name: &'static str) -> (Device, Arc<AtomicBool>) {
+    let armed = Arc::new(AtomicBool::new(false));
+    let is_armed = armed.clone();
+    let before = move |call| {
+        assert!(call != at || !is_armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
     };
-}
-
-/// A host device's driver that panics at one question about an event, or in one batch of copies: it stands for a
-/// mistake in this crate.
-#[derive(Debug)]
-struct Panics {
-    inner: Arc<dyn Driver>,
-    armed: Arc<AtomicBool>,
-    /// The panic comes before the copies are made.
-    at_batch: Arc<AtomicBool>,
-}
-
-impl Driver for Panics {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn family(&self) -> &'static str {
-        self.inner.family()
-    }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
-    fn leave(&self, last: crate::device::holds::Last) {
-        self.inner.leave(last);
-    }
-
-    fn query(&self, event: EventHandle) -> Result<bool> {
-        assert!(!self.armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
-        self.inner.query(event)
-    }
-
-    unsafe fn copy_many(&self, on: StreamHandle, copies: &[Transfer], failed: &mut dyn FnMut(usize, Error)) {
-        assert!(!self.at_batch.swap(false, Ordering::SeqCst), "a mistake in a batch, on purpose");
-        // SAFETY: the caller's word.
-        unsafe { self.inner.copy_many(on, copies, failed) }
-    }
-
-    delegate! {
-        fn can_use(kind: HostKind) -> Result<()>;
-        fn allocate_host(len: usize, kind: HostKind) -> Result<NonNull<u8>>;
-        fn device_address(at: NonNull<u8>) -> Result<u64>;
-        fn allocate(len: usize) -> Result<DevicePtr>;
-        fn free(ptr: DevicePtr) -> Result<()>;
-        fn create_stream() -> Result<StreamHandle>;
-        fn destroy_stream(stream: StreamHandle) -> Result<()>;
-        fn create_event() -> Result<EventHandle>;
-        fn destroy_event(event: EventHandle) -> Result<()>;
-        fn record(event: EventHandle, stream: StreamHandle) -> Result<()>;
-        fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
-        unsafe:
-        fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn unpin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn register(base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
-        fn unregister(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn free_host(base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
-        fn copy(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-        fn copy_blocking(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-    }
+    (Hooked::device(name, node.driver(0).unwrap(), before).unwrap(), armed)
 }
 
 /// The reaper panics in its look at one stream. What is in flight there is quarantined and the stream is lost; other
@@ -136,10 +66,7 @@ impl Driver for Panics {
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
     let node = HostNode::new(HostConfig::new()).unwrap();
-    let armed = Arc::new(AtomicBool::new(false));
-    let (inner, at_batch) = (node.driver(0).unwrap(), Arc::default());
-    let driver = Panics { inner, armed: armed.clone(), at_batch };
-    let device = Device::known("panics".into(), Arc::new(driver)).unwrap();
+    let (device, armed) = panics(&node, Call::Query, "panics");
     let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
     node.hang(0);
@@ -186,10 +113,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
 fn a_panic_in_a_batch_fails_its_copies() {
     const LEN: usize = 256;
     let node = HostNode::new(HostConfig::new()).unwrap();
-    let at_batch = Arc::new(AtomicBool::new(false));
-    let (inner, armed) = (node.driver(0).unwrap(), Arc::default());
-    let driver = Panics { inner, armed, at_batch: at_batch.clone() };
-    let device = Device::known("panics in batches".into(), Arc::new(driver)).unwrap();
+    let (device, at_batch) = panics(&node, Call::Copy, "panics in batches");
     let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (queue, memory) = (device.copy_queue().unwrap(), device.alloc(LEN).unwrap());
     let download = || queue.download(&memory, pool.checkout(LEN).unwrap()).map_err(|e| e.error);
@@ -211,76 +135,6 @@ fn a_panic_in_a_batch_fails_its_copies() {
         std::thread::sleep(Duration::from_millis(1));
     }
     pool.check().unwrap();
-}
-
-impl Paused {
-    fn pause(&self, at: Call) {
-        if self.at == at && self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
-            self.begun.send(()).unwrap();
-            self.go_on.lock().recv().unwrap();
-        }
-    }
-}
-
-impl Driver for Paused {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn family(&self) -> &'static str {
-        self.inner.family()
-    }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
-    fn leave(&self, last: crate::device::holds::Last) {
-        self.inner.leave(last);
-    }
-
-    fn stepped(&self) -> Option<&dyn Stepped> {
-        self.inner.stepped()
-    }
-
-    fn create_event(&self) -> Result<EventHandle> {
-        self.events.fetch_add(1, Ordering::SeqCst);
-        self.inner.create_event()
-    }
-
-    fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        self.events.fetch_sub(1, Ordering::SeqCst);
-        self.inner.destroy_event(event)
-    }
-
-    fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        self.pause(Call::Record);
-        self.inner.record(event, stream)
-    }
-
-    fn query(&self, event: EventHandle) -> Result<bool> {
-        self.pause(Call::Query);
-        self.inner.query(event)
-    }
-
-    delegate! {
-        fn can_use(kind: HostKind) -> Result<()>;
-        fn allocate_host(len: usize, kind: HostKind) -> Result<NonNull<u8>>;
-        fn device_address(at: NonNull<u8>) -> Result<u64>;
-        fn allocate(len: usize) -> Result<DevicePtr>;
-        fn free(ptr: DevicePtr) -> Result<()>;
-        fn create_stream() -> Result<StreamHandle>;
-        fn destroy_stream(stream: StreamHandle) -> Result<()>;
-        fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
-        unsafe:
-        fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn unpin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn register(base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
-        fn unregister(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn free_host(base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
-        fn copy(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-        fn copy_blocking(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-    }
 }
 
 #[test]
