@@ -286,8 +286,8 @@ impl Timeline {
     }
 
     /// A thread or a task begins to wait: makes the reaper look again soon.
-    pub(crate) fn expedite(self: &Arc<Self>) {
-        self.reaper.expedite(self);
+    pub(crate) fn expedite(&self) {
+        self.reaper.expedite();
     }
 
     /// An error if nothing can be submitted.
