@@ -224,3 +224,44 @@ fn an_event_that_is_being_recorded_is_due() {
     }
     assert_eq!(states(), []);
 }
+
+/// A copy counts as complete though its segment was claimed meanwhile: by a buffer that is not used, and by one that is
+/// used for the next copy.
+#[test]
+fn a_copy_whose_segment_was_claimed_counts_as_complete() {
+    const LEN: usize = 300_000;
+    let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    // Room for one segment.
+    let pool = Pool::builder(&device).capacity(512 << 10).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+    let filled = || {
+        let mut buf = pool.checkout(LEN).unwrap();
+        buf.try_resize(LEN, 1).unwrap();
+        buf
+    };
+    let claimed = || {
+        let buf = pool.checkout_on(&stream, LEN).unwrap();
+        assert!(buf.was_claimed(), "not a segment in flight");
+        buf
+    };
+    let complete = || {
+        for _ in 0..4 {
+            device.reap();
+            while node.step() {}
+        }
+        let look = stream.timeline().look();
+        (look.submitted, look.completed, look.entries)
+    };
+    drop(stream.upload(filled(), &memory).unwrap());
+    let unused = claimed();
+    assert_eq!(complete(), (1, 1, 0));
+    drop(unused);
+    // One that keeps device memory, and one that does not.
+    drop(stream.upload(filled(), &memory).unwrap());
+    drop(stream.download(&memory, claimed()).unwrap());
+    assert_eq!(complete(), (3, 3, 0));
+    drop(stream.hold(filled()).unwrap());
+    drop(stream.download(&memory, claimed()).unwrap());
+    assert_eq!(complete(), (5, 5, 0));
+}
