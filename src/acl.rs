@@ -48,6 +48,8 @@
 //!   `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked. Every other copy *waits* for the stream
 //!   and is made before the call returns. Buffers start on multiples of 64 and device memory on multiples of 256, so
 //!   avoid parts of either that start elsewhere.
+//! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) is copied by way of memory of the
+//!   crate's own, since the library does not say that a copy ends when its device is lost.
 //! - **Contexts.** Each thread has a current context of its own. A call of this crate restores the thread's context. A
 //!   thread that had none has the device's context current afterwards, since no call of the library removes it.
 //! - **Streams** have no lasting numbers: an adopted stream is a new [`Stream`] each time it is adopted, and

@@ -261,7 +261,9 @@ impl<T: Send + Sync + 'static> Registered<T> {
     pub fn into_inner(self) -> Result<T> {
         // SAFETY: by the invariant: `self` owns the value, and nothing is borrowed.
         let value = unsafe { &mut *self.0.value.get() }.take();
-        let Some(value) = value else { return Err(Error::Closed) };
+        let Some(value) = value else {
+            return Err(Error::Internal("a registered value was taken out twice"));
+        };
         let (context, range) = (self.0.context.clone(), self.0.range);
         match self.0.context.worker().call(move || unregister(&context, range)) {
             Ok(()) => Ok(*value),

@@ -95,6 +95,9 @@ impl Device {
 
     /// The device that is open under this key, or a new one.
     pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
+        // Outlives the lock: where starting fails, the driver ends after the unlock. Its end may call the vendor's
+        // library.
+        let _kept = driver.clone();
         let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
@@ -285,5 +288,43 @@ impl Device {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Device").field(&self.name()).finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use crate::device::hooked::Hooked;
+    use crate::device::host::{HostConfig, HostNode};
+    use crate::foreign;
+
+    /// Its drop tells whether code of the program could run at that moment: not under a lock of the crate.
+    struct Ends(Arc<AtomicBool>);
+
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            let now = Arc::new(AtomicBool::new(false));
+            let may = now.clone();
+            foreign::when_allowed(Box::new(move || may.store(true, Ordering::SeqCst)));
+            self.0.store(now.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
+    }
+
+    /// A device that cannot be started lets go of its driver, which may make calls then, after the table of open devices is
+    /// unlocked.
+    #[test]
+    fn a_driver_that_is_not_started_ends_under_no_lock() {
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let ended_freely = Arc::new(AtomicBool::new(false));
+        let ends = Ends(ended_freely.clone());
+        let before = move |_| _ = &ends;
+        // No thread can have this name, so starting panics. It leaves the function as an error does.
+        let opened =
+            catch_unwind(AssertUnwindSafe(|| Hooked::device("no\0name", node.driver(0).unwrap(), before)));
+        assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");
+        assert!(ended_freely.load(Ordering::SeqCst), "the driver ended under a lock");
     }
 }

@@ -45,7 +45,8 @@
 //!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
 //!    callback of the driver's too.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
-//!    fails with that class, and no copy of that device touches host memory any more.
+//!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
+//!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
@@ -62,6 +63,8 @@ pub(crate) mod ending;
 pub mod family;
 pub(crate) mod handle;
 pub(crate) mod holds;
+#[cfg(all(test, not(loom)))]
+pub(crate) mod hooked;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;

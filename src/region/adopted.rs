@@ -84,9 +84,9 @@ impl Regions {
             progress.busy += 1;
             progress.pinning.wanted += len;
         }
-        let before = Instant::now();
         let mut extents: Vec<Extent> = Vec::new();
         let (mut offset, mut last, mut longest) = (0, None, Duration::ZERO);
+        let mut busy = Duration::ZERO;
         while offset < len {
             // The pause is on the caller's thread, which waits anyway, so that the worker can do other jobs.
             leave_room(last);
@@ -96,6 +96,7 @@ impl Regions {
             let (pinned, took) = self.pin_piece(&context, piece);
             last = Some((Instant::now(), took));
             longest = longest.max(took);
+            busy += took;
             match pinned {
                 Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
                 // The device was found to be lost by this very call, before it has pinned anything.
@@ -139,7 +140,7 @@ impl Regions {
         let info = region.info();
         let mut progress = self.progress.lock();
         progress.regions.push(region);
-        progress.pinning.busy += before.elapsed();
+        progress.pinning.busy += busy;
         progress.pinning.made += len;
         progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
         Ok(AdoptedRegion { info, pieces })

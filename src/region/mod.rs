@@ -193,7 +193,8 @@ pub struct Pinning {
     /// Bytes that came since the pool was built, including those that were given back since, and those that could not
     /// be pinned.
     pub made: usize,
-    /// The time spent on making these: pinning, and waiting for their pages.
+    /// The time spent on making these: calls that pinned or allocated, and waiting for pages to be touched. The pauses
+    /// between two calls do not count.
     pub busy: Duration,
     /// The longest single call that pinned: how long other users of the driver may have had to wait.
     pub longest_call: Duration,
@@ -202,7 +203,7 @@ pub struct Pinning {
 }
 
 impl Pinning {
-    /// Bytes per second of the time spent in pinning (`made / busy`). `None` before any were made.
+    /// Bytes per second of the time spent in pinning, without the pauses (`made / busy`). `None` before any were made.
     #[must_use]
     pub fn bytes_per_second(&self) -> Option<f64> {
         (!self.busy.is_zero()).then(|| self.made as f64 / self.busy.as_secs_f64())
@@ -437,9 +438,9 @@ impl Regions {
         let _entered = span.enter();
         // SAFETY: within the mapping.
         let start = unsafe { making.base.add(making.offset) };
+        leave_room(making.last);
         let before = Instant::now();
         making.toucher.wait(making.offset + extent);
-        leave_room(making.last);
         let call = Instant::now();
         // Foreign code is put off until the extent is listed.
         let deferral = foreign::defer();
@@ -655,5 +656,64 @@ fn leave_room(last: Option<(Instant, Duration)>) {
 fn leaked(context: &Context, unmapped: Result<()>) {
     if let Err(error) = unmapped {
         crate::foreign::error!(target: "pinpool::region::leak", device = context.name(), %error, "a mapping is leaked");
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use super::{Backing, Pinning, ROOM, Unpinned};
+    use crate::device::HostAllocFlags;
+    use crate::device::hooked::Hooked;
+    use crate::device::host::{Call, HostConfig, HostNode};
+    use crate::locks::Mutex;
+    use crate::pool::Pool;
+
+    /// The pauses between the calls count in no way of getting memory.
+    #[test]
+    fn the_time_spent_in_pinning_has_no_pauses() {
+        const CALL: Duration = Duration::from_millis(96);
+        const LEN: usize = 3 << 16;
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let calls = Arc::new(Mutex::new(0));
+        let count = calls.clone();
+        let before = move |call| {
+            if matches!(call, Call::Pin | Call::AllocateHost) {
+                *count.lock() += 1;
+                std::thread::sleep(CALL);
+            }
+        };
+        let device = Hooked::device("pins slowly", node.driver(0).unwrap(), before).unwrap();
+        let builder = || Pool::builder(&device).capacity(LEN).extent(1 << 16).unpinned(Unpinned::Allow);
+        let made = |backing| {
+            let pool = builder().initial(LEN).backing(backing).build().unwrap();
+            pool.wait_pinned(None).unwrap()
+        };
+        let adopted = || {
+            let pool = builder().capacity(2 * LEN).initial(0).build().unwrap();
+            pool.adopt(vec![0; LEN + 4096]).map(drop).map_err(|refused| refused.error).unwrap();
+            pool.pinning()
+        };
+        let ways: [(&str, &dyn Fn() -> Pinning); 3] = [
+            ("mapped", &|| made(Backing::Registered)),
+            ("the driver's", &|| made(Backing::HostAlloc(HostAllocFlags::default()))),
+            ("adopted", &adopted),
+        ];
+        for (way, make) in ways {
+            *calls.lock() = 0;
+            let since = Instant::now();
+            let pinning = make();
+            let (all, calls) = (since.elapsed(), *calls.lock());
+            assert!(calls >= 3 && pinning.busy >= CALL * calls, "{way}: {calls} calls, {pinning:?}");
+            // Between three extents at least.
+            let pauses = CALL / ROOM * 2;
+            assert!(pinning.busy + pauses <= all, "{way}: {pauses:?} of pauses, {all:?} in all, {pinning:?}");
+            assert!(
+                pinning.longest_call >= CALL && pinning.bytes_per_second().is_some(),
+                "{way}: {pinning:?}"
+            );
+        }
     }
 }

@@ -82,7 +82,7 @@ impl Listing {
     }
 
     /// A thread or a task begins to wait for a sequence number: the reaper starts from the shortest pause again.
-    pub(crate) fn expedite(&self, _timeline: &Arc<Timeline>) {
+    pub(crate) fn expedite(&self) {
         let mut inbox = self.0.inbox.lock();
         if !inbox.expedite {
             inbox.expedite = true;

@@ -65,6 +65,41 @@ fn a_lost_device_is_not_called_any_more() {
     });
 }
 
+/// The library does not say that a copy ends when its device is lost. So it never gets the address of borrowed memory,
+/// which is its owner's again when the call returns.
+#[test]
+fn a_lost_device_has_no_borrowed_memory() {
+    const LEN: usize = 10_000;
+    leaving_things("lost::a_lost_device_has_no_borrowed_memory", |stand_in| {
+        // SAFETY: the double's `control.rs` has the signature.
+        let late = unsafe { stand_in.get::<extern "C" fn(usize, usize) -> bool>("standin_late") };
+        let is_used = |memory: &[u8]| late(memory.as_ptr().addr(), memory.len());
+        let all_is_used = || late(1, usize::MAX - 1);
+        for ordinal in [0, 1] {
+            let device = Device::open(&format!("acl:{ordinal}")).unwrap();
+            let pool = pool(&device, 1 << 20);
+            let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+            // Ordinary and page-locked, both borrowed.
+            let (mut ordinary, mut locked) = (bytes(1, LEN), filled(&pool, &bytes(2, LEN)));
+            for borrowed in [&mut ordinary[..], &mut locked[..]] {
+                let sent = borrowed.to_vec();
+                stream.upload_blocking(borrowed, &memory).unwrap();
+                borrowed.fill(0);
+                stream.download_blocking(&memory, borrowed).unwrap();
+                assert!(*borrowed == *sent);
+            }
+            assert!(ordinal == 1 || !all_is_used());
+            stand_in.fail("aclrtMemcpy", 1, 507_010, false);
+            let lost = match ordinal {
+                0 => stream.upload_blocking(&locked, &memory),
+                _ => stream.download_blocking(&memory, &mut ordinary),
+            };
+            assert_eq!(lost.unwrap_err().class(), ErrorClass::DeviceLost);
+            assert!(all_is_used() && !is_used(&ordinary) && !is_used(&locked));
+        }
+    });
+}
+
 #[test]
 fn a_library_that_others_end_is_left_alone() {
     leaving_things("lost::a_library_that_others_end_is_left_alone", |stand_in| {

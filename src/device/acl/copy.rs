@@ -4,8 +4,13 @@
 //! multiples of 64 bytes on both sides. Not every version refuses pageable memory, and the copy then fails in
 //! unpredictable ways. So every other copy is made *in place*: the call drains the stream, then copies by
 //! `aclrtMemcpy`, which takes any memory, and returns when the copy is complete. (Work that another thread submits to
-//! the stream at the same time comes before or after the copy, as it may anyway.) Copies of borrowed memory are made in
-//! this way, too.
+//! the stream at the same time comes before or after the copy, as it may anyway.)
+//!
+//! # Borrowed memory
+//!
+//! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own. The documentation does not
+//! say that a copy ends with its device: after the device is lost, the copy may still read or write. The crate's memory
+//! is then leaked. Borrowed memory goes back to its owner whatever happens, so the library never gets its address.
 //!
 //! The crate tells the library that the target has room for exactly the bytes of the copy (`destMax`). The callers,
 //! which know the lengths, have checked both ranges, and the host's range is looked up as a whole in the list of
@@ -29,6 +34,8 @@ use crate::error::Result;
 
 /// The addresses of an asynchronous copy are multiples of this many bytes, on the device and on the host.
 const COPY_ALIGN: usize = 64;
+/// The most bytes of borrowed memory that are copied at a time.
+const STAGED: usize = 4 << 20;
 
 /// acl_rt.h: aclrtMemcpyKind.
 const HOST_TO_DEVICE: c_int = 1;
@@ -81,44 +88,60 @@ impl Acl {
     /// # Safety
     /// As for [`Driver::copy_blocking`](crate::device::Driver::copy_blocking).
     pub(super) unsafe fn copy_here(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
-        let call = match transfer {
-            Transfer::Upload { src, dst, len } => {
-                CopyCall { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE }
-            }
-            Transfer::Download { src, dst, len } => {
-                CopyCall { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST }
-            }
+        let (host, there, len, up) = match transfer {
+            Transfer::Upload { src, dst, len } => (src.cast_mut(), device(dst), len, true),
+            Transfer::Download { src, dst, len } => (dst, device(src), len, false),
             Transfer::OnDevice { src, dst, len } => {
-                CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }
+                let call = CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE };
+                // SAFETY: no host memory is named.
+                return unsafe { self.copy_in_place(on, call) };
             }
             // SAFETY: the caller promises both ranges until this returns.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
         };
-        // SAFETY: the caller promises the host memory until this returns.
-        unsafe { self.copy_in_place(on, call) }
+        let mut staging = vec![0_u8; len.min(STAGED)];
+        let copied = {
+            let _current = self.current()?;
+            // Where this fails nothing of the copy was submitted.
+            self.drained_stream(on)?;
+            (0..len).step_by(STAGED).try_for_each(|from| {
+                let (len, there) = (STAGED.min(len - from), there.wrapping_byte_add(from));
+                let staged: *mut u8 = staging.as_mut_ptr();
+                // SAFETY: within the range, which the caller promises until this returns; it does not overlap the
+                // staging memory, which has room for `len` bytes and is not in use: the copy before has succeeded.
+                // Where the copy fails, `staging` is not used again before it has ended.
+                unsafe {
+                    let host = host.add(from);
+                    if up {
+                        staged.copy_from_nonoverlapping(host, len);
+                        self.copy_now(CopyCall { dst: there, src: staged.cast(), len, kind: HOST_TO_DEVICE })
+                    } else {
+                        let call = CopyCall { dst: staged.cast(), src: there, len, kind: DEVICE_TO_HOST };
+                        self.copy_now(call).map(|()| host.copy_from_nonoverlapping(staged, len))
+                    }
+                }
+            })
+        };
+        if copied.is_err() && !self.let_go() {
+            self.leaked();
+            std::mem::forget(staging);
+        }
+        copied
     }
 
-    /// Copies after the stream's earlier work, and returns when the device will not touch the memory again, on an error
-    /// too.
+    /// Copies after the stream's earlier work, and returns when the copy has ended, on an error too. It may not have
+    /// ended if the device is lost.
     ///
     /// # Safety
-    /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target), until this returns.
+    /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target), until the copy has
+    /// ended.
     unsafe fn copy_in_place(&self, on: StreamHandle, call: CopyCall) -> Result<()> {
         let copied = {
             let _current = self.current()?;
             // Where this fails nothing of the copy was submitted.
             self.drained_stream(on)?;
-            let host: *const u8 =
-                if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
-            let cuts = if call.kind == DEVICE_TO_DEVICE { Vec::new() } else { cuts(host, call.len) };
-            let mut from = 0;
-            cuts.into_iter().chain([call.len]).try_for_each(|to| {
-                let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
-                let len = to - from;
-                from = to;
-                // SAFETY: the caller promises the host memory; the device's is within its allocation.
-                self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
-            })
+            // SAFETY: the caller's promise.
+            unsafe { self.copy_now(call) }
         };
         if copied.is_err() {
             self.let_go();
@@ -126,24 +149,43 @@ impl Acl {
         copied
     }
 
-    /// Waits until the device has nothing to do, or is lost. A copy that failed may still run, so its memory cannot go
-    /// back to the caller earlier.
+    /// The copy itself, in the current context. After an error a part of it may still run.
+    ///
+    /// # Safety
+    /// As for [`copy_in_place`](Self::copy_in_place).
+    unsafe fn copy_now(&self, call: CopyCall) -> Result<()> {
+        let host: *const u8 =
+            if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
+        let cuts = if call.kind == DEVICE_TO_DEVICE { Vec::new() } else { cuts(host, call.len) };
+        let mut from = 0;
+        cuts.into_iter().chain([call.len]).try_for_each(|to| {
+            let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
+            let len = to - from;
+            from = to;
+            // SAFETY: the caller promises the host memory; the device's is within its allocation.
+            self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
+        })
+    }
+
+    /// Waits until the device has nothing to do: a copy that failed may still run. `false`: the device is lost, and
+    /// whether the copy still runs cannot be known.
     #[cold]
-    fn let_go(&self) {
+    fn let_go(&self) -> bool {
         let mut attempt = 0_u64;
         while let Err(error) = self.drained() {
             if error.is_device_lost() {
-                return;
+                return false;
             }
             if attempt % 1024 == 0 {
                 crate::foreign::warn!(
                     target: "pinpool::device", device = &*self.name, %error, attempt,
-                    "waiting for a blocking copy failed, trying again: its memory is the caller's"
+                    "waiting for a copy that failed to end failed, trying again"
                 );
             }
             std::thread::sleep(std::time::Duration::from_millis(attempt.min(16)));
             attempt += 1;
         }
+        true
     }
 
     /// # Safety

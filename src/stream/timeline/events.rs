@@ -70,32 +70,19 @@ impl Timeline {
             let seq = state.open;
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
-            state.unpublished = state.unpublished.max(seq);
             state.recording += 1;
             seq
         };
         // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
         // later event is complete. That later event is due in any case.
-        let result = self.context.noting(self.context.driver().record(event, self.stream));
-        result.inspect_err(|error| {
-            let lost = {
-                let mut state = self.state.lock();
-                state.recording -= 1;
-                let lost = state.lost.is_some();
-                // For a stream that was given up meanwhile no event is due any more.
-                if !lost {
-                    let later = state.open;
-                    state.doubtful.push((later, event));
-                    state.unpublished = state.unpublished.max(seq);
-                }
-                lost
-            };
-            if lost {
-                self.keep_back(event);
-            }
-            self.not_recorded(error);
-        })?;
+        let recording = Recording { timeline: self, seq, event };
+        if let Err(error) = self.context.noting(self.context.driver().record(event, self.stream)) {
+            drop(recording);
+            self.not_recorded(&error);
+            return Err(error);
+        }
         let used = recorded(event);
+        std::mem::forget(recording);
         let mut state = self.state.lock();
         state.recording -= 1;
         if state.lost.is_some() {
@@ -115,6 +102,20 @@ impl Timeline {
         }
         state.record_failures = 0;
         used
+    }
+
+    /// The event of a closed sequence number may be recorded or not. A later event is due, which covers the same entries.
+    fn recorded_or_not(&self, seq: u64, event: EventHandle) {
+        let mut state = self.state.lock();
+        state.recording -= 1;
+        // For a stream that was given up meanwhile no event is due any more.
+        if state.lost.is_some() {
+            drop(state);
+            return self.keep_back(event);
+        }
+        let later = state.open;
+        state.doubtful.push((later, event));
+        state.unpublished = state.unpublished.max(seq);
     }
 
     /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
@@ -169,8 +170,8 @@ impl Timeline {
             let Some((seq, event)) = self.state.lock().events.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    // If the stream was lost meanwhile, and its device with it, `lose` has recycled the event.
-                    if self.complete(seq) || !self.is_dead() {
+                    // If the stream was lost meanwhile, `lose` has dealt with its events.
+                    if self.complete(seq) {
                         self.context.recycle(event);
                     }
                     progress = true;
@@ -335,6 +336,19 @@ impl Timeline {
     /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.state.lock().is_idle()
+    }
+}
+
+/// An event that is being recorded. Its drop, after an error or by a panic, leaves the sequence number to a later event.
+struct Recording<'a> {
+    timeline: &'a Timeline,
+    seq: u64,
+    event: EventHandle,
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        self.timeline.recorded_or_not(self.seq, self.event);
     }
 }
 

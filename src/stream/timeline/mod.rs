@@ -116,7 +116,7 @@ struct TimelineState {
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest closed sequence number without a published event, or 0.
+    /// The highest closed sequence number for which another event is due, since recording one failed; or 0.
     unpublished: u64,
     /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
     recording: u32,
@@ -286,8 +286,8 @@ impl Timeline {
     }
 
     /// A thread or a task begins to wait: makes the reaper look again soon.
-    pub(crate) fn expedite(self: &Arc<Self>) {
-        self.reaper.expedite(self);
+    pub(crate) fn expedite(&self) {
+        self.reaper.expedite();
     }
 
     /// An error if nothing can be submitted.
@@ -368,18 +368,14 @@ impl Timeline {
                     state.flight_of(central).bytes += claim.bytes;
                 } else {
                     state.flight_of(central).claimed -= claim.bytes;
-                    if claim.memory.is_some() {
-                        // The copy that the claim follows still uses its device memory.
-                        state.insert(
-                            claim.seq,
-                            TimelineEntry {
-                                retained: Retained::Nothing,
-                                memory: claim.memory,
-                                bytes: 0,
-                                since: claim.since,
-                            },
-                        );
-                    }
+                    // What the claim follows is still to be seen complete, and may use device memory.
+                    let earlier = TimelineEntry {
+                        retained: Retained::Nothing,
+                        memory: claim.memory,
+                        bytes: 0,
+                        since: claim.since,
+                    };
+                    state.insert(claim.seq, earlier);
                 }
                 (Retained::Segment { segment: claim.segment, word }, claim.bytes)
             }
@@ -561,6 +557,8 @@ impl TimelineState {
         let mut completed = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
             claim.completed = true;
+            self.completed += 1;
+            after.timed.extend(claim.since);
             // The holder of the claim reads `completed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
             completed.push((claim.segment.central().number(), claim.bytes));

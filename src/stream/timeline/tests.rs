@@ -1,9 +1,6 @@
 //! What two threads do to one timeline at the same time, with a driver that pauses in the middle of a call or panics in
 //! one.
 
-#![allow(unsafe_code, reason = "a driver around another one")]
-
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -12,90 +9,55 @@ use std::time::{Duration, Instant};
 use crate::locks::Mutex;
 
 use crate::device::handle::Device;
-use crate::device::host::{HostConfig, HostNode};
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
-use crate::error::{Error, Result};
+use crate::device::hooked::Hooked;
+use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
+use crate::error::Error;
 use crate::pool::Pool;
 use crate::region::Unpinned;
+use crate::stream::timeline::EventState;
 
-/// A stepped host device. Its first recording tells that it has begun, and waits until the test lets it go on.
-#[derive(Debug)]
-struct PausedRecord {
-    inner: Arc<dyn Driver>,
-    records: AtomicU32,
-    begun: SyncSender<()>,
-    go_on: Mutex<Receiver<()>>,
+/// A stepped host device. The first call of one kind tells that it has begun, and waits until the test lets it go on.
+struct Pause {
+    node: HostNode,
+    device: Device,
+    began: Receiver<()>,
+    go_on: SyncSender<()>,
+    /// Calls of that kind.
+    calls: Arc<AtomicU32>,
     /// Events that exist.
     events: Arc<AtomicI64>,
 }
 
-macro_rules! delegate {
-    ($( fn $name:ident($($arg:ident : $ty:ty),*) -> $ret:ty; )* unsafe: $( fn $uname:ident($($uarg:ident : $uty:ty),*) -> $uret:ty; )*) => {
-        $( fn $name(&self, $($arg: $ty),*) -> $ret { self.inner.$name($($arg),*) } )*
-        // SAFETY: the caller's word.
-        $( unsafe fn $uname(&self, $($uarg: $uty),*) -> $uret { unsafe { self.inner.$uname($($uarg),*) } } )*
+impl Pause {
+    fn at(at: Call, name: &'static str) -> Self {
+        let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
+        let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
+        let (calls, events) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicI64::new(0)));
+        let (count, exist, may) = (calls.clone(), events.clone(), Mutex::new(may));
+        let before = move |call| {
+            match call {
+                Call::CreateEvent => _ = exist.fetch_add(1, Ordering::SeqCst),
+                Call::DestroyEvent => _ = exist.fetch_sub(1, Ordering::SeqCst),
+                _ => {}
+            }
+            if call == at && count.fetch_add(1, Ordering::SeqCst) == 0 {
+                begun.send(()).unwrap();
+                may.lock().recv().unwrap();
+            }
+        };
+        let device = Hooked::device(name, node.driver(0).unwrap(), before).unwrap();
+        Self { node, device, began, go_on, calls, events }
+    }
+}
+
+/// A host device that panics before one call of a kind, when that is armed: it stands for a mistake in this crate.
+fn panics(node: &HostNode, at: Call, name: &'static str) -> (Device, Arc<AtomicBool>) {
+    let armed = Arc::new(AtomicBool::new(false));
+    let is_armed = armed.clone();
+    let before = move |call| {
+        assert!(call != at || !is_armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
     };
-}
-
-/// A host device's driver that panics at one question about an event, or in one batch of copies: it stands for a
-/// mistake in this crate.
-#[derive(Debug)]
-struct Panics {
-    inner: Arc<dyn Driver>,
-    armed: Arc<AtomicBool>,
-    /// The panic comes before the copies are made.
-    at_batch: Arc<AtomicBool>,
-}
-
-impl Driver for Panics {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn family(&self) -> &'static str {
-        self.inner.family()
-    }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
-    fn leave(&self, last: crate::device::holds::Last) {
-        self.inner.leave(last);
-    }
-
-    fn query(&self, event: EventHandle) -> Result<bool> {
-        assert!(!self.armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
-        self.inner.query(event)
-    }
-
-    unsafe fn copy_many(&self, on: StreamHandle, copies: &[Transfer], failed: &mut dyn FnMut(usize, Error)) {
-        assert!(!self.at_batch.swap(false, Ordering::SeqCst), "a mistake in a batch, on purpose");
-        // SAFETY: the caller's word.
-        unsafe { self.inner.copy_many(on, copies, failed) }
-    }
-
-    delegate! {
-        fn can_use(kind: HostKind) -> Result<()>;
-        fn allocate_host(len: usize, kind: HostKind) -> Result<NonNull<u8>>;
-        fn device_address(at: NonNull<u8>) -> Result<u64>;
-        fn allocate(len: usize) -> Result<DevicePtr>;
-        fn free(ptr: DevicePtr) -> Result<()>;
-        fn create_stream() -> Result<StreamHandle>;
-        fn destroy_stream(stream: StreamHandle) -> Result<()>;
-        fn create_event() -> Result<EventHandle>;
-        fn destroy_event(event: EventHandle) -> Result<()>;
-        fn record(event: EventHandle, stream: StreamHandle) -> Result<()>;
-        fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
-        unsafe:
-        fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn unpin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn register(base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
-        fn unregister(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn free_host(base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
-        fn copy(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-        fn copy_blocking(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-    }
+    (Hooked::device(name, node.driver(0).unwrap(), before).unwrap(), armed)
 }
 
 /// The reaper panics in its look at one stream. What is in flight there is quarantined and the stream is lost; other
@@ -104,10 +66,7 @@ impl Driver for Panics {
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
     let node = HostNode::new(HostConfig::new()).unwrap();
-    let armed = Arc::new(AtomicBool::new(false));
-    let (inner, at_batch) = (node.driver(0).unwrap(), Arc::default());
-    let driver = Panics { inner, armed: armed.clone(), at_batch };
-    let device = Device::known("panics".into(), Arc::new(driver)).unwrap();
+    let (device, armed) = panics(&node, Call::Query, "panics");
     let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
     node.hang(0);
@@ -154,10 +113,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
 fn a_panic_in_a_batch_fails_its_copies() {
     const LEN: usize = 256;
     let node = HostNode::new(HostConfig::new()).unwrap();
-    let at_batch = Arc::new(AtomicBool::new(false));
-    let (inner, armed) = (node.driver(0).unwrap(), Arc::default());
-    let driver = Panics { inner, armed, at_batch: at_batch.clone() };
-    let device = Device::known("panics in batches".into(), Arc::new(driver)).unwrap();
+    let (device, at_batch) = panics(&node, Call::Copy, "panics in batches");
     let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (queue, memory) = (device.copy_queue().unwrap(), device.alloc(LEN).unwrap());
     let download = || queue.download(&memory, pool.checkout(LEN).unwrap()).map_err(|e| e.error);
@@ -181,81 +137,16 @@ fn a_panic_in_a_batch_fails_its_copies() {
     pool.check().unwrap();
 }
 
-impl Driver for PausedRecord {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn family(&self) -> &'static str {
-        self.inner.family()
-    }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
-    fn leave(&self, last: crate::device::holds::Last) {
-        self.inner.leave(last);
-    }
-
-    fn stepped(&self) -> Option<&dyn Stepped> {
-        self.inner.stepped()
-    }
-
-    fn create_event(&self) -> Result<EventHandle> {
-        self.events.fetch_add(1, Ordering::SeqCst);
-        self.inner.create_event()
-    }
-
-    fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        self.events.fetch_sub(1, Ordering::SeqCst);
-        self.inner.destroy_event(event)
-    }
-
-    fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        if self.records.fetch_add(1, Ordering::SeqCst) == 0 {
-            self.begun.send(()).unwrap();
-            self.go_on.lock().recv().unwrap();
-        }
-        self.inner.record(event, stream)
-    }
-
-    delegate! {
-        fn can_use(kind: HostKind) -> Result<()>;
-        fn allocate_host(len: usize, kind: HostKind) -> Result<NonNull<u8>>;
-        fn device_address(at: NonNull<u8>) -> Result<u64>;
-        fn allocate(len: usize) -> Result<DevicePtr>;
-        fn free(ptr: DevicePtr) -> Result<()>;
-        fn create_stream() -> Result<StreamHandle>;
-        fn destroy_stream(stream: StreamHandle) -> Result<()>;
-        fn query(event: EventHandle) -> Result<bool>;
-        fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
-        unsafe:
-        fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn unpin(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn register(base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
-        fn unregister(base: NonNull<u8>, len: usize) -> Result<()>;
-        fn free_host(base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
-        fn copy(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-        fn copy_blocking(stream: StreamHandle, transfer: Transfer) -> Result<()>;
-    }
-}
-
 #[test]
 fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
-    let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
-    let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
-    let events = Arc::new(AtomicI64::new(0));
-    let inner = node.driver(0).unwrap();
-    let driver =
-        PausedRecord { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
-    let device = Device::known("held up".into(), Arc::new(driver)).unwrap();
+    let Pause { node, device, began, go_on, events, .. } = Pause::at(Call::Record, "held up");
     let stream = device.stream().unwrap();
     drop(stream.hold(()).unwrap());
     let timeline = stream.timeline().clone();
     let recording = std::thread::spawn(move || timeline.close());
     began.recv().unwrap();
-    // Meanwhile another event, made because one is due, covers the same entries and completes.
+    // Meanwhile the event of another entry covers the first one too, and completes.
+    drop(stream.hold(()).unwrap());
     for _ in 0..4 {
         device.reap();
         while node.step() {}
@@ -271,4 +162,106 @@ fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
     }
     drop(device);
     assert_eq!(events.load(Ordering::SeqCst), 0, "an event is neither in use nor destroyed");
+}
+
+/// The stream is lost, though not its device, while a thread asks about its event. The event counts as leaked, and so it
+/// is not recorded again, although the answer says that it is complete.
+#[test]
+fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
+    let Pause { node, device, began, go_on, events, .. } = Pause::at(Call::Query, "asked");
+    let stream = device.stream().unwrap();
+    drop(stream.hold(()).unwrap());
+    stream.timeline().close();
+    while node.step() {}
+    let timeline = stream.timeline().clone();
+    let asking = std::thread::spawn(move || timeline.ask());
+    began.recv().unwrap();
+    stream.timeline().lose(&Error::Internal("a mistake, on purpose"));
+    go_on.send(()).unwrap();
+    asking.join().unwrap();
+    // Another stream records an event, a fresh one.
+    let other = device.stream().unwrap();
+    drop(other.hold(()).unwrap());
+    for _ in 0..4 {
+        device.reap();
+        while node.step() {}
+    }
+    assert_eq!(events.load(Ordering::SeqCst), 2, "a leaked event was recorded again");
+    let holds = device.context().holds().clone();
+    drop((stream, other, device));
+    assert_eq!((holds.leaks(), events.load(Ordering::SeqCst)), (1, 1), "leaked, and not destroyed");
+}
+
+/// While an event is being recorded, it is due, and no other is recorded in its place. It fails when the driver has
+/// refused it.
+#[test]
+fn an_event_that_is_being_recorded_is_due() {
+    let Pause { node, device, began, go_on, calls, .. } = Pause::at(Call::Record, "recorded slowly");
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let stream = device.stream().unwrap();
+    let states = || {
+        let mut states = Vec::new();
+        stream.timeline().for_each_kept(|_, _, event| states.push(event));
+        states
+    };
+    drop(stream.hold(pool.checkout(100).unwrap()).unwrap());
+    let timeline = stream.timeline().clone();
+    let recording = std::thread::spawn(move || timeline.close());
+    began.recv().unwrap();
+    assert_eq!(states(), [EventState::Due]);
+    device.reap();
+    assert_eq!(calls.load(Ordering::SeqCst), 1, "recorded twice");
+    node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
+    go_on.send(()).unwrap();
+    recording.join().unwrap();
+    assert_eq!(states(), [EventState::Failing]);
+    // A later event covers it.
+    stream.timeline().close();
+    assert_eq!(states(), [EventState::Recorded]);
+    for _ in 0..4 {
+        device.reap();
+        while node.step() {}
+    }
+    assert_eq!(states(), []);
+}
+
+/// A copy counts as complete though its segment was claimed meanwhile: by a buffer that is not used, and by one that is
+/// used for the next copy.
+#[test]
+fn a_copy_whose_segment_was_claimed_counts_as_complete() {
+    const LEN: usize = 300_000;
+    let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    // Room for one segment.
+    let pool = Pool::builder(&device).capacity(512 << 10).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+    let filled = || {
+        let mut buf = pool.checkout(LEN).unwrap();
+        buf.try_resize(LEN, 1).unwrap();
+        buf
+    };
+    let claimed = || {
+        let buf = pool.checkout_on(&stream, LEN).unwrap();
+        assert!(buf.was_claimed(), "not a segment in flight");
+        buf
+    };
+    let complete = || {
+        for _ in 0..4 {
+            device.reap();
+            while node.step() {}
+        }
+        let look = stream.timeline().look();
+        (look.submitted, look.completed, look.entries)
+    };
+    drop(stream.upload(filled(), &memory).unwrap());
+    let unused = claimed();
+    assert_eq!(complete(), (1, 1, 0));
+    drop(unused);
+    // One that keeps device memory, and one that does not.
+    drop(stream.upload(filled(), &memory).unwrap());
+    drop(stream.download(&memory, claimed()).unwrap());
+    assert_eq!(complete(), (3, 3, 0));
+    drop(stream.hold(filled()).unwrap());
+    drop(stream.download(&memory, claimed()).unwrap());
+    assert_eq!(complete(), (5, 5, 0));
 }

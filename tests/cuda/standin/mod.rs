@@ -563,6 +563,21 @@ fn the_comparison_sees_what_differs() {
     assert_eq!(judge(&rows, &[]).len(), 3, "{:?}", judge(&rows, &[]));
 }
 
+/// A report of any length is read to its end: after thousands of broken rules it says what is left.
+#[test]
+fn a_long_report_is_read_to_its_end() {
+    doubles::gpu::on_stand_in("a_long_report_is_read_to_its_end", |gpu, stand_in| {
+        const BROKEN: usize = 50_000;
+        for _ in 0..BROKEN {
+            assert_eq!(gpu.call("cuMemFree_v2", &[64]), 1);
+        }
+        let report = stand_in.report();
+        assert!(report.violations.iter().all(|line| line == "MEM-7 0x40 is no allocation"));
+        assert_eq!((report.violations.len(), report.leaks), (BROKEN, vec!["contexts 1".to_owned()]));
+        assert!(report.calls.contains(&("cuMemFree_v2".into(), BROKEN as u64)));
+    });
+}
+
 /// The stand-in's page: its rules are those that are broken here, and its differences those of the list.
 #[test]
 fn the_page_of_the_stand_in_has_these_rules_and_differences() {

@@ -358,16 +358,19 @@ impl StandIn {
     }
 
     pub fn report(&self) -> Report {
-        let mut text = vec![0; 1 << 20];
-        // SAFETY: as above; `text` has that room.
-        let len = unsafe {
-            self.get::<unsafe extern "C" fn(*mut u8, usize) -> usize>("standin_report")(
-                text.as_mut_ptr(),
-                text.len(),
-            )
-        };
-        text.truncate(len);
-        Report::parse(&String::from_utf8_lossy(&text))
+        // SAFETY: as above.
+        let ask = unsafe { self.get::<unsafe extern "C" fn(*mut u8, usize) -> usize>("standin_report") };
+        let mut text = vec![0; 64 << 10];
+        loop {
+            // SAFETY: `text` has that room.
+            let len = unsafe { ask(text.as_mut_ptr(), text.len()) };
+            if len <= text.len() {
+                text.truncate(len);
+                return Report::parse(&String::from_utf8_lossy(&text));
+            }
+            // It is as long as all that was broken, and may have grown by the next call.
+            text.resize(2 * len, 0);
+        }
     }
 
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end

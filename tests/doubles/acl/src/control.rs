@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use crate::calls::forget;
 use crate::shared::with;
-use crate::world::{CURRENT, World, idle_world};
+use crate::world::{CURRENT, World, idle_world, overlaps};
 
 /// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their
 /// own, only the calling thread's part is reset.
@@ -20,6 +20,13 @@ extern "C" fn standin_reset() {
 #[unsafe(no_mangle)]
 extern "C" fn standin_kill(device: usize, code: u32) {
     with(|w| w.kill(device, code));
+}
+
+/// Whether a copy may still use this memory that had not ended when its device was lost.
+#[unsafe(no_mangle)]
+extern "C" fn standin_late(at: usize, len: usize) -> bool {
+    let uses = |side: &(usize, usize)| overlaps(at, len, side.0, side.1);
+    with(|w| w.late.iter().flatten().any(uses)).unwrap_or(false)
 }
 
 /// Whether the program is said to run on the device (RC mode). To be set before anything is allocated.

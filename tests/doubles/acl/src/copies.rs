@@ -6,6 +6,7 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use crate::calls::call;
 use crate::codes::*;
+use crate::shared::with;
 use crate::world::*;
 
 /// What both addresses of an asynchronous copy are a multiple of.
@@ -227,7 +228,11 @@ unsafe extern "C" fn aclrtMemcpy(
 ) -> u32 {
     const NAME: &str = "aclrtMemcpy";
     let copy = Copy { dst: dst as usize, max, src: src as usize, len, kind };
-    call(NAME, |w| w.copy_now(NAME, &copy))
+    let code = call(NAME, |w| w.copy_now(NAME, &copy));
+    if is_device_lost(code) {
+        with(|w| w.late.push([(copy.dst, len), (copy.src, len)]));
+    }
+    code
 }
 
 #[unsafe(no_mangle)]

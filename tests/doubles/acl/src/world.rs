@@ -121,6 +121,9 @@ pub struct World {
     /// The call that came last.
     pub last: &'static str,
     pub faults: Vec<Fault>,
+    /// Copies that had not ended when their device was lost, by start and length on both sides: nothing says that they
+    /// end then.
+    pub late: Vec<[(usize, usize); 2]>,
     /// What contexts had left when they were destroyed.
     pub left: BTreeMap<&'static str, usize>,
     /// How often devices were set and contexts made.
