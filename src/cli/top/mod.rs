@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `scrape.rs` | fetches `/metrics` and parses it |
 //! | `view.rs` | computes rates, quantiles and alarms from the answers of the last minutes |
-//! | `text.rs` | turns these into lines of text |
+//! | `text.rs` | puts these into lines of text: headings, notes, bars, tables |
 //! | `screen.rs` | draws the lines on a terminal, and handles keys |
 //!
 //! None of the library's code is used: everything shown is computed from the metrics that the other process exports, so
@@ -50,5 +50,5 @@ fn once(server: &Server, interval: Duration) -> Result<(), CliError> {
         let scrape = server.fetch().map_err(|why| CliError::Failed(format!("{}: {why}", server.url())))?;
         history.add(Instant::now(), Ok(scrape));
     }
-    print(&mut io::stdout(), &text::plain(&history.items(Instant::now()), WIDTH))
+    print(&mut io::stdout(), &history.page(Instant::now(), WIDTH).plain())
 }

@@ -271,42 +271,11 @@ mod tests {
     }
 
     #[test]
-    fn labels_cannot_steer_a_terminal_and_have_an_end() {
-        let label = |raw: &str| {
-            let scrape = parsed(&format!("pinpool_a{{pool=\"{raw}\"}} 1"));
-            scrape.all("pinpool_a")[0].0.to_owned()
-        };
-        assert_eq!(
-            label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
-            "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
-        );
-        assert_eq!(label(&"W".repeat(9_000_000)), "W".repeat(LONGEST_LABEL) + "...");
-        // The longest name of a pool, with its number.
-        let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
-        assert_eq!(label(&name), name);
-    }
-
-    #[test]
     fn too_much_is_refused_and_in_time() {
         let many = "pinpool_x{pool=\"a\"} 1\n".repeat(MOST_SAMPLES + 1);
         let refused = Scrape::parse(&many, Instant::now() + FETCH_TIMEOUT);
         assert!(refused.is_err_and(|why| why.contains("more than 100000 samples")));
         assert!(Scrape::parse("x", Instant::now()).is_err_and(|why| why.contains("within 3 s")));
-    }
-
-    #[test]
-    fn addresses_are_completed() {
-        for (given, full) in [
-            ("127.0.0.1:9185", "http://127.0.0.1:9185/metrics"),
-            ("http://host:1/", "http://host:1/metrics"),
-            ("http://host:1/other/metrics", "http://host:1/other/metrics"),
-            ("[::1]:9185", "http://[::1]:9185/metrics"),
-        ] {
-            assert_eq!(address(given).as_deref(), Ok(full));
-        }
-        for wrong in ["", "https://host", "http://", "/metrics", "ftp://x"] {
-            assert!(address(wrong).is_err(), "{wrong:?}");
-        }
     }
 
     proptest! {
