@@ -21,7 +21,7 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
-use super::{CliError, print};
+use super::{CliError, Result, print};
 use scrape::Server;
 use view::History;
 
@@ -29,7 +29,7 @@ use view::History;
 const WIDTH: usize = 80;
 
 /// Runs the command.
-pub fn run(args: &TopArgs) -> Result<(), CliError> {
+pub fn run(args: &TopArgs) -> Result<()> {
     let url = scrape::address(&args.url).map_err(CliError::Usage)?;
     let interval = Duration::from_secs_f64(args.interval);
     let server = Server::new(url);
@@ -43,7 +43,7 @@ pub fn run(args: &TopArgs) -> Result<(), CliError> {
 }
 
 /// Fetches twice, an interval apart, since a rate needs two answers.
-fn once(server: &Server, interval: Duration) -> Result<(), CliError> {
+fn once(server: &Server, interval: Duration) -> Result<()> {
     let mut history = History::default();
     for pause in [Duration::ZERO, interval] {
         std::thread::sleep(pause);

@@ -8,11 +8,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Style, Stylize};
 use ratatui::text::Line;
 use ratatui::widgets::Paragraph;
+use ratatui::{DefaultTerminal, Frame};
 
 use super::scrape::{Scrape, Server};
 use super::text::Page;
@@ -51,11 +51,7 @@ fn fetch_always(server: Server, interval: Duration) -> io::Result<Receiver<Fetch
     Ok(answers)
 }
 
-fn draw_always(
-    terminal: &mut ratatui::DefaultTerminal,
-    url: &str,
-    answers: &Receiver<Fetched>,
-) -> io::Result<()> {
+fn draw_always(terminal: &mut DefaultTerminal, url: &str, answers: &Receiver<Fetched>) -> io::Result<()> {
     let (mut history, mut scroll) = (History::default(), 0u16);
     let mut shown: Option<(Instant, u16, Page)> = None;
     loop {
@@ -63,7 +59,7 @@ fn draw_always(
         shown = shown.filter(|(at, wide, _)| at.elapsed() < REDRAW_INTERVAL && *wide == width);
         let (.., page) = shown.get_or_insert_with(|| (now, width, history.page(now, width.into())));
         let mut last = 0;
-        terminal.draw(|frame| last = draw(frame, page, history.trouble().is_some(), url, scroll))?;
+        terminal.draw(|frame| last = draw(frame, page, history.trouble.is_some(), url, scroll))?;
         scroll = scroll.min(last);
         match answers.recv_timeout(POLL_INTERVAL) {
             Ok((at, answer)) => {

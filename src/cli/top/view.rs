@@ -24,12 +24,8 @@ const KEPT: usize = 500_000;
 const SHOWN: usize = 50;
 /// The most pools that are checked for alarms.
 const ALARMING: usize = 1000;
-/// The most alarms that are shown.
-const ALARMS: usize = 100;
-/// The most size classes of a pool that are shown.
-const SHOWN_CLASSES: usize = 100;
-/// The most streams that are shown.
-const SHOWN_STREAMS: usize = 100;
+/// The most alarms, size classes of a pool, and streams that are shown.
+const ROWS: usize = 100;
 /// The metric with the time at which the server's sampler last sampled a pool.
 const SAMPLED: &str = "pinpool_sampled_timestamp_seconds";
 /// The assumed number of seconds between two samples of a pool until two have been seen.
@@ -49,7 +45,7 @@ pub struct History {
     scrapes: VecDeque<(Instant, Scrape)>,
     sampled: HashMap<Box<str>, LastSample>,
     /// Why the last fetch failed, if it did.
-    trouble: Option<String>,
+    pub trouble: Option<String>,
 }
 
 impl History {
@@ -78,11 +74,6 @@ impl History {
         }
     }
 
-    /// Why the last fetch failed, if it did.
-    pub fn trouble(&self) -> Option<&str> {
-        self.trouble.as_deref()
-    }
-
     /// Everything to show. Before the first answer: one note that says why there is none.
     pub fn page(&self, now: Instant, width: usize) -> Page {
         let mut page = Page::new(width);
@@ -103,8 +94,8 @@ impl History {
             self.pool_alarms(scrape, pool, *capacity, now, &mut page);
         }
         let alarms = page.lines.len();
-        page.lines.truncate(ALARMS);
-        more(alarms, ALARMS, "alarms", &mut page);
+        page.lines.truncate(ROWS);
+        more(alarms, ROWS, "alarms", &mut page);
         if alarms == 0 {
             page.note(Fine, "no alarms");
         }
@@ -135,24 +126,20 @@ impl History {
         Some((if now >= was { now - was } else { now }, seconds))
     }
 
-    fn rate(&self, name: &str, owner: &str, part: Option<&str>) -> Option<f64> {
+    pub fn rate(&self, name: &str, owner: &str, part: Option<&str>) -> Option<f64> {
         self.since(RATE, name, owner, part).map(|(count, seconds)| count / seconds)
-    }
-
-    fn recent(&self, name: &str, pool: &str) -> f64 {
-        self.since(RECENT, name, pool, None).map_or(0.0, |(count, _)| count)
     }
 
     /// An upper bound of a quantile of the values counted in the last minute, or of all values if there is only one
     /// answer.
-    fn quantile(&self, q: f64, name: &str, owner: &str) -> Option<f64> {
+    pub fn quantile(&self, q: f64, name: &str, owner: &str) -> Option<f64> {
         let name = format!("{name}_bucket");
         let (_, scrape) = self.scrapes.back()?;
-        let mut buckets: Vec<(f64, f64)> = Vec::new();
-        for (bound, ever) in scrape.of(&name, owner) {
+        let bucket = |(bound, ever): (&str, f64)| {
             let count = self.since(RECENT, &name, owner, Some(bound)).map_or(ever, |(count, _)| count);
-            buckets.push((bound.parse().ok()?, count));
-        }
+            Some((bound.parse::<f64>().ok()?, count))
+        };
+        let mut buckets = scrape.of(&name, owner).map(bucket).collect::<Option<Vec<_>>>()?;
         buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
         let all = buckets.last()?.1;
         buckets.iter().find(|bucket| all > 0.0 && bucket.1 >= q * all).map(|bucket| bucket.0)
@@ -169,7 +156,7 @@ impl History {
     fn pool_alarms(&self, scrape: &Scrape, pool: &str, capacity: f64, now: Instant, page: &mut Page) {
         let of = |name: &str| scrape.sum(name, pool, None);
         let state = |state: &str| scrape.sum("pinpool_memory_bytes", pool, Some(state));
-        let recent = |name: &str| self.recent(name, pool);
+        let recent = |name: &str| self.since(RECENT, name, pool, None).map_or(0.0, |(count, _)| count);
         let mut note = |level, text: String| page.note(level, format!("{pool}: {text}"));
         // A minute, or the time that the history covers.
         let seconds = self.before(RECENT).map_or(0.0, |(seconds, _)| seconds.max(1.0));
@@ -181,10 +168,8 @@ impl History {
         let used = of("pinpool_memory_bytes") - state("free");
         if used > 0.9 * capacity {
             let share = percent(used, capacity);
-            note(
-                Warning,
-                format!("nearly full, {share} in use: raise the capacity, or find what keeps buffers"),
-            );
+            let fix = "raise the capacity, or find what keeps buffers";
+            note(Warning, format!("nearly full, {share} in use: {fix}"));
         }
         let (timeouts, waits) = (recent("pinpool_timeouts_total"), recent("pinpool_waits_total"));
         if timeouts > 0.0 {
@@ -251,7 +236,7 @@ impl History {
         page.table(["use", ""], rows.map(|(name, value)| [name.to_owned(), value]).to_vec(), &[]);
 
         let out: Vec<_> = scrape.of("pinpool_class_out_segments", pool).collect();
-        let mut classes: Vec<_> = out.iter().take(SHOWN_CLASSES).collect();
+        let mut classes: Vec<_> = out.iter().take(ROWS).collect();
         let size = |stride: &str| stride.parse::<f64>().ok();
         classes.sort_by(|a, b| {
             let [a, b] = [a, b].map(|(stride, _)| size(stride).unwrap_or(f64::INFINITY));
@@ -269,7 +254,7 @@ impl History {
         };
         let heads = ["class", "out", "free", "kept by threads", "checkouts"];
         page.table(heads, classes.into_iter().map(row).collect(), &[]);
-        more(out.len(), SHOWN_CLASSES, "classes", page);
+        more(out.len(), ROWS, "classes", page);
     }
 
     fn devices(&self, scrape: &Scrape, page: &mut Page) {
@@ -302,9 +287,9 @@ impl History {
             let size = scrape.sum("pinpool_stream_in_flight_bytes", device, Some(stream));
             [format!("{device} stream {stream}"), entries.to_string(), bytes(size)]
         };
-        let rows = streams.iter().take(SHOWN_STREAMS).map(row).collect();
+        let rows = streams.iter().take(ROWS).map(row).collect();
         page.table(["in flight", "copies and holds", "bytes"], rows, &[]);
-        more(streams.len(), SHOWN_STREAMS, "streams", page);
+        more(streams.len(), ROWS, "streams", page);
     }
 }
 
@@ -360,80 +345,5 @@ fn time(seconds: Option<f64>) -> String {
         Some(s) if s >= 1.0 => format!("<= {s:.1} s"),
         Some(s) if s >= 1e-3 => format!("<= {:.1} ms", s * 1e3),
         Some(s) => format!("<= {:.0} us", s * 1e6),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::scrape::parsed;
-    use super::*;
-
-    /// A pool of 100 MiB, of which 20 MiB are free.
-    const POOL: &str = "pinpool_memory_capacity_bytes{pool=\"p\"} 104857600\n\
-                        pinpool_memory_bytes{pool=\"p\",state=\"free\"} 20971520\n\
-                        pinpool_memory_bytes{pool=\"p\",state=\"checked_out\"} 83886080\n";
-
-    /// An answer with one more line, some seconds after `start`.
-    fn add(history: &mut History, start: Instant, second: u64, more: &str) {
-        history.add(start + Duration::from_secs(second), Ok(parsed(&format!("{POOL}{more}\n"))));
-    }
-
-    /// The lines before the first heading.
-    fn notes(history: &History, now: Instant) -> Vec<String> {
-        let text = history.page(now, 80).plain();
-        text.lines().take_while(|line| !line.is_empty()).map(str::to_owned).collect()
-    }
-
-    #[test]
-    fn rates_are_of_the_last_seconds_and_survive_a_restart() {
-        let (mut history, start) = (History::default(), Instant::now());
-        for (second, count) in [(0, 1000), (5, 1000), (10, 1100)] {
-            add(&mut history, start, second, &format!("pinpool_c_total{{pool=\"p\"}} {count}"));
-        }
-        assert_eq!(history.rate("pinpool_c_total", "p", None), Some(20.0));
-        add(&mut history, start, 15, "pinpool_c_total{pool=\"p\"} 50");
-        assert_eq!(history.rate("pinpool_c_total", "p", None), Some(10.0), "50 since it started again");
-    }
-
-    #[test]
-    fn quantiles_are_of_what_came_lately() {
-        let (mut history, start) = (History::default(), Instant::now());
-        let buckets = |fast: u32, all: u32| {
-            let bucket = |le, n| format!("pinpool_w_bucket{{pool=\"p\",le=\"{le}\"}} {n}\n");
-            bucket("0.001", fast) + &bucket("+Inf", all)
-        };
-        add(&mut history, start, 0, &buckets(1000, 1000));
-        assert_eq!(history.quantile(0.99, "pinpool_w", "p"), Some(0.001));
-        add(&mut history, start, 10, &buckets(1001, 1010));
-        let half = history.quantile(0.5, "pinpool_w", "p");
-        assert_eq!(half, Some(f64::INFINITY), "nine of ten new ones are long");
-        assert_eq!(history.quantile(0.1, "pinpool_w", "p"), Some(0.001));
-        assert_eq!(history.quantile(0.5, "pinpool_w", "q"), None);
-    }
-
-    #[test]
-    fn what_nobody_looks_at_is_stale() {
-        let (mut history, start) = (History::default(), Instant::now());
-        let (at, stamp) =
-            (|second| start + Duration::from_secs(second), |n| format!("{SAMPLED}{{pool=\"p\"}} {n}"));
-        for second in 0..5 {
-            add(&mut history, start, second, &stamp(second));
-        }
-        assert_eq!(notes(&history, at(5)), ["no alarms"]);
-        add(&mut history, start, 20, &stamp(4));
-        let found = notes(&history, at(20));
-        assert!(found.len() == 1 && found[0].contains("this pool was last sampled 16 s ago"), "{found:?}");
-    }
-
-    #[test]
-    fn a_server_that_is_gone_leaves_stale_numbers() {
-        let (mut history, start) = (History::default(), Instant::now());
-        history.add(start, Err("no process listens there".into()));
-        assert_eq!(notes(&history, start), ["ALARM: no process listens there"]);
-        add(&mut history, start, 0, "");
-        assert_eq!(notes(&history, start), ["no alarms"]);
-        history.add(start, Err("no process listens there".into()));
-        let found = notes(&history, start + Duration::from_secs(7));
-        assert_eq!(found, ["ALARM: stale: no process listens there; what is shown is 7 s old"]);
     }
 }
