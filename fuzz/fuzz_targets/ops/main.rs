@@ -37,7 +37,7 @@ use pinpool::{
     SubmitError, Token, Unpinned,
 };
 
-use input::{Op, Setup, Size};
+use input::{Op, Setup};
 
 /// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 80;
