@@ -13,7 +13,6 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-use super::waiting::growth_failure;
 use super::{CentralPool, Core, Wake, Want, state, sum};
 use crate::error::{Error, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
@@ -35,6 +34,13 @@ fn page() -> usize {
 pub(super) fn least(wants: &[Want]) -> usize {
     let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
+}
+
+/// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
+/// segments to come back.
+pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
+    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0)?;
+    core.never(wants).map(|_| error.clone())
 }
 
 impl CentralPool {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use super::growth::least;
+use super::growth::{growth_failure, least};
 use super::{CentralPool, Core, Fresh, Grant, WaitOutcome, Wake, Want, mode, state, sum};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
@@ -182,13 +182,6 @@ impl CentralPool {
         core.queue = queue;
         core.serve(wakes);
     }
-}
-
-/// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
-/// segments to come back.
-pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0)?;
-    core.never(wants).map(|_| error.clone())
 }
 
 impl Core {

@@ -189,29 +189,3 @@ fn size(text: &str) -> Result<usize, String> {
         None => Err("a size beyond all memory".into()),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_read() {
-        let good =
-            [("1", 1), ("4096", 4096), ("64MiB", 64 << 20), ("2 GiB", 2 << 30), ("3kb", 3000), ("7B", 7)];
-        for (text, bytes) in
-            good.into_iter().chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000)])
-        {
-            assert_eq!(size(text), Ok(bytes), "{text:?}");
-        }
-        let bad = ",MiB,-1,1.5GiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
-        for text in bad.split(',') {
-            assert!(size(text).is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn the_command_line_is_consistent() {
-        use clap::CommandFactory;
-        Args::command().debug_assert();
-    }
-}

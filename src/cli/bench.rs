@@ -16,9 +16,8 @@
 //!
 //! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
 
-use std::convert::Infallible;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pinpool::pipeline::Pipeline;
@@ -29,8 +28,8 @@ use pinpool::{
 use serde_json::json;
 
 use super::args::BenchArgs;
-use super::spread::spread;
-use super::{CliError, doctor, sample};
+use super::spread::{each, spread};
+use super::{CliError, Result, doctor, sample};
 
 /// The copies of each figure, of which the best counts.
 const ROUNDS: usize = 5;
@@ -51,7 +50,7 @@ const PIPELINE_SHARE: usize = 256 << 20;
 const SIZES_TAKEN: usize = 5;
 
 /// Runs the command.
-pub fn run(args: &BenchArgs) -> Result<(), CliError> {
+pub fn run(args: &BenchArgs) -> Result<()> {
     let device = super::open_device(&args.device)?;
     let measured = prepare(args, &device).and_then(|mut setup| {
         let speeds = setup.measure()?;
@@ -80,7 +79,7 @@ struct BenchSetup {
     unpinned: bool,
 }
 
-fn prepare(args: &BenchArgs, device: &Device) -> Result<BenchSetup, CliError> {
+fn prepare(args: &BenchArgs, device: &Device) -> Result<BenchSetup> {
     let threads = super::threads(args.threads);
     let most = match args.size {
         Some(size) => size,
@@ -179,16 +178,6 @@ fn capacity(len: usize) -> Result<usize, Error> {
     bytes.ok_or_else(|| Error::OutOfMemory { wanted: len, text: "more than the address space".into() })
 }
 
-/// Cuts memory into one part for each thread, of whole pieces, and calls `work` with each part's offset and bytes.
-fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
-    let part = bytes.len().div_ceil(threads).next_multiple_of(PIECE);
-    let parts: Vec<_> = bytes.chunks_mut(part).map(Mutex::new).collect();
-    let Ok(()) = spread(threads, parts.len(), |number| {
-        work(number * part, &mut parts[number].lock().unwrap_or_else(PoisonError::into_inner));
-        Ok::<_, Infallible>(())
-    });
-}
-
 /// An order of a vector's pieces of 16 KiB in which neighbours come from far apart, and each piece comes once.
 struct Scattered {
     pieces: usize,
@@ -256,7 +245,7 @@ impl Figure {
 }
 
 impl BenchSetup {
-    fn measure(&mut self) -> Result<Speeds, CliError> {
+    fn measure(&mut self) -> Result<Speeds> {
         let mut best = [Duration::MAX; FIGURES.len()];
         // Round by round, so that other load on the machine slows all figures alike.
         for _ in 0..ROUNDS {
@@ -275,7 +264,7 @@ impl BenchSetup {
     }
 
     /// Measures one copy. The target is overwritten before it and compared after it.
-    fn once(&mut self, figure: Figure, streams: usize) -> Result<Duration, CliError> {
+    fn once(&mut self, figure: Figure, streams: usize) -> Result<Duration> {
         self.prepare(figure).map_err(|e| self.failed(&e))?;
         let taken = self.run(figure, streams).map_err(|e| self.failed(&e))?;
         self.compare(figure)?;
@@ -333,7 +322,7 @@ impl BenchSetup {
     }
 
     /// Compares the bytes at the target with the source.
-    fn compare(&mut self, figure: Figure) -> Result<(), CliError> {
+    fn compare(&mut self, figure: Figure) -> Result<()> {
         if figure.is_upload() {
             // By plain copies, so that an error of the pipeline cannot hide itself.
             self.run(LinkDown, 1).map_err(|e| self.failed(&e))?;

@@ -27,7 +27,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::args::{LoadArgs, UnpinnedArg};
 use super::escape::{NAME, clean, text};
 use super::spread::spread;
-use super::{CliError, sample, say};
+use super::{CliError, Result, sample, say};
 
 /// The approximate length of an extent: short enough for the first to be ready soon, long enough for pinning at full
 /// speed.
@@ -42,7 +42,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
-pub fn run(args: &LoadArgs) -> Result<(), CliError> {
+pub fn run(args: &LoadArgs) -> Result<()> {
     let run = prepare(args)?;
     let mut report = LoadReport::default();
     let result = run.run(args, &mut report);
@@ -107,7 +107,7 @@ impl Moved {
 }
 
 /// Opens everything, so that a command line that cannot be obeyed is refused before any byte moves.
-fn prepare(args: &LoadArgs) -> Result<LoadRun, CliError> {
+fn prepare(args: &LoadArgs) -> Result<LoadRun> {
     let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
     let device = super::open_device(&args.device)?;
     furnish(args, sources, device.clone()).inspect_err(|_| {
@@ -116,7 +116,7 @@ fn prepare(args: &LoadArgs) -> Result<LoadRun, CliError> {
 }
 
 /// Makes the pool, the pipeline and, for a command line without files, the sample.
-fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun, CliError> {
+fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun> {
     let segment =
         Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
     let too_small = || {
@@ -198,7 +198,7 @@ fn is_named_wrongly(kind: io::ErrorKind) -> bool {
 }
 
 /// Opens a regular file, or the checkpoint of a folder.
-fn open(path: &Path) -> Result<Input, CliError> {
+fn open(path: &Path) -> Result<Input> {
     let name = path.display().to_string();
     let wrong = |text: &str| CliError::Usage(format!("{name}: {text}"));
     let unread = |e: io::Error| {
@@ -231,7 +231,7 @@ fn open(path: &Path) -> Result<Input, CliError> {
 }
 
 impl LoadRun {
-    fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<(), CliError> {
+    fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<()> {
         report.device = self.device.name().to_owned();
         for source in &self.sources {
             let result = self.load(args, source, report);
@@ -245,7 +245,7 @@ impl LoadRun {
         Ok(())
     }
 
-    fn load(&self, args: &LoadArgs, source: &Input, report: &mut LoadReport) -> Result<(), CliError> {
+    fn load(&self, args: &LoadArgs, source: &Input, report: &mut LoadReport) -> Result<()> {
         let len = usize::try_from(source.len).map_err(|_| source.failed("it is larger than all memory"))?;
         if len == 0 {
             report.lines.push(format!("{}: empty", text(&source.name)));
@@ -295,7 +295,7 @@ impl LoadRun {
     }
 
     /// Uploads a file into device memory.
-    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<(), CliError> {
+    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
         let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
         if from.len() < source.len {
             let (what, end, len) = (source.name.clone(), from.len(), source.len);
@@ -308,11 +308,7 @@ impl LoadRun {
     }
 
     /// Waits for a transfer and updates the progress bar.
-    fn watched<T: Send + Sync + 'static>(
-        &self,
-        source: &Input,
-        mut transfer: Transfer<T>,
-    ) -> Result<T, CliError> {
+    fn watched<T: Send + Sync + 'static>(&self, source: &Input, mut transfer: Transfer<T>) -> Result<T> {
         let before = self.bar.position();
         loop {
             match transfer.wait_timeout(PROGRESS_INTERVAL) {
@@ -330,7 +326,7 @@ impl LoadRun {
     }
 
     /// Downloads device memory. Returns the checksum of each chunk, in order.
-    fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>, CliError> {
+    fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>> {
         let sums = ChecksumSink { name: source.name.clone(), parts: Mutex::default() };
         let transfer = self.pipeline.download(memory, sums).map_err(|e| source.error(&e.error))?;
         let ChecksumSink { parts, .. } = self.watched(source, transfer)?;
@@ -340,7 +336,7 @@ impl LoadRun {
     }
 
     /// Reads the file again, into ordinary memory, and compares the checksums.
-    fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<(), CliError> {
+    fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<()> {
         spread(self.pipeline.threads(), sums.len(), |number| {
             let ChunkSum { offset, len, sum } = sums[number];
             let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
@@ -362,7 +358,7 @@ impl LoadRun {
     }
 
     /// Loads a checkpoint's tensors into device memory.
-    fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, CliError> {
+    fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
         let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
         tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
@@ -383,7 +379,7 @@ impl LoadRun {
         checkpoint: &Checkpoint,
         tensors: &[DeviceTensor],
         sums: &[u128],
-    ) -> Result<(), CliError> {
+    ) -> Result<()> {
         spread(self.pipeline.threads(), tensors.len(), |number| {
             let tensor = &tensors[number];
             let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
@@ -543,20 +539,14 @@ impl LoadReport {
 
 #[cfg(test)]
 mod tests {
+    use super::super::args::{Args, Command};
     use super::*;
     use clap::Parser;
 
-    fn args(line: &[&str]) -> LoadArgs {
-        let line = ["pinpool", "load", "--device", "host"].iter().chain(line);
-        match super::super::args::Args::parse_from(line).command {
-            super::super::args::Command::Load(load) => load,
-            other => panic!("{other:?}"),
-        }
-    }
-
     #[test]
     fn a_wrong_byte_on_the_device_is_found_and_named() {
-        let args = args(&["--sample", "300000", "--chunk", "65536", "--capacity", "1MiB", "--threads", "2"]);
+        let line = "pinpool load --device host --sample 300000 --chunk 65536 --capacity 1MiB --threads 2";
+        let Command::Load(args) = Args::parse_from(line.split(' ')).command else { panic!("{line}") };
         let run = prepare(&args).unwrap();
         let source = &run.sources[0];
         let InputKind::File(file) = &source.what else { panic!("a sample is a file") };

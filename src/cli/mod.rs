@@ -34,7 +34,7 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::error::ErrorKind;
+use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
 use pinpool::{Device, Error};
 
 /// A mismatch; a device or a disk that fails; memory that cannot be had; a result that cannot be written.
@@ -52,6 +52,9 @@ pub enum CliError {
     /// What came back is not what went out.
     Mismatch(String),
 }
+
+/// What a part of a subcommand ends with.
+type Result<T, E = CliError> = std::result::Result<T, E>;
 
 impl CliError {
     pub fn exit_code(&self) -> u8 {
@@ -88,28 +91,21 @@ pub fn run(args: &args::Args) -> ExitCode {
 
 /// Prints help and version to stdout; an error of the command line becomes one line on stderr.
 pub fn refuse(error: &clap::Error) -> ExitCode {
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // The error is ignored: a closed pipe needs no more of the help.
-            let _ = error.print();
-            return ExitCode::SUCCESS;
-        }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            let _ = error.print();
-        }
-        _ => {
-            let text = error.render().to_string();
-            // The first paragraph has the cause; usage and hints follow after an empty line.
-            let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
-            say(&format!("{} (see --help)", cause.join(" ")));
-        }
+    if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
+        // The error is ignored: a closed pipe needs no more of the help.
+        let _ = error.print();
+    } else {
+        let text = error.render().to_string();
+        // The first paragraph has the cause; usage and hints follow after an empty line.
+        let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
+        say(&format!("{} (see --help)", cause.join(" ")));
     }
-    ExitCode::from(EXIT_USAGE)
+    ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 })
 }
 
 /// Opens the device that the command line names. A device that does not exist is an error of the command line; a device
 /// that fails is not.
-fn open_device(spec: &str) -> Result<Device, CliError> {
+fn open_device(spec: &str) -> Result<Device> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
         match error {
@@ -122,7 +118,7 @@ fn open_device(spec: &str) -> Result<Device, CliError> {
 }
 
 /// The exit status of a subcommand. Prints the error, if there is one.
-fn exit(result: Result<(), CliError>) -> ExitCode {
+fn exit(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -133,7 +129,7 @@ fn exit(result: Result<(), CliError>) -> ExitCode {
 }
 
 /// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
-fn print(out: &mut impl Write, text: &str) -> Result<(), CliError> {
+fn print(out: &mut impl Write, text: &str) -> Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             Err(CliError::Failed(format!("the result cannot be written: {error}")))
@@ -157,9 +153,7 @@ fn rate(bytes: u64, time: Duration) -> Option<f64> {
 /// would end the process.
 fn room(len: usize) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
-    let refused =
-        |e: std::collections::TryReserveError| Error::OutOfMemory { wanted: len, text: e.to_string() };
-    bytes.try_reserve_exact(len).map_err(refused)?;
+    bytes.try_reserve_exact(len).map_err(|e| Error::OutOfMemory { wanted: len, text: e.to_string() })?;
     Ok(bytes)
 }
 
@@ -167,7 +161,7 @@ fn room(len: usize) -> Result<Vec<u8>, Error> {
 const CLOSING: Duration = Duration::from_secs(10);
 
 /// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
-fn close(device: Device) -> Result<(), CliError> {
+fn close(device: Device) -> Result<()> {
     device.close(CLOSING).map_err(|error| CliError::Failed(error.to_string()))
 }
 
@@ -179,16 +173,11 @@ fn say(line: &str) {
 /// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
 /// terminal.
 fn json_line(value: &serde_json::Value) -> String {
-    let mut line = String::new();
-    for character in value.to_string().chars() {
-        if character.is_ascii() && character != '\u{7f}' {
-            line.push(character);
-        } else {
-            let mut units = [0; 2];
-            line.extend(character.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")));
-        }
-    }
-    line
+    let escaped = |c: char| -> String {
+        c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+    };
+    let plain = |c: char| c.is_ascii() && c != '\u{7f}';
+    value.to_string().chars().map(|c| if plain(c) { c.to_string() } else { escaped(c) }).collect()
 }
 
 /// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning

@@ -25,14 +25,9 @@ pub fn make(len: u64) -> io::Result<File> {
 /// Fills `bytes` from an endless sequence that does not repeat, starting at byte `from` of it, a multiple of eight.
 pub fn fill(bytes: &mut [u8], from: u64) {
     for (count, word) in (from / 8..).zip(bytes.chunks_mut(8)) {
-        word.copy_from_slice(&mix(count).to_le_bytes()[..word.len()]);
+        // Multiples of an odd number repeat after 2^64 of them. This one, near the golden section of 2^64, sets the
+        // upper bits of small multiples as well.
+        let number = count.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word.copy_from_slice(&number.to_le_bytes()[..word.len()]);
     }
-}
-
-/// Scatters a number over all 64 bits (the finisher of SplitMix64).
-fn mix(count: u64) -> u64 {
-    let mut z = count.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

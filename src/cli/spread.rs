@@ -4,6 +4,7 @@
 //! first failure no thread takes another number. The calls that have begun run to their ends, so of several failures
 //! the one with the lowest number is reported.
 
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -42,23 +43,14 @@ pub fn spread<E: Send>(
     first.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |(_, failure)| Err(failure))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_number_comes_once_and_the_lowest_failure_is_told() {
-        let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
-        let all = spread(3, 1000, |number| {
-            seen[number].fetch_add(1, Ordering::Relaxed);
-            Ok::<_, ()>(())
-        });
-        assert!(all.is_ok() && seen.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-        let failed = spread(3, 1000, |number| match number {
-            17.. => Err(number),
-            _ => Ok(()),
-        });
-        assert_eq!(failed, Err(17));
-        assert_eq!(spread(1, 0, Err), Ok(()));
-    }
+/// Cuts a slice into one part for each thread, and calls `work` with each part and where it starts.
+pub fn each<T: Send>(all: &mut [T], threads: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    // So long that two threads seldom write to one page.
+    const STEP: usize = 16 << 10;
+    let part = all.len().div_ceil(threads).next_multiple_of(STEP);
+    let parts: Vec<_> = all.chunks_mut(part).map(Mutex::new).collect();
+    let Ok(()) = spread(threads, parts.len(), |number| {
+        work(number * part, &mut parts[number].lock().unwrap_or_else(PoisonError::into_inner));
+        Ok::<_, Infallible>(())
+    });
 }

@@ -26,7 +26,6 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice};
 use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
-use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 use crate::stream::timeline::Timeline;
 pub use closing::{CloseError, HeldBy};
@@ -197,17 +196,9 @@ impl Device {
         self.context().driver().pci_address()
     }
 
-    /// A new stream, which the crate owns. The call is slow on some devices: make streams at start-up.
-    ///
-    /// # Errors
-    /// What the driver says; the device's loss.
-    pub fn stream(&self) -> Result<Stream> {
-        Stream::create(self)
-    }
-
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every stream at once.
-    /// Allocating and freeing may synchronise the device: [`Stream::alloc`] does not. The call blocks until the memory
-    /// is there.
+    /// Allocating and freeing may synchronise the device: [`Stream::alloc`](crate::Stream::alloc) does not. The call
+    /// blocks until the memory is there.
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.

@@ -17,10 +17,10 @@
 //!
 //! # Files, in the order to read them
 //!
-//! This file has [`Stream`], the public handle. [`timeline`] is the core: how the crate knows that a copy is done.
-//! [`reaper`] is the thread that finds it out. `memory` allocates device memory in a stream's order. [`awaited`] is
-//! what a handle waits for while its copy is in a queue and has no sequence number yet. `loom_models` has the models of
-//! all this.
+//! This file has [`Stream`], the public handle, and [`Device::stream`], which makes one. [`timeline`] is the core: how
+//! the crate knows that a copy is done. [`reaper`] is the thread that finds it out. `memory` allocates device memory in
+//! a stream's order. [`awaited`] is what a handle waits for while its copy is in a queue and has no sequence number
+//! yet. `loom_models` has the models of all this.
 //!
 //! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
 //! `central` (to return segments), `device` (the driver) and `freelist` (the segments' state words).
@@ -72,16 +72,22 @@ pub struct Stream {
     device: Device,
 }
 
-impl Stream {
-    pub(crate) fn create(device: &Device) -> Result<Self> {
-        let context = device.context().clone();
+impl Device {
+    /// A new stream, which the crate owns. The call is slow on some devices: make streams at start-up.
+    ///
+    /// # Errors
+    /// What the driver says; the device's loss.
+    pub fn stream(&self) -> Result<Stream> {
+        let context = self.context().clone();
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(maker.driver().create_stream()))?;
-        let timeline = Timeline::new(context, handle, device.listing().clone());
-        Ok(Self { timeline, device: device.clone() })
+        let timeline = Timeline::new(context, handle, self.listing().clone());
+        Ok(Stream { timeline, device: self.clone() })
     }
+}
 
+impl Stream {
     /// A stream that the program made. By the contract of the caller it is alive for as long as anything is in flight
     /// on it. `id` is the driver's number of the stream: the same number gives the same timeline; without one each call
     /// gives another. `keep_alive` keeps the stream alive.

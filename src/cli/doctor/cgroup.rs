@@ -5,6 +5,8 @@
 //! slows the whole group down while it is above `memory.high`. The tightest limit may be at any level above the
 //! process's own. A container's mounts decide which levels it sees.
 
+use std::path::Path;
+
 use super::report::size;
 use super::system::System;
 use super::{Case, Fixes, Verdict, parse};
@@ -121,16 +123,10 @@ fn groups(system: &System) -> Option<(u32, String, Vec<ControlGroup>)> {
         Some(inner) if !inner.split('/').any(|part| part == "..") => inner.trim_matches('/'),
         _ => "",
     };
-    let mut groups = Vec::new();
-    let mut inner = Some(inner);
-    while let Some(part) = inner {
-        let dir = format!("{}/{part}", point.trim_end_matches('/'));
-        groups.extend(group(system, version, dir.trim_end_matches('/').to_owned()));
-        inner = match part.rsplit_once('/') {
-            Some((parent, _)) => Some(parent),
-            None => (!part.is_empty()).then_some(""),
-        };
-    }
+    let top = point.trim_end_matches('/');
+    let dirs = Path::new(inner).ancestors().map(|part| format!("{top}/{}", part.display()));
+    let group = |dir: String| group(system, version, dir.trim_end_matches('/').to_owned());
+    let groups = dirs.filter_map(group).collect();
     Some((version, point, groups))
 }
 
@@ -157,23 +153,21 @@ mod tests {
     fn the_tightest_of_all_limits_is_what_is_left() {
         let root = tempfile::tempdir().unwrap();
         let system = System::new(root.path());
-        let file = |path: &str, text: &str| {
-            let path = system.at(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let (outer, inner) = ("/sys/fs/cgroup/pod", "/sys/fs/cgroup/pod/server");
         assert_eq!(left(&system), None);
-        file("/proc/self/cgroup", "0::/pod/server\n");
-        file("/sys/fs/cgroup/pod/server/memory.current", "1000\n");
-        file("/sys/fs/cgroup/pod/server/memory.max", "max\n");
-        assert_eq!(left(&system), None);
-        file("/sys/fs/cgroup/pod/memory.current", "5000\n");
-        file("/sys/fs/cgroup/pod/memory.max", "9000\n");
-        assert_eq!(left(&system), Some(4000));
-        // Page cache that the kernel would drop at once does not count as used.
-        file("/sys/fs/cgroup/pod/memory.stat", "anon 1\ninactive_file 2000\n");
-        assert_eq!(left(&system), Some(6000));
-        file("/sys/fs/cgroup/pod/server/memory.high", "4000\n");
-        assert_eq!(left(&system), Some(3000));
+        for (dir, name, text, all) in [
+            ("/proc/self", "cgroup", "0::/pod/server\n", None),
+            (inner, "memory.current", "1000\n", None),
+            (inner, "memory.max", "max\n", None),
+            (outer, "memory.current", "5000\n", None),
+            (outer, "memory.max", "9000\n", Some(4000)),
+            // Page cache that the kernel would drop at once does not count as used.
+            (outer, "memory.stat", "anon 1\ninactive_file 2000\n", Some(6000)),
+            (inner, "memory.high", "4000\n", Some(3000)),
+        ] {
+            std::fs::create_dir_all(system.at(dir)).unwrap();
+            std::fs::write(system.at(dir).join(name), text).unwrap();
+            assert_eq!(left(&system), all, "{dir}/{name}");
+        }
     }
 }

@@ -40,11 +40,10 @@ pub fn module(case: &Case) -> Verdict {
         let Some(version) = vendor.versions.iter().find_map(version) else {
             return Err(holder(case, vendor).unwrap_or((vendor.absent.into(), of_vendor(vendor.install))));
         };
-        let major: Option<u32> = version.split('.').next().and_then(|major| major.parse().ok());
-        if let (Some(major), Some((oldest, why))) = (major, vendor.oldest) {
-            if major < oldest {
-                return Err((format!("{} driver {version}; {why}", vendor.name), of_vendor(vendor.install)));
-            }
+        let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+        let is_older = |than: u32| major.is_some_and(|major| major < than);
+        if let Some((_, why)) = vendor.oldest.filter(|(oldest, _)| is_older(*oldest)) {
+            return Err((format!("{} driver {version}; {why}", vendor.name), of_vendor(vendor.install)));
         }
         // A driver package that was updated under a running system leaves the old module loaded. The name of the
         // library's file has the library's version.

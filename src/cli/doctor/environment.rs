@@ -31,6 +31,7 @@ pub enum EnvironmentKind {
     /// A container of another or an unknown kind.
     Container,
 }
+use EnvironmentKind::{Container, Docker, Kubernetes, Machine, Podman};
 
 impl Environment {
     pub fn of(system: &System) -> Self {
@@ -38,29 +39,23 @@ impl Environment {
         let release = system.word("/proc/sys/kernel/osrelease").unwrap_or_default().to_ascii_lowercase();
         let manager = system.word("/run/systemd/container").filter(|name| !name.is_empty() && name != "wsl");
         let named = |name: &str| groups.contains(name);
+        let pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
+        let secrets = "/var/run/secrets/kubernetes.io";
         // Stronger signs first: a kubelet starts its containers by other tools, which leave their signs as well.
         let signs = [
-            (
-                EnvironmentKind::Kubernetes,
-                std::env::var_os("KUBERNETES_SERVICE_HOST").is_some(),
-                "KUBERNETES_SERVICE_HOST",
-            ),
-            (
-                EnvironmentKind::Kubernetes,
-                system.exists("/var/run/secrets/kubernetes.io"),
-                "/var/run/secrets/kubernetes.io",
-            ),
-            (EnvironmentKind::Kubernetes, named("kubepods"), "kubepods in /proc/self/cgroup"),
-            (EnvironmentKind::Podman, system.exists("/run/.containerenv"), "/run/.containerenv"),
-            (EnvironmentKind::Podman, named("libpod"), "libpod in /proc/self/cgroup"),
-            (EnvironmentKind::Docker, system.exists("/.dockerenv"), "/.dockerenv"),
-            (EnvironmentKind::Docker, named("docker"), "docker in /proc/self/cgroup"),
+            (Kubernetes, pod, "KUBERNETES_SERVICE_HOST"),
+            (Kubernetes, system.exists(secrets), secrets),
+            (Kubernetes, named("kubepods"), "kubepods in /proc/self/cgroup"),
+            (Podman, system.exists("/run/.containerenv"), "/run/.containerenv"),
+            (Podman, named("libpod"), "libpod in /proc/self/cgroup"),
+            (Docker, system.exists("/.dockerenv"), "/.dockerenv"),
+            (Docker, named("docker"), "docker in /proc/self/cgroup"),
             // systemd's convention, which nspawn, LXC and others follow.
-            (EnvironmentKind::Container, manager.is_some(), "/run/systemd/container"),
-            (EnvironmentKind::Container, named("lxc"), "lxc in /proc/self/cgroup"),
+            (Container, manager.is_some(), "/run/systemd/container"),
+            (Container, named("lxc"), "lxc in /proc/self/cgroup"),
         ];
         let signs: Vec<_> = signs.into_iter().filter(|(_, found, _)| *found).collect();
-        let kind = signs.first().map_or(EnvironmentKind::Machine, |(kind, ..)| *kind);
+        let kind = signs.first().map_or(Machine, |(kind, ..)| *kind);
         let signs = signs.into_iter().map(|(_, _, sign)| sign).collect();
         let unit = groups.lines().filter_map(|line| line.rsplit('/').next()).find_map(|name| {
             // A login session is a service as well, but not the server's.
@@ -72,7 +67,6 @@ impl Environment {
     /// Whether a remedy can be applied here. `podman`: the list has a remedy for podman, so docker's is not shown
     /// there.
     fn applies(&self, by: By, podman: bool) -> bool {
-        use EnvironmentKind::{Container, Docker, Kubernetes, Machine, Podman};
         match by {
             By::Shell => self.kind == Machine,
             By::Systemd => self.kind == Machine && !self.wsl,
@@ -95,14 +89,12 @@ impl Environment {
         let place = match by {
             By::Here => return String::new(),
             By::Shell | By::Start => "shell",
-            By::Systemd => {
-                return format!("systemd, in {}: ", self.unit.as_deref().unwrap_or("the server's unit"));
-            }
-            By::Docker | By::Podman if self.kind == EnvironmentKind::Podman => "podman run",
+            By::Systemd => &format!("systemd, in {}", self.unit.as_deref().unwrap_or("the server's unit")),
+            By::Docker | By::Podman if self.kind == Podman => "podman run",
             By::Docker | By::Podman => "docker run",
             By::Kubernetes => "kubernetes",
             By::Kernel | By::Host if self.wsl => "in WSL",
-            By::Kernel if self.kind == EnvironmentKind::Machine => "system",
+            By::Kernel if self.kind == Machine => "system",
             By::Kernel | By::Host => "on the container's host",
             By::Pool => "pool",
         };
@@ -127,11 +119,11 @@ impl Environment {
 pub fn container(case: &Case) -> Verdict {
     let place = &case.environment;
     let kind = match place.kind {
-        EnvironmentKind::Machine => return Verdict::ok("none"),
-        EnvironmentKind::Docker => "docker",
-        EnvironmentKind::Podman => "podman",
-        EnvironmentKind::Kubernetes => "kubernetes",
-        EnvironmentKind::Container => "a container",
+        Machine => return Verdict::ok("none"),
+        Docker => "docker",
+        Podman => "podman",
+        Kubernetes => "kubernetes",
+        Container => "a container",
     };
     let found = format!("{kind} (by {})", place.signs.join(", "));
     let status = case.system.text("/proc/self/status");

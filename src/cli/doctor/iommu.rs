@@ -26,8 +26,7 @@ pub fn iommu(case: &Case) -> Verdict {
     let line = case.system.text("/proc/cmdline");
     let asked = |word: &str| line.split_ascii_whitespace().any(|w| w == word);
     let passes = asked("iommu=pt") || asked("iommu.passthrough=1");
-    let mut translated = Vec::new();
-    let mut unknown = Vec::new();
+    let (mut translated, mut known) = (Vec::new(), true);
     for address in &addresses {
         let group = case.system.link(&format!("/sys/bus/pci/devices/{address}/iommu_group"));
         let kind =
@@ -39,14 +38,14 @@ pub fn iommu(case: &Case) -> Verdict {
                 let strict = if kind == "DMA" { ", flushing at once" } else { "" };
                 translated.push(format!("{address} is translated ({kind}{strict})"));
             }
-            _ => unknown.push(address.as_str()),
+            _ => known = false,
         }
     }
     if translated.is_empty() {
-        let how = match unknown.as_slice() {
-            [] => "passes the accelerators through",
-            _ if passes => "passes through, by the kernel's command line",
-            _ => "what it does to the accelerators does not show",
+        let how = match known {
+            true => "passes the accelerators through",
+            false if passes => "passes through, by the kernel's command line",
+            false => "what it does to the accelerators does not show",
         };
         return Verdict::ok(format!("{found}: {how}"));
     }

@@ -30,16 +30,15 @@ pub fn version(case: &Case) -> Verdict {
     let mut verdict = Verdict::ok(format!("Linux {release}"));
     let version = parse::release(&release);
     let vendors = case.vendor().map_or(&[][..], |vendor| vendor.kernels);
-    for kernel in vendors.iter().chain(&KERNELS) {
-        if version.is_some_and(|version| kernel.versions.contains(&version))
-            && case.capacity >= kernel.capacity
-        {
-            let found = format!("{}: {}", verdict.found, kernel.what);
-            verdict = match kernel.helps {
-                Some(later) => return Verdict::warn(found, fixes![Kernel: "Linux {later} or later"]),
-                None => Verdict::ok(found),
-            };
-        }
+    let is_in = |kernel: &Kernel| version.is_some_and(|version| kernel.versions.contains(&version));
+    for kernel in
+        vendors.iter().chain(&KERNELS).filter(|kernel| is_in(kernel) && case.capacity >= kernel.capacity)
+    {
+        let found = format!("{}: {}", verdict.found, kernel.what);
+        verdict = match kernel.helps {
+            Some(later) => return Verdict::warn(found, fixes![Kernel: "Linux {later} or later"]),
+            None => Verdict::ok(found),
+        };
     }
     verdict
 }

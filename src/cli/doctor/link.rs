@@ -27,8 +27,8 @@ pub struct Link {
     address: String,
     speed: f64,
     width: u64,
-    most_speed: Option<f64>,
-    most_width: Option<u64>,
+    most_speed: f64,
+    most_width: u64,
 }
 
 impl Link {
@@ -36,13 +36,11 @@ impl Link {
         let speed = |file: &str| parse::transfers(&system.word(&format!("{dir}/{file}"))?);
         // A bridge without anything in its slot has a width of 0; 255 is "unknown".
         let width = |file: &str| system.number(&format!("{dir}/{file}")).filter(|w| (1..=32).contains(w));
-        Some(Self {
-            address: dir.rsplit('/').next()?.to_owned(),
-            speed: speed("current_link_speed")?,
-            width: width("current_link_width")?,
-            most_speed: speed("max_link_speed"),
-            most_width: width("max_link_width"),
-        })
+        let address = dir.rsplit('/').next()?.to_owned();
+        let (now, lanes) = (speed("current_link_speed")?, width("current_link_width")?);
+        let most_speed = speed("max_link_speed").unwrap_or(now);
+        let most_width = width("max_link_width").unwrap_or(lanes);
+        Some(Self { address, speed: now, width: lanes, most_speed, most_width })
     }
 
     fn generation(&self) -> &'static (f64, &'static str, f64) {
@@ -91,37 +89,22 @@ pub fn link(case: &Case, links: &[Link]) -> Verdict {
         ));
     };
     let found = format!("{address}: {}, {:.1} GB/s for large copies", own.words(), own.gb_per_s());
-    let full = Link {
-        speed: own.most_speed.unwrap_or(own.speed),
-        width: own.most_width.unwrap_or(own.width),
-        ..own.clone()
-    };
+    let full = Link { speed: own.most_speed, width: own.most_width, ..own.clone() };
     let less = || format!("{found}; it can do {}", full.words());
-    if own.width < full.width {
-        return Verdict::warn(
-            less(),
-            fixes![
-                Kernel: "seat the card again, use a slot with all lanes, and look for bifurcation in the firmware's settings"
-            ],
-        );
-    }
-    // Only if there were copies before: the link of an idle device is slow on purpose.
-    if own.speed < full.speed && case.opened() {
-        return Verdict::warn(
-            less(),
-            fixes![
-                Kernel: "set the slot's speed to auto in the firmware's settings, or use a faster slot; for errors of the link: \
-                         sudo dmesg | grep -i aer"
-            ],
-        );
-    }
-    match links.iter().min_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s())) {
-        Some(slowest) if slowest.gb_per_s() < own.gb_per_s() * 0.99 => Verdict::warn(
-            format!("{found}; a bridge above it, {}, has only {}", slowest.address, slowest.words()),
-            fixes![
-                Kernel: "use a slot whose bridges have the device's lanes and speed (lspci -tv shows the way)"
-            ],
-        ),
-        _ => Verdict::ok(found),
-    }
+    let slowest = links.iter().min_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s())).unwrap_or(own);
+    let (found, fix) = if own.width < full.width {
+        let fix = "seat the card again, use a slot with all lanes, and look for bifurcation in the firmware's settings";
+        (less(), fix)
+    } else if own.speed < full.speed && case.opened() {
+        // Only if there were copies before: the link of an idle device is slow on purpose.
+        let fix = "set the slot's speed to auto in the firmware's settings, or use a faster slot; for errors of the \
+                   link: sudo dmesg | grep -i aer";
+        (less(), fix)
+    } else if slowest.gb_per_s() < own.gb_per_s() * 0.99 {
+        let found = format!("{found}; a bridge above it, {}, has only {}", slowest.address, slowest.words());
+        (found, "use a slot whose bridges have the device's lanes and speed (lspci -tv shows the way)")
+    } else {
+        return Verdict::ok(found);
+    };
+    Verdict::warn(found, fixes![Kernel: "{fix}"])
 }

@@ -138,8 +138,6 @@ struct Case<'a> {
     capacity: u64,
     /// Bytes to pin and copy for a trial.
     trial: u64,
-    /// The timeout of each step of the trial: longer than a step takes on a device that works.
-    patience: Duration,
     /// The accelerator's family, if one was named on the command line, was opened, or shows on this machine.
     family: Option<&'static Family>,
 }
@@ -188,6 +186,8 @@ const CHECKS: [(&str, CheckFn); 16] = [
 
 /// Bytes to pin and copy by default: few, and enough to reach full speed.
 const USUAL_TRIAL: u64 = 64 << 20;
+/// The timeout of each step of the trial: longer than a step takes on a device that works.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// The smallest trial: less does not show a speed.
 const LEAST_TRIAL: u64 = 1 << 20;
 
@@ -242,15 +242,14 @@ fn examine(system: &System, args: &DoctorArgs) -> Findings {
     let device = Device::open(spec);
     let family = accelerator(spec).or_else(|| accelerator(device.as_ref().map_or("", Device::name)));
     let family = family.or_else(|| if spec == "auto" { shown(system) } else { None });
-    let (environment, patience) = (Environment::of(system), Duration::from_secs(20));
-    let case = Case { system, environment, spec, device, capacity, trial, patience, family };
+    let case = Case { system, environment: Environment::of(system), spec, device, capacity, trial, family };
     let mut checks: Vec<Check> =
         CHECKS.map(|(name, check)| Check::new(&case.environment, name, check(&case))).into();
     let measured = probe::probe(&case, &mut checks);
     let Case { device, environment, .. } = case;
     let name = device.as_ref().map_or(spec, Device::name).to_owned();
     // A shorter timeout: a device that did not answer in the trial will not answer now.
-    if let Some(Err(error)) = device.ok().map(|device| device.close(patience / 4)) {
+    if let Some(Err(error)) = device.ok().map(|device| device.close(PATIENCE / 4)) {
         let verdict = Verdict::warn(error.to_string(), fixes![Here: "see the checks that failed above"]);
         checks.push(Check::new(&environment, "close", verdict));
     }

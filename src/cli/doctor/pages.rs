@@ -18,16 +18,18 @@ fn huge(case: &Case) -> u64 {
     said.filter(|size| size.is_power_of_two()).unwrap_or(2 << 20)
 }
 
+/// The chosen word of a file with a setting of transparent huge pages.
+fn chosen(case: &Case, file: &str) -> Option<String> {
+    parse::choice(&case.system.text(&format!("{THP}/{file}"))).map(str::to_owned)
+}
+
 /// The setting that holds for huge pages of this size: `always`, `madvise` or `never`. `None`: not shown.
 fn mode(case: &Case) -> Option<String> {
-    let chosen = |file: &str| case.system.read(file).as_deref().and_then(parse::choice).map(str::to_owned);
-    let whole = chosen(&format!("{THP}/enabled"))?;
+    let whole = chosen(case, "enabled")?;
     // Since Linux 6.8 each size has a setting of its own, which may refer to the one for all sizes (Documentation:
     // Transparent Hugepage Support).
-    match chosen(&format!("{THP}/hugepages-{}kB/enabled", huge(case) >> 10)).as_deref() {
-        None | Some("inherit") => Some(whole),
-        Some(own) => Some(own.to_owned()),
-    }
+    let own = chosen(case, &format!("hugepages-{}kB/enabled", huge(case) >> 10));
+    own.filter(|own| own != "inherit").or(Some(whole))
 }
 
 /// Whether regions get huge pages.
@@ -35,9 +37,8 @@ pub fn huge_pages(case: &Case) -> Verdict {
     let Some(mode) = mode(case) else {
         return Verdict::unseen(&format!("{THP}/enabled"));
     };
-    let chosen = |file: &str| parse::choice(&case.system.text(&format!("{THP}/{file}"))).map(str::to_owned);
     if mode == "never" {
-        let (file, which) = if chosen("enabled").as_deref() == Some("never") {
+        let (file, which) = if chosen(case, "enabled").as_deref() == Some("never") {
             ("enabled".to_owned(), String::new())
         } else {
             (format!("hugepages-{}kB/enabled", huge(case) >> 10), format!(" of {}", size(huge(case))))
@@ -53,7 +54,7 @@ pub fn huge_pages(case: &Case) -> Verdict {
             fixes![Here: "find what started the process: it, or a parent, called prctl(PR_SET_THP_DISABLE, 1)"],
         );
     }
-    let defrag = chosen("defrag").map_or_else(String::new, |word| format!(", defrag {word}"));
+    let defrag = chosen(case, "defrag").map_or_else(String::new, |word| format!(", defrag {word}"));
     Verdict::ok(format!("transparent, of {}: {mode}{defrag}", size(huge(case))))
 }
 

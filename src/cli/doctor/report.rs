@@ -8,13 +8,9 @@ use serde_json::{Value, json};
 use textwrap::{Options, WordSplitter::NoHyphenation};
 
 use super::{Check, Findings, Status};
-use crate::cli::{self, CliError, json_line};
+use crate::cli::{self, json_line};
 
 impl Status {
-    fn word(self) -> &'static str {
-        self.look().0
-    }
-
     fn look(self) -> (&'static str, Style) {
         let (word, color) = match self {
             Self::Ok => ("ok", AnsiColor::Green),
@@ -26,7 +22,7 @@ impl Status {
 }
 
 /// Prints the findings.
-pub fn print(findings: &Findings, as_json: bool) -> Result<(), CliError> {
+pub fn print(findings: &Findings, as_json: bool) -> cli::Result<()> {
     let text = if as_json { format!("{}\n", json_line(&json(findings))) } else { text(findings) };
     cli::print(&mut anstream::stdout(), &text)
 }
@@ -35,7 +31,7 @@ fn json(findings: &Findings) -> Value {
     let check = |check: &Check| {
         json!({
             "name": check.name,
-            "status": check.status.word(),
+            "status": check.status.look().0,
             "found": check.found,
             "fix": if check.fix.is_empty() { Value::Null } else { check.fix.join("\n").into() },
         })
@@ -43,7 +39,7 @@ fn json(findings: &Findings) -> Value {
     json!({
         "device": findings.device,
         "capacity_bytes": findings.capacity,
-        "status": findings.worst().word(),
+        "status": findings.worst().look().0,
         "checks": findings.checks.iter().map(check).collect::<Vec<_>>(),
         "measured": {
             "pin_gb_per_s": findings.measured.pin,
@@ -68,12 +64,8 @@ fn text(findings: &Findings) -> String {
         }
     }
     let count = |status| findings.checks.iter().filter(|check| check.status == status).count();
-    text += &format!(
-        "\n{} ok, {} to look at, {} failed\n",
-        count(Status::Ok),
-        count(Status::Warn),
-        count(Status::Fail)
-    );
+    let [ok, warn, fail] = [Status::Ok, Status::Warn, Status::Fail].map(count);
+    text += &format!("\n{ok} ok, {warn} to look at, {fail} failed\n");
     text
 }
 
@@ -99,30 +91,4 @@ pub fn size(bytes: u64) -> String {
 /// A speed as text.
 pub fn speed(gb_per_s: f64) -> String {
     format!("{gb_per_s:.1} GB/s")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_findings_are_wrapped_between_words() {
-        assert_eq!(wrapped("a b", 4), "a b\n");
-        let text = wrapped(&["word"; 60].join(" "), 20);
-        let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.iter().map(|l| l.split_whitespace().count()).sum::<usize>(), 60);
-        assert!(lines[1..].iter().all(|l| l.starts_with(&format!("{:20}word", "")) && l.len() <= COLUMNS));
-        let long = "x".repeat(300);
-        assert_eq!(wrapped(&format!("a {long}"), 4), format!("a\n    {long}\n"));
-    }
-
-    #[test]
-    fn sizes_are_told() {
-        assert_eq!(size(1023), "1023 B");
-        assert_eq!(size(64 << 10), "64 KiB");
-        assert_eq!(size(256 << 20), "256 MiB");
-        assert_eq!(size((3 << 30) + (1 << 29)), "3.5 GiB");
-        assert_eq!(size(2 << 40), "2 TiB");
-        assert_eq!(size(u64::MAX), "16777216 TiB");
-    }
 }

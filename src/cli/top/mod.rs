@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `scrape.rs` | fetches `/metrics` and parses it |
 //! | `view.rs` | computes rates, quantiles and alarms from the answers of the last minutes |
-//! | `text.rs` | turns these into lines of text |
+//! | `text.rs` | puts these into lines of text: headings, notes, bars, tables |
 //! | `screen.rs` | draws the lines on a terminal, and handles keys |
 //!
 //! None of the library's code is used: everything shown is computed from the metrics that the other process exports, so
@@ -21,7 +21,7 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
-use super::{CliError, print};
+use super::{CliError, Result, print};
 use scrape::Server;
 use view::History;
 
@@ -29,7 +29,7 @@ use view::History;
 const WIDTH: usize = 80;
 
 /// Runs the command.
-pub fn run(args: &TopArgs) -> Result<(), CliError> {
+pub fn run(args: &TopArgs) -> Result<()> {
     let url = scrape::address(&args.url).map_err(CliError::Usage)?;
     let interval = Duration::from_secs_f64(args.interval);
     let server = Server::new(url);
@@ -43,12 +43,12 @@ pub fn run(args: &TopArgs) -> Result<(), CliError> {
 }
 
 /// Fetches twice, an interval apart, since a rate needs two answers.
-fn once(server: &Server, interval: Duration) -> Result<(), CliError> {
+fn once(server: &Server, interval: Duration) -> Result<()> {
     let mut history = History::default();
     for pause in [Duration::ZERO, interval] {
         std::thread::sleep(pause);
         let scrape = server.fetch().map_err(|why| CliError::Failed(format!("{}: {why}", server.url())))?;
         history.add(Instant::now(), Ok(scrape));
     }
-    print(&mut io::stdout(), &text::plain(&history.items(Instant::now()), WIDTH))
+    print(&mut io::stdout(), &history.page(Instant::now(), WIDTH).plain())
 }

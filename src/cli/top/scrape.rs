@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-use crate::cli::escape::clean;
+use super::super::escape::clean;
 
 /// How long one fetch may take: connecting, the answer, and parsing it.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(3);
@@ -161,20 +161,15 @@ fn late() -> String {
 /// Completes an address: `http://` and `/metrics` may be left out.
 pub fn address(given: &str) -> Result<String, String> {
     let given = given.trim();
-    let rest = match given.split_once("://") {
-        Some(("http", rest)) => rest,
-        Some((scheme, _)) => {
-            return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
-        }
-        None => given,
-    };
+    let (scheme, rest) = given.split_once("://").unwrap_or(("http", given));
+    if scheme != "http" {
+        return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
+    }
     if rest.is_empty() || rest.starts_with('/') {
         return Err(format!("{given:?} names no host, such as 127.0.0.1:9185"));
     }
-    Ok(match rest.trim_end_matches('/').contains('/') {
-        true => format!("http://{rest}"),
-        false => format!("http://{}/metrics", rest.trim_end_matches('/')),
-    })
+    let host = rest.trim_end_matches('/');
+    Ok(if host.contains('/') { format!("http://{rest}") } else { format!("http://{host}/metrics") })
 }
 
 /// A server that is fetched from again and again, and its connections.
@@ -216,11 +211,9 @@ impl Server {
             ureq::Error::Timeout(_) => late(),
             error => format!("no answer: {error}"),
         })?;
-        if answer.status().as_u16() != 200 {
-            return Err(format!(
-                "the server has no metrics at this address (status {})",
-                answer.status().as_u16()
-            ));
+        let status = answer.status().as_u16();
+        if status != 200 {
+            return Err(format!("the server has no metrics at this address (status {status})"));
         }
         let body = answer.body_mut().with_config().limit(LARGEST_ANSWER);
         let text = body.read_to_string().map_err(|error| match error {
@@ -230,91 +223,9 @@ impl Server {
         })?;
         let scrape = Scrape::parse(&text, deadline)?;
         if !scrape.has_pools() {
-            return Err(
-                "the server answers, but has no metrics of pinpool: does it have a pool, and a Sampler that \
-                        feeds the recorder?"
-                    .to_owned(),
-            );
+            let why = "does it have a pool, and a Sampler that feeds the recorder?";
+            return Err(format!("the server answers, but has no metrics of pinpool: {why}"));
         }
         Ok(scrape)
-    }
-}
-
-/// A parsed text, for tests.
-#[cfg(test)]
-pub fn parsed(text: &str) -> Scrape {
-    Scrape::parse(text, Instant::now() + FETCH_TIMEOUT).unwrap()
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    #[test]
-    fn samples_are_read() {
-        let text = "# HELP a text\n# TYPE a gauge\npinpool_a 1\nother{pool=\"p\"} 3\n\
-                    pinpool_b{pool=\"q\\\"\\\\}, \",job=\"x\",le=\"1\"} 2.5e3 1700000000\n\npinpool_c{} +Inf\n\
-                    pinpool_b{le=\"1\",pool=\"q\\\"\\\\}, \",job=\"y\"} 1\npinpool_b{pool=\"a\",le=\"2\"} 4\n\
-                    pinpool_broken{x=\"1\nnone\n";
-        let scrape = parsed(text);
-        assert_eq!(scrape.sum("pinpool_a", "", None), 1.0);
-        let name = "q\"\\}, ";
-        assert_eq!(scrape.get("pinpool_b", name, "1"), Some(2501.0), "{scrape:?}");
-        assert_eq!(scrape.sum("pinpool_b", name, None), 2501.0);
-        assert_eq!(scrape.get("pinpool_b", name, "2"), None);
-        assert_eq!(scrape.sum("pinpool_b", "a", Some("2")), 4.0);
-        assert_eq!(scrape.sum("pinpool_c", "", None), f64::INFINITY);
-        assert_eq!((scrape.metrics.len(), scrape.len()), (3, 5), "{scrape:?}");
-        assert!(scrape.of("pinpool_b", "b").next().is_none() && scrape.all("other").is_empty());
-    }
-
-    #[test]
-    fn labels_cannot_steer_a_terminal_and_have_an_end() {
-        let label = |raw: &str| {
-            let scrape = parsed(&format!("pinpool_a{{pool=\"{raw}\"}} 1"));
-            scrape.all("pinpool_a")[0].0.to_owned()
-        };
-        assert_eq!(
-            label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
-            "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
-        );
-        assert_eq!(label(&"W".repeat(9_000_000)), "W".repeat(LONGEST_LABEL) + "...");
-        // The longest name of a pool, with its number.
-        let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
-        assert_eq!(label(&name), name);
-    }
-
-    #[test]
-    fn too_much_is_refused_and_in_time() {
-        let many = "pinpool_x{pool=\"a\"} 1\n".repeat(MOST_SAMPLES + 1);
-        let refused = Scrape::parse(&many, Instant::now() + FETCH_TIMEOUT);
-        assert!(refused.is_err_and(|why| why.contains("more than 100000 samples")));
-        assert!(Scrape::parse("x", Instant::now()).is_err_and(|why| why.contains("within 3 s")));
-    }
-
-    #[test]
-    fn addresses_are_completed() {
-        for (given, full) in [
-            ("127.0.0.1:9185", "http://127.0.0.1:9185/metrics"),
-            ("http://host:1/", "http://host:1/metrics"),
-            ("http://host:1/other/metrics", "http://host:1/other/metrics"),
-            ("[::1]:9185", "http://[::1]:9185/metrics"),
-        ] {
-            assert_eq!(address(given).as_deref(), Ok(full));
-        }
-        for wrong in ["", "https://host", "http://", "/metrics", "ftp://x"] {
-            assert!(address(wrong).is_err(), "{wrong:?}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn nothing_panics(text in ".{0,200}", shaped in "[a-c]{0,2}\\{?([xy]=\"?[^\n]{0,4}\"?,?){0,3}\\}? ?[0-9.eE+-]{0,4}") {
-            parsed(&text);
-            parsed(&shaped);
-            parsed(&format!("pinpool_{shaped}"));
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! The terminal: draws the items of a [`History`] until a key ends it.
+//! The terminal: draws the page of a [`History`] until a key ends it.
 //!
 //! A thread of its own fetches, since a server may take seconds to answer. The main thread draws and reads keys. The
 //! terminal is restored at every end, also after a panic (by ratatui's panic hook).
@@ -8,19 +8,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Style, Stylize};
 use ratatui::text::Line;
 use ratatui::widgets::Paragraph;
+use ratatui::{DefaultTerminal, Frame};
 
 use super::scrape::{Scrape, Server};
-use super::text;
-use super::view::{History, ViewItem};
+use super::text::Page;
+use super::view::History;
 
 /// How often keys and answers are looked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// How often the items are computed again without a new answer: some of them show an age.
+/// How often the page is computed again without a new answer: it shows ages.
 const REDRAW_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Shows the server's metrics until `q`, Esc or Ctrl-C.
@@ -51,24 +51,20 @@ fn fetch_always(server: Server, interval: Duration) -> io::Result<Receiver<Fetch
     Ok(answers)
 }
 
-fn draw_always(
-    terminal: &mut ratatui::DefaultTerminal,
-    url: &str,
-    answers: &Receiver<Fetched>,
-) -> io::Result<()> {
+fn draw_always(terminal: &mut DefaultTerminal, url: &str, answers: &Receiver<Fetched>) -> io::Result<()> {
     let (mut history, mut scroll) = (History::default(), 0u16);
-    let mut shown = (Instant::now(), history.items(Instant::now()));
+    let mut shown: Option<(Instant, u16, Page)> = None;
     loop {
-        if shown.0.elapsed() >= REDRAW_INTERVAL {
-            shown = (Instant::now(), history.items(Instant::now()));
-        }
+        let (now, width) = (Instant::now(), terminal.size()?.width);
+        shown = shown.filter(|(at, wide, _)| at.elapsed() < REDRAW_INTERVAL && *wide == width);
+        let (.., page) = shown.get_or_insert_with(|| (now, width, history.page(now, width.into())));
         let mut last = 0;
-        terminal.draw(|frame| last = draw(frame, &shown.1, history.trouble().is_some(), url, scroll))?;
+        terminal.draw(|frame| last = draw(frame, page, history.trouble.is_some(), url, scroll))?;
         scroll = scroll.min(last);
         match answers.recv_timeout(POLL_INTERVAL) {
             Ok((at, answer)) => {
                 history.add(at, answer);
-                shown = (Instant::now(), history.items(Instant::now()));
+                shown = None;
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
@@ -97,58 +93,15 @@ fn draw_always(
 }
 
 /// Draws everything. Returns the last line that can be scrolled to.
-fn draw(frame: &mut Frame, items: &[ViewItem], stale: bool, url: &str, scroll: u16) -> u16 {
+fn draw(frame: &mut Frame, page: &Page, stale: bool, url: &str, scroll: u16) -> u16 {
     let [head, body] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(frame.area());
     let state = if stale { "STALE".red() } else { "live".green() };
     let title = format!("pinpool top  {url}  ");
     let title = Line::from(vec![title.into(), state.bold(), "  q ends, arrows scroll".dim()]);
     frame.render_widget(title, head);
-    let lines = text::lines(items, usize::from(body.width));
+    let lines = page.lines.clone();
     let last = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(body.height);
     let style = if stale { Style::new().dim() } else { Style::new() };
     frame.render_widget(Paragraph::new(lines).style(style).scroll((scroll.min(last), 0)), body);
     last
-}
-
-#[cfg(test)]
-mod tests {
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
-
-    use super::super::scrape::parsed;
-    use super::*;
-
-    fn drawn(history: &History, scroll: u16) -> (String, u16) {
-        let mut terminal = Terminal::new(TestBackend::new(90, 12)).unwrap();
-        let mut last = 0;
-        let (items, stale) = (history.items(Instant::now()), history.trouble().is_some());
-        terminal.draw(|frame| last = draw(frame, &items, stale, "http://h/metrics", scroll)).unwrap();
-        let buffer = terminal.backend().buffer();
-        let rows =
-            buffer.content().chunks(90).map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
-        (rows.map(|row| format!("{}\n", row.trim_end())).collect(), last)
-    }
-
-    #[test]
-    fn the_screen_says_what_is_live_and_what_is_stale() {
-        let mut history = History::default();
-        assert!(drawn(&history, 0).0.contains("waiting for the first answer"));
-        let text = "pinpool_memory_capacity_bytes{pool=\"p\"} 1048576\npinpool_memory_bytes{pool=\"p\",state=\"free\"} 524288\n";
-        history.add(Instant::now(), Ok(parsed(text)));
-        let (screen, last) = drawn(&history, 0);
-        assert!(
-            screen.contains("http://h/metrics  live") && screen.contains("Pool p: 0 B of 1.0 MiB"),
-            "{screen}"
-        );
-        assert!(last > 0, "more than fits");
-        let (end, _) = drawn(&history, u16::MAX);
-        assert!(end.contains("in flight") && !end.contains("Pool p"), "{end}");
-        history.add(Instant::now(), Err("no process listens there".into()));
-        let (screen, _) = drawn(&history, 0);
-        assert!(
-            screen.contains("STALE") && screen.contains("ALARM: stale: no process listens there"),
-            "{screen}"
-        );
-        assert!(screen.contains("Pool p"), "what was known is still there: {screen}");
-    }
 }

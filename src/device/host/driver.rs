@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use super::Refusal;
 use super::fault::{Call, Failure};
 use super::memory::HostPlace;
-use super::node::Node;
+use super::node::{HostNode, Node};
 use super::stream::{Freeing, Promise, StreamJob, StreamTicket, StreamWork};
 use super::unit::HostUnit;
 use crate::device::holds::Last;
@@ -42,12 +42,23 @@ enum Twist {
     FailAfter,
 }
 
-impl HostDriver {
-    pub(super) fn new(node: &Arc<Node>, unit: &Arc<HostUnit>) -> Self {
+impl HostNode {
+    /// A driver of one device, for one opening of it. It ends when that is closed.
+    pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
+        let Some(unit) = self.0.unit(ordinal) else {
+            let known = match self.devices() {
+                1 => "this node has host:0 only".to_owned(),
+                n => format!("this node has host:0 to host:{}", n - 1),
+            };
+            return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
+        };
+        let (node, unit) = (Arc::clone(&self.0), Arc::clone(unit));
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, last: OnceLock::new() }
+        Ok(Arc::new(HostDriver { node, unit, id, last: OnceLock::new() }))
     }
+}
 
+impl HostDriver {
     fn error(&self, call: Call, refusal: Refusal) -> Error {
         self.unit.error(call, refusal)
     }

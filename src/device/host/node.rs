@@ -9,13 +9,12 @@ use std::sync::{Arc, OnceLock};
 
 use crate::locks::Mutex;
 
-use super::driver::HostDriver;
 use super::fault::{Call, Failure, Fault, FaultBook};
 use super::stream::{CopyOutcome, HostStream, Random, Scratch, StreamNext, StreamTicket};
 use super::unit::HostUnit;
 use super::{HostConfig, Refusal};
-use crate::device::{Driver, HostKind};
-use crate::error::{Error, Result};
+use crate::device::HostKind;
+use crate::error::Result;
 
 /// What a node without threads keeps between steps.
 #[derive(Debug)]
@@ -53,7 +52,7 @@ impl Node {
         })
     }
 
-    fn unit(&self, ordinal: u32) -> Option<&Arc<HostUnit>> {
+    pub(super) fn unit(&self, ordinal: u32) -> Option<&Arc<HostUnit>> {
         self.units.get(ordinal as usize)
     }
 
@@ -260,13 +259,14 @@ pub struct HostUsage {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct HostNode(Arc<Node>);
+pub struct HostNode(pub(super) Arc<Node>);
 
 impl HostNode {
     /// A new node.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration makes no sense; [`Error::Forked`].
+    /// [`Error::Config`](crate::Error::Config) if the configuration makes no sense;
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn new(config: HostConfig) -> Result<Self> {
         crate::os::watch_forks()?;
         config.check()?;
@@ -299,18 +299,6 @@ impl HostNode {
     #[must_use]
     pub fn devices(&self) -> u32 {
         self.0.units.len() as u32
-    }
-
-    /// A driver of one device, for one opening of it. It ends when that is closed.
-    pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
-        let Some(unit) = self.0.units.get(ordinal as usize) else {
-            let known = match self.0.units.len() {
-                1 => "this node has host:0 only".to_owned(),
-                n => format!("this node has host:0 to host:{}", n - 1),
-            };
-            return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
-        };
-        Ok(Arc::new(HostDriver::new(&self.0, unit)))
     }
 
     /// Runs one operation, of a device and stream chosen by the seed. `false`: no operation can run, or the node has

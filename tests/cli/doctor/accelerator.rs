@@ -306,3 +306,25 @@ fn what_a_link_should_give_on_a_gpu() {
     machine.file("/proc/self/limits", &super::machine::limits("65536", "unlimited", "unlimited"));
     look().is("memlock", "warn", &["does not count", "RDMA"], &[]);
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_device_that_fails_is_told() {
+    use crate::doubles;
+    let Some(library) = doubles::library() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let machine = Machine::healthy();
+    for call in ["cuStreamCreate", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2", "cuMemHostRegister_v2"] {
+        let mut command = machine.doctor("cuda:0", "1MiB");
+        // CUDA_ERROR_ILLEGAL_ADDRESS, after which the device is lost.
+        command.env(doubles::PATH, &library).env("PINPOOL_STANDIN_FAIL", format!("{call}:1:700"));
+        let found = findings(&mut command);
+        let checks = found.0["checks"].as_array().unwrap();
+        let failed: Vec<_> = checks.iter().filter(|check| check["status"] == "fail").collect();
+        let name = if call == "cuMemHostRegister_v2" { "pin" } else { "copy" };
+        assert!(failed.len() == 1 && failed[0]["name"] == name, "{call}: {failed:?}");
+        assert!(failed[0]["found"].as_str().unwrap().contains(call.trim_end_matches("_v2")), "{failed:?}");
+    }
+}

@@ -13,6 +13,7 @@ mod limits;
 mod machine;
 mod memory;
 mod output;
+mod parse;
 
 use std::process::{Command, Output, Stdio};
 
@@ -85,7 +86,9 @@ fn findings(command: &mut Command) -> Findings {
         ["download_gb_per_s", "expected_gb_per_s", "pin_gb_per_s", "touch_gb_per_s", "upload_gb_per_s"]
     );
     let checks = value["checks"].as_array().unwrap();
-    assert_eq!(checks.iter().map(|c| c["name"].as_str().unwrap()).collect::<Vec<_>>(), NAMES);
+    let names: Vec<_> = checks.iter().map(|c| c["name"].as_str().unwrap()).collect();
+    // A device that cannot be closed is told in one line more.
+    assert_eq!(names.strip_suffix(&["close"]).unwrap_or(&names), NAMES);
     for check in checks {
         assert_eq!(keys(check), ["fix", "found", "name", "status"]);
         assert!(!check["found"].as_str().unwrap().is_empty());

@@ -63,6 +63,63 @@ fn text_is_aligned_and_plain() {
 }
 
 #[test]
+fn long_findings_are_wrapped_between_words() {
+    let machine = Machine::healthy();
+    let kernel = |release: &str| -> Vec<String> {
+        machine.file("/proc/sys/kernel/osrelease", release);
+        let text = stdout(&machine.doctor("host", "1MiB").output().unwrap());
+        let lines = text.lines().skip_while(|line| !line.starts_with("ok    kernel"));
+        lines.take_while(|line| !line.starts_with("ok    mappings")).map(str::to_owned).collect()
+    };
+    assert_eq!(kernel("a b"), ["ok    kernel         Linux a b"]);
+    let lines = kernel(&["word"; 60].join(" "));
+    let words = lines.iter().flat_map(|line| line.split_whitespace());
+    assert_eq!(words.filter(|word| *word == "word").count(), 60);
+    let starts = |line: &String| line.starts_with(&format!("{:21}word", "")) && line.len() <= 110;
+    assert!(lines.len() > 1 && lines[1..].iter().all(starts), "{lines:#?}");
+    let long = "x".repeat(300);
+    let lines = kernel(&format!("a {long}"));
+    assert_eq!(lines, ["ok    kernel         Linux a".to_owned(), format!("{:21}{long}", "")]);
+}
+
+#[test]
+fn sizes_are_read() {
+    let machine = Machine::healthy();
+    let good = [("1", 1), ("4096", 4096), ("64MiB", 64 << 20), ("2 GiB", 2 << 30), ("3kb", 3000), ("7B", 7)];
+    for (text, bytes) in
+        good.into_iter().chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000_u64)])
+    {
+        assert_eq!(machine.host(text).0["capacity_bytes"], bytes, "{text:?}");
+    }
+    let bad = ",MiB,-1,1.5GiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
+    for text in bad.split(',') {
+        let output = doctor().arg(format!("--capacity={text}")).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{text:?}");
+        assert!(stderr(&output).contains("--capacity"), "{text:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn sizes_are_told() {
+    let machine = Machine::healthy();
+    for (bytes, told) in [
+        (1023, "1023 B"),
+        (64 << 10, "64 KiB"),
+        (256 << 20, "256 MiB"),
+        ((3 << 30) + (1 << 29), "3.5 GiB"),
+        (2 << 40, "2 TiB"),
+    ] {
+        let text = stdout(&machine.doctor("host", &u64::to_string(&bytes)).output().unwrap());
+        assert!(text.starts_with(&format!("device host:0, a pool of {told}\n")), "{text}");
+    }
+    // More memory than there are numbers for bytes.
+    let most = u64::MAX >> 10;
+    let text = format!("Node 0 MemFree: {most} kB\nNode 0 Inactive(file): {most} kB\n");
+    machine.file("/sys/devices/system/node/node0/meminfo", &text);
+    machine.host("1MiB").is("numa", "ok", &["16777216 TiB"], &[]);
+}
+
+#[test]
 fn colours_are_for_terminals() {
     let machine = Machine::healthy();
     let forced = |name: &str| stdout(&machine.doctor("host", "1MiB").env(name, "1").output().unwrap());

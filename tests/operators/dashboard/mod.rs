@@ -8,8 +8,14 @@
 #![cfg(all(feature = "metrics", target_os = "linux"))]
 
 mod browser;
+#[cfg(feature = "cli")]
+#[allow(dead_code, reason = "top escapes labels only")]
+#[path = "../../../src/escape.rs"]
+mod escape;
 mod exported;
 mod fake;
+#[cfg(feature = "cli")]
+mod history;
 mod programs;
 mod prometheus;
 #[allow(dead_code, reason = "its main is not ours")]

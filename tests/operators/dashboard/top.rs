@@ -2,8 +2,9 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Command, Output, Stdio};
-use std::sync::mpsc::channel;
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use super::fake::{Fake, pool};
@@ -11,8 +12,24 @@ use super::{PATIENCE, programs, server};
 
 const PINPOOL: &str = env!("CARGO_BIN_EXE_pinpool");
 
+/// Keys, as a terminal sends them.
+const HOME: &[u8] = b"\x1b[H";
+const END: &[u8] = b"\x1b[F";
+
 fn once(url: &str) -> Output {
     programs::run(Command::new(PINPOOL).args(["top", "--once", "--interval", "0.3", url]))
+}
+
+/// The text about a server that always gives this answer.
+fn shown(answer: &str) -> String {
+    text(&once(&Fake::saying(answer.to_owned()).url("/metrics")))
+}
+
+/// A command line that cannot be obeyed.
+fn refused(args: &[&str]) {
+    let output = programs::run(Command::new(PINPOOL).args(args));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
 }
 
 fn text(output: &Output) -> String {
@@ -106,44 +123,198 @@ fn a_server_without_pools_is_said_to_have_none() {
 
 #[test]
 fn what_cannot_be_obeyed_is_refused() {
-    for args in
-        [&["top"][..], &["top", "--once", "https://host"], &["top", "--once", "--interval", "0", "h:1"]]
-    {
-        let output = programs::run(Command::new(PINPOOL).args(args));
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
+    refused(&["top"]);
+    refused(&["top", "--once", "--interval", "0", "h:1"]);
+}
+
+#[test]
+fn addresses_are_completed() {
+    // Nothing listens there.
+    for (given, full) in [
+        ("127.0.0.1:1", "http://127.0.0.1:1/metrics"),
+        ("http://127.0.0.1:1/", "http://127.0.0.1:1/metrics"),
+        ("http://127.0.0.1:1/other/metrics", "http://127.0.0.1:1/other/metrics"),
+        ("[::1]:1", "http://[::1]:1/metrics"),
+    ] {
+        let said = complaint(&once(given));
+        assert!(said.starts_with(&format!("error: {full}: no ")), "{given}: {said}");
+    }
+    for wrong in ["", "https://host", "http://", "/metrics", "ftp://x"] {
+        refused(&["top", "--once", wrong]);
     }
 }
 
-/// In a terminal that `script` (of Debian's essential package bsdutils) makes, from the first picture to `q`.
+#[test]
+fn each_condition_is_said() {
+    for (metric, words) in [
+        (
+            "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
+            ["15.0 MiB are quarantined", "nearly full, 95%"],
+        ),
+        ("pinpool_stuck_buffers{pool=\"p\"} 3", ["out for too long: 3 (0 B)", "pinpool::pool::stuck"]),
+        ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", ["4.0 KiB are not page-locked", "memlock"]),
+        ("pinpool_device_lost{device=\"cuda:0\"} 1", ["cuda:0 is lost", "restart"]),
+        (
+            "pinpool_device_stuck_streams{device=\"cuda:0\"} 2",
+            ["cuda:0: streams that get nothing done: 2", "hangs"],
+        ),
+        ("pinpool_timeouts_total{pool=\"p\"} 4", ["waits for memory given up", "in the last 1 s: 4"]),
+        ("pinpool_waits_total{pool=\"p\"} 5", ["requests that had to wait", "in the last 1 s: 5"]),
+        ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["unpinned buffers", "in the last 1 s: 6"]),
+        ("pinpool_growth_failures_total{pool=\"p\"} 1", ["pinning ended early", "doctor"]),
+    ] {
+        let fake = Fake::start(move |n| (200, if n == 0 { pool("p", &[]) } else { pool("p", &[metric]) }));
+        let found = text(&once(&fake.url("/metrics")));
+        assert!(words.iter().all(|word| found.contains(word)), "{metric}:\n{found}");
+        assert!(!found.contains("no alarms"), "{metric}:\n{found}");
+    }
+}
+
+#[test]
+fn a_bar_is_as_wide_as_it_should_be() {
+    let pool = |name: &str, capacity: f64, free: f64, used: f64| {
+        format!(
+            "pinpool_memory_capacity_bytes{{pool=\"{name}\"}} {capacity}\n\
+             pinpool_memory_bytes{{pool=\"{name}\",state=\"checked_out\"}} {used}\n\
+             pinpool_memory_bytes{{pool=\"{name}\",state=\"free\"}} {free}\n"
+        )
+    };
+    let sizes = [(0.0, 0.0), (1.0, 2.0), (33.3, 66.7), (0.4, 99.6), (90.0, 90.0)];
+    let pools = sizes.map(|(free, used)| pool(&format!("{used}"), 100.0, free, used));
+    let text = shown(&pools.concat());
+    let bars: Vec<&str> = text.lines().filter(|line| line.starts_with('[')).collect();
+    assert!(bars.len() == sizes.len() && bars.iter().all(|bar| bar.len() == 80), "{text}");
+    let text = shown(&pool("p", 78.0, 40.0, 20.0));
+    let bar = format!("[{}{}{}]\n", "#".repeat(20), ".".repeat(40), " ".repeat(18));
+    assert!(text.contains(&bar), "{text}");
+}
+
+#[test]
+fn tables_are_aligned() {
+    let entries =
+        |device, n| format!("pinpool_stream_in_flight_entries{{device=\"{device}\",stream=\"7\"}} {n}\n");
+    let text = shown(&(pool("p", &[]) + &entries("a", 100) + &entries("long name", 5)));
+    let table = "\n\
+                 in flight           copies and holds     bytes\n\
+                 a stream 7                       100       0 B\n\
+                 cuda:0 stream 7                   12  30.0 MiB\n\
+                 long name stream 7                 5       0 B\n";
+    assert!(text.ends_with(table), "{text}");
+}
+
+#[test]
+fn what_is_bad_is_said_in_words() {
+    let unlocked = "pinpool_memory_unlocked_bytes{pool=\"p\"} 1";
+    let text = shown(&pool("p", &["pinpool_device_lost{device=\"x\"} 1", unlocked]));
+    assert!(
+        text.starts_with("ALARM: x is lost: restart the process\nwarning: p: 1 B are not page-"),
+        "{text}"
+    );
+}
+
+#[test]
+fn labels_cannot_steer_a_terminal_and_have_an_end() {
+    // The last is the longest name of a pool, with its number.
+    let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
+    for (raw, label) in [
+        ("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}", "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"),
+        (&*"W".repeat(9_000_000), &*("W".repeat(124) + "...")),
+        (&*name, &*name),
+    ] {
+        let text = shown(&format!("pinpool_memory_capacity_bytes{{pool=\"{raw}\"}} 1\n"));
+        assert!(text.contains(&format!("\nPool {label}: 0 B of 1 B in use (0%)\n")), "{text}");
+    }
+}
+
+/// `pinpool top` in a terminal, which `script` (of Debian's essential package bsdutils) makes.
+struct Terminal {
+    child: Child,
+    keys: ChildStdin,
+    pieces: Receiver<String>,
+    /// What the terminal was sent, as far as the test has read it.
+    seen: String,
+}
+
+impl Terminal {
+    fn start(size: &str, interval: &str, url: &str) -> Self {
+        let command = format!("stty {size}; {PINPOOL} top --interval {interval} {url}");
+        let mut script = Command::new("script");
+        script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
+        let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let (sender, pieces) = channel();
+        std::thread::spawn(move || {
+            let mut piece = [0; 4096];
+            while let Ok(n @ 1..) = screen.read(&mut piece) {
+                if sender.send(String::from_utf8_lossy(&piece[..n]).into_owned()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, keys, pieces, seen: String::new() }
+    }
+
+    /// Waits until the terminal was sent this text.
+    fn shows(&mut self, text: &str) {
+        while !self.seen.contains(text) {
+            let piece = self.pieces.recv_timeout(PATIENCE);
+            self.seen += &piece.unwrap_or_else(|e| panic!("{e}: no {text:?} in {:?}", self.seen));
+        }
+    }
+
+    /// Presses a key. What was seen before no longer counts.
+    fn press(&mut self, key: &[u8]) {
+        self.seen.clear();
+        self.keys.write_all(key).unwrap();
+    }
+
+    /// Presses a key at which the command ends. Returns what the terminal was sent, as far as a test has not read it.
+    fn end(mut self, key: &[u8]) -> String {
+        self.keys.write_all(key).unwrap();
+        while let Ok(piece) = self.pieces.recv_timeout(PATIENCE) {
+            self.seen += &piece;
+        }
+        assert!(self.child.wait().unwrap().success(), "{:?}", self.seen);
+        self.seen
+    }
+}
+
+/// From the first picture to `q`.
 #[test]
 fn the_screen_is_drawn_and_put_back_in_order() {
-    let command = format!("stty rows 40 cols 100; {PINPOOL} top --interval 0.2 {}", server().url("/metrics"));
-    let mut script = Command::new("script");
-    script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
-    let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let (mut keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-    let (sender, pieces) = channel();
-    std::thread::spawn(move || {
-        let mut piece = [0; 4096];
-        while let Ok(n @ 1..) = screen.read(&mut piece) {
-            if sender.send(String::from_utf8_lossy(&piece[..n]).into_owned()).is_err() {
-                return;
-            }
-        }
-    });
-    let mut seen = String::new();
-    while !seen.contains("Pool serving") {
-        seen += &pieces.recv_timeout(PATIENCE).unwrap_or_else(|e| panic!("{e}: {seen:?}"));
-    }
-    keys.write_all(b"q").unwrap();
-    while let Ok(piece) = pieces.recv_timeout(PATIENCE) {
-        seen += &piece;
-    }
-    assert!(child.wait().unwrap().success(), "{seen:?}");
+    let mut terminal = Terminal::start("rows 40 cols 100", "0.2", &server().url("/metrics"));
+    terminal.shows("Pool serving");
+    let seen = terminal.end(b"q");
     let (on, off) = ("\u{1b}[?1049h", "\u{1b}[?1049l");
     assert!(seen.contains(on) && seen.contains("live"), "{seen:?}");
     assert!(seen.rfind(off) > seen.rfind(on), "the other screen is left: {seen:?}");
+}
+
+#[test]
+fn the_screen_says_what_is_live_and_what_is_stale() {
+    static GONE: AtomicBool = AtomicBool::new(false);
+    let fake = Fake::start(|_| match GONE.load(Ordering::Relaxed) {
+        false => (200, pool("p", &[])),
+        true => (500, String::new()),
+    });
+    let mut terminal = Terminal::start("rows 12 cols 90", "0.2", &fake.url("/metrics"));
+    terminal.shows("waiting for the first answer");
+    terminal.shows(&fake.url("/metrics"));
+    terminal.shows("live");
+    terminal.shows("Pool p: 80.0 MiB of 100 MiB in use (80%)");
+    // There is more than fits.
+    terminal.press(END);
+    terminal.shows("copies and holds");
+    assert!(!terminal.seen.contains("Pool p"), "{:?}", terminal.seen);
+    terminal.press(HOME);
+    terminal.shows("Pool p");
+    terminal.seen.clear();
+    GONE.store(true, Ordering::Relaxed);
+    terminal.shows("STALE");
+    terminal.shows("ALARM: stale: the server has no metrics at this address (status 500)");
+    // What was known is still there.
+    terminal.shows("Pool p");
+    terminal.end(b"q");
 }
 
 /// A server that answers each request by this call. The listener's thread lives as long as the process.
@@ -303,24 +474,12 @@ fn keys_are_obeyed_whatever_a_server_does() {
         }
     });
     for (port, key) in [(saying(pools), b"q"), (slow, b"\x03")] {
-        let command = format!("stty rows 40 cols 100; {PINPOOL} top --interval 0.1 127.0.0.1:{port}");
-        let mut script = Command::new("script");
-        script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
-        let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (mut keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        let (sender, drawn) = channel();
-        std::thread::spawn(move || {
-            let mut piece = [0; 4096];
-            while let Ok(1..) = screen.read(&mut piece) {
-                let _ = sender.send(());
-            }
-        });
-        drawn.recv_timeout(PATIENCE).unwrap();
+        let terminal = Terminal::start("rows 40 cols 100", "0.1", &format!("127.0.0.1:{port}"));
+        terminal.pieces.recv_timeout(PATIENCE).unwrap();
         // In the middle of it.
         std::thread::sleep(Duration::from_secs(2));
         let since = Instant::now();
-        keys.write_all(key).unwrap();
-        assert!(child.wait().unwrap().success());
+        terminal.end(key);
         assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
     }
 }

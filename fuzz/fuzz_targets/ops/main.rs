@@ -19,7 +19,9 @@
 //! again.
 #![no_main]
 
+#[path = "../foreign/mod.rs"]
 mod foreign;
+mod input;
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -28,13 +30,14 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    CheckoutMany, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream,
-    StreamBuf, SubmitError, Token, Unpinned,
+    CheckoutMany, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Stream, StreamBuf,
+    SubmitError, Token, Unpinned,
 };
+
+use input::{Op, Setup};
 
 /// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 80;
@@ -43,99 +46,6 @@ const LANE: usize = 2048;
 /// The most bytes of a buffer that are written and copied.
 const WRITTEN: usize = 192;
 const PAGE: usize = 4096;
-
-#[derive(Arbitrary, Debug, Clone, Copy)]
-struct Size {
-    mantissa: u8,
-    shift: u8,
-    less: u8,
-}
-
-impl Size {
-    /// From 1 byte to 1 MiB, often next to a power of two.
-    fn len(self) -> usize {
-        let len = (usize::from(self.mantissa) + 1) << (self.shift % 13);
-        len.saturating_sub(usize::from(self.less % 3)).max(1)
-    }
-
-    fn align(self) -> usize {
-        match self.less / 3 % 16 {
-            0 => 4096,
-            1 => 65_536,
-            2 => 1,
-            3 => 2 << 20,
-            _ => 64,
-        }
-    }
-
-    fn request(self, reserve: bool) -> (Request<'static>, usize, usize) {
-        let request = Request::new(self.len()).align(self.align());
-        (if reserve { request.reserve("urgent") } else { request }, self.len(), self.align())
-    }
-}
-
-#[derive(Arbitrary, Debug, Clone, Copy)]
-struct Setup {
-    seed: u8,
-    pages: u8,
-    extent: u8,
-    region: u8,
-    initial: u8,
-    cache: u8,
-    reserve: u8,
-    lanes: bool,
-    mood: u8,
-}
-
-impl Setup {
-    fn reserve(self) -> bool {
-        self.reserve % 4 == 1
-    }
-}
-
-#[derive(Arbitrary, Debug, Clone, Copy)]
-enum Op {
-    Checkout { size: Size, reserve: bool },
-    CheckoutWaiting { size: Size },
-    CheckoutOrUnpinned { size: Size },
-    CheckoutMany { sizes: [Size; 3] },
-    CheckoutOn { lane: bool, size: Size },
-    Ask { sizes: [Size; 2], two: bool },
-    PollAsked { at: u8 },
-    DropAsked { at: u8 },
-    Return { at: u8 },
-    Write { at: u8 },
-    Share { at: u8 },
-    DropShared { at: u8 },
-    Tokenize { at: u8 },
-    Redeem { at: u8, bent: u8 },
-    Forget { at: u8, what: u8 },
-    Upload { at: u8, lane: bool, offset: u8, keep: bool },
-    UploadShared { at: u8, lane: bool, offset: u8, keep: bool },
-    UploadBlocking { lane: bool, offset: u8, len: u8 },
-    Download { at: u8, lane: bool, offset: u8, len: u8, keep: bool },
-    DownloadReady { at: u8, lane: bool, offset: u8, len: u8, keep: bool },
-    WaitReady { at: u8 },
-    DropReady { at: u8 },
-    OnDevice { lane: bool, from: u8, to: u8, len: u8 },
-    Hold { at: u8, lane: bool, both: bool, keep: bool },
-    Wait { at: u8 },
-    PollFlight { at: u8 },
-    IsDone { at: u8 },
-    DropFlight { at: u8 },
-    Synchronize { lane: bool },
-    WaitFor { lane: bool },
-    Step { count: u8 },
-    StepStream { nth: u8 },
-    Reap,
-    Stall { nth: u8 },
-    Resume,
-    Fail { call: u8, nth: u8, failure: u8 },
-    FailAny { nth: u8, failure: u8 },
-    Kill { sure: u8 },
-    Trim { keep: u8 },
-    Close { sure: u8 },
-}
 
 /// A buffer that the model holds, and the bytes in it.
 struct Owned {

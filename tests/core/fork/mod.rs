@@ -5,6 +5,8 @@
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "fork is called here")]
 
+mod threads;
+
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -16,9 +18,7 @@ use std::time::Duration;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::pipeline::Pipeline;
 use pinpool::telemetry::Sampler;
-use pinpool::{
-    CopyQueue, Device, DeviceBuffer, Error, PinnedBuf, Pool, QueueOptions, Request, Result, Stream, Unpinned,
-};
+use pinpool::{Device, Error, Pool, QueueOptions, Request, Result, Stream, Unpinned};
 
 use crate::support::{own_process, process, skip};
 
@@ -553,174 +553,6 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     }
     stream.synchronize().unwrap();
     queue.synchronize().unwrap();
-}
-
-/// Threads of the parent's that have every lock of the crate now and then.
-fn busy(
-    device: &Device,
-    pool: &Pool,
-    tracked: &Pool,
-    queue: &CopyQueue,
-    pipeline: &Pipeline,
-    stop: &AtomicBool,
-) {
-    let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
-    let mut i = 0;
-    while !stop.load(Ordering::Relaxed) {
-        i += 1;
-        let from = if i % 5 == 0 { tracked } else { pool };
-        if let Ok(mut buf) = from.checkout_timeout(1 + i * 7919 % 400_000, Duration::from_millis(5)) {
-            let len = buf.capacity();
-            buf.try_resize(len, 1).unwrap();
-            let sent = stream.upload(buf, memory.slice(..len)).unwrap();
-            if i % 3 == 0 {
-                drop(sent.wait_timeout(Duration::from_millis(5)));
-            }
-        }
-        if let Ok(buf) = pool.try_checkout(64) {
-            drop(queue.try_download(memory.slice(..64), buf));
-        }
-        if i % 16 == 0 {
-            pipeline.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
-            pool.trim(1 << 20);
-            drop((pool.snapshot(), pool.stuck(Duration::ZERO), device.register(vec![1_u8; 9000])));
-        }
-    }
-}
-
-/// What a child does with what it inherited, by turns.
-fn child(
-    turn: usize,
-    (device, pool, tracked, queue, pipeline): (Device, Pool, Pool, CopyQueue, Pipeline),
-    (stream, memory): (Stream, DeviceBuffer),
-    held: PinnedBuf,
-    rest: impl Sized,
-) -> i32 {
-    let refused = first_wrong(&[
-        is_forked(pool.try_checkout(100)),
-        is_forked(pool.checkout(100)),
-        is_forked(tracked.checkout_timeout(5, Duration::MAX)),
-        is_forked(pool.checkout_many(&[Request::new(5)], None)),
-        is_forked(pool.try_checkout_on(&stream, 10)),
-        is_forked(device.stream()),
-        is_forked(device.register(vec![1_u8; 5000]).map(drop).map_err(|e| e.error)),
-        is_forked(Device::open("host")),
-    ]);
-    if refused != 0 {
-        return refused;
-    }
-    let wrong = match turn % 7 {
-        0 => {
-            drop((held, rest, queue, pipeline, stream, memory, pool, tracked));
-            !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
-        }
-        1 => {
-            let sent = queue.try_upload(held, memory.slice(..10));
-            let slice = pipeline.upload_slice(&[1; 10], memory.slice(..10));
-            !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
-        }
-        2 => {
-            let again =
-                forked(|| i32::from(!is_forked(pool.try_checkout(5)) || !is_forked(Device::open("host"))));
-            again != Some(0)
-        }
-        3 => {
-            let sampler = Sampler::new(&pool).pool(&tracked);
-            let looked = (pool.stats(), pool.snapshot(), device.stats(), stream.stats(), queue.stats());
-            let empty = looked.0.pinned_bytes == 0 && looked.2.streams.is_empty() && looked.4.copies == 0;
-            let none =
-                pool.stuck(Duration::ZERO).is_empty() && pool.regions().is_empty() && pool.trim(0) == 0;
-            let ended = pool.shutdown(Duration::MAX).drained || pool.check().is_ok() || device.reap();
-            let told = is_forked(pool.wait_pinned(None)) && is_forked(sampler.spawn(Duration::from_secs(1)));
-            !empty || !none || ended || !told || held.is_pinned() || format!("{pool:?}").is_empty()
-        }
-        4 => {
-            let token = held.into_token();
-            !is_forked(pool.redeem(token))
-        }
-        5 => {
-            // Threads of the child can use no more than it can, and their thread-locals are destroyed as ever.
-            std::thread::scope(|scope| {
-                let asks = || is_forked(pool.try_checkout(7)) && is_forked(pool.clone().checkout(7));
-                let all: Vec<_> = (0..4).map(|_| scope.spawn(asks)).collect();
-                all.into_iter().any(|asked| !asked.join().unwrap_or(false))
-            })
-        }
-        _ => {
-            // Ends by the process's normal exit, in which the thread's caches are destroyed, and what is left here.
-            std::mem::forget((held, rest));
-            std::process::exit(0)
-        }
-    };
-    if wrong { 20 + (turn % 7) as i32 } else { 0 }
-}
-
-/// Forks beside threads that are at work: whatever locks these hold at the fork, the child waits for none of them.
-fn beside_threads(device: &Device, rounds: usize) {
-    let builder = |capacity: usize| Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow);
-    let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
-    let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
-    let queue = device.copy_queue().unwrap();
-    let pipeline =
-        Pipeline::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
-    let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
-    let sampling = Cell::new(Some(sampling));
-    let stop = AtomicBool::new(false);
-    let wrong = std::thread::scope(|scope| {
-        for _ in 0..3 {
-            scope.spawn(|| busy(device, &pool, &tracked, &queue, &pipeline, &stop));
-        }
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
-        let wait = Duration::from_secs(20);
-        let wrong = (0..rounds).find_map(|round| {
-            let held = pool.checkout_timeout(1000, wait).unwrap();
-            let mut buf = pool.checkout_timeout(1000, wait).unwrap();
-            buf.try_resize(1000, 1).unwrap();
-            let mut buf = Some(buf);
-            let sent = stream.upload(buf.take().unwrap(), memory.slice(..1000)).unwrap();
-            let landing = pool.try_checkout_on(&stream, 500);
-            let transfer = pipeline.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
-            let feed = pipeline.feed(memory.slice(300_000..400_000)).unwrap();
-            let all = Cell::new(Some((
-                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), pipeline.clone()),
-                (stream.clone(), memory.clone()),
-                held,
-                (sent, landing, pool.checkout_async(500), transfer, feed),
-            )));
-            let code = forked(|| {
-                let (whole, made, held, rest) = all.take().unwrap();
-                child(round, whole, made, held, (rest, sampling.take()))
-            });
-            (code != Some(0)).then_some((round, code))
-        });
-        stop.store(true, Ordering::Relaxed);
-        wrong
-    });
-    assert_eq!(
-        wrong, None,
-        "the round, and how the child ended: 20 and more, by its turn; None: it hangs or died"
-    );
-    drop(sampling);
-    pool.check().unwrap();
-    tracked.check().unwrap();
-}
-
-#[test]
-fn no_child_hangs_whatever_the_threads_are_doing() {
-    own_process!();
-    beside_threads(&device(), 140);
-}
-
-/// The same beside threads that are inside of a GPU's driver, whose locks are as good as any.
-#[cfg(feature = "cuda")]
-#[test]
-fn no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing() {
-    crate::support::doubles::gpu::on_stand_in(
-        "no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing",
-        |_, _| {
-            beside_threads(&Device::open("cuda:0").unwrap(), 105);
-        },
-    );
 }
 
 #[test]

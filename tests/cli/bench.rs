@@ -1,0 +1,181 @@
+//! `pinpool bench`: its table, its object, and what it cannot measure.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+#[cfg(feature = "cuda")]
+use super::doubles;
+use super::{fails, pinpool, refuses, skip, stderr, stdout};
+
+/// `pinpool bench`: its table, and the object on its last line.
+fn bench(args: &[&str], device: &str) -> (String, Value) {
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", device, "--size", "24MiB"]).args(args);
+    #[cfg(feature = "cuda")]
+    if device == "cuda:0" && !doubles::required() && !doubles::is_set() {
+        if let Some(library) = doubles::library() {
+            command.env(doubles::PATH, &library);
+        }
+    }
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    is_bench(&report);
+    assert_eq!(report["size_bytes"], 24 << 20);
+    (text, report)
+}
+
+/// The object has exactly the keys that are promised, and figures.
+fn is_bench(report: &Value) {
+    let mut keys: Vec<&String> = report.as_object().unwrap().keys().collect();
+    keys.sort();
+    assert_eq!(
+        keys,
+        [
+            "device",
+            "gather_gb_per_s",
+            "memcpy_gb_per_s",
+            "pageable_upload_gb_per_s",
+            "pinned_peak_download_gb_per_s",
+            "pinned_peak_upload_gb_per_s",
+            "pipeline_download_gb_per_s",
+            "pipeline_upload_gb_per_s",
+            "size_bytes",
+            "threads",
+            "unpinned"
+        ]
+    );
+    for (key, value) in report.as_object().unwrap() {
+        if key.ends_with("gb_per_s") {
+            assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
+        }
+    }
+    assert!(report["unpinned"].is_boolean(), "{report}");
+}
+
+#[test]
+fn the_bench_measures_the_host_device() {
+    let (text, report) = bench(&["--threads", "3"], "host");
+    assert_eq!((&report["device"], &report["threads"]), (&"host:0".into(), &3.into()));
+    assert!(text.starts_with("host:0, 3 threads, copies of 24 MiB, best of 5\n"), "{text}");
+    assert!(text.contains("pipeline, from the device") && text.contains('%'), "{text}");
+    // Beside each figure what memory gives as many threads: of that, copies in memory are all.
+    let memory: Vec<&str> = text.lines().filter(|line| line.starts_with("copies in memory")).collect();
+    assert!(
+        text.contains("of copies in memory") && memory.len() == 1 && memory[0].ends_with(" 100.0%"),
+        "{text}"
+    );
+
+    let output = pinpool().args(["bench", "--device", "host", "--size", "1MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(!stdout(&output).contains('{'), "no JSON unless asked for");
+    refuses(pinpool().args(["bench", "--device", "host", "--size", "x"]), "--size");
+    refuses(pinpool().args(["bench", "--device", "nothing"]), "unknown device");
+    fails(pinpool().args(["bench", "--device", "host", "--size", "4096TiB"]), "no room to measure");
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn the_bench_measures_a_gpu() {
+    if !doubles::required() && !doubles::is_set() && doubles::library().is_none() {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    }
+    let (_, report) = bench(&["--threads", "2"], "cuda:0");
+    assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
+}
+
+/// A measured figure is printed, even if closing the device then fails.
+#[test]
+#[cfg(feature = "cuda")]
+fn figures_are_printed_where_the_device_cannot_be_closed() {
+    if doubles::required() || doubles::is_set() {
+        skip!("this needs the stand-in libcuda");
+        return;
+    }
+    let Some(library) = doubles::library() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "cuda:0", "--size", "1MiB", "--threads", "2"]);
+    // CUDA_ERROR_INVALID_VALUE: the memory is leaked.
+    let command = command.env(doubles::PATH, &library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
+    let output = fails(command, "not everything was given back");
+    let text = stdout(&output);
+    assert!(text.starts_with("cuda:0, 2 threads, copies of 1 MiB, best of 5\n"), "{text}");
+    is_bench(&serde_json::from_str(text.lines().last().unwrap()).unwrap());
+}
+
+/// The output of a command that must have ended by then.
+fn ends(command: &mut Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let since = std::time::Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if since.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+            panic!("{command:?} hangs: {:?}", child.wait_with_output());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Sizes whose eighth is no size class: what is rounded up has to be in the pool's capacity.
+#[test]
+fn the_bench_takes_any_size() {
+    for (size, told) in [
+        ("5MB", "4.8 MiB"),
+        ("10MB", "9.5 MiB"),
+        ("17MiB", "17 MiB"),
+        ("3000000", "2.8 MiB"),
+        ("1", "128 KiB"),
+    ] {
+        let output = ends(pinpool().args(["bench", "--device", "host", "--threads", "2", "--size", size]));
+        assert_eq!(output.status.code(), Some(0), "{size}: {}", stderr(&output));
+        let text = stdout(&output);
+        assert!(text.starts_with(&format!("host:0, 2 threads, copies of {told}, best of 5\n")), "{text}");
+        assert!(!text.contains("memory is small"), "nothing is: {text}");
+    }
+}
+
+#[test]
+fn threads_that_cannot_be_had_are_no_panic() {
+    // A user id of no running process here, so that the limit counts this command's threads alone.
+    const NOBODY: u32 = 65_533;
+    let mut codes = Vec::new();
+    for most in (2..48).step_by(3) {
+        let mut command = pinpool();
+        command.args(["bench", "--device", "host", "--threads", "8", "--size", "1MiB"]);
+        command.uid(NOBODY).gid(NOBODY);
+        // SAFETY: between fork and exec only a system call is made, which is allowed there.
+        unsafe {
+            command.pre_exec(move || {
+                let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+                match libc::setrlimit(libc::RLIMIT_NPROC, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        match command.output() {
+            Ok(output) => {
+                let text = stderr(&output);
+                assert!(output.status.code().is_some_and(|code| code <= 2), "{most}: {text}");
+                assert!(!text.contains("panicked"), "{most}: {text}");
+                codes.push(output.status.code());
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                skip!("this user cannot be another one, or that one not come here: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    // Both too few and enough were tried.
+    assert!(codes.contains(&Some(1)) && codes.last() == Some(&Some(0)), "{codes:?}");
+}

@@ -1,0 +1,101 @@
+//! `pinpool load` of safetensors files, good ones and others.
+
+use std::fs;
+
+use super::{Files, load, refuses, squeeze, stderr, stdout, succeeds};
+
+/// A checkpoint of tensors with these lengths, and its bytes.
+pub fn checkpoint(lens: &[usize]) -> Vec<u8> {
+    let (mut header, mut end) = (String::from("{"), 0);
+    for (number, len) in lens.iter().enumerate() {
+        let comma = if number > 0 { "," } else { "" };
+        let to = end + len;
+        header +=
+            &format!(r#"{comma}"t.{number}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{end},{to}]}}"#);
+        end = to;
+    }
+    header.push('}');
+    let bytes = (0..end).map(|i| (i / 251 + i % 251) as u8);
+    (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(bytes).collect()
+}
+
+#[test]
+fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
+    let files = Files::new();
+    let lens = [70_000, 0, 3, 16_384, 16_384, 300_000, 1];
+    let first = files.path("model-1.safetensors");
+    let second = files.path("model-2.safetensors");
+    fs::write(&first, checkpoint(&lens)).unwrap();
+    fs::write(&second, checkpoint(&[0])).unwrap();
+    let bytes: usize = lens.iter().sum();
+    let report = succeeds(load([&first, &second]).args(["--verify", "--chunk", "64KiB"]), 4 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
+    assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
+
+    let output = load([&first]).args(["--verify", "--capacity", "8MiB"]).output().unwrap();
+    let text = stdout(&output);
+    assert!(text.contains("model-1.safetensors: 7 tensors, 402.77 kB to host:0 at "), "{text}");
+    assert!(text.contains("all checksums equal"), "{text}");
+
+    // By an index, of which one tensor is wanted.
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"t.3":"model-1.safetensors"}}"#).unwrap();
+    let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    // By its folder: the index that is there, and without it all files.
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    fs::remove_file(&index).unwrap();
+    fs::write(&second, checkpoint(&[])).unwrap();
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    // What is wrong with it is told as for the files.
+    std::os::unix::fs::symlink(files.path("gone"), &index).unwrap();
+    refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
+}
+
+#[test]
+fn checkpoints_that_lie_are_refused_by_tensor() {
+    let files = Files::new();
+    let path = files.path("lies.safetensors");
+    let mut bytes = checkpoint(&[10, 20]);
+    bytes.pop();
+    fs::write(&path, &bytes).unwrap();
+    refuses(&mut load([&path]), "lies.safetensors is refused: tensor \"t.1\" lies at 10..30 of 29 bytes");
+    fs::write(&path, [7; 30]).unwrap();
+    refuses(&mut load([&path]), "no safetensors file");
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"t":"../lies.safetensors"}}"#).unwrap();
+    refuses(&mut load([&index]), "no name of a file beside the index");
+}
+
+/// A file of a stranger may be long; what the command keeps of it in memory is not much longer.
+#[test]
+fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
+    let files = Files::new();
+    let long = |front: &str| format!("{front}{}[]]", "[],".repeat(20 << 20));
+    let header = files.path("nonsense.safetensors");
+    let text = long(r#"{"t":["#) + "}";
+    fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
+    let index = files.path("nonsense.safetensors.index.json");
+    fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
+    // One tensor with thirty million axes, and one whose name is everything.
+    let axes = files.path("axes.safetensors");
+    let shape = "1,".repeat(30 << 20);
+    let text = format!(r#"{{"t":{{"dtype":"U8","shape":[{shape}1],"data_offsets":[0,2]}}}}"#);
+    fs::write(&axes, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0; 2]].concat()).unwrap();
+    let name = files.path("name.safetensors");
+    let text = format!(r#"{{"{}":7}}"#, "n".repeat(60 << 20));
+    fs::write(&name, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
+    for (path, cause) in [
+        (&header, "tensor \"t\" is not described"),
+        (&index, "names no tensor"),
+        (&axes, "its shape has more than 64 axes"),
+        (&name, "nnn...\" is not described"),
+    ] {
+        let command = &mut load([path]);
+        refuses(squeeze(command, 300 << 20), cause);
+        assert!(stderr(&command.output().unwrap()).len() < 1000);
+    }
+}

@@ -1,0 +1,132 @@
+//! The command on accelerators: on stand-ins or, where `PINPOOL_REQUIRE` names one, on the machine's own.
+
+#![cfg(any(feature = "acl", feature = "cuda"))]
+
+#[cfg(feature = "acl")]
+use std::fs;
+#[cfg(feature = "acl")]
+use std::path::Path;
+
+use serde_json::Value;
+
+#[cfg(feature = "acl")]
+use super::checkpoints::checkpoint;
+use super::{Files, doubles, pinpool, skip, stderr, stdout};
+
+#[test]
+#[cfg(feature = "cuda")]
+fn files_go_to_a_gpu_and_back() {
+    let files = Files::new();
+    let file = files.make("model", (9 << 20) + 77);
+    let mut command = pinpool();
+    command.args([
+        "load",
+        "--device",
+        "cuda:0",
+        "--json",
+        "--verify",
+        "--capacity",
+        "4MiB",
+        "--chunk",
+        "100KiB",
+    ]);
+    if !doubles::required() && !doubles::is_set() {
+        let Some(library) = doubles::library() else {
+            skip!("there is no cargo to build the stand-in libcuda with");
+            return;
+        };
+        command.env(doubles::PATH, &library);
+    }
+    let output = command.arg(&file).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&report["device"], &report["verified"]), (&"cuda:0".into(), &true.into()), "{report}");
+}
+
+/// Runs the command on both Ascend devices, over the stand-in in each of these ways; then no rule was broken, nothing
+/// is left, and no call came after the device was closed. On a machine's own library only the command's own output
+/// counts.
+#[cfg(feature = "acl")]
+fn on_npus(ways: &[doubles::npu::Way], run: impl Fn(&str, &[(&str, &Path)]), calls: &[&str]) {
+    use doubles::ascendcl::{PATH, REPORT, report_of};
+    use doubles::npu;
+
+    if npu::required() {
+        return run("acl:0", &[]);
+    }
+    let files = Files::new();
+    for way in ways {
+        let Some(library) = way.library() else {
+            skip!("there is no cargo to build the stand-in libascendcl with");
+            return;
+        };
+        for device in ["acl:0", "acl:1"] {
+            let written = files.path("report");
+            let mut environment = vec![(PATH, &*library), (REPORT, &*written)];
+            environment.extend(way.environment.iter().map(|(name, value)| (*name, Path::new(value))));
+            run(device, &environment);
+            let report = report_of(&written).expect("the stand-in wrote what it had seen");
+            let what = format!("{} on {device}: {report:?}", way.name);
+            assert_eq!(report.violations, Vec::<String>::new(), "{what}");
+            assert_eq!(report.leaks, Vec::<String>::new(), "{what}");
+            assert!(report.over, "the device is still set: {what}");
+            let made = |name: &str| report.calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1);
+            assert_eq!(
+                (made("aclFinalize"), made("aclrtSetDevice"), made("aclrtResetDevice")),
+                (0, 1, 1),
+                "{what}"
+            );
+            assert_eq!(report.last.as_deref(), Some("aclrtResetDevice"), "a call came after it: {what}");
+            let sum: u64 = calls.iter().map(|call| made(call)).sum();
+            assert!(calls.is_empty() || sum > 90, "{what}");
+            fs::remove_file(&written).unwrap();
+        }
+    }
+}
+
+#[test]
+#[cfg(feature = "acl")]
+fn files_go_to_an_npu_and_back() {
+    let files = Files::new();
+    let file = files.make("model", (9 << 20) + 77);
+    let tensors = files.path("model.safetensors");
+    // Whose tensors start and end anywhere.
+    fs::write(&tensors, checkpoint(&[700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777])).unwrap();
+    let bytes = fs::metadata(&file).unwrap().len() + 700_000 + 3 + 2 * 16_384 + 3_000_000 + 1 + 77_777;
+    let run = |device: &str, environment: &[(&str, &Path)]| {
+        let mut command = pinpool();
+        command.args(["load", "--device", device, "--json", "--verify", "--capacity", "4MiB"]);
+        command.args(["--chunk", "100KiB", "--threads", "5"]).envs(environment.iter().copied());
+        let output = command.args([&file, &tensors]).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+        let found = (&report["device"], &report["verified"], &report["bytes"]);
+        assert_eq!(found, (&device.into(), &true.into(), &bytes.into()), "{report}");
+        assert_eq!(
+            (&report["pool"]["unpinned_bytes"], &report["pool"]["quarantined_bytes"]),
+            (&0.into(), &0.into())
+        );
+    };
+    on_npus(&doubles::npu::WAYS, run, &["aclrtMemcpyAsync", "aclrtMemcpy"]);
+}
+
+/// The other commands that open a device close it, too.
+#[test]
+#[cfg(feature = "acl")]
+fn every_command_leaves_an_npu_in_order() {
+    for command in [
+        &["bench", "--size", "1MiB", "--threads", "2", "--device"][..],
+        &["doctor", "--capacity", "4MiB", "--device"],
+        // Refused after the device was opened.
+        &["load", "--capacity", "4KiB", "--chunk", "1MiB", "--device"],
+    ] {
+        let run = |device: &str, environment: &[(&str, &Path)]| {
+            let output =
+                pinpool().args(command).arg(device).envs(environment.iter().copied()).output().unwrap();
+            // The doctor's findings on this machine, and what is refused, do not matter here.
+            assert!(output.status.code().is_some_and(|code| code < 3), "{command:?}: {}", stderr(&output));
+            assert!(command[0] != "bench" || output.status.success(), "{}", stderr(&output));
+        };
+        on_npus(&[doubles::npu::ON_DEVICE, doubles::npu::LATE_2022], run, &[]);
+    }
+}

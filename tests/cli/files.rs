@@ -1,0 +1,373 @@
+//! `pinpool load` of files: to the device and back, and what stands in the way.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use serde_json::Value;
+
+#[cfg(feature = "cuda")]
+use super::doubles;
+use super::{Files, fails, load, pinpool, refuses, report, skip, stderr, stdout, succeeds};
+
+#[test]
+fn a_file_goes_up_and_back() {
+    let files = Files::new();
+    let file = files.make("model.bin", 5_000_003);
+    let report = succeeds(load([&file]).args(["--verify", "--chunk", "256KiB"]), 8 << 20);
+    assert_eq!(report["device"], "host:0");
+    assert_eq!(report["bytes"], 5_000_003);
+    assert_eq!(report["verified"], true);
+    assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
+    assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
+    // 20 chunks up and as many back, in segments that the pipeline keeps while a file is on its way.
+    let checkouts = report["pool"]["checkouts"].as_u64().unwrap();
+    assert!((1..=40).contains(&checkouts), "{report}");
+}
+
+#[test]
+fn what_was_not_measured_is_null() {
+    let files = Files::new();
+    let file = files.make("model.bin", 100_000);
+    let report = succeeds(&mut load([&file]), 8 << 20);
+    assert_eq!(report["bytes"], 100_000);
+    assert!(report["upload_gb_per_s"].is_f64());
+    assert!(report["download_gb_per_s"].is_null() && report["verified"].is_null(), "{report}");
+    assert_eq!(report["pool"]["checkouts"], 1);
+}
+
+#[test]
+fn an_empty_file_is_fine() {
+    let files = Files::new();
+    let file = files.make("empty", 0);
+    let report = succeeds(load([&file]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&0.into(), &true.into()));
+    assert!(report["upload_gb_per_s"].is_null() && report["download_gb_per_s"].is_null(), "{report}");
+    assert_eq!(report["pool"]["checkouts"], 0);
+}
+
+#[test]
+fn several_files_and_any_sizes() {
+    let files = Files::new();
+    let sizes = [1, 4095, 4096, 4097, 0, 65_536, 65_537, 1_048_577, 3 * 65_536];
+    let paths: Vec<PathBuf> =
+        sizes.iter().enumerate().map(|(i, &len)| files.make(&format!("{i}"), len)).collect();
+    for chunk in ["64KiB", "1000B", "65537"] {
+        for threads in ["1", "3"] {
+            let command = &mut load(&paths);
+            let report =
+                succeeds(command.args(["--verify", "--chunk", chunk, "--threads", threads]), 2 << 20);
+            assert_eq!(report["bytes"], sizes.iter().sum::<usize>());
+            assert_eq!(report["verified"], true);
+        }
+    }
+}
+
+#[test]
+fn a_pool_of_one_chunk_is_enough_for_many_threads() {
+    let files = Files::new();
+    let file = files.make("model.bin", 1_234_567);
+    // SAFETY: sysconf only reads a value.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+    // The last two are the stride of a class in between, and one with a run of its own. (The pipeline needs five
+    // pages.)
+    for (chunk, segment) in
+        [(16_384, 16_384 + 64u64), (65_536, 65_536 + 64), (100_000, 106_560), (5 << 20, (5 << 20) + 32)]
+    {
+        let capacity = segment.next_multiple_of(page);
+        let chunk = chunk.to_string();
+        let report =
+            succeeds(load([&file]).args(["--verify", "--chunk", &chunk, "--threads", "6"]), capacity);
+        assert_eq!((&report["bytes"], &report["verified"]), (&1_234_567.into(), &true.into()));
+        // A page less than that is refused.
+        let less = (capacity - page).max(1).to_string();
+        refuses(load([&file]).args(["--chunk", &chunk, "--capacity", &less]), "capacity");
+    }
+}
+
+#[test]
+fn a_chunk_larger_than_the_file_and_than_the_largest_class() {
+    let files = Files::new();
+    let file = files.make("model.bin", 20_000_000);
+    for chunk in ["6MiB", "12MiB", "16MiB", "30MiB"] {
+        let report = succeeds(load([&file]).args(["--verify", "--chunk", chunk, "--threads", "2"]), 40 << 20);
+        assert_eq!((&report["bytes"], &report["verified"]), (&20_000_000.into(), &true.into()));
+    }
+}
+
+#[test]
+fn text_for_people() {
+    let files = Files::new();
+    let file = files.make("model.bin", 100_000);
+    let output = load([&file]).args(["--verify", "--capacity", "8MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let text = stdout(&output);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(
+        lines[0].contains("model.bin: 100.00 kB to host:0 at ") && lines[0].ends_with("all checksums equal")
+    );
+    assert!(lines[1].starts_with("pool: "), "{text}");
+    // No terminal, no progress bar; at most the one warning that memory is not pinned.
+    assert!(stderr(&output).lines().all(|l| l.starts_with("warning: ")), "{}", stderr(&output));
+
+    let help = pinpool().arg("--help").output().unwrap();
+    assert_eq!(help.status.code(), Some(0));
+    assert!(stdout(&help).contains("load") && stdout(&help).contains("Exit status"));
+    let help = pinpool().args(["load", "--help"]).output().unwrap();
+    for option in
+        ["--device", "--capacity", "--chunk", "--threads", "--unpinned", "--verify", "--json", "[FILE]"]
+    {
+        assert!(stdout(&help).contains(option), "{option}");
+    }
+    let version = pinpool().arg("--version").output().unwrap();
+    assert_eq!(stdout(&version).trim(), concat!("pinpool ", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn a_sample_is_made_and_removed() {
+    let files = Files::new();
+    let left = || fs::read_dir(files.0.path()).unwrap().count();
+    let command = &mut load(["--sample", "3000001", "--verify"]);
+    let report = succeeds(command.env("TMPDIR", files.0.path()), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&3_000_001.into(), &true.into()));
+    assert_eq!(left(), 0);
+
+    // Nor does one stay behind when the command is killed in the middle, at whatever time.
+    for wait in [1, 30, 100] {
+        let command = &mut load(["--sample", "1GiB"]);
+        let mut child = command.env("TMPDIR", files.0.path()).stdout(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(wait));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(left(), 0);
+    }
+    fails(load(["--sample", "1MiB"]).env("TMPDIR", files.path("nowhere")), "nowhere");
+    refuses(load(["--sample", "1MiB", "file"]).env("TMPDIR", files.0.path()), "--sample");
+}
+
+#[test]
+fn what_cannot_be_obeyed_is_refused() {
+    let files = Files::new();
+    let file = &files.make("model.bin", 10_000);
+    let missing = &files.path("missing");
+    refuses(&mut load([missing]), "missing: No such file");
+    refuses(&mut load([file, missing]), "missing: No such file");
+    let neither = "neither model.safetensors.index.json nor a file that ends in .safetensors";
+    refuses(&mut load([files.0.path()]), neither);
+    refuses(&mut load([Path::new("/dev/null")]), "not a regular file");
+    for size in ["", "x", "64M", "12QiB", "-5", "1.5MiB", "0", "99999999999999999999"] {
+        refuses(load([file]).arg(format!("--chunk={size}")), "--chunk");
+        refuses(load([file]).arg(format!("--capacity={size}")), "--capacity");
+    }
+    for threads in ["0", "-1", "many", "1000000"] {
+        refuses(load([file]).arg(format!("--threads={threads}")), "--threads");
+    }
+    refuses(load([file]).args(["--capacity", "1MiB"]), "below one segment");
+    refuses(load([file]).args(["--capacity", "100", "--chunk", "10"]), "capacity of 100 bytes");
+    refuses(load([file]).args(["--capacity", "1TiB", "--chunk", "100TiB"]), "below one segment");
+    refuses(load([file]).args(["--unpinned", "maybe"]), "--unpinned");
+    refuses(load([file]).arg("--fast"), "--fast");
+    for (device, cause) in [
+        ("gpu", "unknown device"),
+        ("host:99", "host:99"),
+        ("cuda:99", "cuda:99"),
+        ("acl:0", "acl"),
+        ("", "unknown device"),
+    ] {
+        let command = &mut pinpool();
+        refuses(command.args(["load", "--device", device]).arg(file), cause);
+    }
+    // Without any command the whole help is printed, and it is an error all the same.
+    assert_eq!(pinpool().output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn a_device_without_room_is_a_failure() {
+    let files = Files::new();
+    let path = files.path("large");
+    let file = File::create(&path).unwrap();
+    // Nothing but a hole. If the file system does not take it, a smaller one that no memory holds either.
+    if [8u64 << 40, 2 << 40].iter().all(|&len| file.set_len(len).is_err()) {
+        skip!("this file system has no files of 2 TiB");
+        return;
+    }
+    let output = fails(load([&path]).args(["--capacity", "8MiB", "--json"]), "no room");
+    let report = report(&output);
+    assert_eq!(report["bytes"], 0);
+    assert!(report["upload_gb_per_s"].is_null() && report["verified"].is_null());
+}
+
+/// A device that is there and fails is no fault of the command line, and neither is a file that cannot be read.
+#[test]
+fn what_fails_is_told_from_what_cannot_be_obeyed() {
+    let files = Files::new();
+    // Its first byte cannot be read, by any process.
+    let index = files.path("m.safetensors.index.json");
+    std::os::unix::fs::symlink("/proc/self/mem", &index).unwrap();
+    fails(&mut load([&index]), "cannot be read at offset 0");
+    refuses(&mut load([&files.path(&"long".repeat(1000))]), "File name too long");
+    refuses(&mut load([&files.path("missing.safetensors")]), "No such file");
+
+    #[cfg(feature = "cuda")]
+    if !doubles::required() && !doubles::is_set() {
+        let Some(library) = doubles::library() else {
+            skip!("in part: there is no cargo to build the stand-in libcuda with");
+            return;
+        };
+        let file = files.make("model.bin", 1000);
+        let commands = [vec!["bench"], vec!["load", file.to_str().unwrap()]];
+        for command in commands {
+            let with = |device: &str| {
+                let mut all = pinpool();
+                all.args(&command).args(["--device", device]).env(doubles::PATH, &library);
+                all
+            };
+            // CUDA_ERROR_OUT_OF_MEMORY.
+            let fault = "cuDevicePrimaryCtxRetain:1:2";
+            fails(with("cuda:0").env("PINPOOL_STANDIN_FAIL", fault), "cuDevicePrimaryCtxRetain");
+            refuses(&mut with("cuda:9"), "cuda:9");
+        }
+    }
+}
+
+#[test]
+fn a_file_that_is_shorter_than_it_says_is_a_failure() {
+    // Such a file is always there: the kernel says a page, and has a line.
+    let path = Path::new("/sys/devices/system/cpu/online");
+    let Ok(metadata) = fs::metadata(path) else {
+        skip!("no {}", path.display());
+        return;
+    };
+    let len = fs::read(path).unwrap().len();
+    assert!((len as u64) < metadata.len());
+    fails(
+        load([path]).args(["--capacity", "8MiB"]),
+        &format!("ends at byte {len}, not at {}", metadata.len()),
+    );
+}
+
+#[test]
+fn a_file_that_changes_under_the_command_is_a_mismatch() {
+    let files = Files::new();
+    let path = files.make("changing", 48 << 20);
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut count = 0u64;
+            while !done.load(Ordering::Relaxed) {
+                count += 1;
+                file.write_all_at(&count.to_le_bytes(), 1 << 20).unwrap();
+            }
+        });
+        // Between its two looks at that place the command moves 48 MB, and the number hardly ever stays the same.
+        let output = (0..20)
+            .map(|_| load([&path]).args(["--verify", "--json", "--chunk", "1MiB"]).output().unwrap())
+            .find(|output| output.status.code() != Some(0));
+        done.store(true, Ordering::Relaxed);
+        let output = output.expect("a mismatch");
+        assert_eq!(output.status.code(), Some(1));
+        assert!(stderr(&output).contains("mismatch at offset 1048576"), "{}", stderr(&output));
+        let report = report(&output);
+        assert_eq!((&report["verified"], &report["bytes"]), (&false.into(), &(48 << 20).into()));
+    });
+}
+
+#[test]
+fn a_closed_pipe_is_no_panic() {
+    let files = Files::new();
+    let file = files.make("model.bin", 100_000);
+    for args in [vec!["--json"], vec![], vec!["--help"]] {
+        let mut command = load([&file]);
+        let mut child = command
+            .args(["--capacity", "8MiB"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let mut errors = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{errors}");
+        assert!(!errors.contains("panicked"), "{errors}");
+    }
+    // Stderr too.
+    let mut child = load([files.path("missing")]).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    assert_eq!(child.wait().unwrap().code(), Some(2));
+}
+
+/// The command with a memlock limit of `limit` bytes and without the right to exceed it.
+fn limited(limit: u64, mut command: Command) -> Command {
+    // SAFETY: between fork and exec only system calls are made, which is allowed there.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+            if libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            // CAP_IPC_LOCK. Fails where the test has no right to drop it: then it is not root, and does not have it
+            // either.
+            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
+            Ok(())
+        });
+    }
+    command
+}
+
+#[test]
+fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
+    let files = Files::new();
+    let file = files.make("model.bin", 3 << 20);
+    let args = |unpinned| {
+        load([file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)])
+    };
+    // A capacity of several extents, each of which is refused.
+    let mut command = limited(65_536, args("allow"));
+    let output = command.args(["--json", "--capacity", "200MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report = report(&output);
+    assert_eq!(report["pool"]["pinned_bytes"], 0, "locking was to fail");
+    assert_eq!(report["pool"]["unpinned_bytes"], 200 << 20);
+    assert_eq!(report["verified"], true);
+    let text = stderr(&output);
+    assert!(
+        text.starts_with("warning: ") && text.lines().count() == 1 && text.contains("not pinned"),
+        "{text}"
+    );
+
+    let output = fails(limited(65_536, args("refuse")).arg("--json"), "memlock limit");
+    assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+
+    // A bench's figures then measure other memory than their names say, and the object says so.
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "host", "--size", "1MiB", "--threads", "2"]);
+    let output = limited(65_536, command).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+    assert_eq!((&report["unpinned"], &report["size_bytes"]), (&true.into(), &(1 << 20).into()), "{report}");
+}
+
+#[test]
+fn hundreds_of_megabytes_through_64_mib() {
+    if std::env::var_os("PINPOOL_FULL").is_none() {
+        skip!("set PINPOOL_FULL=1");
+        return;
+    }
+    let files = Files::new();
+    let file = files.make("model.bin", 300 << 20);
+    let report = succeeds(load([&file]).args(["--verify", "--threads", "2"]), 64 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&(300 << 20).into(), &true.into()));
+    println!("{report}");
+    // And the sample of the command in the README.
+    let report = succeeds(load(["--verify", "--threads", "2"]).env("TMPDIR", files.0.path()), 64 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&(1 << 30).into(), &true.into()));
+    println!("{report}");
+}
