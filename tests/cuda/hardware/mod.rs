@@ -20,6 +20,7 @@ mod graphs;
 mod pointers;
 mod poison;
 mod runtime;
+mod short;
 mod two;
 
 use std::path::Path;

@@ -1,0 +1,35 @@
+//! Very short copies by several threads at once, which a driver was seen to lose the device over (`device/cuda/batch.rs`).
+
+use pinpool::{DeviceSlice, QueueOptions};
+
+use super::{Needs, on_gpu, open};
+
+#[test]
+fn thousands_of_very_short_copies_leave_the_device_alive() {
+    on_gpu("hardware::short::thousands_of_very_short_copies_leave_the_device_alive", Needs::Driver, |gpu| {
+        const LEN: usize = 1 << 10;
+        let (count, rounds) = if gpu.real { (1 << 18, 24) } else { (1 << 10, 2) };
+        let device = open(0);
+        let pool = pinpool::Pool::builder(&device).capacity(64 << 20).build().unwrap();
+        let queue = device.copy_queue_with(QueueOptions::new().threads(3).packers(8)).unwrap();
+        let memory = device.alloc(2 * count * LEN).unwrap();
+        let sources: Vec<[u8; LEN]> = (0..count).map(|i| [i as u8; LEN]).collect();
+        // Every second place or so, in the order of a multiplication.
+        let place = |i: usize| i.wrapping_mul(0x9E37_79B1) % (2 * count);
+        let pieces: Vec<(&[u8], DeviceSlice)> = sources
+            .iter()
+            .enumerate()
+            .map(|(i, source)| (&source[..], memory.slice(place(i) * LEN..(place(i) + 1) * LEN).unwrap()))
+            .collect();
+        for _ in 0..rounds {
+            queue.gather_blocking(&pool, &pieces).unwrap();
+        }
+        let mut back = vec![[255_u8; LEN]; count];
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            back.iter_mut().zip(&pieces).map(|(bytes, (_, place))| (place.clone(), &mut bytes[..])).collect();
+        queue.scatter_blocking(&pool, &mut targets).unwrap();
+        assert!(back == sources, "a piece is elsewhere");
+        drop((queue, memory, pool, device));
+        gpu.no_violations();
+    });
+}
