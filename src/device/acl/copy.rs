@@ -99,14 +99,18 @@ impl Acl {
             // SAFETY: the caller promises both ranges until this returns.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
         };
-        let mut staging = vec![0_u8; len.min(STAGED)];
+        // Whole pages of its own: other memory on a page may be page-locked, and the library may refuse memory that is
+        // locked in part.
+        let page = crate::os::page_size();
+        let mut staging = vec![0_u8; len.min(STAGED).next_multiple_of(page) + page];
+        let first_page = staging.as_ptr().align_offset(page).min(page);
         let copied = {
             let _current = self.current()?;
             // Where this fails nothing of the copy was submitted.
             self.drained_stream(on)?;
             (0..len).step_by(STAGED).try_for_each(|from| {
                 let (len, there) = (STAGED.min(len - from), there.wrapping_byte_add(from));
-                let staged: *mut u8 = staging.as_mut_ptr();
+                let staged: *mut u8 = staging[first_page..].as_mut_ptr();
                 // SAFETY: within the range, which the caller promises until this returns; it does not overlap the
                 // staging memory, which has room for `len` bytes and is not in use: the copy before has succeeded.
                 // Where the copy fails, `staging` is not used again before it has ended.
