@@ -99,8 +99,8 @@ fn a_new_run_has_new_generations() {
     for _ in 0..3 {
         let descriptor = take(&mut arena, 5000, 64).unwrap();
         // SAFETY: out, so alive.
-        let word = unsafe { descriptor.as_ref() }.depart();
-        assert!(Some(word.generation()) > before, "a word of a dissolved run would come again");
+        let (first, word) = unsafe { (descriptor.as_ref().word(), descriptor.as_ref().depart()) };
+        assert!(Some(first.generation()) > before, "a word of a dissolved run would come again");
         before = Some(word.generation());
         // SAFETY: as above.
         unsafe { descriptor.as_ref() }.set(state::HOST);
@@ -175,6 +175,13 @@ fn what_could_be_gathered_is_known() {
     assert!(!arena.could_reclaim(pages(33), cached(2)), "and then needs two pages");
     assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
+    // What is out may lie behind a free run.
+    let mut arena = self::arena(&[24]);
+    let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
+    let behind = take(&mut arena, 8 * PAGE - 32, 4096).unwrap();
+    give(&mut arena, before);
+    assert!(arena.could_reclaim(pages(10), cached(0)) && !arena.could_reclaim(pages(11), cached(0)));
+    give(&mut arena, behind);
     // The pages of a single segment that is out stay, although its tail is free.
     let mut arena = self::arena(&[8]);
     let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
@@ -492,6 +499,20 @@ fn a_quarantined_segment_blocks_no_more_than_it_must() {
     give(&mut arena, held[1]);
     give(&mut arena, held[3]);
     assert!(arena.shorten_runs() && arena.take(pages(60)).is_some());
+    // The second segment stays out alone.
+    let mut arena = self::arena(&[64]);
+    let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    // SAFETY: out, so alive.
+    unsafe { held[1].as_ref() }.set(state::QUARANTINED);
+    assert!(serves(&arena, pages(61)) && !serves(&arena, pages(62)), "two segments need three pages");
+    // A single segment stays out, behind a free run, and its tail is free.
+    let mut arena = self::arena(&[24]);
+    let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
+    let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
+    give(&mut arena, before);
+    // SAFETY: out, so alive.
+    unsafe { single.as_ref() }.set(state::QUARANTINED);
+    assert!(serves(&arena, pages(10)) && !serves(&arena, pages(11)));
     // A run as long as the arena: of its class a segment is left, and of others none.
     let mut arena = self::arena(&[4]);
     let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
