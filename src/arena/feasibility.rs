@@ -42,9 +42,20 @@ impl Arena {
                 }
                 let run = &self.runs[entry as usize];
                 let descriptors = descriptors(run);
-                if descriptors.iter().any(is_stuck) {
-                    found += fitting(page, free_from, at);
-                    free_from = at + run.pages as usize;
+                if let Some(last) = descriptors.iter().rposition(is_stuck) {
+                    // The pages that stay in use. A single segment comes back without its tail, and a run of a class
+                    // is shortened behind its last segment that stays.
+                    let (from, end) = match run.class {
+                        Some(_) if Self::is_single(run) && !is_stuck(&descriptors[0]) => {
+                            (run.alone / PAGE, run.pages as usize)
+                        }
+                        Some(class) if !Self::is_single(run) => {
+                            (0, ((last + 1) * class.stride()).div_ceil(PAGE))
+                        }
+                        _ => (0, run.pages as usize),
+                    };
+                    found += fitting(page, free_from, at + from);
+                    free_from = at + end;
                     if let Placement::Class(class) = placement {
                         // SAFETY: as above.
                         let fits = |s: &&NonNull<Descriptor>| unsafe { s.as_ref() }.class() == Some(class);

@@ -478,7 +478,7 @@ impl Arena {
     fn shorten(&mut self, number: u32, class: Class) -> bool {
         let stride = class.stride();
         let run = &mut self.runs[number as usize];
-        if run.alone > 0 || Self::is_single(run) || Self::is_idle(run) {
+        if Self::is_single(run) || Self::is_idle(run) {
             return false;
         }
         let start = self.extents[run.extent as usize].base.as_ptr().addr() + run.first as usize * PAGE;

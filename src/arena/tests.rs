@@ -73,6 +73,43 @@ fn an_aligned_segment_gives_its_tail_away() {
 }
 
 #[test]
+fn a_tail_may_fill_most_of_its_page() {
+    let mut arena = arena(&[4]);
+    let before = take(&mut arena, 2 * PAGE - 32, 4096).unwrap();
+    // One page, of which the single segment has the first bytes.
+    let head = take(&mut arena, 100, 4096).unwrap();
+    let class = Class::fitting(PAGE - 192).unwrap();
+    let tail = take(&mut arena, class.stride() - 32, 64).unwrap();
+    // SAFETY: both are out, so alive.
+    assert_eq!(unsafe { head.as_ref() }.run(), unsafe { tail.as_ref() }.run());
+    give(&mut arena, head);
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert_eq!(arena.bytes().largest_free, PAGE, "the tail keeps the page");
+    give(&mut arena, tail);
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert_eq!(arena.bytes().largest_free, 2 * PAGE);
+    give(&mut arena, before);
+    assert_eq!(arena.bytes().largest_free, 4 * PAGE);
+}
+
+#[test]
+fn a_new_run_has_new_generations() {
+    let mut arena = arena(&[64]);
+    let mut before = None;
+    for _ in 0..3 {
+        let descriptor = take(&mut arena, 5000, 64).unwrap();
+        // SAFETY: out, so alive.
+        let (first, word) = unsafe { (descriptor.as_ref().word(), descriptor.as_ref().depart()) };
+        assert!(Some(first.generation()) > before, "a word of a dissolved run would come again");
+        before = Some(word.generation());
+        // SAFETY: as above.
+        unsafe { descriptor.as_ref() }.set(state::HOST);
+        give(&mut arena, descriptor);
+        assert!(arena.release_idle());
+    }
+}
+
+#[test]
 fn a_run_gives_up_what_lies_behind_its_last_segment() {
     let mut arena = arena(&[64]);
     let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
@@ -138,6 +175,19 @@ fn what_could_be_gathered_is_known() {
     assert!(!arena.could_reclaim(pages(33), cached(2)), "and then needs two pages");
     assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
+    // What is out may lie behind a free run.
+    let mut arena = self::arena(&[24]);
+    let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
+    let behind = take(&mut arena, 8 * PAGE - 32, 4096).unwrap();
+    give(&mut arena, before);
+    assert!(arena.could_reclaim(pages(10), cached(0)) && !arena.could_reclaim(pages(11), cached(0)));
+    give(&mut arena, behind);
+    // The pages of a single segment that is out stay, although its tail is free.
+    let mut arena = self::arena(&[8]);
+    let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
+    assert!(!arena.could_reclaim(pages(1), cached(0)));
+    give(&mut arena, single);
+    assert!(arena.could_reclaim(pages(8), cached(0)));
 }
 
 #[test]
@@ -152,6 +202,340 @@ fn what_can_be_served_is_known() {
     assert!(!arena.could_serve(whole, 1, Some(&quarantined)));
     assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
     assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
+}
+
+/// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a class with four of
+/// its segments out and two or more free, then an aligned segment with a tail, and behind them a free run.
+fn violation(spoil: impl FnOnce(&mut Arena, &mut HashSet<usize>)) -> String {
+    let mut arena = arena(&[64]);
+    for _ in 0..4 {
+        take(&mut arena, 2000, 64).unwrap();
+    }
+    take(&mut arena, 4096, 4096).unwrap();
+    let mut outside = HashSet::new();
+    arena.check(&outside, |_, _, _| {}).unwrap();
+    spoil(&mut arena, &mut outside);
+    arena.check(&outside, |_, _, _| {}).expect_err("a violation goes unnoticed")
+}
+
+/// The runs of `violation`, by their numbers.
+const OF_CLASS: usize = 0;
+const SINGLE: usize = 1;
+
+/// Puts other values into a descriptor of a run.
+fn replace(arena: &mut Arena, run: usize, at: usize, with: impl FnOnce(&Descriptor) -> Descriptor) {
+    // SAFETY: the run has that many descriptors, and no other code uses them meanwhile.
+    unsafe {
+        let place = arena.runs[run].descriptors.add(at);
+        place.write(with(place.as_ref()));
+    }
+}
+
+fn moved(descriptor: &Descriptor, by: isize, run: u32) -> Descriptor {
+    let base = NonNull::new(descriptor.base().as_ptr().wrapping_offset(by)).unwrap();
+    Descriptor::new(base, descriptor.class(), run, 0)
+}
+
+#[test]
+fn check_sees_wrong_free_runs() {
+    let (single, free) = (16, 18);
+    let says = violation(|arena, _| {
+        arena.remove_free(0, free, 64 - free);
+        arena.insert_free(0, free, 5);
+        arena.insert_free(0, free + 5, 64 - free - 5);
+    });
+    assert_eq!(says, "extent 0: two free runs meet at page 23");
+    let no_end = "extent 0: the free run at page 18 has no valid last page";
+    assert_eq!(violation(|arena, _| arena.extents[0].map[free as usize] = FREE), no_end);
+    assert_eq!(violation(|arena, _| arena.extents[0].map[free as usize] = FREE | (64 - free + 1)), no_end);
+    assert_eq!(violation(|arena, _| arena.extents[0].map[63] = FREE | 1), no_end);
+    let says = violation(|arena, _| assert!(arena.free.remove(&(64 - free, 0, free))));
+    assert_eq!(says, "extent 0: the free run at page 18 is not in the set of free runs");
+    let says = violation(|arena, _| assert!(arena.free.insert((1, 0, single))));
+    assert_eq!(says, "the set of free runs has others than the page maps");
+}
+
+#[test]
+fn check_sees_wrong_runs() {
+    let says = violation(|arena, _| arena.extents[0].map[0] = 77);
+    assert_eq!(says, "extent 0: no run 77 at page 0");
+    let elsewhere = |run: usize| format!("run {run} is not where the page map says");
+    assert_eq!(violation(|arena, _| arena.extents[0].map[0] = SINGLE as u32), elsewhere(SINGLE));
+    assert_eq!(violation(|arena, _| arena.extents[0].map[15] = SINGLE as u32), elsewhere(OF_CLASS));
+    assert_eq!(violation(|arena, _| arena.runs[OF_CLASS].extent = 1), elsewhere(OF_CLASS));
+    let says = violation(|arena, _| {
+        let class = arena.runs[OF_CLASS].class.unwrap();
+        arena.partial[class.index()].clear();
+    });
+    assert!(says.starts_with("run 0 has ") && says.ends_with("in the set of its class: false"), "{says}");
+    let says = violation(|arena, _| while arena.runs[OF_CLASS].list.pop().is_some() {});
+    assert_eq!(says, "run 0 has 0 free segments; in the set of its class: true");
+    let says = violation(|arena, _| arena.runs[OF_CLASS].cut += 32);
+    assert!(says.starts_with("run 0: ") && says.ends_with(" are not 65536"), "{says}");
+}
+
+#[test]
+fn check_sees_wrong_segments() {
+    let says = violation(|arena, _| replace(arena, OF_CLASS, 2, |d| moved(d, 0, 9)));
+    assert_eq!(says, "a descriptor of run 0 says that it belongs to run 9");
+    let misplaced =
+        |run: usize, n: usize| format!("run {run}: segment {n} overlaps, leaves its run, or is misaligned");
+    for by in [32, -64, 64] {
+        // Further up it overlaps the next segment.
+        let seen_at = if by == 64 { 2 } else { 1 };
+        let says = violation(|arena, _| replace(arena, OF_CLASS, 1, |d| moved(d, by, 0)));
+        assert_eq!(says, misplaced(OF_CLASS, seen_at), "{by}");
+    }
+    let says = violation(|arena, _| {
+        let last = arena.runs[OF_CLASS].count as usize - 1;
+        replace(arena, OF_CLASS, last, |d| moved(d, PAGE as isize, 0));
+    });
+    assert!(says.ends_with("overlaps, leaves its run, or is misaligned"), "{says}");
+    // The descriptor stays in the list of its run.
+    let says = violation(|arena, outside| {
+        outside.insert(std::ptr::from_ref(arena.runs[OF_CLASS].list.iter().next().unwrap()).addr());
+    });
+    assert_eq!(says, "run 0: segment 4 is free or checked out and is in 2 lists");
+    let says = violation(|arena, _| {
+        arena.runs[OF_CLASS].list.iter().next().unwrap().set(state::FLIGHT);
+    });
+    assert_eq!(says, "run 0: segment 4 is in flight and is in 1 lists");
+    let says = violation(|_, outside| assert!(outside.insert(1)));
+    assert_eq!(says, "1 segments are cached, and 0 of them belong to the arena");
+}
+
+#[test]
+fn check_sees_wrong_lists() {
+    // The second descriptor of the list becomes its end.
+    let says = violation(|arena, _| {
+        let second = NonNull::from(arena.runs[OF_CLASS].list.iter().nth(1).unwrap());
+        // SAFETY: it is alive. That it is in a list is what is to be noticed.
+        unsafe { Chain::new().push(second) };
+    });
+    assert!(says.starts_with("run 0: its list counts ") && says.ends_with(" segments but holds 2"), "{says}");
+    let says = violation(|arena, _| {
+        let stray = arena.descriptor(&arena.runs[SINGLE], 0);
+        // SAFETY: it is alive. That it is in the list of another run is what is to be noticed.
+        unsafe { arena.runs[OF_CLASS].list.push(stray) };
+    });
+    assert_eq!(says, "run 0: its list holds descriptors that are not its own");
+}
+
+#[test]
+fn check_sees_wrong_sums() {
+    let counts: [fn(&mut Arena); 6] = [
+        |arena| arena.total += PAGE,
+        |arena| arena.cut += 32,
+        |arena| arena.free_slot_bytes += 32,
+        |arena| arena.free_pages += 1,
+        |arena| arena.idle += 1,
+        |arena| {
+            // A run without pages and descriptors, of which no page map knows.
+            let descriptors = NonNull::dangling();
+            let (class, list) = (None, Chain::new());
+            let run = Run {
+                extent: 0,
+                first: 0,
+                pages: 0,
+                class,
+                alone: 0,
+                descriptors,
+                count: 0,
+                table: 0,
+                list,
+                cut: 0,
+            };
+            arena.runs.insert(run);
+        },
+    ];
+    for count in counts {
+        let says = violation(|arena, _| count(arena));
+        assert!(
+            says.starts_with("(total, cut, bytes of free segments, free pages, idle, runs) are "),
+            "{says}"
+        );
+    }
+}
+
+fn address(descriptor: &Descriptor) -> usize {
+    std::ptr::from_ref(descriptor).addr()
+}
+
+/// What `for_each_given` visits in pieces: places, addresses of descriptors, bytes; and how many pieces that takes.
+fn given(arena: &Arena, enough: usize, elsewhere: &[(u32, usize)]) -> (Vec<(u64, usize, usize)>, usize) {
+    let (mut found, mut from, mut pieces) = (Vec::new(), Some(0), 0);
+    while let Some(at) = from {
+        from = arena.for_each_given(at, enough, elsewhere, |place, descriptor, bytes| {
+            found.push((place, address(descriptor), bytes));
+        });
+        pieces += 1;
+    }
+    (found, pieces)
+}
+
+#[test]
+fn what_is_out_is_visited_once() {
+    let mut arena = arena(&[256]);
+    let mut held: Vec<_> = (0..5).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    let single = take(&mut arena, 4096, 4096).unwrap();
+    let tail = take(&mut arena, 3800, 64).unwrap();
+    held.extend([single, tail]);
+    held.extend((0..3).map(|_| take(&mut arena, 2000, 64).unwrap()));
+    give(&mut arena, held.remove(1));
+    // SAFETY: they are out, so alive.
+    let place = |descriptor: &NonNull<Descriptor>| unsafe {
+        (descriptor.as_ref().run(), address(descriptor.as_ref()))
+    };
+    let cached = place(&held.remove(2));
+    // The first run loses descriptors at its end. Where these lie, no descriptor is looked for.
+    assert!(arena.shorten_runs());
+    let (first, count) = (cached.0, arena.runs[cached.0 as usize].count as usize);
+    assert!(count < arena.runs[first as usize].table as usize);
+    let behind = address(arena.runs[first as usize].list.iter().next().unwrap())
+        + (count - 1) * size_of::<Descriptor>();
+    for enough in [1, 2, 6, 7, 8, 100] {
+        let (found, pieces) = given(&arena, enough, &[cached, (first, behind)]);
+        assert!(found.windows(2).all(|pair| pair[0].0 < pair[1].0), "{found:?}");
+        // SAFETY: out, so alive.
+        let mut expected: Vec<_> = held.iter().map(|s| (place(s).1, unsafe { arena.granted(*s) })).collect();
+        expected.sort_unstable();
+        let mut found: Vec<_> = found.into_iter().map(|(_, at, bytes)| (at, bytes)).collect();
+        found.sort_unstable();
+        assert_eq!(found, expected, "{enough}");
+        if enough == 1 || enough == 100 {
+            assert_eq!(pieces, if enough == 1 { 3 } else { 1 });
+        }
+    }
+    // A single segment that is back while its tail is out has no bytes.
+    give(&mut arena, single);
+    let (found, _) = given(&arena, 1, &[cached]);
+    let at = place(&single).1;
+    assert!(!found.iter().any(|(_, there, _)| *there == at), "{found:?}");
+    assert_eq!(found.len(), held.len() - 1);
+}
+
+#[test]
+fn classes_are_counted_by_their_runs() {
+    let mut arena = arena(&[256]);
+    let small = take(&mut arena, 5000, 64).unwrap();
+    let single = take(&mut arena, 4096, 4096).unwrap();
+    let mut seen = Vec::new();
+    arena.for_each_class(|class, segments, listed| seen.push((class, segments, listed)));
+    // SAFETY: out, so alive.
+    let run = &arena.runs[unsafe { small.as_ref() }.run() as usize];
+    let count = u64::from(run.count);
+    // SAFETY: as above.
+    let tail = arena.runs[unsafe { single.as_ref() }.run() as usize].class.unwrap();
+    assert_eq!(seen, [(Class::of(5000).unwrap(), count, count - 1), (tail, 1, 1)]);
+}
+
+#[test]
+fn regions_are_told_apart() {
+    let mut arena = arena(&[16, 16]);
+    // SAFETY: nothing dereferences the memory in these tests.
+    unsafe { arena.add_extent(RegionId(1), base(1 << 21), 8 * PAGE, false) };
+    let stuck = |s: &Descriptor| s.word().state() == state::QUARANTINED;
+    let first = take(&mut arena, 10 * PAGE, 4096).unwrap();
+    let second = take(&mut arena, 12 * PAGE, 4096).unwrap();
+    assert_eq!(
+        arena.regions(),
+        [(RegionId(0), 16 * PAGE, 5 * PAGE), (RegionId(1), 24 * PAGE, 11 * PAGE)],
+        "eleven and thirteen pages are in use"
+    );
+    assert_eq!((arena.bytes().total, arena.bytes().unpinned), (40 * PAGE, 8 * PAGE));
+    // SAFETY: both are out, so alive.
+    let (one, other) = unsafe { (first.as_ref(), second.as_ref()) };
+    // SAFETY: as above.
+    assert!(unsafe { arena.pinned(first) && arena.pinned(second) });
+    assert_eq!(arena.regions_with(&stuck), 0);
+    other.set(state::QUARANTINED);
+    assert_eq!(arena.regions_with(&stuck), 24 * PAGE);
+    one.set(state::QUARANTINED);
+    assert_eq!(arena.regions_with(&stuck), 40 * PAGE);
+    one.set(state::HOST);
+    other.set(state::HOST);
+    let plain = take(&mut arena, 7 * PAGE, 4096).unwrap();
+    // SAFETY: out, so alive.
+    assert!(!unsafe { arena.pinned(plain) }, "the smallest run that fits is that of the plain memory");
+    give(&mut arena, plain);
+    assert!(arena.retire(RegionId(1)).is_none());
+    give(&mut arena, second);
+    let gone = arena.retire(RegionId(1)).unwrap();
+    assert_eq!(gone, [(base((1 << 20) + 16), 16 * PAGE, true), (base(1 << 21), 8 * PAGE, false)]);
+    let left = arena.bytes();
+    assert_eq!((left.total, left.unpinned, left.largest_free), (16 * PAGE, 0, 5 * PAGE));
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn how_many_can_be_served_is_known() {
+    // The second extent begins three pages behind a multiple of 64.
+    let arena = arena(&[3, 64]);
+    let class = Class::of(5000).unwrap();
+    let fit = |pages: usize| pages * PAGE / class.stride();
+    let most = fit(3) + fit(64);
+    assert!(arena.could_serve(Placement::Class(class), most, None));
+    assert!(!arena.could_serve(Placement::Class(class), most + 1, None));
+    // 16 pages, aligned to 16: at pages 16, 32 and 48 of the address space behind the multiple, and not at 64.
+    let aligned = Placement::of(16 * PAGE - 32, 16 * PAGE).unwrap();
+    assert!(arena.could_serve(aligned, 3, None));
+    assert!(!arena.could_serve(aligned, 4, None));
+}
+
+#[test]
+fn a_quarantined_segment_blocks_no_more_than_it_must() {
+    let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
+    let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
+    let serves = |arena: &Arena, placement| arena.could_serve(placement, 1, Some(&quarantined));
+    // The first and the third segment of a run stay out, and the run ends behind them.
+    let mut arena = arena(&[64]);
+    let held: Vec<_> = (0..4).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    for n in [0, 2] {
+        // SAFETY: out, so alive.
+        unsafe { held[n].as_ref() }.set(state::QUARANTINED);
+    }
+    assert!(serves(&arena, pages(60)), "three segments need four pages");
+    assert!(!serves(&arena, pages(61)));
+    give(&mut arena, held[1]);
+    give(&mut arena, held[3]);
+    assert!(arena.shorten_runs() && arena.take(pages(60)).is_some());
+    // The second segment stays out alone.
+    let mut arena = self::arena(&[64]);
+    let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    // SAFETY: out, so alive.
+    unsafe { held[1].as_ref() }.set(state::QUARANTINED);
+    assert!(serves(&arena, pages(61)) && !serves(&arena, pages(62)), "two segments need three pages");
+    // A single segment stays out, behind a free run, and its tail is free.
+    let mut arena = self::arena(&[24]);
+    let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
+    let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
+    give(&mut arena, before);
+    // SAFETY: out, so alive.
+    unsafe { single.as_ref() }.set(state::QUARANTINED);
+    assert!(serves(&arena, pages(10)) && !serves(&arena, pages(11)));
+    // A run as long as the arena: of its class a segment is left, and of others none.
+    let mut arena = self::arena(&[4]);
+    let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    for n in [0, 2] {
+        // SAFETY: out, so alive.
+        unsafe { held[n].as_ref() }.set(state::QUARANTINED);
+    }
+    let class = |len| Placement::Class(Class::of(len).unwrap());
+    assert!(serves(&arena, class(5000)) && !serves(&arena, class(2000)));
+    assert!(!arena.could_serve(class(5000), 2, Some(&quarantined)));
+    // SAFETY: as above.
+    unsafe { held[1].as_ref() }.set(state::QUARANTINED);
+    assert!(!serves(&arena, class(5000)));
+    // A tail stays out, and the pages before it come back with the single segment.
+    let mut arena = self::arena(&[8]);
+    let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
+    let tail = take(&mut arena, 3800, 64).unwrap();
+    // SAFETY: out, so alive.
+    unsafe { tail.as_ref() }.set(state::QUARANTINED);
+    assert!(serves(&arena, pages(7)));
+    assert!(!serves(&arena, pages(8)));
+    give(&mut arena, single);
+    assert!(arena.take(pages(7)).is_some());
 }
 
 proptest! {
@@ -191,6 +575,43 @@ proptest! {
             back.iter().for_each(|descriptor| give(&mut arena, *descriptor));
             prop_assert!(possible || take_any(&mut arena).is_none());
         }
+    }
+
+    /// For one segment, what `could_serve` says is exact once all segments that are not quarantined are back.
+    #[test]
+    fn what_can_be_served_is_served(
+        extents in prop::collection::vec(1usize..100, 1..3),
+        steps in prop::collection::vec((0u8..10, 1usize..200_000, any::<prop::sample::Index>()), 1..40),
+        (want, shift) in (1usize..400_000, 0u32..18),
+        stuck in any::<[u64; 3]>(),
+    ) {
+        let mut arena = arena(&extents);
+        let mut held = Vec::new();
+        for (what, len, pick) in steps {
+            let len = (len >> (len % 8)).max(1);
+            let align = if what == 0 { 4096 } else { 64 };
+            if what < 8 || held.is_empty() {
+                held.extend(take(&mut arena, len, align));
+            } else {
+                give(&mut arena, held.swap_remove(pick.index(held.len())));
+            }
+        }
+        let placement = Placement::of((want >> (want % 4)).max(1), 1 << shift).unwrap();
+        let is_stuck = |i: usize| stuck.iter().all(|bits| bits >> (i % 64) & 1 == 1);
+        let (lost, back): (Vec<_>, Vec<_>) = (0..held.len()).partition(|i| is_stuck(*i));
+        for i in &lost {
+            // SAFETY: out, so alive.
+            unsafe { held[*i].as_ref() }.set(state::QUARANTINED);
+        }
+        let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
+        let quarantined: Option<&dyn Fn(&Descriptor) -> bool> =
+            if lost.is_empty() { None } else { Some(&quarantined) };
+        let known = arena.could_serve(placement, 1, quarantined);
+        back.iter().for_each(|i| give(&mut arena, held[*i]));
+        let served = arena.take(placement);
+        let served = served.or_else(|| { arena.release_idle(); arena.take(placement) });
+        let served = served.or_else(|| { arena.shorten_runs(); arena.take(placement) });
+        prop_assert_eq!(known, served.is_some());
     }
 
     #[test]

@@ -44,7 +44,7 @@ impl Lend for Arc<PinnedBuf> {}
 impl Lend for () {}
 
 pub(crate) mod sealed {
-    use super::{DeviceContext, Error, Key, Resource, Result};
+    use super::{DeviceContext, Key, Resource, Result};
 
     pub trait Lend: Sized + Send + Sync + Unpin {
         /// What is handed to the timeline.
@@ -64,11 +64,6 @@ pub(crate) mod sealed {
         /// The written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self, _: Key) -> &[u8];
-        /// The start and the capacity, for a device to write to. An error for a value that cannot be written to.
-        #[doc(hidden)]
-        fn target(&self, _: Key) -> Result<(*mut u8, usize)> {
-            Err(Error::Unsupported("a shared buffer cannot be written to".into()))
-        }
         /// Whether this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -116,11 +111,6 @@ impl sealed::Lend for PinnedBuf {
     #[inline]
     fn bytes(&self, _: Key) -> &[u8] {
         self
-    }
-
-    #[inline]
-    fn target(&self, _: Key) -> Result<(*mut u8, usize)> {
-        Ok((self.segment.base().as_ptr(), self.segment.len()))
     }
 
     #[inline]

@@ -96,3 +96,139 @@ impl CentralPool {
         Ok(())
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::central::transfer::tests::central;
+    use crate::central::{ReclaimLevel, Take, Wake};
+    use crate::freelist::{CacheTable, Chain, list_of};
+    use crate::segment::Placement;
+    use crate::sync::thread;
+
+    const STRIDE: u64 = 4096 + 64;
+
+    /// The class of the segments that [`cached`] has left in this thread's cache.
+    fn class() -> Class {
+        Class::of(4096).unwrap()
+    }
+
+    /// A central pool with one segment out, and one cached by this thread.
+    fn cached() -> std::sync::Arc<CentralPool> {
+        let central = central(0);
+        let take = || match central.try_take(central.place(4096, 64).unwrap(), ReclaimLevel::Idle).unwrap() {
+            Take::Got(fresh) => fresh.into_segment(),
+            Take::Empty => panic!("the memory should be enough"),
+        };
+        let (_out, back) = (take(), take());
+        // SAFETY: this test owns it, and nothing uses it.
+        unsafe { back.release() };
+        assert_eq!(central.cache().unwrap().cached(class()), 1);
+        assert_eq!(class().stride() as u64, STRIDE);
+        central.check(|_, _| ()).unwrap();
+        central
+    }
+
+    fn violation(central: &CentralPool) -> String {
+        central.check(|_, _| ()).expect_err("a violation goes unnoticed")
+    }
+
+    #[test]
+    fn a_check_sees_what_is_cached_in_the_wrong_place() {
+        for wrong in [false, true] {
+            let central = cached();
+            let mut held = CacheTable::mine(central.cache().unwrap());
+            let other = if wrong { Class::of(8192).unwrap() } else { class() };
+            held.set_limit(other, 20);
+            let twice = if wrong {
+                central.core.lock().arena.take(Placement::Class(class())).unwrap()
+            } else {
+                let taken = held.drain(class(), 1).pop().unwrap();
+                let mut chain = Chain::new();
+                // SAFETY: alive and in no list. Below it comes into the list a second time, which is to be noticed.
+                unsafe { chain.push(taken) };
+                assert!(held.fill(class(), chain).is_empty());
+                taken
+            };
+            let mut chain = Chain::new();
+            // SAFETY: as above.
+            unsafe { chain.push(twice) };
+            assert!(held.fill(other, chain).is_empty());
+            let says = violation(&central);
+            assert!(says.ends_with(" is cached twice or under a wrong class"), "{says}");
+            // The cache is put in order again, since it is emptied when this thread ends.
+            let _ = held.drain(other, 1).pop();
+        }
+    }
+
+    #[test]
+    fn a_check_sees_a_thread_cache_above_its_bound() {
+        let central = cached();
+        let mut held = CacheTable::mine(central.cache().unwrap());
+        let held_now = central.cache().unwrap().cached(class());
+        let most = (64 << 10) / STRIDE;
+        held.set_limit(class(), 100);
+        let fill = |held: &mut crate::freelist::cache::HeldCache<'_>, n: u64| {
+            let chain = central.core.lock().arena.take_batch(class(), n as u32);
+            assert!(held.fill(class(), chain).is_empty());
+        };
+        for _ in held_now..most {
+            fill(&mut held, 1);
+        }
+        central.check(|_, _| ()).unwrap();
+        fill(&mut held, 1);
+        let bytes = (most + 1) * STRIDE;
+        assert_eq!(violation(&central), format!("a thread cache holds {bytes} bytes of at most 65536"));
+    }
+
+    #[test]
+    fn a_check_sees_wrong_reservations() {
+        let central = cached();
+        central.reservations.bytes.fetch_add(32, Ordering::Relaxed);
+        let says = violation(&central);
+        assert_eq!(says, "transfer caches have reserved 0 bytes, counted as 32 of at most 0");
+        central.reservations.bytes.fetch_sub(32, Ordering::Relaxed);
+        // A batch beyond the bound.
+        let transfer = &central.transfers[list_of(class())];
+        let reserve = |more: u32| {
+            central.reservations.bytes.fetch_add(u64::from(more) * STRIDE, Ordering::Relaxed);
+            true
+        };
+        let moved = CacheTable::mine(central.cache().unwrap()).offload(class(), 1, transfer, reserve);
+        assert_eq!(moved, 1);
+        let says = violation(&central);
+        assert_eq!(says, "transfer caches have reserved 4160 bytes, counted as 4160 of at most 0");
+    }
+
+    #[test]
+    fn a_check_sees_wrong_counts() {
+        let central = cached();
+        central.core.lock().takes += 1;
+        assert_eq!(violation(&central), "3 takes less 1 returns are not the 1 segments that are out");
+        central.core.lock().takes -= 1;
+        central.core.lock().outstanding = Some(2);
+        assert_eq!(violation(&central), "Some(2) segments are counted as outstanding, 1 are");
+        central.core.lock().outstanding = Some(1);
+        central.check(|_, _| ()).unwrap();
+    }
+
+    #[test]
+    fn a_check_sees_a_wrong_waiting_mode() {
+        let central = cached();
+        let count = central.cache().unwrap().cached(class());
+        let waiting = |n: usize, cached: u64| {
+            format!("the central pool is in waiting mode with {n} waiting and {cached} segments cached")
+        };
+        central.gate.quiesce(mode::WAITING, &central.core.lock().table);
+        assert_eq!(violation(&central), waiting(0, count));
+        let wants = vec![central.place(4096, 64).unwrap()];
+        let key = central.core.lock().queue.join(wants, Wake::Thread(thread::current()));
+        assert_eq!(violation(&central), waiting(1, count));
+        let mut core = central.core.lock();
+        central.reclaim_quiet(&mut core);
+        drop(core);
+        central.check(|_, _| ()).unwrap();
+        let _ = central.core.lock().queue.leave(key);
+        assert_eq!(violation(&central), waiting(0, 0));
+    }
+}

@@ -21,8 +21,8 @@ use crate::segment;
 /// A plan: the regions `going` (with their bytes) are unpinned first, then `bytes` bytes are pinned.
 #[derive(Debug)]
 pub(crate) struct Growth {
-    going: Vec<(RegionId, usize)>,
-    bytes: usize,
+    pub(super) going: Vec<(RegionId, usize)>,
+    pub(super) bytes: usize,
 }
 
 /// The unit in which regions are mapped, in bytes.
@@ -254,7 +254,7 @@ impl Core {
     /// Plans a region for these wants. Its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
     /// no room for it, idle regions are removed, the newest first, if `may_move` and if that helps. But none is removed
     /// while another region is being pinned, nor for wants that the present regions can serve once segments come back.
-    fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
+    pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
         let least = least(wants);
         let mut going = Vec::new();
         if self.step == 0 {

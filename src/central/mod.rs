@@ -50,6 +50,8 @@ mod loom_models;
 mod queue;
 mod raw;
 mod reclaim;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod token;
 mod transfer;
 mod waiting;

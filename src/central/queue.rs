@@ -287,3 +287,123 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
     }
     Some(grants)
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::region::RegionId;
+    use crate::segment::{Class, PAGE};
+    use crate::sync::thread;
+
+    const PAGES: usize = 32;
+    const SMALL: usize = 5000;
+
+    /// An arena in which a run of the class of `SMALL` is in use, by its third segment, and the rest is free.
+    fn arena() -> Arena {
+        let mut arena = Arena::new();
+        let base = NonNull::new(std::ptr::without_provenance_mut(1 << 20)).unwrap();
+        // SAFETY: the arena only does arithmetic on the address.
+        unsafe { arena.add_extent(RegionId(0), base, PAGES * PAGE, true) };
+        let held = [(); 3].map(|()| arena.take(want(SMALL).placement).unwrap());
+        // SAFETY: each is out, and returned once.
+        held[..2].iter().for_each(|segment| unsafe { arena.give(*segment) });
+        arena
+    }
+
+    /// A request of a class up to twice [`SMALL`], or else one for whole pages.
+    fn want(len: usize) -> Want {
+        let align = if len <= 2 * SMALL { 64 } else { PAGE };
+        Want { len, placement: Placement::of(len, align).unwrap() }
+    }
+
+    fn join(queue: &mut WaitQueue, wants: &[Want]) -> usize {
+        queue.join(wants.to_vec(), Wake::Thread(thread::current()))
+    }
+
+    #[test]
+    fn a_head_is_overtaken_so_often_and_for_so_long() {
+        for timeless in [false, true] {
+            let (mut arena, mut queue) = (arena(), WaitQueue::new(timeless));
+            let overtakes = |queue: &mut WaitQueue, arena: &mut Arena| {
+                let grant = queue.overtake(arena, &[want(SMALL)]);
+                // SAFETY: just taken, and returned once.
+                grant.inspect(|grant| unsafe { arena.give(grant.descriptor) }).is_some()
+            };
+            let head = join(&mut queue, &[want(PAGES * PAGE - 32)]);
+            // In the future, so that the clock does not end it here.
+            queue.waiters[head].since = Instant::now() + Duration::from_secs(3600);
+            for n in 0..MAX_OVERTAKES {
+                assert!(overtakes(&mut queue, &mut arena), "{n}");
+            }
+            assert!(!overtakes(&mut queue, &mut arena), "it was overtaken often enough");
+            queue.waiters[head].overtaken = 0;
+            queue.waiters[head].since = Instant::now().checked_sub(OVERTAKING_TIME).unwrap();
+            assert_eq!(overtakes(&mut queue, &mut arena), timeless, "only a clock ends it");
+        }
+    }
+
+    #[test]
+    fn what_a_head_asks_for_and_more_than_one_segment_pass_no_head() {
+        let (mut arena, mut queue) = (arena(), WaitQueue::new(true));
+        join(&mut queue, &[want(PAGES * PAGE - 32), want(SMALL)]);
+        assert!(queue.overtake(&mut arena, &[want(SMALL)]).is_none(), "the head asks for the class");
+        let (mut arena, mut queue) = (self::arena(), WaitQueue::new(true));
+        join(&mut queue, &[want(PAGES * PAGE - 32)]);
+        assert!(queue.overtake(&mut arena, &[want(SMALL), want(SMALL)]).is_none());
+        assert!(queue.overtake(&mut arena, &[want(PAGES * PAGE / 2)]).is_none(), "it has a run of its own");
+        let other = 2 * SMALL;
+        assert_ne!(Class::of(other), Class::of(SMALL));
+        assert!(queue.overtake(&mut arena, &[want(other)]).is_none(), "no run of the class is in use");
+        assert!(queue.overtake(&mut arena, &[want(SMALL)]).is_some());
+    }
+
+    #[test]
+    fn those_behind_a_head_are_served_in_order() {
+        let (mut arena, mut queue) = (arena(), WaitQueue::new(true));
+        let head = join(&mut queue, &[want(PAGES * PAGE - 32)]);
+        let behind = [want(2 * SMALL), want(SMALL), want(2 * SMALL), want(SMALL)];
+        let keys = behind.map(|want| join(&mut queue, &[want]));
+        let (mut wakes, mut taken) = (Vec::new(), Vec::new());
+        queue.serve(&mut arena, &mut wakes, |_, grant| taken.push(grant.len));
+        assert_eq!((wakes.len(), taken), (2, vec![SMALL, SMALL]));
+        assert!(queue.waits(head) && queue.waits(keys[0]) && queue.waits(keys[2]));
+        assert!(!queue.waits(keys[1]) && !queue.waits(keys[3]));
+        assert_eq!((queue.len(), queue.waiters[head].overtaken), (3, 2));
+        assert_eq!(queue.waited().count(), 2);
+        let (outcome, _) = queue.look(keys[3], None);
+        assert!(matches!(outcome, WaitOutcome::Granted(grants) if grants.len() == 1));
+        // With the head gone the others come before what joins later.
+        let (outcome, wake) = queue.leave(head);
+        assert!(matches!(outcome, WaitOutcome::Waiting) && wake.is_some());
+        assert_eq!(queue.waited().count(), 3);
+        queue.serve(&mut arena, &mut wakes, |_, _| ());
+        assert!(queue.is_empty() && wakes.len() == 4);
+        let (outcome, _) = queue.leave(keys[0]);
+        assert!(matches!(outcome, WaitOutcome::Granted(_)));
+        assert_eq!(queue.waited().count(), 5, "a wait that has ended is counted once");
+    }
+
+    #[test]
+    fn a_look_replaces_the_wake_of_what_waits() {
+        let mut queue = WaitQueue::new(true);
+        let key = join(&mut queue, &[want(SMALL)]);
+        let other = || Some(Wake::Thread(thread::current()));
+        assert!(matches!(queue.look(key, None), (WaitOutcome::Waiting, None)));
+        assert!(matches!(queue.look(key, other()), (WaitOutcome::Waiting, Some(_))));
+        let mut wakes = Vec::new();
+        queue.fail(&mut wakes, |_| None);
+        assert!(queue.waits(key) && wakes.is_empty());
+        queue.fail(&mut wakes, |wants| (wants[0].len == SMALL).then_some(Error::Closed));
+        assert_eq!((queue.waits(key), wakes.len(), queue.len()), (false, 1, 0));
+        assert!(matches!(queue.look(key, other()), (WaitOutcome::Failed(Error::Closed), Some(_))));
+    }
+
+    #[test]
+    fn all_or_nothing() {
+        let mut arena = arena();
+        let half = want(PAGES * PAGE / 2 - 32);
+        assert!(take_all(&mut arena, &[half, half]).is_none(), "the run in use is in the way");
+        let grants = take_all(&mut arena, &[want(SMALL), half]).unwrap();
+        assert_eq!(grants.iter().map(|grant| grant.len).collect::<Vec<_>>(), [SMALL, half.len]);
+    }
+}

@@ -208,7 +208,7 @@ impl CentralPool {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests {
+pub(super) mod tests {
     use std::ptr::NonNull;
     use std::sync::Arc;
 
@@ -219,7 +219,8 @@ mod tests {
 
     const BYTES: usize = 1 << 20;
 
-    fn central(shared_cache: usize) -> Arc<CentralPool> {
+    /// A central pool with 1 MiB, of which a thread caches up to 64 KiB.
+    pub(in crate::central) fn central(shared_cache: usize) -> Arc<CentralPool> {
         let central = CentralPool::new(
             CentralConfig {
                 capacity: BYTES,

@@ -220,7 +220,7 @@ impl Core {
     }
 
     /// Whether any segment can still come back. Valid only while nothing is cached.
-    fn anything_out(&self) -> bool {
+    pub(super) fn anything_out(&self) -> bool {
         let bytes = self.arena.bytes();
         bytes.free + bytes.cut + self.quarantined < bytes.total
     }

@@ -170,7 +170,7 @@ mod landing {
         #[inline]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
-            <Self as crate::buffer::sealed::Lend>::target(self, KEY)
+            Ok((self.as_mut_ptr(), self.capacity()))
         }
         #[inline]
         fn room(&mut self, stream: &Stream, _: Key) -> Result<usize> {

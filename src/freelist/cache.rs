@@ -787,3 +787,6 @@ impl Gate {
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -322,6 +322,36 @@ mod tests {
     }
 
     #[test]
+    fn a_word_has_three_parts() {
+        let descriptor = Descriptor::new(NonNull::dangling(), Class::new(3), 0, 7);
+        let word = descriptor.word();
+        assert_eq!((word.generation(), word.class(), word.state()), (7, Class::new(3), state::HOST));
+        let flight = descriptor.depart();
+        assert_eq!(flight, descriptor.word());
+        assert_eq!((flight.generation(), flight.class(), flight.state()), (8, Class::new(3), state::FLIGHT));
+        assert_eq!(descriptor.compare_exchange(word, state::COMPLETED), Err(flight));
+        let completed = descriptor.compare_exchange(flight, state::COMPLETED).unwrap();
+        assert_eq!((completed.generation(), completed.state()), (8, state::COMPLETED));
+        assert_eq!(descriptor.set(state::HOST), flight.with(state::HOST));
+        let large = Descriptor::new(NonNull::dangling(), None, 0, 0);
+        assert_eq!((large.class(), large.list(), large.word().class()), (None, LISTS, None));
+    }
+
+    #[test]
+    fn each_state_has_a_name() {
+        let names: Vec<&str> = (0..8).map(state::name).collect();
+        let (flight, claimed) = (state::FLIGHT as usize, state::CLAIMED as usize);
+        assert_eq!((names[state::HOST as usize], names[flight]), ("free or checked out", "in flight"));
+        assert_eq!(
+            (names[state::DETACHED as usize], names[claimed]),
+            ("in flight, handle dropped", "claimed")
+        );
+        let (completed, quarantined) = (state::COMPLETED as usize, state::QUARANTINED as usize);
+        assert_eq!((names[completed], names[quarantined]), ("completed", "quarantined"));
+        assert_eq!((names[1], names[7]), ("unknown", "unknown"));
+    }
+
+    #[test]
     #[should_panic(expected = "given out that is out")]
     fn a_double_take_is_noticed() {
         let descriptor = descriptor();

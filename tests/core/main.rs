@@ -1,6 +1,7 @@
 //! The pool itself, on the host device: checkout and return, threads, requests that wait, growth and its limits,
 //! closing, and a fork.
 
+mod buffers;
 mod closing;
 mod fork;
 mod memlock;

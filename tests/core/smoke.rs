@@ -72,3 +72,62 @@ fn a_stream_waits_for_another() {
     assert_eq!(*back.wait().unwrap(), [9; 4096]);
     pool.check().unwrap();
 }
+
+#[test]
+fn a_claim_may_outlast_the_work_that_it_waits_for() {
+    const LEN: usize = 4096;
+    let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(1)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 16).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(&[7; LEN]);
+    let mut others = Vec::new();
+    while let Ok(other) = pool.try_checkout(LEN) {
+        others.push(other);
+    }
+    // The first look has an event recorded, which the second sees complete.
+    let all_done = || {
+        for _ in 0..2 {
+            device.reap();
+            while node.step() {}
+        }
+        device.reap();
+    };
+    for used in [true, false] {
+        drop(stream.upload(buf, &memory).unwrap());
+        let claimed = pool.checkout_on(&stream, LEN).unwrap();
+        assert!(claimed.was_claimed() && claimed.capacity() == LEN);
+        assert_eq!(pool.check().unwrap().in_flight, 4160);
+        // The upload ends, and the claim stays.
+        all_done();
+        assert_eq!(pool.check().unwrap().in_flight, 0);
+        if used {
+            let back = stream.download(&memory, claimed).unwrap();
+            assert_eq!(pool.check().unwrap().in_flight, 4160);
+            buf = back.wait().unwrap();
+            assert_eq!(*buf, [7; LEN]);
+        } else {
+            buf = claimed.wait().unwrap();
+            assert!(buf.is_empty());
+        }
+        pool.check().unwrap();
+        buf.clear();
+        buf.extend_from_slice(&[7; LEN]);
+    }
+    // A claim that is given up goes back to the flight, or to the pool if the flight is over.
+    for over in [false, true] {
+        drop(stream.upload(buf, &memory).unwrap());
+        let claimed = pool.checkout_on(&stream, LEN).unwrap();
+        assert!(claimed.was_claimed());
+        if over {
+            all_done();
+        }
+        drop(claimed);
+        assert_eq!(pool.check().unwrap().in_flight, if over { 0 } else { 4160 });
+        all_done();
+        assert_eq!(pool.check().unwrap().in_flight, 0);
+        buf = pool.try_checkout(LEN).unwrap();
+        buf.extend_from_slice(&[7; LEN]);
+    }
+}

@@ -1,0 +1,301 @@
+//! What the central pool decides under its lock: whether a request may wait, and what is pinned for it. All on an arena
+//! whose memory is not touched; what counts as pinned is changed by hand.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::growth::least;
+use super::transfer::tests::central;
+use super::waiting::growth_failure;
+use super::*;
+use crate::region::RegionId;
+use crate::segment::PAGE;
+use crate::sync::thread;
+
+const MIB: usize = 1 << 20;
+
+/// A request for so many whole pages.
+fn pages(pages: usize) -> Want {
+    let len = pages * PAGE - 32;
+    Want { len, placement: Placement::of(len, PAGE).unwrap() }
+}
+
+fn small(len: usize) -> Want {
+    Want { len, placement: Placement::of(len, 64).unwrap() }
+}
+
+/// A central pool with regions of 1 MiB each, which may hold `capacity` bytes. Its region 0 is the helper's.
+fn with_regions(regions: usize, capacity: usize) -> Arc<CentralPool> {
+    let central = central(0);
+    {
+        let mut core = central.core.lock();
+        for i in 1..regions {
+            let base = NonNull::new(std::ptr::without_provenance_mut((2 * i + 1) * MIB)).unwrap();
+            // SAFETY: the arena only does arithmetic on it.
+            unsafe { core.arena.add_extent(RegionId(i as u64), base, MIB, true) };
+        }
+        core.capacity = capacity;
+        core.extent = 4 * MIB;
+        core.step = 2 * PAGE;
+    }
+    central
+}
+
+#[test]
+fn a_wait_is_hopeless_if_nothing_can_end_it() {
+    let central = with_regions(1, MIB);
+    let fits = [pages(256)];
+    let (long, least) = ([pages(300)], least(&[pages(300)]));
+    assert_eq!(least, 300 * PAGE);
+    let mut core = central.core.lock();
+    core.step = 0;
+    let hopeless = |core: &Core, wants: &[Want]| central.hopeless(core, wants).is_some();
+    assert!(!hopeless(&core, &fits), "the whole pool");
+    assert!(hopeless(&core, &long), "more than the pool may hold");
+    core.quarantined = PAGE;
+    assert!(hopeless(&core, &fits), "a part of the whole is quarantined");
+    core.quarantined = 0;
+    drop(core);
+
+    // A pool that may hold more than it does.
+    let config = CentralConfig { capacity: 4 * MIB, ..central.config.clone() };
+    let central = CentralPool::new(config, None);
+    let mut core = central.core.lock();
+    core.step = 0;
+    let hopeless = |core: &Core| central.hopeless(core, &long).is_some();
+    core.capacity = least;
+    assert!(!hopeless(&core), "there is just enough room");
+    core.capacity = least - PAGE;
+    assert!(hopeless(&core));
+    core.leaving = PAGE;
+    assert!(hopeless(&core), "what leaves takes room until it has left");
+    core.capacity = MIB;
+    core.leaving = least;
+    assert!(!hopeless(&core), "what leaves makes room");
+    core.leaving = least - PAGE;
+    assert!(hopeless(&core));
+    core.leaving = 0;
+    core.growing = 1;
+    assert!(!hopeless(&core), "what is being pinned may serve it");
+    core.growing = 0;
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe {
+        let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
+        core.arena.add_extent(RegionId(0), base, MIB, true);
+    }
+    core.capacity = least;
+    assert!(hopeless(&core), "the region stays for good where the pool does not grow");
+    core.step = 1;
+    assert!(!hopeless(&core), "the region may make way for another");
+    core.capacity = least - PAGE;
+    assert!(hopeless(&core));
+}
+
+#[test]
+fn a_failed_growth_ends_waits_that_need_another() {
+    let central = with_regions(1, MIB);
+    let (fits, long) = ([pages(256)], [pages(300)]);
+    let mut core = central.core.lock();
+    assert!(growth_failure(&core, &long).is_none());
+    core.growth_failure = Some(Error::Empty);
+    assert!(matches!(growth_failure(&core, &long), Some(Error::Empty)));
+    assert!(growth_failure(&core, &fits).is_none(), "the present region serves it");
+    core.growing = PAGE;
+    assert!(growth_failure(&core, &long).is_none(), "the next growth is under way");
+}
+
+#[test]
+fn what_is_out_can_come_back() {
+    let central = with_regions(1, MIB);
+    let mut core = central.core.lock();
+    assert!(!core.anything_out());
+    let first = core.arena.take(small(5000).placement).unwrap();
+    assert!(core.arena.bytes().cut > 0, "a part of the run has no segment");
+    assert!(core.anything_out());
+    // SAFETY: it is out, so alive.
+    core.quarantined = unsafe { core.arena.granted(first) };
+    assert!(!core.anything_out());
+    core.arena.take(small(5000).placement).unwrap();
+    assert!(core.anything_out());
+}
+
+#[test]
+fn the_head_waits_as_long_as_anything_can_come() {
+    let central = with_regions(1, MIB);
+    let mut core = central.core.lock();
+    core.step = 0;
+    let (mut wakes, head) = (Vec::new(), pages(300));
+    let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
+    core.growing = PAGE;
+    core.serve(&mut wakes);
+    assert!(core.queue.waits(key));
+    (core.growing, core.leaving) = (0, PAGE);
+    core.serve(&mut wakes);
+    assert!(core.queue.waits(key));
+    core.leaving = 0;
+    let out = core.arena.take(pages(1).placement).unwrap();
+    core.serve(&mut wakes);
+    assert!(core.queue.waits(key) && wakes.is_empty());
+    // SAFETY: it is out, and returned once.
+    unsafe { core.arena.give(out) };
+    core.serve(&mut wakes);
+    let (outcome, _) = core.queue.look(key, None);
+    assert!(
+        matches!(outcome, WaitOutcome::Failed(Error::Impossible { len, .. }) if len == head.len),
+        "{outcome:?}"
+    );
+    assert_eq!(wakes.len(), 1);
+    // With the reason, where a growth has failed.
+    let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
+    core.growth_failure = Some(Error::Empty);
+    core.serve(&mut wakes);
+    assert!(matches!(core.queue.look(key, None).0, WaitOutcome::Failed(Error::Empty)));
+}
+
+#[test]
+fn room_is_what_is_neither_held_nor_planned() {
+    let central = with_regions(2, 8 * MIB);
+    let mut core = central.core.lock();
+    assert_eq!((core.room(), core.movable()), (6 * MIB, 8 * MIB));
+    (core.growing, core.leaving) = (MIB, PAGE);
+    assert_eq!((core.room(), core.movable()), (5 * MIB - PAGE, 7 * MIB));
+    core.capacity += PAGE - 1;
+    assert_eq!((core.room(), core.movable()), (5 * MIB - PAGE, 7 * MIB), "whole pages");
+    core.capacity -= PAGE - 1;
+    let stuck = core.arena.take(pages(256).placement).unwrap();
+    // SAFETY: it is out, so alive.
+    unsafe { stuck.as_ref() }.set(state::QUARANTINED);
+    core.quarantined = MIB;
+    assert_eq!(
+        (core.room(), core.movable()),
+        (5 * MIB - PAGE, 6 * MIB),
+        "a region with a quarantined segment stays"
+    );
+    core.step = 0;
+    assert_eq!(core.movable(), 0, "a pool that does not grow exchanges no region");
+    core.capacity = MIB;
+    assert_eq!(core.room(), 0);
+}
+
+#[test]
+fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
+    let central = with_regions(1, 4 * MIB);
+    let mut core = central.core.lock();
+    core.growth_failure = Some(Error::Empty);
+    let planned = |core: &mut Core, wants: &[Want]| {
+        let growth = core.plan(wants, false)?;
+        assert!(growth.going.is_empty() && core.growing == growth.bytes);
+        core.growing = 0;
+        Some(growth.bytes / PAGE)
+    };
+    assert_eq!(planned(&mut core, &[small(100)]), Some(2), "a step");
+    assert!(core.growth_failure.is_none() && core.stats.growths == 1);
+    assert_eq!(planned(&mut core, &[pages(2)]), Some(2));
+    assert_eq!(planned(&mut core, &[pages(3)]), Some(3));
+    // Before an aligned segment pages may be lost.
+    let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
+    assert_eq!(planned(&mut core, &[aligned]), Some(3 + 7));
+    // Extents of 100 pages: what does not fit into one begins in the next.
+    core.extent = 100 * PAGE;
+    assert_eq!(planned(&mut core, &[pages(60), pages(40)]), Some(100));
+    assert_eq!(planned(&mut core, &[pages(60), pages(41)]), Some(141));
+    assert_eq!(planned(&mut core, &[pages(60), pages(60), pages(60)]), Some(260));
+    // Never more than the capacity has room for.
+    core.capacity = MIB + 150 * PAGE;
+    assert_eq!(planned(&mut core, &[pages(60), pages(60)]), Some(150));
+    core.step = 1000 * PAGE;
+    assert_eq!(planned(&mut core, &[pages(1)]), Some(150));
+    assert_eq!(planned(&mut core, &[pages(150)]), Some(150));
+    assert_eq!(planned(&mut core, &[pages(151)]), None);
+    core.step = 0;
+    assert_eq!(planned(&mut core, &[pages(1)]), None, "this pool does not grow");
+}
+
+#[test]
+fn idle_regions_make_way_newest_first() {
+    let going = |growth: &super::growth::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
+    let long = [pages(512)];
+    // Two regions have to go, of three.
+    let central = with_regions(3, 3 * MIB);
+    let mut core = central.core.lock();
+    assert!(core.plan(&long, false).is_none(), "no region may be removed");
+    core.growing = PAGE;
+    assert!(core.plan(&long, true).is_none(), "another region is being pinned");
+    core.growing = 0;
+    assert!(core.plan(&[pages(256)], true).is_none(), "the present regions serve it");
+    let growth = core.plan(&long, true).unwrap();
+    assert_eq!((going(&growth), growth.bytes), (vec![2, 1], 2 * MIB));
+    assert_eq!((core.growing, core.leaving, core.arena.bytes().total), (2 * MIB, 2 * MIB, MIB));
+    drop(core);
+    // With room for half of it, one has to go.
+    let central = with_regions(2, 3 * MIB);
+    let mut core = central.core.lock();
+    let growth = core.plan(&long, true).unwrap();
+    assert_eq!((going(&growth), growth.bytes, core.leaving), (vec![1], 2 * MIB, MIB));
+    drop(core);
+    // A region in use stays, and none goes where that does not help.
+    let central = with_regions(3, 3 * MIB);
+    let mut core = central.core.lock();
+    let held: Vec<_> = (0..3).map(|_| core.arena.take(pages(256).placement).unwrap()).collect();
+    // SAFETY: out, and returned once.
+    unsafe { core.arena.give(held[0]) };
+    assert!(core.plan(&long, true).is_none());
+    assert_eq!((core.arena.bytes().total, core.leaving, core.growing), (3 * MIB, 0, 0));
+    // SAFETY: as above.
+    unsafe { core.arena.give(held[2]) };
+    assert_eq!(going(&core.plan(&long, true).unwrap()), [2, 0]);
+}
+
+#[test]
+fn a_region_is_planned_for_a_head_that_needs_one() {
+    let central = with_regions(1, 3 * MIB);
+    let mut core = central.core.lock();
+    let mut wakes = Vec::new();
+    assert!(!core.grow_for_head(&mut wakes), "no request waits");
+    let key = core.queue.join(vec![pages(512)], Wake::Thread(thread::current()));
+    core.growth_failure = Some(Error::Empty);
+    assert!(!core.grow_for_head(&mut wakes));
+    core.growth_failure = None;
+    // What is free counts, since idle regions may be exchanged.
+    core.capacity = 2 * MIB - PAGE;
+    assert!(!core.grow_for_head(&mut wakes));
+    core.capacity = 2 * MIB;
+    assert!(core.grow_for_head(&mut wakes), "region 0 makes way");
+    assert!(matches!(&wakes[..], [Wake::Grow(..)]));
+    assert_eq!((core.growing, core.leaving), (2 * MIB, MIB));
+    assert!(matches!(core.queue.head(), Some((_, true))));
+    // Regions are exchanged once for each waiter, and room is used all the same.
+    (core.growing, core.leaving) = (0, 0);
+    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { core.arena.add_extent(RegionId(7), base, MIB, true) };
+    assert!(!core.grow_for_head(&mut wakes));
+    core.capacity = 3 * MIB;
+    assert!(core.grow_for_head(&mut wakes));
+    let _ = core.queue.leave(key);
+    core.growing = 0;
+    let key = core.queue.join(vec![pages(100)], Wake::Thread(thread::current()));
+    core.step = 0;
+    assert!(!core.grow_for_head(&mut wakes), "this pool does not grow");
+    let _ = core.queue.leave(key);
+}
+
+#[test]
+fn classes_are_listed_once_they_were_used() {
+    let central = central(0);
+    assert!(central.snapshot_by_class().1.is_empty());
+    let Take::Got(fresh) = central.try_take(small(100_000), ReclaimLevel::Idle).unwrap() else { panic!() };
+    let counts = |central: &CentralPool| {
+        let (_, classes) = central.snapshot_by_class();
+        classes.iter().map(|c| (c.class, c.takes, c.puts, c.out, c.free > 0)).collect::<Vec<_>>()
+    };
+    let class = Class::of(100_000);
+    assert_eq!(counts(&central), [(class, 1, 0, 1, true)]);
+    // SAFETY: this test owns it, and nothing uses it.
+    unsafe { fresh.into_segment().release() };
+    central.core.lock().arena.release_idle();
+    assert_eq!(counts(&central), [(class, 1, 1, 0, false)], "it has no memory any more");
+    // The tail of an aligned segment was never taken, but could be.
+    central.core.lock().arena.take(Placement::of(PAGE, PAGE).unwrap()).unwrap();
+    assert_eq!(counts(&central).len(), 2);
+}

@@ -1,0 +1,122 @@
+//! A thread cache's lists and its gate, on one thread.
+
+use super::*;
+
+/// A gate whose owners execute a fence of their own (`fenced`) or not, and a thread cache of it that this thread
+/// leases.
+fn leased(fenced: bool) -> (Box<Gate>, CacheTable, Arc<ThreadCache>) {
+    let gate = Box::new(Gate::new(!fenced));
+    let mut table = CacheTable::default();
+    let cache = table.lease(&gate);
+    (gate, table, cache)
+}
+
+/// So many segments, by the numbers of their runs.
+fn segments(count: u32) -> Vec<Descriptor> {
+    (0..count).map(|run| Descriptor::new(NonNull::dangling(), Class::new(3), run, 0)).collect()
+}
+
+fn chain(segments: &[Descriptor]) -> Chain {
+    let mut chain = Chain::new();
+    // SAFETY: alive, and in no list.
+    segments.iter().rev().for_each(|segment| unsafe { chain.push(NonNull::from(segment)) });
+    chain
+}
+
+fn runs(chain: &Chain) -> Vec<u32> {
+    chain.iter().map(Descriptor::run).collect()
+}
+
+#[test]
+fn a_limit_bounds_a_list_and_keeps_what_is_in_it() {
+    let (segments, class) = (segments(6), Class::new(3).unwrap());
+    let (_gate, _table, cache) = leased(false);
+    let mut held = CacheTable::mine(&cache);
+    assert!(held.has(class) && !cache.any_cached());
+    assert_eq!(runs(&held.fill(class, chain(&segments))), [0, 1, 2, 3, 4, 5], "there is no room yet");
+    held.set_limit(class, 4);
+    assert_eq!((held.limit(class), cache.cached(class)), (4, 0));
+    let places = || cache.class_counts[3].places.load(Ordering::Relaxed);
+    assert_eq!(places(), 5);
+    assert_eq!(runs(&held.fill(class, chain(&segments))), [4, 5]);
+    assert!(cache.any_cached());
+    held.set_limit(class, 2);
+    assert_eq!((held.limit(class), places()), (4, 5), "four are in the list");
+    held.set_limit(class, 5);
+    assert_eq!((held.limit(class), places()), (5, 6));
+    let mut seen = Vec::new();
+    held.for_each(class, |descriptor| seen.push(descriptor.run()));
+    assert_eq!(seen, [0, 1, 2, 3]);
+    assert_eq!(runs(&held.drain(class, 1)), [3]);
+    assert_eq!(runs(&held.drain(class, u32::MAX)), [0, 1, 2]);
+    assert!(!cache.any_cached());
+    held.set_limit(class, 2);
+    assert_eq!((held.limit(class), places()), (2, 6), "a lower limit needs no other stack");
+}
+
+#[test]
+fn what_moves_without_a_checkout_is_not_counted_as_one() {
+    let (segments, class) = (segments(6), Class::new(3).unwrap());
+    let (_gate, _table, cache) = leased(false);
+    let mut held = CacheTable::mine(&cache);
+    held.set_limit(class, 6);
+    assert!(held.fill(class, chain(&segments)).is_empty());
+    let transfer = TransferCache::new();
+    assert_eq!(held.offload(class, 2, &transfer, |more| more != 2), 0, "refused");
+    assert_eq!(held.offload(class, 2, &transfer, |more| more == 2), 2);
+    assert_eq!(cache.count(class), CacheCounts { takes: 0, puts: 0, cached: 4 });
+    let before = cache.tally();
+    let taken = held.take(class, 100).unwrap();
+    assert_ne!(cache.tally(), before);
+    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 3 });
+    assert_eq!(cache.requested(), 100);
+    held.set_limit(class, 4);
+    let (count, rest) = held.take_batch(class, &transfer);
+    assert_eq!((count, runs(&rest).len()), (2, 1), "there is room for one of two");
+    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 4 });
+    // SAFETY: it is alive and out, and its list is that of the class.
+    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Full));
+    let _ = held.drain(class, 1);
+    let before = cache.tally();
+    // SAFETY: as above.
+    assert!(matches!(unsafe { held.put(taken, 60, 3) }, Put::Kept));
+    assert_ne!(cache.tally(), before);
+    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1, cached: 4 });
+    assert_eq!(cache.requested(), 40);
+    let _ = held.drain(class, u32::MAX);
+}
+
+#[test]
+fn owners_come_in_where_the_cold_side_is_not() {
+    for fenced in [false, true] {
+        if !fenced && !crate::sync::asymmetric() {
+            continue;
+        }
+        let (gate, table, cache) = leased(fenced);
+        let (other, _, of_other) = leased(fenced);
+        // For good, whatever the cold side does.
+        let base = if fenced { mode::FENCED } else { 0 };
+        let mode = |gate: &Gate| gate.mode.load(Ordering::Relaxed);
+        let enters = |cache: &ThreadCache| gate.enter(cache).is_some();
+        assert!(enters(&cache) && !enters(&of_other));
+        assert_eq!(gate.enter_by_permit(&cache).is_some(), !fenced);
+        assert_eq!(cache.knows_fenced.load(Ordering::Relaxed), u32::from(fenced));
+        assert_eq!((mode(&gate), gate.mode(), mode(&other)), (base, 0, base));
+        gate.quiesce(mode::WAITING, &table);
+        assert!(!enters(&cache) && gate.mode() == mode::WAITING);
+        gate.quiesce(mode::INSPECT, &table);
+        gate.readmit(mode::INSPECT, &table);
+        assert!(!enters(&cache), "another bit is left");
+        let mut worked = 0;
+        gate.revoke(std::slice::from_ref(&cache), &table, |_| worked += 1);
+        assert!(!enters(&cache) && worked == 1 && gate.mode() == mode::WAITING);
+        gate.readmit(mode::WAITING, &table);
+        assert!(enters(&cache));
+        gate.revoke(std::slice::from_ref(&cache), &table, |_| {
+            assert!(!enters(&cache));
+            assert_eq!(gate.mode(), if fenced { mode::INSPECT } else { 0 });
+        });
+        assert!(enters(&cache));
+        assert_eq!(mode(&gate), base);
+    }
+}

@@ -1,0 +1,158 @@
+//! What a buffer is by itself, without a copy: its bytes, what fits, how it and other handles print.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use bytes::BufMut;
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Device, Error, HostBuf, Pool, Token, Unpinned};
+
+const LEN: usize = 4096;
+
+/// A device that runs nothing by itself, and a pool with room for a few buffers.
+fn pool() -> (HostNode, Device, Pool) {
+    let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(1)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 16).unpinned(Unpinned::Allow).build().unwrap();
+    (node, device, pool)
+}
+
+#[test]
+fn what_is_written_is_what_there_is() {
+    let (_node, _device, pool) = pool();
+    let mut buf = pool.checkout(10).unwrap();
+    assert_eq!((buf.capacity(), buf.len(), buf.remaining(), buf.is_empty()), (10, 0, 10, true));
+    buf.try_resize(3, 7).unwrap();
+    assert_eq!((&*buf, buf.remaining(), buf.is_empty()), (&[7; 3][..], 7, false));
+    buf.try_resize(5, 8).unwrap();
+    assert_eq!(*buf, [7, 7, 7, 8, 8], "what was written before stays");
+    buf.try_resize(2, 9).unwrap();
+    assert_eq!(*buf, [7, 7]);
+    assert!(matches!(buf.try_resize(11, 0), Err(Error::TooSmall { need: 11, have: 10 })));
+    assert_eq!((buf.spare_capacity_mut().len(), buf.remaining_mut()), (8, 8));
+    buf.put_slice(b"abc");
+    assert_eq!(buf.write(b"defghij").unwrap(), 5, "so much still fits");
+    assert_eq!(buf.write(b"more").unwrap(), 0);
+    assert_eq!(*buf, *b"\x07\x07abcdefgh");
+    assert!(matches!(buf.try_extend_from_slice(b"x"), Err(Error::TooSmall { need: 1, have: 0 })));
+    buf.truncate(11);
+    assert_eq!(buf.len(), 10);
+    buf.truncate(4);
+    assert_eq!(*buf, *b"\x07\x07ab");
+    buf.clear();
+    assert_eq!((buf.len(), buf.remaining()), (0, 10));
+}
+
+#[test]
+fn a_token_is_refused_unless_all_of_it_is_right() {
+    let (_node, _device, pool) = pool();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(b"hello");
+    let token = buf.into_token();
+    let [key, first, second] = token.to_raw();
+    // The same bits wrong in both halves, too: the differences of the halves do not cancel.
+    for wrong in [
+        [key, first ^ 1, second],
+        [key, first, second ^ 1],
+        [key, first ^ 1, second ^ 1],
+        [key + 1, first, second],
+    ] {
+        assert!(pool.redeem(Token::from_raw(wrong)).is_err(), "{wrong:?}");
+    }
+    let shown = format!("{token:?}");
+    assert_eq!(shown, format!("Token {{ key: {key}, .. }}"), "the secret is not shown");
+    assert_eq!(*pool.redeem(token).unwrap(), *b"hello");
+}
+
+#[test]
+fn references_to_a_buffer_are_its_written_bytes() {
+    let (_node, device, pool) = pool();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(b"hello");
+    AsMut::<[u8]>::as_mut(&mut buf)[0] = b'j';
+    assert_eq!(AsRef::<[u8]>::as_ref(&buf), b"jello");
+    assert_eq!(AsMut::<[u8]>::as_mut(&mut buf), b"jello");
+    let registered = device.register(vec![7u8; LEN]).unwrap();
+    assert_eq!(AsRef::<[u8]>::as_ref(&registered), [7; LEN]);
+    assert_eq!((registered.len(), registered.is_read_only()), (LEN, false));
+    assert_eq!(registered.into_inner().unwrap(), [7; LEN]);
+}
+
+#[test]
+fn handles_print_what_they_are() {
+    let (_node, device, pool) = pool();
+    let stream = device.stream().unwrap();
+    let memory = device.alloc(LEN).unwrap();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(b"hello");
+    assert_eq!(format!("{buf:?}"), "PinnedBuf { len: 5, capacity: 4096, .. }");
+    assert_eq!(format!("{stream:?}"), format!("Stream {{ device: {:?}, .. }}", device.name()));
+    let landing = pool.checkout_on(&stream, LEN).unwrap();
+    assert_eq!(format!("{landing:?}"), "StreamBuf { capacity: 4096, claimed: false }");
+    // With nothing else left, the next checkout claims the buffer in flight.
+    let mut out = Vec::new();
+    while let Ok(buf) = pool.try_checkout(LEN) {
+        out.push(buf);
+    }
+    let sent = stream.upload(buf, &memory).unwrap();
+    assert_eq!(format!("{sent:?}"), "InFlight { sequence numbers: [1], .. }");
+    drop(sent);
+    let claimed = pool.checkout_on(&stream, LEN).unwrap();
+    assert_eq!(format!("{claimed:?}"), "StreamBuf { capacity: 4096, claimed: true }");
+    let registered = device.register_read_only(vec![7u8; LEN]).unwrap();
+    assert_eq!(format!("{registered:?}"), "Registered { len: 4096, read_only: true, .. }");
+}
+
+#[test]
+fn streams_have_numbers_of_their_own() {
+    let (_node, device, _pool) = pool();
+    let streams: Vec<_> = (0..3).map(|_| device.stream().unwrap()).collect();
+    let numbers: Vec<u64> = streams.iter().map(|stream| stream.number()).collect();
+    assert!(numbers[0] != numbers[1] && numbers[1] != numbers[2] && numbers[2] != numbers[0], "{numbers:?}");
+    assert_eq!(streams[0].number(), numbers[0]);
+}
+
+#[test]
+fn plain_memory_holds_what_fits() {
+    let (_node, _device, pool) = pool();
+    let mut out = Vec::new();
+    while let Ok(buf) = pool.try_checkout(LEN) {
+        out.push(buf);
+    }
+    let Ok(HostBuf::Unpinned(mut buf)) = pool.checkout_or_unpinned(LEN) else {
+        panic!("the pool has no more");
+    };
+    assert_eq!((buf.capacity(), buf.len()), (LEN, 0));
+    buf.try_extend_from_slice(&[1; LEN - 1]).unwrap();
+    let refused = buf.try_extend_from_slice(&[2; 2]).unwrap_err();
+    assert!(matches!(refused, Error::TooSmall { need: 2, have: 1 }), "{refused}");
+    buf.try_extend_from_slice(&[2]).unwrap();
+    buf[0] = 3;
+    assert_eq!((buf[0], buf[1], buf[LEN - 1], buf.len()), (3, 1, 2, LEN));
+    let refused = buf.try_resize(LEN + 1, 0).unwrap_err();
+    assert!(matches!(refused, Error::TooSmall { need, have: LEN } if need == LEN + 1), "{refused}");
+    buf.clear();
+    assert!(buf.is_empty());
+    buf.try_resize(LEN, 9).unwrap();
+    assert_eq!(*buf, [9; LEN]);
+}
+
+#[test]
+fn a_buffer_goes_to_devices_of_its_pool_alone() {
+    let (_node, device, pool) = pool();
+    let (_other_node, other, _other_pool) = self::pool();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(&[5; LEN]);
+    let buf = Arc::new(buf);
+    let (here, there) = (device.stream().unwrap(), other.stream().unwrap());
+    let refused = there.upload(buf.clone(), other.alloc(LEN).unwrap()).unwrap_err();
+    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+    here.upload(buf, device.alloc(LEN).unwrap()).unwrap().wait().unwrap();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(&[5; LEN]);
+    let refused = there.upload(buf, other.alloc(LEN).unwrap()).unwrap_err();
+    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+    assert_eq!(*refused.buffer.unwrap(), [5; LEN]);
+    let refused = there.download(other.alloc(LEN).unwrap(), pool.checkout(LEN).unwrap()).unwrap_err();
+    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+}
