@@ -4,9 +4,9 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::growth::growth_failure;
 use super::growth::least;
 use super::transfer::tests::central;
-use super::waiting::growth_failure;
 use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;

@@ -7,16 +7,23 @@
 //! crate: every call that could lock, wait or reach a driver asks [`forked`] first and returns [`Error::Forked`].
 //! Values that are dropped there are left as they are.
 //!
+//! The child learns it from a handler of the system's (`pthread_atfork`). A fork that has begun already when another thread
+//! installs the handler does not call it, and may copy the locks that the thread takes next. So that thread first notes
+//! the process's number, and a child that is about to open a device compares it with its own.
+//!
 //! A child of a process that had opened nothing is a process like any other. `Command::spawn` is not affected either:
 //! its child runs no code of the crate's before it becomes another program.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::error::{Error, Result};
 
 /// Whether this is the child of a process that had begun to open a device. Relaxed: written by a child's only thread.
 static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// The number of the process that began to open a device, or 0. It is written before anything is locked for a device.
+static OPENER: AtomicU32 = AtomicU32::new(0);
 
 /// The function that the child calls to empty the thread-locals by which a checkout finds its thread cache. A hit does
 /// not ask [`forked`], so in the child it must find no cache.
@@ -41,6 +48,14 @@ pub(crate) fn check_fork() -> Result<()> {
 pub(crate) fn watch_forks() -> Result<()> {
     static FORK_WATCHED: AtomicBool = AtomicBool::new(false);
     check_fork()?;
+    let own = std::process::id();
+    // SeqCst: no lock that this thread takes afterwards is in a child's memory without this number.
+    if OPENER.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst).is_err_and(|opener| opener != own)
+    {
+        // The fork had begun before the handler was installed.
+        FORKED.store(true, Ordering::Relaxed);
+        return Err(Error::Forked);
+    }
     // Acquire: pairs with the release below. Several threads may make the call at once, which does no harm. They do not
     // wait for each other, since a child that is forked meanwhile would wait for ever.
     if !FORK_WATCHED.load(Ordering::Acquire) {
