@@ -333,7 +333,17 @@ fn a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told() {
     in_a_fresh_process("a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told", || {
         for round in 0..60_u64 {
             let code = forked(|| {
-                let opens = std::thread::spawn(|| Device::open("host").map(drop));
+                // A thread that is just starting may hold a lock of the standard library's, which no child can start a
+                // thread without.
+                let started = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+                let starts = started.clone();
+                let opens = std::thread::spawn(move || {
+                    starts.store(true, std::sync::atomic::Ordering::Release);
+                    Device::open("host").map(drop)
+                });
+                while !started.load(std::sync::atomic::Ordering::Acquire) {
+                    std::hint::spin_loop();
+                }
                 (0..round * 20).for_each(|_| std::hint::spin_loop());
                 let code = forked(|| match Device::open("host") {
                     Ok(device) => i32::from(device.stream().is_err()),
