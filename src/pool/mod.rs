@@ -55,7 +55,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
-use crate::central::{CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
+use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -137,7 +137,9 @@ impl Pool {
     /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and [`checkout_async`](Self::checkout_async) is for
     /// tasks.
     ///
-    /// Requests that wait are served in the order in which they came.
+    /// Requests that wait are served in the order in which they came, as far as what is free can serve them. A request
+    /// that what is free cannot serve has a range of memory withheld for it, its *window*, and is served when that is
+    /// empty. It takes nothing else from other requests: these are served from the rest of the pool meanwhile.
     ///
     /// # Errors
     /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`]; [`Error::Config`] for an unknown reserve;
@@ -203,9 +205,10 @@ impl Pool {
 
     /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
     /// polled. A future that is dropped leaves the queue, and a segment that it was granted meanwhile goes back.
+    /// [`Checkout::timeout`] gives it a deadline.
     ///
     /// # Errors
-    /// Of the future: as for [`checkout`](Self::checkout).
+    /// Of the future: as for [`checkout`](Self::checkout), and [`Error::Timeout`] with a deadline.
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
@@ -237,7 +240,7 @@ impl Pool {
         self.acquire(requests, limit, Location::caller())
     }
 
-    /// [`checkout_many`](Self::checkout_many) for a task, without a deadline.
+    /// [`checkout_many`](Self::checkout_many) for a task. [`CheckoutMany::timeout`] gives it a deadline.
     ///
     /// # Errors
     /// Of the future: as for [`checkout`](Self::checkout).
@@ -249,7 +252,18 @@ impl Pool {
         let plan = self.plan(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
-        CheckoutMany { pool: self.clone(), plan: Some(plan), waiting: None, first: None, tags, site }
+        CheckoutMany {
+            pool: self.clone(),
+            plan: Some(plan),
+            waiting: None,
+            first: None,
+            tags,
+            site,
+            since: Instant::now(),
+            len: central::sum(requests.iter().map(|r| r.len)),
+            deadline: None,
+            alarm: None,
+        }
     }
 
     /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
@@ -302,8 +316,7 @@ impl Pool {
     /// alone. Work submitted to the stream later may use it; the CPU may not.
     ///
     /// Waits like [`checkout`](Self::checkout), but less often, since a segment in flight on the stream is taken at
-    /// once. The exception: while another request waits for memory, segments in flight are to serve that one, and this
-    /// request waits behind it.
+    /// once. The exception: a segment in flight that a waiting request has a right to when it comes back.
     ///
     /// The call blocks the thread. A task calls [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
     /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
@@ -351,9 +364,8 @@ impl Pool {
         }
         if let Placement::Class(class) = plan.wants[0].placement {
             let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
-            // A claim takes a segment that is about to come back, which is what a waiter waits for. While a request
-            // waits, this one joins the queue behind it.
-            for central in stores.map(|store| &store.central).filter(|central| !central.awaited()) {
+            // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
+            for central in stores.map(|store| &store.central) {
                 if let Some((key, mut segment)) = timeline.claim(central, class) {
                     self.missed();
                     // The claim's entry and this segment both name the length; both get the new one.
@@ -543,10 +555,7 @@ impl Pool {
         let since = Instant::now();
         match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
-            Err(error) => {
-                self.failed(&error);
-                Err(error)
-            }
+            Err(error) => Err(self.failed(error)),
         }
     }
 
@@ -570,18 +579,24 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// Counts a checkout that ended with an error. A timeout makes a report on stuck buffers, at most one in
-    /// [`stuck::REPORT_INTERVAL`].
-    fn failed(&self, error: &Error) {
-        self.0.errors.note(error);
-        if let Error::Timeout(waited) = error {
-            let mut reported = self.0.reported.lock();
-            let now = Instant::now();
-            if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
-                *reported = Some(now);
-                drop(reported);
-                stuck::report(self.name(), *waited, self.centrals(), &self.0.devices);
-            }
+    /// Counts a checkout that ended with an error, and adds the pool's name to the error. A timeout makes a report on
+    /// stuck buffers.
+    fn failed(&self, error: Error) -> Error {
+        self.0.errors.note(&error);
+        if let Error::Timeout(waited) = &error {
+            self.waited_in_vain(waited.time);
+        }
+        error.of_pool(self.name())
+    }
+
+    /// Reports stuck buffers after a wait that was not served, at most once in [`stuck::REPORT_INTERVAL`].
+    fn waited_in_vain(&self, waited: Duration) {
+        let mut reported = self.0.reported.lock();
+        let now = Instant::now();
+        if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
+            *reported = Some(now);
+            drop(reported);
+            stuck::report(self.name(), waited, self.centrals(), &self.0.devices);
         }
     }
 

@@ -85,7 +85,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         if self.job.wait_over(deadline) {
             return Ok(self.take());
         }
-        Err(SubmitError { error: Error::Timeout(timeout), buffer: Some(self) })
+        Err(SubmitError { error: Error::Timeout(timeout.into()), buffer: Some(self) })
     }
 
     /// Waits until all bytes of the source before this offset are copied, or until the transfer is over. Whether they

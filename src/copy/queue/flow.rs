@@ -546,7 +546,7 @@ impl Flow {
                 if stepped.step() {
                     still.stepped();
                 } else if still.is_final(busy) || busy && is_late() {
-                    return Err(Error::Timeout(since.elapsed()));
+                    return Err(Error::Timeout(since.elapsed().into()));
                 }
             }
         }
@@ -568,7 +568,7 @@ impl Flow {
                 return Ok(());
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(Error::Timeout(since.elapsed()));
+                return Err(Error::Timeout(since.elapsed().into()));
             }
         }
     }
