@@ -83,7 +83,8 @@ impl Arena {
             for (at, number) in &e.runs {
                 let at = *at as usize;
                 let run = &self.runs[*number as usize];
-                while let Some((first, end)) = windows.pop_if(|window| window.0 <= at) {
+                while let Some((first, end)) = windows.last().copied().filter(|window| window.0 <= at) {
+                    windows.pop();
                     if fits(free_from, first) {
                         return true;
                     }

@@ -157,8 +157,6 @@ pub(crate) struct Arena {
     windows: Slab<Window>,
     /// Segments that are given out and lie in windows, by class.
     watched: Vec<u32>,
-    /// Free segments in all runs' lists and windows, by class.
-    free_segments: Vec<u32>,
     /// Idle runs are dissolved at once.
     eager: bool,
     total: usize,
@@ -190,7 +188,6 @@ impl Arena {
             frayed: BTreeSet::new(),
             windows: Slab::new(),
             watched: vec![0; CLASSES],
-            free_segments: vec![0; CLASSES],
             eager: false,
             total: 0,
             unpinned: 0,
@@ -293,7 +290,6 @@ impl Arena {
         run.cut = pages as usize * PAGE - used;
         self.cut += run.cut;
         self.free_slot_bytes += used;
-        self.free_segments[class.index()] += segments as u32;
         self.idle.insert(number);
         self.partial[class.index()].insert((extent, first, number));
         Some(number)
@@ -308,7 +304,6 @@ impl Arena {
             let (listed, held) = (run.list.len(), run.held.len());
             self.free_slot_bytes -= (listed + held) as usize * class.stride();
             self.held_slot_bytes -= held as usize * class.stride();
-            self.free_segments[class.index()] -= listed + held;
             self.idle.remove(&number);
         }
         if run.frayed {
@@ -386,7 +381,6 @@ impl Arena {
         let chain = run.list.split(count);
         let extent = run.extent;
         self.free_slot_bytes -= chain.len() as usize * class.stride();
-        self.free_segments[class.index()] -= chain.len();
         if run.list.is_empty() {
             self.partial[class.index()].remove(&(extent, run.first, number));
         }
@@ -429,7 +423,6 @@ impl Arena {
         // SAFETY: a new descriptor, in no list.
         unsafe { run.list.push(tail) };
         self.free_slot_bytes += class.stride();
-        self.free_segments[class.index()] += 1;
         self.partial[class.index()].insert((extent, first, number));
         self.note_single(number, true);
         Some(self.runs[number as usize].descriptors)
@@ -478,7 +471,6 @@ impl Arena {
         let Some(class) = class else { return self.give_alone(number) };
         self.note_out(self.runs[number as usize].extent, base, class.stride(), false);
         self.free_slot_bytes += class.stride();
-        self.free_segments[class.index()] += 1;
         let run = &mut self.runs[number as usize];
         let index = (descriptor.as_ptr().addr() - run.descriptors.as_ptr().addr()) / size_of::<Descriptor>();
         if run.window.is_some() && index >= run.keep as usize {
@@ -639,7 +631,6 @@ impl Arena {
         }
         let lost = before - run.list.len();
         self.free_slot_bytes -= lost as usize * stride;
-        self.free_segments[class.index()] -= lost;
         self.cut -= run.cut;
         run.cut = pages as usize * PAGE - keep * stride;
         self.cut += run.cut;

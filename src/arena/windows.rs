@@ -350,7 +350,6 @@ impl Arena {
         (run.window, run.keep) = (None, 0);
         self.held_slot_bytes -= held as usize * class.stride();
         self.free_slot_bytes -= held as usize * class.stride();
-        self.free_segments[class.index()] -= held;
         // The segments that are gone are cut until the run is shortened.
         run.count = keep;
         run.cut += held as usize * class.stride();
@@ -535,11 +534,6 @@ impl Arena {
     /// Segments of a class that are given out and lie in windows.
     pub(crate) fn watched(&self, class: Class) -> u32 {
         self.watched[class.index()]
-    }
-
-    /// Free segments of a class, in windows or outside of them.
-    pub(crate) fn free_segments(&self, class: Class) -> u32 {
-        self.free_segments[class.index()]
     }
 
     /// Whether a placement could probably be taken outside of windows. `false` is certain, as long as no idle run is

@@ -69,7 +69,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::cache::Put;
 use crate::freelist::{
-    CacheTable, Chain, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode, state,
+    CacheTable, Chain, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
 };
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};

@@ -8,6 +8,7 @@ use super::growth::growth_failure;
 use super::growth::least;
 use super::transfer::tests::central;
 use super::*;
+use crate::freelist::state;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::thread;
