@@ -195,7 +195,10 @@ pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Toke
 pub use config::PoolBuilder;
 pub use copy::gather::{self, Gathered};
 pub use copy::pipeline;
-pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
+pub use copy::{
+    Copier, CopierBuilder, CopierStats, CopyProgress, CopyQueue, Copying, DeviceRange, GraphBuf, Landing,
+    QueueOptions, QueueStats,
+};
 pub use device::HostAllocFlags;
 #[doc(hidden)]
 pub use device::family;

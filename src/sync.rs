@@ -264,6 +264,8 @@ pub(crate) enum Own {
     Reaper,
     /// The thread that submits what is pushed to a copy queue.
     Submitter,
+    /// A thread that moves the chunks of a copier.
+    Copier,
 }
 
 std::thread_local! {

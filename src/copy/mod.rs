@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod captured;
+mod copier;
 pub mod gather;
 mod host;
 pub mod pipeline;
@@ -17,6 +18,7 @@ use std::ops::{DerefMut, RangeBounds};
 use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
+pub use self::copier::{Copier, CopierBuilder, CopierStats, CopyProgress, Copying};
 pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;

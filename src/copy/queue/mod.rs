@@ -24,7 +24,7 @@ mod lane;
 mod line;
 #[cfg(all(test, loom))]
 mod loom_models;
-mod overlap;
+pub(super) mod overlap;
 
 use std::fmt;
 use std::ops::RangeBounds;

@@ -46,7 +46,7 @@ impl Overlap {
 }
 
 /// How many copies from a list's front write to nothing that another of them writes to.
-pub(super) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64, u32)>) -> usize {
+pub(in crate::copy) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64, u32)>) -> usize {
     let mut end = 0;
     let rises = transfers.iter().filter_map(written).all(|(start, len)| {
         let behind = start >= end;

@@ -1,0 +1,367 @@
+//! What the workers of a copier share, and how they submit copies.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::config::Settings;
+use super::job::{Body, Direction, Job, KeptMemories, Lent, Memories, Work};
+use super::ring::Ring;
+use super::scheduler::{Scheduler, Takes};
+use super::spreader::Spreader;
+use super::stats::Counters;
+use super::worker::{Holdings, Worker};
+use crate::buffer::{InFlight, PinnedBuf};
+use crate::copy::NOT_YET;
+use crate::copy::queue::overlap::first_in_the_way;
+use crate::device::handle::Device;
+use crate::device::memory::{Allocation, DeviceSlice};
+use crate::device::{SpreadWay, Transfer};
+use crate::error::{Error, Result};
+use crate::foreign;
+use crate::locks::Mutex;
+use crate::pool::{Pool, Request};
+use crate::sealed::KEY;
+use crate::stream::Stream;
+use crate::stream::timeline::{Quarantined, Resource, Retain, RetainedResource, Submission, Ticket};
+
+/// Copies of one call of the driver at most: longer batches are no faster.
+const MOST_COPIES: usize = 256;
+/// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
+/// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
+const RUNS: [usize; 2] = [2, 8];
+
+impl Takes for Arc<Job> {
+    fn may_take(&self) -> bool {
+        Job::may_take(self)
+    }
+}
+
+/// The streams of one direction, which chunks use by turns.
+struct Lane {
+    streams: Vec<Stream>,
+    turn: AtomicUsize,
+    /// Copies that are in flight, of chunks with a permit.
+    permits: AtomicUsize,
+}
+
+/// See the module's page.
+pub(super) struct Engine {
+    pub(super) pool: Pool,
+    pub(super) device: Device,
+    pub(super) settings: Settings,
+    pub(super) scheduler: Scheduler<Arc<Job>>,
+    pub(super) ring: Ring,
+    /// One for each direction. `None`: the device has no kernels.
+    pub(super) spreaders: Option<[Spreader; 2]>,
+    pub(super) counters: Counters,
+    lanes: [Lane; 2],
+    /// Segments that workers have.
+    segments: AtomicUsize,
+    /// Threads that were started.
+    started: Mutex<usize>,
+    /// What the one worker of a copier without threads has, while no thread is that worker.
+    pub(super) inline: Mutex<Option<Holdings>>,
+}
+
+impl Engine {
+    pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
+        crate::os::check_fork()?;
+        let lane = || -> Result<Lane> {
+            let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
+            Ok(Lane { streams, turn: AtomicUsize::new(0), permits: AtomicUsize::new(0) })
+        };
+        let lanes = [lane()?, lane()?];
+        let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
+        Ok(Arc::new(Self {
+            ring: Ring::new(settings.chunk, settings.ring),
+            pool,
+            device,
+            settings,
+            scheduler: Scheduler::new(),
+            spreaders,
+            counters: Counters::default(),
+            lanes,
+            segments: AtomicUsize::new(0),
+            started: Mutex::new(0),
+            inline: Mutex::new(Some(Holdings::default())),
+        }))
+    }
+
+    /// The spreaders, if the device has the kernels.
+    fn spreaders(device: &Device) -> Result<Option<[Spreader; 2]>> {
+        let context = device.context().clone();
+        let loading = context.clone();
+        // On the region thread: the driver may wait for other work of the process while it loads code.
+        match context.worker().call(move || loading.driver().load_spread()) {
+            Ok(()) => {}
+            Err(error) if error.is_device_lost() => return Err(error),
+            Err(Error::Unsupported(_)) => return Ok(None),
+            Err(error) => {
+                foreign::warn!(
+                    target: "pinpool::copier", device = device.name(), %error,
+                    "the kernels that spread pieces cannot be loaded: pieces are copied in batches instead"
+                );
+                return Ok(None);
+            }
+        }
+        let spreader = |way| Ok::<_, Error>(Spreader::new(way, device.urgent_stream()?));
+        Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
+    }
+
+    /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
+    pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
+        let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
+        let mut streams = self.lanes.iter().flat_map(|lane| &lane.streams).chain(spreading);
+        streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
+    }
+
+    /// Starts a job on the copier's threads.
+    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>) -> Result<()> {
+        if job.is_over() {
+            return Ok(());
+        }
+        self.start_threads()?;
+        self.scheduler.add(job.clone());
+        if self.settings.threads == 0 {
+            Worker::advance(self);
+        }
+        Ok(())
+    }
+
+    /// Makes a job of work that the caller lends.
+    ///
+    /// # Safety
+    /// As for [`Lent::new`].
+    pub(super) unsafe fn lend(
+        &self,
+        direction: Direction,
+        total: u64,
+        work: &(dyn Work + '_),
+        memories: Vec<Arc<Allocation>>,
+    ) -> Arc<Job> {
+        // SAFETY: the caller's promise.
+        let body = Body::Lent(unsafe { Lent::new(work) });
+        Job::new(direction, total, body, memories)
+    }
+
+    fn start_threads(self: &Arc<Self>) -> Result<()> {
+        let mut started = self.started.lock();
+        while *started < self.settings.threads {
+            let engine = self.clone();
+            let name = format!("pinpool-copy-{}", self.device.name());
+            let spawned = crate::os::thread::spawn(name, move || {
+                crate::sync::enter(crate::sync::Own::Copier);
+                engine.device.context().driver().enter_thread();
+                foreign::live("a thread of a copier panicked: it goes on", || Worker::new(&engine).serve());
+            });
+            match spawned {
+                Ok(_) => *started += 1,
+                Err(_) if *started > 0 => return Ok(()),
+                Err(error) => {
+                    return Err(Error::Unavailable {
+                        device: self.device.name().into(),
+                        why: format!("no thread could be started: {error}"),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // --- segments and permits ----------------------------------------------------------------------------------------
+
+    pub(super) fn request(&self) -> Request<'_> {
+        Request::new(self.settings.chunk).near(&self.device)
+    }
+
+    /// Counts a segment that a worker is about to have. `false`: the copier's share is in use.
+    pub(super) fn count_segment(&self) -> bool {
+        // Relaxed, here and below: a bound, not a signal.
+        let more = |count: usize| (count < self.settings.segments).then_some(count + 1);
+        self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Whether any worker has a segment.
+    pub(super) fn has_segments(&self) -> bool {
+        self.segments.load(Ordering::Relaxed) > 0
+    }
+
+    pub(super) fn segment_gone(&self) {
+        self.segments.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A permit for a chunk's copy in this direction. `None`: enough copies are in flight.
+    pub(super) fn permit(self: &Arc<Self>, direction: Direction) -> Option<Permit> {
+        let more = |count: usize| (count < self.settings.depth).then_some(count + 1);
+        let permits = &self.lanes[direction as usize].permits;
+        permits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Permit { engine: self.clone(), direction })
+    }
+
+    /// The stream of the next chunk in this direction.
+    pub(super) fn stream(&self, direction: Direction) -> &Stream {
+        let Lane { streams, turn, .. } = &self.lanes[direction as usize];
+        // Relaxed: only to spread chunks over streams.
+        let turn = turn.fetch_add(1, Ordering::Relaxed);
+        &streams[turn / RUNS[direction as usize] % streams.len()]
+    }
+
+    /// All streams on which the copies of a direction go.
+    pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
+        let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
+        self.lanes[direction as usize].streams.iter().chain(spreader)
+    }
+
+    /// Lets the spreaders go on. Whether anything has changed.
+    pub(super) fn spread(&self) -> bool {
+        let Some(both) = &self.spreaders else { return false };
+        both.iter().fold(false, |changed, spreader| spreader.advance(&self.ring) | changed)
+    }
+
+    // --- submitting --------------------------------------------------------------------------------------------------
+
+    /// Submits copies out of a buffer or into it, and gives what is in flight. `written`: the length that the buffer
+    /// has when the copies are complete. After an error the buffer returns by itself when the device is known to be
+    /// done with it.
+    ///
+    /// # Safety
+    /// The transfers stay within the buffer and within `memories`.
+    pub(super) unsafe fn submit(
+        &self,
+        stream: &Stream,
+        buf: PinnedBuf,
+        transfers: &[Transfer],
+        memories: &Kept<'_>,
+        written: Option<usize>,
+    ) -> Result<InFlight<PinnedBuf>> {
+        let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
+        let timeline = stream.timeline();
+        let (one, all) = memories.split();
+        let first = timeline.begin(resource, one).map_err(|(error, _)| error)?;
+        let mut flight = InFlight::new(Ticket { timeline: timeline.clone(), seq: NOT_YET }, buf, written);
+        let second = match all {
+            Some(all) => {
+                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            }
+            None => None,
+        };
+        // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
+        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
+        flight.submitted(seq);
+        said.map(|()| flight)
+    }
+
+    /// Submits copies of memory that `retained` keeps.
+    ///
+    /// # Safety
+    /// The transfers stay within what `retained` and `memories` keep.
+    pub(super) unsafe fn submit_in_place(
+        &self,
+        stream: &Stream,
+        transfers: &[Transfer],
+        retained: Vec<RetainedResource>,
+        memories: &Kept<'_>,
+    ) -> Result<Ticket> {
+        let timeline = stream.timeline();
+        let (one, all) = memories.split();
+        let lent = Resource::Object(Box::new(LentBuffers(retained)));
+        let first = timeline.begin(lent, one).map_err(|(error, _)| error)?;
+        let second = match all {
+            Some(all) => {
+                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            }
+            None => None,
+        };
+        // SAFETY: as in `submit`.
+        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
+        said.map(|()| Ticket { timeline: timeline.clone(), seq })
+    }
+
+    /// # Safety
+    /// The submissions keep all that the transfers name.
+    unsafe fn copy_all(
+        &self,
+        stream: &Stream,
+        transfers: &[Transfer],
+        first: Submission<'_>,
+        second: Option<Submission<'_>>,
+    ) -> (u64, Result<()>) {
+        let context = self.device.context();
+        let mut failed = None;
+        let mut spans = Vec::new();
+        let mut rest = transfers;
+        while !rest.is_empty() {
+            // Copies of one call have no order, so those that write the same bytes are in different calls.
+            let count = first_in_the_way(&rest[..rest.len().min(MOST_COPIES)], &mut spans).max(1);
+            let (call, later) = rest.split_at(count);
+            // SAFETY: the caller's promise.
+            unsafe {
+                context.driver().copy_many(stream.timeline().stream(), call, &mut |_, error| {
+                    failed.get_or_insert(error);
+                });
+            }
+            rest = later;
+        }
+        // Both are covered by an event after the copies.
+        let seq = first.commit();
+        let seq = second.map_or(seq, |second| second.commit().max(seq));
+        match failed {
+            Some(error) => (seq, context.noting(Err(error))),
+            None => {
+                context.count_copied(transfers);
+                (seq, Ok(()))
+            }
+        }
+    }
+}
+
+/// The device memory that copies use.
+pub(super) enum Kept<'a> {
+    /// The ring.
+    Ring(Arc<Allocation>),
+    Job(&'a Arc<Memories>),
+}
+
+impl Kept<'_> {
+    fn split(&self) -> (Option<Arc<Allocation>>, Option<KeptMemories>) {
+        match self {
+            Self::Ring(ring) => (Some(ring.clone()), None),
+            Self::Job(memories) => match &memories.0[..] {
+                [one] => (Some(one.clone()), None),
+                _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
+            },
+        }
+    }
+}
+
+/// Buffers that copies use where they are. They go back when the copies are complete.
+#[derive(Debug)]
+struct LentBuffers(Vec<RetainedResource>);
+
+impl Drop for LentBuffers {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(|retained| _ = retained.complete());
+    }
+}
+
+impl Retain for LentBuffers {
+    fn quarantine(mut self: Box<Self>) -> Quarantined {
+        self.0.drain(..).map(RetainedResource::quarantine).sum()
+    }
+
+    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
+        self.0.iter().for_each(|retained| retained.for_each_descriptor(visit));
+    }
+}
+
+/// A chunk's copy may be in flight.
+pub(super) struct Permit {
+    engine: Arc<Engine>,
+    direction: Direction,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.engine.lanes[self.direction as usize].permits.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,473 @@
+//! Pieces: any number of (host bytes, device range), of any lengths and alignments, as the work of one job.
+//!
+//! A call is looked at once before anything is copied ([`Survey`]): whether each piece can be copied, and which
+//! allocations the job keeps. Chunks are cut as workers take them, in the order of the call, so that the first copy
+//! starts while most of a long call is not cut yet.
+
+use std::cell::UnsafeCell;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::engine::Engine;
+use super::job::{Chunk, Cursor, Cut, Direction, Needs, Work};
+use super::layout::Layout;
+use super::packing::{Content, Packing, Piece, Unpacking, announce};
+use super::way::IN_PLACE;
+use crate::buffer::Lend;
+use crate::buffer::sealed::Lend as _;
+use crate::copy::Landing;
+use crate::device::memory::{Allocation, DeviceSlice};
+use crate::device::{DevicePtr, Transfer};
+use crate::error::{Error, Result};
+use crate::sealed::KEY;
+use crate::stream::timeline::RetainedResource;
+
+/// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
+/// there is nothing to be done beside the last ones: chunks there are short.
+const LEAST: usize = 256 << 10;
+/// Copies and bytes of a chunk whose pieces are in place.
+const MOST_IN_PLACE: (usize, usize) = (256, 32 << 20);
+
+/// How the chunks of a call grow and shrink.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ramp {
+    /// Bytes of a segment.
+    most: usize,
+    /// Threads that take chunks.
+    hands: usize,
+}
+
+impl Ramp {
+    pub(super) fn new(engine: &Engine) -> Self {
+        Self { most: engine.settings.chunk, hands: engine.settings.threads + 1 }
+    }
+
+    /// Bytes of the next chunk's segment that are used.
+    fn next(&self, cursor: &Cursor) -> usize {
+        let Self { most, hands } = *self;
+        let least = LEAST.min(most);
+        let growing = least + (most - least) / hands * cursor.chunks.min(hands);
+        let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
+        even.clamp(least, growing.min(most).max(least))
+    }
+}
+
+/// What was found before anything is copied.
+#[derive(Default)]
+pub(super) struct Survey {
+    pub(super) bytes: u64,
+    pub(super) memories: Vec<Arc<Allocation>>,
+    known: HashSet<u64>,
+}
+
+impl Survey {
+    /// Looks at a piece's device memory.
+    #[inline]
+    pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
+        if len > memory.len() {
+            return Err(Error::TooSmall { need: len, have: memory.len() });
+        }
+        self.bytes += len as u64;
+        let number = memory.allocation_number();
+        if self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number) {
+            return Ok(());
+        }
+        if !memory.is_of(engine.device.context()) {
+            return Err(Error::WrongDevice { device: engine.device.name().into() });
+        }
+        if self.memories.is_empty() || self.known.insert(number) {
+            if self.memories.is_empty() {
+                self.known.insert(number);
+            }
+            engine.admit(memory)?;
+            self.memories.push(memory.allocation());
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a chunk: each piece, and the bytes of it from where to where.
+fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = (Piece, usize, usize)> {
+    let Chunk { start, end, .. } = *chunk;
+    (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
+        let found = piece(n);
+        let from = if n == start.piece { start.from } else { 0 };
+        let to = if n == end.piece { end.from } else { found.len };
+        (found, from, to)
+    })
+}
+
+/// Cuts a chunk off that goes through a segment, of pieces for which `fits` holds.
+fn cut(
+    count: usize,
+    piece: impl Fn(usize) -> Piece,
+    fits: impl Fn(&Piece) -> bool,
+    cursor: &mut Cursor,
+    most: usize,
+) -> Chunk {
+    let start = cursor.at;
+    let mut layout = Layout::new(most);
+    let (mut at, mut bytes) = (start, 0);
+    while at.piece < count {
+        let next = piece(at.piece);
+        if at.from == next.len {
+            at = Cut { piece: at.piece + 1, from: 0 };
+            continue;
+        }
+        if !fits(&next) && bytes > 0 {
+            break;
+        }
+        let device = next.device.wrapping_add(at.from as u64);
+        let Some(part) = layout.put(next.memory, device, next.len - at.from) else { break };
+        bytes += part.len;
+        at.from += part.len;
+    }
+    finish(cursor, at, bytes, Some(most))
+}
+
+fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
+    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, most };
+    cursor.at = end;
+    cursor.chunks += 1;
+    cursor.left -= bytes as u64;
+    chunk
+}
+
+/// Fills or lays out a chunk that goes through a segment.
+///
+/// # Safety
+/// For an upload the pieces can be read, and no thread writes them meanwhile.
+unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, is_read: bool, piece: impl Fn(usize) -> Piece) {
+    let mut parts = parts(chunk, piece).peekable();
+    while let Some((this, from, to)) = parts.next() {
+        if let (true, Some((next, ..))) = (is_read, parts.peek()) {
+            announce(next);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { packing.put(&this, from, to) };
+    }
+}
+
+/// Empties a chunk's segment.
+///
+/// # Safety
+/// The pieces can be written, and no other thread uses their bytes in this chunk.
+unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
+    let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
+    for (this, from, to) in parts(chunk, piece) {
+        // SAFETY: the caller's promise.
+        unsafe { unpacking.put(&this, from, to, bytes)? };
+    }
+    Ok(())
+}
+
+// --- borrowed --------------------------------------------------------------------------------------------------------
+
+/// Borrowed bytes on their way to the device.
+pub(super) struct Slices<'a> {
+    pub(super) pieces: &'a [(&'a [u8], DeviceSlice)],
+    pub(super) ramp: Ramp,
+}
+
+impl Slices<'_> {
+    fn get(&self, n: usize) -> Piece {
+        let (bytes, memory) = &self.pieces[n];
+        piece(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+    }
+}
+
+fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
+    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
+}
+
+impl Work for Slices<'_> {
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: shared borrows of bytes.
+        unsafe { pack(chunk, packing, true, |n| self.get(n)) };
+        Ok(Content::Packed)
+    }
+
+    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Borrowed memory that bytes from the device go to.
+pub(super) struct Targets<'a> {
+    first: *mut (DeviceSlice, &'a mut [u8]),
+    count: usize,
+    pub(super) ramp: Ramp,
+}
+
+// SAFETY: the list is borrowed exclusively for as long as this exists. Each byte of the targets is written by one
+// thread, and the list itself is only read.
+unsafe impl Send for Targets<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Targets<'_> {}
+
+impl<'a> Targets<'a> {
+    pub(super) fn new(pieces: &mut [(DeviceSlice, &'a mut [u8])], ramp: Ramp) -> Self {
+        Self { first: pieces.as_mut_ptr(), count: pieces.len(), ramp }
+    }
+
+    fn get(&self, n: usize) -> Piece {
+        debug_assert!(n < self.count);
+        // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
+        // target, whose bytes another thread may be writing.
+        let (memory, target) = unsafe {
+            let entry = self.first.add(n);
+            (&(*entry).0, &raw mut *(*entry).1)
+        };
+        piece(target.cast(), memory.len(), memory)
+    }
+}
+
+impl Work for Targets<'_> {
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        cut(self.count, |n| self.get(n), |_| true, cursor, most)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: a download's chunk is laid out only.
+        unsafe { pack(chunk, packing, false, |n| self.get(n)) };
+        Ok(Content::Packed)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        // SAFETY: borrowed exclusively, each as long as its range at least, and each byte is in one chunk.
+        unsafe { unpack(chunk, bytes, |n| self.get(n)) }
+    }
+}
+
+// --- owned -----------------------------------------------------------------------------------------------------------
+
+/// What a handle gives back when its job is over.
+pub(super) trait Values: Send + Sync {
+    type Back;
+
+    /// # Safety
+    /// The job is over. Called at most once.
+    unsafe fn take(&self) -> Result<Self::Back>;
+}
+
+impl Values for () {
+    type Back = ();
+
+    unsafe fn take(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A pinned buffer of a job.
+pub(super) trait Buffer: Send {
+    /// What comes back.
+    type Back;
+
+    /// Lends it to the device, which then reads it, or writes so many bytes to it.
+    fn lend(&mut self, written: usize) -> RetainedResource;
+
+    /// The job is over: gives it back, with so many bytes written by the CPU where it was not lent.
+    fn back(self, written: usize) -> Result<Self::Back>;
+
+    /// The same where no handle asks for it.
+    fn abandon(self);
+}
+
+/// A buffer on its way to the device.
+pub(super) struct Up<B: Lend> {
+    pub(super) value: B,
+    lent: bool,
+}
+
+impl<B: Lend> Up<B> {
+    pub(super) fn new(value: B) -> Self {
+        Self { value, lent: false }
+    }
+}
+
+impl<B: Lend> Buffer for Up<B> {
+    type Back = B;
+
+    fn lend(&mut self, _: usize) -> RetainedResource {
+        self.lent = true;
+        RetainedResource::of(self.value.lend(KEY))
+    }
+
+    fn back(self, _: usize) -> Result<B> {
+        if self.lent { self.value.finish(None, KEY) } else { Ok(self.value) }
+    }
+
+    fn abandon(self) {
+        if self.lent {
+            self.value.abandon(KEY);
+        }
+    }
+}
+
+/// A buffer that bytes from the device go to.
+pub(super) enum Down<L: Landing> {
+    Here(L),
+    Lent(L::Landed, usize),
+    /// Between the two.
+    Moving,
+}
+
+impl<L: Landing> Buffer for Down<L> {
+    type Back = L::Landed;
+
+    fn lend(&mut self, written: usize) -> RetainedResource {
+        match std::mem::replace(self, Self::Moving) {
+            Self::Here(landing) => {
+                let (resource, half) = landing.lend(KEY);
+                *self = Self::Lent(L::Landed::from(half), written);
+                RetainedResource::of(resource)
+            }
+            // Not so: a piece in place is in one chunk.
+            other => {
+                *self = other;
+                RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
+            }
+        }
+    }
+
+    fn back(self, written: usize) -> Result<L::Landed> {
+        match self {
+            // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
+            Self::Here(landing) => match unsafe { landing.filled(written, KEY) } {
+                Some(half) => Ok(L::Landed::from(half)),
+                None => Err(Error::Internal("a buffer cannot be written by the CPU")),
+            },
+            Self::Lent(value, written) => value.finish(Some(written), KEY),
+            Self::Moving => Err(Error::Internal("a buffer was lost while it was lent")),
+        }
+    }
+
+    fn abandon(self) {
+        if let Self::Lent(value, _) = self {
+            value.abandon(KEY);
+        }
+    }
+}
+
+/// Pinned buffers that a job owns.
+pub(super) struct Buffers<V: Buffer> {
+    direction: Direction,
+    pieces: Vec<Piece>,
+    /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
+    /// handle.
+    values: UnsafeCell<Vec<V>>,
+    ramp: Ramp,
+}
+
+// SAFETY: see `values`; what a chunk's worker reads of a packed buffer is its address alone.
+unsafe impl<V: Buffer> Sync for Buffers<V> {}
+// SAFETY: buffers and addresses.
+unsafe impl<V: Buffer> Send for Buffers<V> {}
+
+impl<V: Buffer> Buffers<V> {
+    /// `pieces`: where each buffer's bytes are, in the order of the values.
+    pub(super) fn new(direction: Direction, pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
+        Self { direction, pieces, values: UnsafeCell::new(values), ramp }
+    }
+
+    /// The values, none of which was lent: the job was never started.
+    pub(super) fn into_values(mut self) -> Vec<V> {
+        std::mem::take(self.values.get_mut())
+    }
+}
+
+impl<V: Buffer> Work for Buffers<V> {
+    fn needs(&self, cursor: &Cursor) -> Needs {
+        let long = self.pieces.get(cursor.at.piece).is_some_and(|piece| piece.len >= IN_PLACE);
+        match (long, cursor.at.from) {
+            (true, 0) => Needs::Nothing,
+            (false, 0) => Needs::SegmentIfAny,
+            // The rest of a piece whose other part was packed.
+            _ => Needs::Segment,
+        }
+    }
+
+    fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk {
+        let long = |piece: &Piece| piece.len >= IN_PLACE;
+        let most = self.ramp.next(cursor);
+        let needs = self.needs(cursor);
+        if has_segment && needs != Needs::Nothing {
+            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !long(piece), cursor, most);
+        }
+        let mut end = cursor.at.piece;
+        let mut bytes = 0;
+        while end < self.pieces.len() && end - cursor.at.piece < MOST_IN_PLACE.0 && bytes < MOST_IN_PLACE.1 {
+            // A short one joins only where there is no segment for it.
+            if needs == Needs::Nothing && !long(&self.pieces[end]) {
+                break;
+            }
+            bytes += self.pieces[end].len;
+            end += 1;
+        }
+        finish(cursor, Cut { piece: end, from: 0 }, bytes, None)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        if chunk.most.is_some() {
+            let is_read = self.direction == Direction::Up;
+            // SAFETY: the job owns the buffers, and no device writes to those that are packed.
+            unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
+            return Ok(Content::Packed);
+        }
+        let range = chunk.start.piece..chunk.end.piece;
+        let mut transfers = Vec::with_capacity(range.len());
+        let mut retained = Vec::with_capacity(range.len());
+        for n in range {
+            let Piece { host, len, device, .. } = self.pieces[n];
+            // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
+            let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
+            retained.push(value.lend(len));
+            if len > 0 {
+                let device = DevicePtr(device);
+                transfers.push(match self.direction {
+                    Direction::Up => Transfer::Upload { src: host, dst: device, len },
+                    Direction::Down => Transfer::Download { src: device, dst: host, len },
+                });
+            }
+        }
+        Ok(Content::InPlace(transfers, retained))
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the job owns the buffers, each of which can be written and is long enough; each byte is in one chunk.
+        unsafe { unpack(chunk, bytes, |n| self.pieces[n]) }
+    }
+}
+
+impl<V: Buffer> Values for Buffers<V> {
+    type Back = Vec<V::Back>;
+
+    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+        // SAFETY: the job is over, so no worker uses the list, and the caller is the only one that takes it.
+        let values = std::mem::take(unsafe { &mut *self.values.get() });
+        let mut left = values.into_iter().zip(&self.pieces);
+        let mut back = Vec::with_capacity(left.len());
+        while let Some((value, piece)) = left.next() {
+            match value.back(piece.len) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<V: Buffer> Drop for Buffers<V> {
+    fn drop(&mut self) {
+        std::mem::take(self.values.get_mut()).into_iter().for_each(Buffer::abandon);
+    }
+}
