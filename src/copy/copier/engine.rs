@@ -24,8 +24,6 @@ use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::{Quarantined, Resource, Retain, RetainedResource, Submission, Ticket};
 
-/// Copies of one call of the driver at most: longer batches are no faster.
-const MOST_COPIES: usize = 256;
 /// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
 const RUNS: [usize; 2] = [2, 8];
@@ -292,7 +290,7 @@ impl Engine {
         let mut rest = transfers;
         while !rest.is_empty() {
             // Copies of one call have no order, so those that write the same bytes are in different calls.
-            let count = first_in_the_way(&rest[..rest.len().min(MOST_COPIES)], &mut spans).max(1);
+            let count = first_in_the_way(rest, &mut spans).max(1);
             let (call, later) = rest.split_at(count);
             // SAFETY: the caller's promise.
             unsafe {

@@ -25,8 +25,12 @@ use crate::stream::timeline::RetainedResource;
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
 /// there is nothing to be done beside the last ones: chunks there are short.
 const LEAST: usize = 256 << 10;
-/// Copies and bytes of a chunk whose pieces are in place.
+/// Copies and bytes of a chunk whose pieces are in place; and copies, where they are the rows of a rectangle, which the
+/// device copies by one call.
 const MOST_IN_PLACE: (usize, usize) = (256, 32 << 20);
+const MOST_ROWS: usize = 1024;
+/// Windows of three pieces that tell whether all are rows.
+const SAMPLES: usize = 256;
 
 /// How the chunks of a call grow and shrink.
 #[derive(Clone, Copy, Debug)]
@@ -362,6 +366,8 @@ pub(super) struct Buffers<V: Buffer> {
     /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
     /// handle.
     values: UnsafeCell<Vec<V>>,
+    /// The pieces are the rows of rectangles, nearly all of them.
+    rows: bool,
     ramp: Ramp,
 }
 
@@ -373,7 +379,13 @@ unsafe impl<V: Buffer> Send for Buffers<V> {}
 impl<V: Buffer> Buffers<V> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
     pub(super) fn new(direction: Direction, pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
-        Self { direction, pieces, values: UnsafeCell::new(values), ramp }
+        let rows = are_rows(&pieces);
+        Self { direction, pieces, values: UnsafeCell::new(values), rows, ramp }
+    }
+
+    /// Whether a piece is copied from or to where it is.
+    fn stays(&self, piece: &Piece) -> bool {
+        self.rows || piece.len >= IN_PLACE
     }
 
     /// The values, none of which was lent: the job was never started.
@@ -382,10 +394,32 @@ impl<V: Buffer> Buffers<V> {
     }
 }
 
+/// Whether pieces are mostly rows of rectangles, which the device copies at full speed from where they are: equally
+/// long, and at even distances on both sides, in the order of the call.
+fn are_rows(pieces: &[Piece]) -> bool {
+    let windows = pieces.len().saturating_sub(2);
+    let step = (windows / SAMPLES).max(1);
+    let far = |a: &Piece, b: &Piece| {
+        let follows = a.host.addr() < b.host.addr() && a.device < b.device && a.len == b.len;
+        follows.then(|| (b.host.addr() - a.host.addr(), b.device - a.device))
+    };
+    let mut sampled = pieces.windows(3).step_by(step).peekable();
+    if sampled.peek().is_none() {
+        return false;
+    }
+    let (mut seen, mut even) = (0, 0);
+    for window in sampled {
+        let [a, b, c] = window else { continue };
+        seen += 1;
+        even += usize::from(far(a, b).is_some() && far(a, b) == far(b, c));
+    }
+    even >= seen - seen / 4
+}
+
 impl<V: Buffer> Work for Buffers<V> {
     fn needs(&self, cursor: &Cursor) -> Needs {
-        let long = self.pieces.get(cursor.at.piece).is_some_and(|piece| piece.len >= IN_PLACE);
-        match (long, cursor.at.from) {
+        let stays = self.pieces.get(cursor.at.piece).is_some_and(|piece| self.stays(piece));
+        match (stays, cursor.at.from) {
             (true, 0) => Needs::Nothing,
             (false, 0) => Needs::SegmentIfAny,
             // The rest of a piece whose other part was packed.
@@ -394,17 +428,16 @@ impl<V: Buffer> Work for Buffers<V> {
     }
 
     fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk {
-        let long = |piece: &Piece| piece.len >= IN_PLACE;
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !long(piece), cursor, most);
+            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
         }
-        let mut end = cursor.at.piece;
-        let mut bytes = 0;
-        while end < self.pieces.len() && end - cursor.at.piece < MOST_IN_PLACE.0 && bytes < MOST_IN_PLACE.1 {
+        let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
+        let (mut end, mut bytes) = (cursor.at.piece, 0);
+        while end < self.pieces.len() && end - cursor.at.piece < most && bytes < MOST_IN_PLACE.1 {
             // A short one joins only where there is no segment for it.
-            if needs == Needs::Nothing && !long(&self.pieces[end]) {
+            if needs == Needs::Nothing && !self.stays(&self.pieces[end]) {
                 break;
             }
             bytes += self.pieces[end].len;

@@ -379,7 +379,8 @@ impl<'a> Worker<'a> {
                     && self.owned.is_empty()
                     && job.may_take() =>
             {
-                match self.engine.pool.checkout_timeout(self.engine.request(), PATIENCE) {
+                let (pool, request) = (&self.engine.pool, self.engine.request());
+                match crate::sync::free_to_wait(|| pool.checkout_timeout(request, PATIENCE)) {
                     Err(Error::Timeout(_)) => Ok(None),
                     got => got.map(Some),
                 }
@@ -540,7 +541,7 @@ impl<'a> Worker<'a> {
 
     /// Hands a chunk that is in a slot to the kernel.
     fn spread(&mut self, n: usize, slot: Slot) -> Step {
-        let Owned { job, chunk, packed, .. } = &self.owned[n];
+        let Owned { job, packed, .. } = &self.owned[n];
         let Some(both) = self.engine.spreaders.as_ref().filter(|_| !job.is_stopped()) else {
             self.engine.ring.give(slot);
             return Step::Ended(End::Dropped);
@@ -564,7 +565,7 @@ impl<'a> Worker<'a> {
 
     /// Has the bytes of a chunk collected in a slot, if it goes that way.
     fn collect(&mut self, n: usize, buf: PinnedBuf) -> Step {
-        let Owned { job, chunk, packed, way, .. } = &self.owned[n];
+        let Owned { job, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
             return self.stopped(buf, None, End::Dropped);
         }

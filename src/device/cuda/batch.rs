@@ -32,10 +32,13 @@ const IN_STREAM_ORDER: i32 = 1;
 const MOST_SHORT: usize = 64;
 const SHORT: usize = 4 << 10;
 
+/// Copies of one call at most: longer batches are no faster, and slower where the copies are short.
+const MOST: usize = 256;
+
 /// The most copies of these that one call takes.
 fn most(transfers: &[Transfer]) -> usize {
     let bytes: usize = transfers.iter().map(Transfer::len).sum();
-    if bytes < transfers.len() * SHORT { MOST_SHORT } else { transfers.len().max(1) }
+    if bytes < transfers.len() * SHORT { MOST_SHORT } else { MOST }
 }
 
 /// The call's three lists of arguments.
