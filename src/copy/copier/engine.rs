@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::config::Settings;
-use super::job::{Body, Direction, Job, KeptMemories, Lent, Memories, Work};
+use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
+use super::lent::Lent;
 use super::ring::Ring;
 use super::scheduler::{Scheduler, Takes};
 use super::spreader::Spreader;
@@ -22,7 +23,7 @@ use crate::locks::Mutex;
 use crate::pool::{Pool, Request};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::{Quarantined, Resource, Retain, RetainedResource, Submission, Ticket};
+use crate::stream::timeline::{Resource, Submission, Ticket};
 
 /// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
@@ -129,7 +130,7 @@ impl Engine {
     /// Makes a job of work that the caller lends.
     ///
     /// # Safety
-    /// As for [`Lent::new`].
+    /// As for [`LentWork::new`].
     pub(super) unsafe fn lend(
         &self,
         direction: Direction,
@@ -138,7 +139,7 @@ impl Engine {
         memories: Vec<Arc<Allocation>>,
     ) -> Arc<Job> {
         // SAFETY: the caller's promise.
-        let body = Body::Lent(unsafe { Lent::new(work) });
+        let body = Body::Lent(unsafe { LentWork::new(work) });
         Job::new(direction, total, body, memories)
     }
 
@@ -249,21 +250,20 @@ impl Engine {
         said.map(|()| flight)
     }
 
-    /// Submits copies of memory that `retained` keeps.
+    /// Submits copies of memory that `lent` keeps.
     ///
     /// # Safety
-    /// The transfers stay within what `retained` and `memories` keep.
+    /// The transfers stay within what `lent` and `memories` keep.
     pub(super) unsafe fn submit_in_place(
         &self,
         stream: &Stream,
         transfers: &[Transfer],
-        retained: Vec<RetainedResource>,
+        lent: Lent,
         memories: &Kept<'_>,
     ) -> Result<Ticket> {
         let timeline = stream.timeline();
         let (one, all) = memories.split();
-        let lent = Resource::Object(Box::new(LentBuffers(retained)));
-        let first = timeline.begin(lent, one).map_err(|(error, _)| error)?;
+        let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
         let second = match all {
             Some(all) => {
                 Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
@@ -329,26 +329,6 @@ impl Kept<'_> {
                 _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
             },
         }
-    }
-}
-
-/// Buffers that copies use where they are. They go back when the copies are complete.
-#[derive(Debug)]
-struct LentBuffers(Vec<RetainedResource>);
-
-impl Drop for LentBuffers {
-    fn drop(&mut self) {
-        self.0.drain(..).for_each(|retained| _ = retained.complete());
-    }
-}
-
-impl Retain for LentBuffers {
-    fn quarantine(mut self: Box<Self>) -> Quarantined {
-        self.0.drain(..).map(RetainedResource::quarantine).sum()
-    }
-
-    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.0.iter().for_each(|retained| retained.for_each_descriptor(visit));
     }
 }
 

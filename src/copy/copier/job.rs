@@ -114,19 +114,19 @@ impl From<Result<()>> for End {
 pub(super) enum Body {
     Owned(Arc<dyn Work>),
     /// Valid until the job is over, or (for an upload) until it is read.
-    Lent(Lent),
+    Lent(LentWork),
 }
 
 /// The address of [`Work`] that a caller lends.
 #[derive(Clone, Copy)]
-pub(super) struct Lent(*const dyn Work);
+pub(super) struct LentWork(*const dyn Work);
 
 // SAFETY: an address of a value that several threads may use at once (`Work` is `Sync`).
-unsafe impl Send for Lent {}
+unsafe impl Send for LentWork {}
 // SAFETY: as above.
-unsafe impl Sync for Lent {}
+unsafe impl Sync for LentWork {}
 
-impl Lent {
+impl LentWork {
     /// # Safety
     /// `work` stays where it is until the job that is made with this is over, or for an upload until it is read.
     pub(super) unsafe fn new(work: &(dyn Work + '_)) -> Self {
@@ -264,7 +264,7 @@ impl Job {
         match &self.body {
             Body::Owned(work) => &**work,
             // SAFETY: the lender waits until no chunk is being prepared, for a download until none is left.
-            Body::Lent(Lent(work)) => unsafe { &**work },
+            Body::Lent(LentWork(work)) => unsafe { &**work },
         }
     }
 

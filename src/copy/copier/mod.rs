@@ -17,6 +17,7 @@
 //! | `engine.rs` | what the threads share; submitting copies |
 //! | `way.rs` | by which way a chunk goes |
 //! | `layout.rs`, `packing.rs` | where pieces lie in a segment; filling and emptying it |
+//! | `lent.rs` | pinned buffers that copies use where they are |
 //! | `ring.rs`, `spreader.rs` | the device ring, and the kernels that work on it |
 //! | `pieces.rs` | pieces and buffers as a job's work |
 //! | `transfer.rs`, `config.rs`, `stats.rs` | the handle, the settings, the counts |
@@ -36,6 +37,7 @@ mod config;
 mod engine;
 mod job;
 mod layout;
+mod lent;
 mod packing;
 mod pieces;
 mod ring;
@@ -56,7 +58,7 @@ pub use self::transfer::Copying;
 use self::engine::Engine;
 use self::job::{Body, Direction, Job};
 use self::packing::Piece;
-use self::pieces::{Buffers, Down, Ramp, Slices, Survey, Targets, Up, Values};
+use self::pieces::{Buffers, Down, Paged, Ramp, Slices, Survey, Targets, Up, Values};
 use self::worker::Worker;
 use super::Landing;
 use crate::buffer::Lend;
@@ -346,6 +348,105 @@ impl Copier {
         })
     }
 
+    // --- pages -------------------------------------------------------------------------------------------------------
+
+    /// Copies pinned blocks to device memory, each to many places: the first bytes of a block to its first place, and so
+    /// on, one behind the other. No CPU moves the bytes: short pages go through the device ring. (A block of a cache of
+    /// keys and values has a page for each layer.)
+    ///
+    /// # Errors
+    /// Before anything is copied, with all blocks: [`Error::Empty`] for a block without places, [`Error::TooSmall`] for
+    /// a block with fewer bytes than its places have; as for [`upload_buffers`](Self::upload_buffers).
+    #[allow(clippy::type_complexity, reason = "the blocks come back")]
+    pub fn upload_pages<B: Lend + 'static>(
+        &self,
+        blocks: Vec<(B, Vec<DeviceSlice>)>,
+    ) -> Result<Copying<Vec<B>>, SubmitError<Vec<(B, Vec<DeviceSlice>)>>> {
+        let engine = self.engine();
+        let surveyed = (|| {
+            crate::os::check_fork()?;
+            engine.device.context().alive()?;
+            let mut pages = PageSurvey::default();
+            for (block, places) in &blocks {
+                if !block.serves(engine.device.context(), KEY) {
+                    return Err(Error::WrongDevice { device: engine.device.name().into() });
+                }
+                // Asked once: a value of the caller's may answer otherwise the next time.
+                let bytes = block.bytes(KEY);
+                pages.add(engine, bytes.as_ptr().cast_mut(), bytes.len(), places)?;
+            }
+            Ok(pages)
+        })();
+        let survey = match surveyed {
+            Ok(surveyed) => surveyed,
+            Err(error) => return Err(SubmitError::refused(error, blocks)),
+        };
+        let (blocks, places): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
+        let values = blocks.into_iter().map(Up::new).collect();
+        self.own_pages(Direction::Up, survey, values).map_err(|(error, blocks)| {
+            let buffer = blocks.map(|blocks| blocks.into_iter().zip(places).collect());
+            SubmitError { error, buffer }
+        })
+    }
+
+    /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
+    /// arrived the handle gives the blocks back, each as long as its places together.
+    ///
+    /// # Errors
+    /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages);
+    /// [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf). After a start that failed (a lost device, no
+    /// thread) the blocks return to their pools.
+    #[allow(clippy::type_complexity, reason = "the blocks come back")]
+    pub fn download_pages<L: Landing + 'static>(
+        &self,
+        mut blocks: Vec<(Vec<DeviceSlice>, L)>,
+    ) -> Result<Copying<Vec<L::Landed>>, SubmitError<Vec<(Vec<DeviceSlice>, L)>>> {
+        let engine = self.engine();
+        let surveyed = (|| {
+            crate::os::check_fork()?;
+            engine.device.context().alive()?;
+            let mut pages = PageSurvey::default();
+            for (places, landing) in &mut blocks {
+                let (target, capacity) = landing.target(engine.stream(Direction::Down), KEY)?;
+                pages.add(engine, target, capacity, places)?;
+            }
+            Ok(pages)
+        })();
+        let survey = match surveyed {
+            Ok(surveyed) => surveyed,
+            Err(error) => return Err(SubmitError::refused(error, blocks)),
+        };
+        let values = blocks.into_iter().map(|(_, landing)| Down::Here(landing)).collect();
+        let started = self.own_pages(Direction::Down, survey, values);
+        started.map_err(|(error, _)| SubmitError { error, buffer: None })
+    }
+
+    /// Starts a job that owns blocks. An error gives them back, if all of them are there.
+    #[allow(clippy::type_complexity, reason = "the blocks come back")]
+    fn own_pages<V: pieces::Buffer + 'static>(
+        &self,
+        direction: Direction,
+        survey: PageSurvey,
+        values: Vec<V>,
+    ) -> std::result::Result<Copying<Vec<V::Back>>, (Error, Option<Vec<V::Back>>)>
+    where
+        V::Back: 'static,
+    {
+        let engine = self.engine();
+        let PageSurvey { survey, pages, lens } = survey;
+        let values = values.into_iter().zip(lens).collect();
+        let paged = Arc::new(Paged::new(pages, values, Ramp::new(engine)));
+        let job = Job::new(direction, survey.bytes, Body::Owned(paged.clone()), survey.memories);
+        if let Err(error) = engine.start(&job) {
+            drop(job);
+            let back = Arc::into_inner(paged)
+                .and_then(|paged| paged.into_values().into_iter().collect::<Result<_>>().ok());
+            return Err((error, back));
+        }
+        let values: Arc<dyn Values<Back = Vec<V::Back>>> = paged;
+        Ok(Copying::new(engine.clone(), job, values))
+    }
+
     /// Starts a job that owns what it moves.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     fn own<V: pieces::Buffer + 'static>(
@@ -368,6 +469,34 @@ impl Copier {
         }
         let values: Arc<dyn Values<Back = Vec<V::Back>>> = buffers;
         Ok(Copying::new(engine.clone(), job, values))
+    }
+}
+
+/// What was found of blocks before anything is copied.
+#[derive(Default)]
+struct PageSurvey {
+    survey: Survey,
+    pages: Vec<(Piece, u32)>,
+    /// Bytes of each block that belong to its places.
+    lens: Vec<usize>,
+}
+
+impl PageSurvey {
+    fn add(&mut self, engine: &Engine, host: *mut u8, have: usize, places: &[DeviceSlice]) -> Result<()> {
+        let mut need = 0_usize;
+        for place in places {
+            self.survey.add(engine, place, place.len())?;
+            self.pages.push((at(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
+            need = need.saturating_add(place.len());
+        }
+        match need {
+            0 => Err(Error::Empty),
+            need if need > have => Err(Error::TooSmall { need, have }),
+            need => {
+                self.lens.push(need);
+                Ok(())
+            }
+        }
     }
 }
 

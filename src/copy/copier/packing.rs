@@ -4,18 +4,82 @@ use std::mem::MaybeUninit;
 
 use super::job::Direction;
 use super::layout::{Layout, ROW, Stretch, table_at};
+use super::lent::Lent;
 use crate::buffer::PinnedBuf;
 use crate::copy::pipeline::stores::{self, Stores};
 use crate::device::{DevicePtr, Transfer};
 use crate::error::Result;
-use crate::stream::timeline::RetainedResource;
 
 /// What a prepared chunk is.
 pub(super) enum Content {
     /// Bytes that are, or will be, in the segment.
     Packed,
     /// Copies of memory that the device reads or writes where it is, and what keeps that memory.
-    InPlace(Vec<Transfer>, Vec<RetainedResource>),
+    InPlace(Vec<Transfer>, Lent),
+    /// Pages: contiguous host memory for many places on the device.
+    Pages(Pages),
+}
+
+/// Host memory that one copy moves to or from a slot of the ring.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Run {
+    pub(super) host: *mut u8,
+    pub(super) offset: usize,
+    pub(super) len: usize,
+}
+
+// SAFETY: an address, which means the same on every thread; each use says why it is valid.
+unsafe impl Send for Run {}
+
+/// A chunk of pages.
+#[derive(Debug)]
+pub(super) struct Pages {
+    /// Where the runs lie one behind the other, as they do in a slot.
+    pub(super) runs: Vec<Run>,
+    /// Where their bytes belong on the device.
+    pub(super) stretches: Vec<Stretch>,
+    pub(super) data: usize,
+    pub(super) lent: Lent,
+}
+
+impl Pages {
+    /// One copy for each stretch, without a slot.
+    pub(super) fn transfers(&self, direction: Direction) -> Vec<Transfer> {
+        let mut runs = self.runs.iter().peekable();
+        let copy = |stretch: &Stretch| {
+            while runs.peek().is_some_and(|run| run.offset + run.len <= stretch.offset) {
+                runs.next();
+            }
+            let run = runs.peek()?;
+            // A stretch is within one run.
+            let host = run.host.wrapping_add(stretch.offset - run.offset);
+            Some(transfer(direction, host, stretch.place, stretch.len))
+        };
+        self.stretches.iter().filter_map(copy).collect()
+    }
+}
+
+/// A copy in this direction.
+pub(super) fn transfer(direction: Direction, host: *mut u8, device: DevicePtr, len: usize) -> Transfer {
+    match direction {
+        Direction::Up => Transfer::Upload { src: host, dst: device, len },
+        Direction::Down => Transfer::Download { src: device, dst: host, len },
+    }
+}
+
+/// Writes the table of rows of these stretches.
+///
+/// # Safety
+/// `at` is a multiple of a row's size, and has room for all rows.
+pub(super) unsafe fn write_table(at: *mut u8, stretches: &[Stretch]) {
+    let mut row = at.cast::<crate::device::SpreadRow>();
+    for each in stretches.iter().flat_map(Stretch::rows) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            row.write(each);
+            row = row.add(1);
+        }
+    }
 }
 
 /// A piece of a call.
@@ -96,11 +160,7 @@ impl<'a> Packing<'a> {
                 // start, which is a multiple of 64. The bytes between data and table are zeroed.
                 unsafe {
                     base.add(data).write_bytes(0, at - data);
-                    let mut row = base.add(at).cast::<crate::device::SpreadRow>();
-                    for each in stretches.iter().flat_map(Stretch::rows) {
-                        row.write(each);
-                        row = row.add(1);
-                    }
+                    write_table(base.add(at), &stretches);
                 }
             }
             let written = match (direction, table) {

@@ -10,14 +10,15 @@ use std::sync::Arc;
 
 use super::engine::Engine;
 use super::job::{Chunk, Cursor, Cut, Direction, Needs, Work};
-use super::layout::Layout;
-use super::packing::{Content, Packing, Piece, Unpacking, announce};
+use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
+use super::lent::{Block, Lent};
+use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, transfer};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::Landing;
+use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
-use crate::device::{DevicePtr, Transfer};
 use crate::error::{Error, Result};
 use crate::sealed::KEY;
 use crate::stream::timeline::RetainedResource;
@@ -462,14 +463,10 @@ impl<V: Buffer> Work for Buffers<V> {
             let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
             retained.push(value.lend(len));
             if len > 0 {
-                let device = DevicePtr(device);
-                transfers.push(match self.direction {
-                    Direction::Up => Transfer::Upload { src: host, dst: device, len },
-                    Direction::Down => Transfer::Download { src: device, dst: host, len },
-                });
+                transfers.push(transfer(self.direction, host, DevicePtr(device), len));
             }
         }
-        Ok(Content::InPlace(transfers, retained))
+        Ok(Content::InPlace(transfers, Lent::buffers(retained)))
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
@@ -502,5 +499,133 @@ impl<V: Buffer> Values for Buffers<V> {
 impl<V: Buffer> Drop for Buffers<V> {
     fn drop(&mut self) {
         std::mem::take(self.values.get_mut()).into_iter().for_each(Buffer::abandon);
+    }
+}
+
+// --- pages -----------------------------------------------------------------------------------------------------------
+
+/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
+pub(super) struct Paged<V: Buffer> {
+    /// The pages of all blocks, block after block.
+    pages: Vec<Piece>,
+    /// The block of each page.
+    owners: Vec<u32>,
+    /// The blocks' values, with the bytes that belong to each; the job's shares of what is lent, until it is over.
+    values: UnsafeCell<Vec<(V, usize)>>,
+    blocks: UnsafeCell<Vec<Arc<Block>>>,
+    ramp: Ramp,
+}
+
+// SAFETY: the cells are changed before the job starts and after it is over, and `blocks` is only read meanwhile.
+unsafe impl<V: Buffer> Sync for Paged<V> {}
+// SAFETY: buffers and addresses.
+unsafe impl<V: Buffer> Send for Paged<V> {}
+
+impl<V: Buffer> Paged<V> {
+    /// `pages`: with the block that each belongs to. All blocks are lent from here on.
+    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<(V, usize)>, ramp: Ramp) -> Self {
+        let blocks = values.iter_mut().map(|(value, len)| Block::new(value.lend(*len))).collect();
+        let (pages, owners) = pages.into_iter().unzip();
+        Self { pages, owners, values: UnsafeCell::new(values), blocks: UnsafeCell::new(blocks), ramp }
+    }
+
+    /// The values: the job was never started, so no copy uses them.
+    pub(super) fn into_values(mut self) -> Vec<Result<V::Back>> {
+        self.blocks.get_mut().clear();
+        let values = std::mem::take(self.values.get_mut());
+        values.into_iter().map(|(value, len)| value.back(len)).collect()
+    }
+}
+
+impl<V: Buffer> Work for Paged<V> {
+    fn needs(&self, _: &Cursor) -> Needs {
+        Needs::Nothing
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
+        while let Some(page) = self.pages.get(at.piece) {
+            let left = page.len - at.from;
+            // Its row or rows, and what may be lost to alignment where a block begins.
+            let room = (most - used).saturating_sub(3 * ROW);
+            let len = left.min(room - room / (LONGEST_ROW / ROW));
+            if len < left && used > 0 || len == 0 {
+                break;
+            }
+            bytes += len;
+            used += len + (2 + len / LONGEST_ROW) * ROW;
+            at = if len == left {
+                Cut { piece: at.piece + 1, from: 0 }
+            } else {
+                Cut { from: at.from + len, ..at }
+            };
+            if at.from > 0 {
+                break;
+            }
+        }
+        finish(cursor, at, bytes, None)
+    }
+
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: changed only before the job starts and after it is over.
+        let blocks = unsafe { &*self.blocks.get() };
+        let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
+        let mut lent = Lent::default();
+        let (mut data, mut last) = (0_usize, None);
+        let numbers = chunk.start.piece..;
+        for (n, (page, from, to)) in numbers.zip(parts(chunk, |n| self.pages[n])) {
+            let (owner, len) = (self.owners[n], to - from);
+            let host = page.host.wrapping_add(from);
+            if last != Some(owner) {
+                lent.blocks.extend(blocks.get(owner as usize).cloned());
+                last = Some(owner);
+            }
+            match runs.last_mut() {
+                Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
+                _ => {
+                    data = data.next_multiple_of(ROW);
+                    runs.push(Run { host, offset: data, len });
+                }
+            }
+            let place = DevicePtr(page.device.wrapping_add(from as u64));
+            stretches.push(Stretch { place, offset: data, len });
+            data += len;
+        }
+        Ok(Content::Pages(Pages { runs, stretches, data, lent }))
+    }
+
+    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl<V: Buffer> Values for Paged<V> {
+    type Back = Vec<V::Back>;
+
+    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+        // SAFETY: the job is over, so no worker uses the lists, and the caller is the only one that takes them.
+        let (blocks, values) =
+            unsafe { (std::mem::take(&mut *self.blocks.get()), std::mem::take(&mut *self.values.get())) };
+        // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        drop(blocks);
+        let mut left = values.into_iter();
+        let mut back = Vec::with_capacity(left.len());
+        while let Some((value, len)) = left.next() {
+            match value.back(len) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<V: Buffer> Drop for Paged<V> {
+    fn drop(&mut self) {
+        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon());
     }
 }

@@ -21,16 +21,19 @@ use std::time::{Duration, Instant};
 use super::engine::{Engine, Kept, Permit};
 use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::{ROW, Stretch, table_at};
-use super::packing::{Content, Packed, Packing};
+use super::lent::Lent;
+use super::packing::{Content, Packed, Packing, Pages, transfer, write_table};
 use super::ring::{IDLE, Slot, Take};
 use super::scheduler::Woken;
 use super::spreader::Entry;
 use super::stats::Counters;
 use super::way::{Way, way};
+use crate::buffer::sealed::Lend;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::device::{DevicePtr, SpreadRun, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::sealed::KEY;
 use crate::stream::timeline::{RetainedResource, Ticket};
 
 /// Segments of a worker at most.
@@ -50,7 +53,8 @@ const STILL: u32 = 100;
 /// A chunk's copy in flight.
 enum Flight {
     Segment(InFlight<PinnedBuf>),
-    InPlace(Ticket),
+    /// With what tells that the buffers are back.
+    InPlace(Ticket, Arc<OnceLock<()>>),
 }
 
 impl Flight {
@@ -58,7 +62,11 @@ impl Flight {
     fn is_over(&self) -> bool {
         match self {
             Self::Segment(flight) => flight.is_done() != Ok(false),
-            Self::InPlace(ticket) => ticket.timeline.poll_complete(ticket.seq) != Ok(false),
+            Self::InPlace(ticket, back) => match ticket.timeline.poll_complete(ticket.seq) {
+                // The thread that saw the copies complete gives the buffers back a moment later.
+                Ok(complete) => complete && back.get().is_some(),
+                Err(_) => true,
+            },
         }
     }
 
@@ -69,7 +77,7 @@ impl Flight {
                 true => flight.wait().map(Some),
                 false => Err(Error::Internal("a copy's end was asked for before it was there")),
             },
-            Self::InPlace(ticket) => ticket.timeline.poll_complete(ticket.seq).map(|_| None),
+            Self::InPlace(ticket, _) => ticket.timeline.poll_complete(ticket.seq).map(|_| None),
         }
     }
 }
@@ -82,7 +90,13 @@ enum Stage {
     /// Down: laid out, with the table in the segment, and waits for a slot.
     Laid(PinnedBuf),
     /// Waits for a permit, to be copied from or to where its bytes are.
-    InPlace(Vec<Transfer>, Vec<RetainedResource>),
+    InPlace(Vec<Transfer>, Lent),
+    /// Pages that wait for a slot or a permit.
+    Pages(Pages),
+    /// Down: the table of pages is on its way, and the kernel collects the pages behind it.
+    CollectingPages { pages: Pages, flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
+    /// Down: the pages are in the slot, and wait for a permit.
+    CollectedPages { pages: Pages, slot: Slot },
     /// The bytes are on their way; with a slot to or from there.
     Copying { flight: Flight, slot: Option<Slot>, _permit: Permit },
     /// Up: the kernel spreads the bytes, or will.
@@ -291,7 +305,17 @@ impl<'a> Worker<'a> {
         match stage {
             Stage::Filled(buf) => self.send(n, buf),
             Stage::Laid(buf) => self.collect(n, buf),
-            Stage::InPlace(transfers, retained) => self.send_in_place(n, transfers, retained),
+            Stage::InPlace(transfers, lent) => self.send_in_place(n, transfers, lent, None),
+            Stage::Pages(pages) => self.send_pages(n, pages),
+            Stage::CollectingPages { pages, flight, slot, done } => match done.get().cloned() {
+                None => Step::Same(Stage::CollectingPages { pages, flight, slot, done }),
+                Some(Ok(())) => Step::Moved(Stage::CollectedPages { pages, slot }),
+                Some(Err(error)) => {
+                    self.engine.ring.lose(slot);
+                    Step::Ended(End::Failed(error))
+                }
+            },
+            Stage::CollectedPages { pages, slot } => self.fetch_pages(n, pages, slot),
             Stage::Copying { flight, slot, _permit } => {
                 if !flight.is_over() {
                     return Step::Same(Stage::Copying { flight, slot, _permit });
@@ -418,9 +442,13 @@ impl<'a> Worker<'a> {
         let stage = match (content, buf) {
             (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
             (Ok(Content::Packed), Some(buf)) => Stage::Laid(buf),
-            (Ok(Content::InPlace(transfers, retained)), buf) => {
+            (Ok(Content::InPlace(transfers, lent)), buf) => {
                 self.spares.extend(buf);
-                Stage::InPlace(transfers, retained)
+                Stage::InPlace(transfers, lent)
+            }
+            (Ok(Content::Pages(pages)), buf) => {
+                self.spares.extend(buf);
+                Stage::Pages(pages)
             }
             (content, buf) => {
                 self.spares.extend(buf);
@@ -481,25 +509,160 @@ impl<'a> Worker<'a> {
         }
     }
 
-    fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, retained: Vec<RetainedResource>) -> Step {
+    fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, lent: Lent, slot: Option<Slot>) -> Step {
         let Owned { job, chunk, .. } = &self.owned[n];
         if job.is_stopped() {
             // The device never got them.
-            retained.into_iter().for_each(|retained| _ = retained.complete());
+            slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
             return Step::Ended(End::Dropped);
         }
         let Some(permit) = self.engine.permit(job.direction) else {
-            return Step::Same(Stage::InPlace(transfers, retained));
+            return Step::Same(Stage::InPlace(transfers, lent));
         };
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let stream = self.engine.stream(job.direction);
-        // SAFETY: the buffers are among what is retained, and the device memory is the job's.
-        match unsafe { self.engine.submit_in_place(stream, &transfers, retained, &Kept::Job(&job.memories)) }
-        {
+        let (stream, back) = (self.engine.stream(job.direction), lent.back.clone());
+        let kept = match &slot {
+            Some(slot) => Kept::Ring(slot.memory.allocation()),
+            None => Kept::Job(&job.memories),
+        };
+        // SAFETY: the buffers are among what is lent, and the device memory is the slot's or the job's.
+        match unsafe { self.engine.submit_in_place(stream, &transfers, lent, &kept) } {
             Ok(ticket) => {
-                Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket), slot: None, _permit: permit })
+                let flight = Flight::InPlace(ticket, back);
+                Step::Moved(Stage::Copying { flight, slot, _permit: permit })
             }
-            Err(error) => Step::Ended(End::Failed(error)),
+            Err(error) => {
+                slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
+                Step::Ended(End::Failed(error))
+            }
+        }
+    }
+
+    // --- pages -------------------------------------------------------------------------------------------------------
+
+    /// Has pages copied to a slot, or collected in one; or copied one by one.
+    fn send_pages(&mut self, n: usize, pages: Pages) -> Step {
+        let direction = self.owned[n].job.direction;
+        let ring = self.engine.spreaders.as_ref().filter(|both| !both[direction as usize].is_slow());
+        let wanted = way(pages.stretches.len(), pages.data) == Way::Ring && ring.is_some();
+        if self.owned[n].job.is_stopped() {
+            return Step::Ended(End::Dropped);
+        }
+        let rows: usize = pages.stretches.iter().map(|stretch| stretch.rows().count()).sum();
+        let slot = if wanted { self.engine.ring.take(&self.engine.device) } else { Take::None };
+        let slot = match slot {
+            Take::Slot(slot) => slot,
+            Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
+            Take::Full | Take::None => {
+                return self.send_in_place(n, pages.transfers(direction), pages.lent, None);
+            }
+        };
+        // The table is in a small segment of its own, which returns by itself.
+        let table = match self.engine.pool.try_checkout(rows * ROW) {
+            Ok(table) => table,
+            Err(_) => {
+                self.engine.ring.give(slot);
+                return self.send_in_place(n, pages.transfers(direction), pages.lent, None);
+            }
+        };
+        let at = table_at(pages.data);
+        self.owned[n].packed = Packed { data: pages.data, rows, stretches: Vec::new() };
+        match direction {
+            Direction::Up => self.upload_pages(n, pages, slot, table, at),
+            Direction::Down => self.collect_pages(n, pages, slot, table, at),
+        }
+    }
+
+    fn upload_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
+        let Some(permit) = self.engine.permit(Direction::Up) else {
+            self.engine.ring.give(slot);
+            return Step::Same(Stage::Pages(pages));
+        };
+        let Owned { chunk, packed, .. } = &self.owned[n];
+        let host = table.as_mut_ptr();
+        // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
+        unsafe { write_table(host, &pages.stretches) };
+        let Pages { runs, mut lent, .. } = pages;
+        let mut transfers: Vec<Transfer> =
+            runs.iter().map(|run| transfer(Direction::Up, run.host, slot.at(run.offset), run.len)).collect();
+        transfers.push(transfer(Direction::Up, host, slot.at(at), packed.rows * ROW));
+        // Lent with the pages, and not asked for any more.
+        lent.retained.push(RetainedResource::of(Lend::lend(&table, KEY)));
+        Lend::abandon(table, KEY);
+        Counters::add(&self.engine.counters.ring, chunk.bytes);
+        let (stream, back) = (self.engine.stream(Direction::Up), lent.back.clone());
+        // SAFETY: blocks and table are lent, and the device memory is the slot's.
+        match unsafe {
+            self.engine.submit_in_place(stream, &transfers, lent, &Kept::Ring(slot.memory.allocation()))
+        } {
+            Ok(ticket) => {
+                let flight = Flight::InPlace(ticket, back);
+                Step::Moved(Stage::Copying { flight, slot: Some(slot), _permit: permit })
+            }
+            Err(error) => {
+                self.engine.ring.lose(slot);
+                Step::Ended(End::Failed(error))
+            }
+        }
+    }
+
+    fn collect_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
+        let Some(both) = &self.engine.spreaders else { return Step::Same(Stage::Pages(pages)) };
+        let Owned { job, packed, .. } = &self.owned[n];
+        let (spreader, host) = (&both[Direction::Down as usize], table.as_mut_ptr());
+        // SAFETY: as in `upload_pages`.
+        unsafe { write_table(host, &pages.stretches) };
+        let copy = transfer(Direction::Up, host, slot.at(at), packed.rows * ROW);
+        let ring = slot.memory.allocation();
+        // SAFETY: within the segment and the slot.
+        match unsafe {
+            self.engine.submit(spreader.stream(), table, &[copy], &Kept::Ring(ring.clone()), None)
+        } {
+            Ok(flight) => {
+                let done = Done::default();
+                spreader.add(Entry {
+                    run: run(&slot, packed),
+                    memories: job.memories.clone(),
+                    ring,
+                    slot: None,
+                    done: done.clone(),
+                });
+                Step::Moved(Stage::CollectingPages { pages, flight, slot, done })
+            }
+            Err(error) => {
+                self.engine.ring.lose(slot);
+                Step::Ended(End::Failed(error))
+            }
+        }
+    }
+
+    fn fetch_pages(&mut self, n: usize, pages: Pages, slot: Slot) -> Step {
+        let Owned { job, chunk, .. } = &self.owned[n];
+        if job.is_stopped() {
+            self.engine.ring.give(slot);
+            return Step::Ended(End::Dropped);
+        }
+        let Some(permit) = self.engine.permit(Direction::Down) else {
+            return Step::Same(Stage::CollectedPages { pages, slot });
+        };
+        let Pages { runs, lent, .. } = pages;
+        let down =
+            |run: &super::packing::Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
+        let transfers: Vec<Transfer> = runs.iter().map(down).collect();
+        Counters::add(&self.engine.counters.ring, chunk.bytes);
+        let (stream, back) = (self.engine.stream(Direction::Down), lent.back.clone());
+        // SAFETY: the blocks are lent, and the device memory is the slot's.
+        match unsafe {
+            self.engine.submit_in_place(stream, &transfers, lent, &Kept::Ring(slot.memory.allocation()))
+        } {
+            Ok(ticket) => {
+                let flight = Flight::InPlace(ticket, back);
+                Step::Moved(Stage::Copying { flight, slot: Some(slot), _permit: permit })
+            }
+            Err(error) => {
+                self.engine.ring.lose(slot);
+                Step::Ended(End::Failed(error))
+            }
         }
     }
 
@@ -508,11 +671,22 @@ impl<'a> Worker<'a> {
         let direction = self.owned[n].job.direction;
         let buf = match ended {
             Ok(Some(buf)) => buf,
-            Ok(None) => return Step::Ended(End::Arrived),
+            Ok(None) => {
+                return match (direction, slot) {
+                    (Direction::Up, Some(slot)) => self.spread(n, slot),
+                    (_, slot) => {
+                        slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
+                        Step::Ended(End::Arrived)
+                    }
+                };
+            }
             Err(error) => {
                 return match self.owned[n].chunk.most {
                     Some(_) => self.lost(Some(error), slot),
-                    None => Step::Ended(End::Failed(error)),
+                    None => {
+                        slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
+                        Step::Ended(End::Failed(error))
+                    }
                 };
             }
         };
