@@ -40,11 +40,11 @@
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
 //!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
 //!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
-//!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's [`Worker`](worker::Worker) only. No call is made under a lock of the
-//!    crate. [`Driver::allocate_on`] comes from the caller's thread: it takes its place in the stream's order there and
-//!    then, it synchronises nothing, and behind the worker it could wait for seconds until a region is pinned.
-//!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
-//!    callback of the driver's too.
+//!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
+//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate. [`Driver::allocate_on`] comes from the
+//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind the
+//!    worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since the
+//!    last handle to memory may be dropped on any thread, in a callback of the driver's too.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
 //!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
@@ -444,8 +444,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Submits one kernel that copies the rows of all runs, of which there are at most [`SPREAD_RUNS`]. A row of any
-    /// length and alignment is allowed. No row of one call overlaps another one on the side that is written, nor
-    /// anything that the call reads. The stream is never one that is captured; a capture elsewhere survives the call.
+    /// length and alignment is allowed. Where rows overlap on the side that is written, either wins, byte by byte; none
+    /// overlaps anything that the call reads. The stream is never one that is captured; a capture elsewhere survives
+    /// the call.
     ///
     /// # Safety
     /// The runs' memory and the rows' places are valid on the device until an event that is recorded on `stream` after

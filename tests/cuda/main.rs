@@ -14,6 +14,7 @@ mod pipeline;
 mod pointers;
 mod queue;
 mod sharing_faults;
+mod spread;
 mod standin;
 mod streams;
 #[path = "../support/mod.rs"]

@@ -19,7 +19,7 @@
 //! refused.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, check, memory, numa_node, stream};
@@ -74,6 +74,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         device,
         context,
         primary: false,
+        kernels: OnceLock::new(),
         ending: Ending::new(),
     };
     Ok(AdoptedContext::Other { key, driver: Arc::new(driver) })

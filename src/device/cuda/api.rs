@@ -29,6 +29,8 @@ pub(crate) type CUdeviceptr = u64;
 pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 pub(crate) type CUgraph = *mut c_void;
 pub(crate) type CUuserObject = *mut c_void;
+pub(crate) type CUmodule = *mut c_void;
+pub(crate) type CUfunction = *mut c_void;
 
 /// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`. Each location is a type and a number.
 #[derive(Clone, Copy, Debug)]
@@ -187,6 +189,20 @@ table! {
     );
     /// The rows of a rectangle.
     copy_rows = "cuMemcpy2DAsync_v2": fn(*const CUDA_MEMCPY2D, CUstream);
+    /// Kernels: a module of PTX, its functions, and launches. Function; blocks and threads of a block, in three
+    /// dimensions each; shared memory; the stream; parameters in either of two ways.
+    module_load = "cuModuleLoadData": fn(*mut CUmodule, *const c_void);
+    module_unload = "cuModuleUnload": fn(CUmodule);
+    module_function = "cuModuleGetFunction": fn(*mut CUfunction, CUmodule, *const c_char);
+    launch_kernel = "cuLaunchKernel": fn(
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+        *mut *mut c_void, *mut *mut c_void,
+    );
+    /// 12.4: loads a function whose loading was put off.
+    function_load = "cuFuncLoad": fn(CUfunction);
+    /// The least priority and the greatest, and streams of one of them.
+    priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
+    stream_create_with_priority = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
     /// 11.3, and not declared in CUDA 13's header any more: status, id, graph, dependencies and their number.

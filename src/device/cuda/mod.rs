@@ -9,6 +9,7 @@
 //! | `host.rs` | host memory: registered, allocated by the driver, managed |
 //! | `memory.rs` | device memory in a stream's order, copies from host to host, the limit of the heap on the device |
 //! | `batch.rs`, `rows.rs` | many copies by one call: any copies, and the rows of a rectangle |
+//! | `spread/` | kernels that spread bytes over device memory and collect them, and streams of high priority |
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
 //!
@@ -43,19 +44,22 @@ mod host;
 mod memory;
 mod pointers;
 mod rows;
+mod spread;
 
 use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
-use super::{DevicePtr, Driver, EventHandle, GraphEnd, HostKind, StreamHandle, Transfer};
+use super::{
+    DevicePtr, Driver, EventHandle, GraphEnd, HostKind, SpreadRun, SpreadWay, StreamHandle, Transfer,
+};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
 
@@ -88,6 +92,8 @@ pub(crate) struct Cuda {
     pools: bool,
     /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
+    /// The kernels that spread and collect, or why there are none; empty until they were asked for.
+    kernels: OnceLock<Result<spread::Kernels>>,
     ending: Ending,
 }
 
@@ -132,6 +138,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         numa_node,
         pools,
         primary: true,
+        kernels: OnceLock::new(),
         ending: Ending::new(),
     }))
 }
@@ -412,6 +419,10 @@ impl Driver for Cuda {
         self.said("cuStreamCreate", code).map(|()| StreamHandle(stream as usize as u64))
     }
 
+    fn create_urgent_stream(&self) -> Result<StreamHandle> {
+        self.urgent_stream()
+    }
+
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: created by this driver, destroyed once.
@@ -451,6 +462,15 @@ impl Driver for Cuda {
     ) {
         // SAFETY: the caller promises what `copy_batch` asks for: its contract is this function's.
         unsafe { self.copy_batch(handle, transfers, failed) }
+    }
+
+    fn load_spread(&self) -> Result<()> {
+        self.load_kernels()
+    }
+
+    unsafe fn spread(&self, handle: StreamHandle, way: SpreadWay, runs: &[SpreadRun]) -> Result<()> {
+        // SAFETY: the caller promises what `launch` asks for: its contract is this function's.
+        unsafe { self.launch(handle, way, runs) }
     }
 
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
@@ -510,12 +530,24 @@ impl Driver for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if crate::os::forked() || !self.primary {
+        if crate::os::forked() {
             return;
         }
-        let (api, device) = (self.api, self.device);
-        // The call may block. On one of the crate's own threads it is made right here, else on a thread of its own.
+        let kernels = self.kernels.get().and_then(|loaded| loaded.as_ref().ok()).copied();
+        if !self.primary && kernels.is_none() {
+            return;
+        }
+        let (api, device, primary) = (self.api, self.device, self.primary);
+        // A number, so that the closure can go to another thread.
+        let (context, kernels) = (self.context as usize, kernels);
+        // The calls may block. On one of the crate's own threads they are made right here, else on a thread of its own.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
+            if let Some(kernels) = kernels {
+                kernels.unload(api, context as CUcontext);
+            }
+            if !primary {
+                return true;
+            }
             let _relaxed = CudaCurrent::relaxed(api, false);
             // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this
             // was made.

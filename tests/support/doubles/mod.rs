@@ -351,6 +351,13 @@ impl StandIn {
         unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
     }
 
+    /// Makes kernels start that long after their launch.
+    pub fn kernel_delay(&self, delay: Duration) {
+        let delay = delay.as_micros() as u64;
+        // SAFETY: `kernels.rs` has the signature.
+        unsafe { self.get::<extern "C" fn(u64)>("standin_kernel_delay")(delay) }
+    }
+
     /// Gives the devices another value of an attribute, until the next reset.
     pub fn attribute(&self, attribute: i32, value: i32) {
         // SAFETY: `host.rs` has the signature.
