@@ -4,6 +4,7 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+mod copier;
 mod cudarc;
 mod driver;
 mod graphs;
