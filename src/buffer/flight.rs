@@ -87,6 +87,14 @@ impl<B: Lend> InFlight<B> {
         })
     }
 
+    /// The sequence number that it waits for, if it is one.
+    pub(crate) fn ticket(&self) -> Option<Ticket> {
+        match &self.tickets {
+            Tickets::One(ticket) => Some(ticket.clone()),
+            Tickets::Many(_) | Tickets::Queued(_) => None,
+        }
+    }
+
     /// The driver call has returned: sets the sequence number.
     pub(crate) fn submitted(&mut self, seq: u64) {
         if let Tickets::One(ticket) = &mut self.tickets {

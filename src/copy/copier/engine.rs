@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::config::Settings;
 use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
 use super::lent::Lent;
-use super::ring::Ring;
+use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
-use super::spreader::Spreader;
+use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
 use crate::buffer::{InFlight, PinnedBuf};
@@ -35,12 +35,39 @@ impl Takes for Arc<Job> {
     }
 }
 
-/// The streams of one direction, which chunks use by turns.
+/// The streams of one direction, which chunks use by turns, and the copies in flight there.
 struct Lane {
     streams: Vec<Stream>,
     turn: AtomicUsize,
-    /// Copies that are in flight, of chunks with a permit.
-    permits: AtomicUsize,
+    flying: Mutex<Flying>,
+}
+
+/// The copies of chunks in one direction. At most so many are in flight as the copier is deep, so that a copy of the
+/// program's own waits for no more than these.
+///
+/// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
+/// submitted a copy may be busy filling its next segment.
+#[derive(Default)]
+struct Flying {
+    /// Copies that are about to be submitted.
+    reserved: usize,
+    sent: Vec<Sent>,
+    /// How many of those a thread has taken out to ask about them.
+    asked: usize,
+}
+
+struct Sent {
+    ticket: Ticket,
+    then: Then,
+}
+
+/// What follows a chunk's copy.
+pub(super) enum Then {
+    Nothing,
+    /// The slot is free.
+    Give(Slot),
+    /// The bytes are in a slot, and the kernel spreads them.
+    Spread(Entry),
 }
 
 /// See the module's page.
@@ -67,7 +94,7 @@ impl Engine {
         crate::os::check_fork()?;
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
-            Ok(Lane { streams, turn: AtomicUsize::new(0), permits: AtomicUsize::new(0) })
+            Ok(Lane { streams, turn: AtomicUsize::new(0), flying: Mutex::default() })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
@@ -189,12 +216,65 @@ impl Engine {
         self.segments.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A permit for a chunk's copy in this direction. `None`: enough copies are in flight.
-    pub(super) fn permit(self: &Arc<Self>, direction: Direction) -> Option<Permit> {
-        let more = |count: usize| (count < self.settings.depth).then_some(count + 1);
-        let permits = &self.lanes[direction as usize].permits;
-        permits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Permit { engine: self.clone(), direction })
+    /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
+    pub(super) fn may_send(&self, direction: Direction) -> bool {
+        let reserve = || {
+            let mut flying = self.lanes[direction as usize].flying.lock();
+            let room = flying.reserved + flying.sent.len() + flying.asked < self.settings.depth;
+            flying.reserved += usize::from(room);
+            room
+        };
+        reserve() || self.land(direction) && reserve()
+    }
+
+    /// A copy was submitted, or (`None`) was not.
+    pub(super) fn sent(&self, direction: Direction, sent: Option<(Ticket, Then)>) {
+        let mut flying = self.lanes[direction as usize].flying.lock();
+        flying.reserved -= 1;
+        flying.sent.extend(sent.map(|(ticket, then)| Sent { ticket, then }));
+    }
+
+    /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
+    fn land(&self, direction: Direction) -> bool {
+        let lane = &self.lanes[direction as usize];
+        let asked = {
+            let mut flying = lane.flying.lock();
+            if flying.asked > 0 || flying.sent.is_empty() {
+                // Another thread is asking.
+                return false;
+            }
+            flying.asked = flying.sent.len();
+            std::mem::take(&mut flying.sent)
+        };
+        let mut asking = Asking { lane, left: asked };
+        let mut any = false;
+        let mut n = 0;
+        while n < asking.left.len() {
+            let ticket = &asking.left[n].ticket;
+            let said = match ticket.timeline.poll_complete(ticket.seq) {
+                Ok(false) => {
+                    n += 1;
+                    continue;
+                }
+                Ok(true) => Ok(()),
+                Err(error) => Err(error),
+            };
+            any = true;
+            let Sent { then, .. } = asking.left.remove(n);
+            match (then, said) {
+                (Then::Nothing, _) => {}
+                (Then::Give(slot), Ok(())) => self.ring.give(slot),
+                (Then::Give(slot), Err(_)) => self.ring.lose(slot),
+                (Then::Spread(entry), said) => match (&self.spreaders, said) {
+                    (Some(both), Ok(())) => both[direction as usize].add(entry),
+                    (_, said) => {
+                        let _ = entry.done.set(said);
+                        entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
+                    }
+                },
+            }
+        }
+        any
     }
 
     /// The stream of the next chunk in this direction.
@@ -211,10 +291,11 @@ impl Engine {
         self.lanes[direction as usize].streams.iter().chain(spreader)
     }
 
-    /// Lets the spreaders go on. Whether anything has changed.
-    pub(super) fn spread(&self) -> bool {
-        let Some(both) = &self.spreaders else { return false };
-        both.iter().fold(false, |changed, spreader| spreader.advance(&self.ring) | changed)
+    /// Lets all that is on the device go on. Whether anything has changed.
+    pub(super) fn advance(&self) -> bool {
+        let landed = self.land(Direction::Up) | self.land(Direction::Down);
+        let spreaders = self.spreaders.iter().flatten();
+        spreaders.fold(landed, |changed, spreader| spreader.advance(&self.ring) | changed)
     }
 
     // --- submitting --------------------------------------------------------------------------------------------------
@@ -332,14 +413,17 @@ impl Kept<'_> {
     }
 }
 
-/// A chunk's copy may be in flight.
-pub(super) struct Permit {
-    engine: Arc<Engine>,
-    direction: Direction,
+/// A thread asks about the copies of a lane. Its end puts back those that are in flight.
+struct Asking<'a> {
+    lane: &'a Lane,
+    left: Vec<Sent>,
 }
 
-impl Drop for Permit {
+impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        self.engine.lanes[self.direction as usize].permits.fetch_sub(1, Ordering::Relaxed);
+        let mut flying = self.lane.flying.lock();
+        flying.asked = 0;
+        let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
+        flying.sent.extend(later);
     }
 }

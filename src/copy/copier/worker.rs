@@ -18,7 +18,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, Kept, Permit};
+use super::engine::{Engine, Kept, Then};
 use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::{ROW, Stretch, table_at};
 use super::lent::Lent;
@@ -97,8 +97,8 @@ enum Stage {
     CollectingPages { pages: Pages, flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
     /// Down: the pages are in the slot, and wait for a permit.
     CollectedPages { pages: Pages, slot: Slot },
-    /// The bytes are on their way; with a slot to or from there.
-    Copying { flight: Flight, slot: Option<Slot>, _permit: Permit },
+    /// The bytes are on their way. What follows on the device is the engine's; with `done` a kernel spreads them.
+    Copying { flight: Flight, done: Option<Done> },
     /// Up: the kernel spreads the bytes, or will.
     Spreading(Done),
     /// Down: the table is on its way, and the kernel collects the bytes behind it.
@@ -272,7 +272,7 @@ impl<'a> Worker<'a> {
 
     /// Looks at all chunks once.
     fn turn(&mut self) -> bool {
-        let mut changed = self.engine.spread();
+        let mut changed = self.engine.advance();
         let mut n = 0;
         while n < self.owned.len() {
             let Some(stage) = self.owned[n].stage.take() else {
@@ -305,7 +305,7 @@ impl<'a> Worker<'a> {
         match stage {
             Stage::Filled(buf) => self.send(n, buf),
             Stage::Laid(buf) => self.collect(n, buf),
-            Stage::InPlace(transfers, lent) => self.send_in_place(n, transfers, lent, None),
+            Stage::InPlace(transfers, lent) => self.send_in_place(n, transfers, lent),
             Stage::Pages(pages) => self.send_pages(n, pages),
             Stage::CollectingPages { pages, flight, slot, done } => match done.get().cloned() {
                 None => Step::Same(Stage::CollectingPages { pages, flight, slot, done }),
@@ -316,12 +316,11 @@ impl<'a> Worker<'a> {
                 }
             },
             Stage::CollectedPages { pages, slot } => self.fetch_pages(n, pages, slot),
-            Stage::Copying { flight, slot, _permit } => {
+            Stage::Copying { flight, done } => {
                 if !flight.is_over() {
-                    return Step::Same(Stage::Copying { flight, slot, _permit });
+                    return Step::Same(Stage::Copying { flight, done });
                 }
-                drop(_permit);
-                self.copied(n, flight.end(), slot)
+                self.copied(n, flight.end(), done)
             }
             Stage::Spreading(done) => match done.get() {
                 Some(said) => Step::Ended(said.clone().into()),
@@ -475,10 +474,10 @@ impl<'a> Worker<'a> {
                 Take::Full | Take::None => None,
             },
         };
-        let Some(permit) = self.engine.permit(Direction::Up) else {
+        if !self.engine.may_send(Direction::Up) {
             slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
             return Step::Same(Stage::Filled(buf));
-        };
+        }
         let base = buf.as_ptr();
         let (transfers, kept, counter) = match &slot {
             Some(slot) => {
@@ -503,36 +502,75 @@ impl<'a> Worker<'a> {
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, None) } {
             Ok(flight) => {
-                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), slot, _permit: permit })
+                let (then, done) = self.then_spread(n, slot);
+                self.engine.sent(Direction::Up, flight.ticket().map(|ticket| (ticket, then)));
+                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done })
             }
-            Err(error) => self.lost(Some(error), slot),
+            Err(error) => {
+                self.engine.sent(Direction::Up, None);
+                self.lost(Some(error), slot)
+            }
         }
     }
 
-    fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, lent: Lent, slot: Option<Slot>) -> Step {
+    /// What follows the copy of an upload's chunk.
+    fn then_spread(&self, n: usize, slot: Option<Slot>) -> (Then, Option<Done>) {
+        let Some(slot) = slot else { return (Then::Nothing, None) };
+        let (Owned { job, packed, .. }, done) = (&self.owned[n], Done::default());
+        let entry = Entry {
+            run: run(&slot, packed),
+            memories: job.memories.clone(),
+            ring: slot.memory.allocation(),
+            slot: Some(slot),
+            done: done.clone(),
+        };
+        (Then::Spread(entry), Some(done))
+    }
+
+    fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, lent: Lent) -> Step {
         let Owned { job, chunk, .. } = &self.owned[n];
         if job.is_stopped() {
             // The device never got them.
-            slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
             return Step::Ended(End::Dropped);
         }
-        let Some(permit) = self.engine.permit(job.direction) else {
+        let direction = job.direction;
+        if !self.engine.may_send(direction) {
             return Step::Same(Stage::InPlace(transfers, lent));
-        };
+        }
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let (stream, back) = (self.engine.stream(job.direction), lent.back.clone());
-        let kept = match &slot {
-            Some(slot) => Kept::Ring(slot.memory.allocation()),
-            None => Kept::Job(&job.memories),
-        };
-        // SAFETY: the buffers are among what is lent, and the device memory is the slot's or the job's.
-        match unsafe { self.engine.submit_in_place(stream, &transfers, lent, &kept) } {
+        let kept = Kept::Job(&job.memories);
+        // SAFETY: the buffers are among what is lent, and the device memory is the job's.
+        unsafe { self.submit_in_place(direction, &transfers, lent, &kept, Then::Nothing, None) }
+    }
+
+    /// Submits copies of memory that is lent, and hands what follows to the engine.
+    ///
+    /// # Safety
+    /// The transfers stay within what is lent and kept.
+    unsafe fn submit_in_place(
+        &self,
+        direction: Direction,
+        transfers: &[Transfer],
+        lent: Lent,
+        kept: &Kept<'_>,
+        then: Then,
+        done: Option<Done>,
+    ) -> Step {
+        let (stream, back) = (self.engine.stream(direction), lent.back.clone());
+        // SAFETY: the caller's promise.
+        match unsafe { self.engine.submit_in_place(stream, transfers, lent, kept) } {
             Ok(ticket) => {
-                let flight = Flight::InPlace(ticket, back);
-                Step::Moved(Stage::Copying { flight, slot, _permit: permit })
+                self.engine.sent(direction, Some((ticket.clone(), then)));
+                Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket, back), done })
             }
             Err(error) => {
-                slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
+                self.engine.sent(direction, None);
+                match then {
+                    Then::Give(slot) | Then::Spread(Entry { slot: Some(slot), .. }) => {
+                        self.engine.ring.lose(slot)
+                    }
+                    Then::Nothing | Then::Spread(_) => {}
+                }
                 Step::Ended(End::Failed(error))
             }
         }
@@ -554,7 +592,7 @@ impl<'a> Worker<'a> {
             Take::Slot(slot) => slot,
             Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
             Take::Full | Take::None => {
-                return self.send_in_place(n, pages.transfers(direction), pages.lent, None);
+                return self.send_in_place(n, pages.transfers(direction), pages.lent);
             }
         };
         // The table is in a small segment of its own, which returns by itself.
@@ -562,7 +600,7 @@ impl<'a> Worker<'a> {
             Ok(table) => table,
             Err(_) => {
                 self.engine.ring.give(slot);
-                return self.send_in_place(n, pages.transfers(direction), pages.lent, None);
+                return self.send_in_place(n, pages.transfers(direction), pages.lent);
             }
         };
         let at = table_at(pages.data);
@@ -574,10 +612,10 @@ impl<'a> Worker<'a> {
     }
 
     fn upload_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
-        let Some(permit) = self.engine.permit(Direction::Up) else {
+        if !self.engine.may_send(Direction::Up) {
             self.engine.ring.give(slot);
             return Step::Same(Stage::Pages(pages));
-        };
+        }
         let Owned { chunk, packed, .. } = &self.owned[n];
         let host = table.as_mut_ptr();
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
@@ -590,20 +628,10 @@ impl<'a> Worker<'a> {
         lent.retained.push(RetainedResource::of(Lend::lend(&table, KEY)));
         Lend::abandon(table, KEY);
         Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let (stream, back) = (self.engine.stream(Direction::Up), lent.back.clone());
+        let kept = Kept::Ring(slot.memory.allocation());
+        let (then, done) = self.then_spread(n, Some(slot));
         // SAFETY: blocks and table are lent, and the device memory is the slot's.
-        match unsafe {
-            self.engine.submit_in_place(stream, &transfers, lent, &Kept::Ring(slot.memory.allocation()))
-        } {
-            Ok(ticket) => {
-                let flight = Flight::InPlace(ticket, back);
-                Step::Moved(Stage::Copying { flight, slot: Some(slot), _permit: permit })
-            }
-            Err(error) => {
-                self.engine.ring.lose(slot);
-                Step::Ended(End::Failed(error))
-            }
-        }
+        unsafe { self.submit_in_place(Direction::Up, &transfers, lent, &kept, then, done) }
     }
 
     fn collect_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
@@ -642,63 +670,34 @@ impl<'a> Worker<'a> {
             self.engine.ring.give(slot);
             return Step::Ended(End::Dropped);
         }
-        let Some(permit) = self.engine.permit(Direction::Down) else {
+        if !self.engine.may_send(Direction::Down) {
             return Step::Same(Stage::CollectedPages { pages, slot });
-        };
+        }
         let Pages { runs, lent, .. } = pages;
         let down =
             |run: &super::packing::Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
         let transfers: Vec<Transfer> = runs.iter().map(down).collect();
         Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let (stream, back) = (self.engine.stream(Direction::Down), lent.back.clone());
+        let kept = Kept::Ring(slot.memory.allocation());
         // SAFETY: the blocks are lent, and the device memory is the slot's.
-        match unsafe {
-            self.engine.submit_in_place(stream, &transfers, lent, &Kept::Ring(slot.memory.allocation()))
-        } {
-            Ok(ticket) => {
-                let flight = Flight::InPlace(ticket, back);
-                Step::Moved(Stage::Copying { flight, slot: Some(slot), _permit: permit })
-            }
-            Err(error) => {
-                self.engine.ring.lose(slot);
-                Step::Ended(End::Failed(error))
-            }
-        }
+        unsafe { self.submit_in_place(Direction::Down, &transfers, lent, &kept, Then::Give(slot), None) }
     }
 
     /// The copy of a chunk has ended.
-    fn copied(&mut self, n: usize, ended: Result<Option<PinnedBuf>>, slot: Option<Slot>) -> Step {
-        let direction = self.owned[n].job.direction;
+    fn copied(&mut self, n: usize, ended: Result<Option<PinnedBuf>>, done: Option<Done>) -> Step {
+        let Owned { job, chunk, .. } = &self.owned[n];
         let buf = match ended {
-            Ok(Some(buf)) => buf,
-            Ok(None) => {
-                return match (direction, slot) {
-                    (Direction::Up, Some(slot)) => self.spread(n, slot),
-                    (_, slot) => {
-                        slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-                        Step::Ended(End::Arrived)
-                    }
-                };
-            }
-            Err(error) => {
-                return match self.owned[n].chunk.most {
-                    Some(_) => self.lost(Some(error), slot),
-                    None => {
-                        slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-                        Step::Ended(End::Failed(error))
-                    }
-                };
-            }
+            Ok(buf) => buf,
+            Err(error) if chunk.most.is_some() => return self.lost(Some(error), None),
+            Err(error) => return Step::Ended(End::Failed(error)),
         };
-        match (direction, slot) {
-            (Direction::Up, None) => self.stopped(buf, None, End::Arrived),
-            (Direction::Up, Some(slot)) => {
-                self.spares.push(buf);
-                self.spread(n, slot)
+        match (job.direction, buf) {
+            (Direction::Up, buf) => {
+                self.spares.extend(buf);
+                done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
-            (Direction::Down, slot) => {
-                slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-                let Owned { job, chunk, .. } = &self.owned[n];
+            (Direction::Down, None) => Step::Ended(End::Arrived),
+            (Direction::Down, Some(buf)) => {
                 let drained = if job.is_stopped() {
                     End::Dropped
                 } else {
@@ -711,24 +710,6 @@ impl<'a> Worker<'a> {
                 self.stopped(buf, None, drained)
             }
         }
-    }
-
-    /// Hands a chunk that is in a slot to the kernel.
-    fn spread(&mut self, n: usize, slot: Slot) -> Step {
-        let Owned { job, packed, .. } = &self.owned[n];
-        let Some(both) = self.engine.spreaders.as_ref().filter(|_| !job.is_stopped()) else {
-            self.engine.ring.give(slot);
-            return Step::Ended(End::Dropped);
-        };
-        let done = Done::default();
-        both[Direction::Up as usize].add(Entry {
-            run: run(&slot, packed),
-            memories: job.memories.clone(),
-            ring: slot.memory.allocation(),
-            slot: Some(slot),
-            done: done.clone(),
-        });
-        Step::Moved(Stage::Spreading(done))
     }
 
     fn is_slow(&self, direction: Direction) -> bool {
@@ -785,9 +766,9 @@ impl<'a> Worker<'a> {
         if job.is_stopped() {
             return self.stopped(buf, slot, End::Dropped);
         }
-        let Some(permit) = self.engine.permit(Direction::Down) else {
+        if !self.engine.may_send(Direction::Down) {
             return Step::Same(Stage::Collected { buf, slot });
-        };
+        }
         let base = buf.as_mut_ptr();
         let (transfers, kept, counter) = match &slot {
             Some(slot) => {
@@ -811,9 +792,14 @@ impl<'a> Worker<'a> {
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, written) } {
             Ok(flight) => {
-                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), slot, _permit: permit })
+                let then = slot.map_or(Then::Nothing, Then::Give);
+                self.engine.sent(Direction::Down, flight.ticket().map(|ticket| (ticket, then)));
+                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done: None })
             }
-            Err(error) => self.lost(Some(error), slot),
+            Err(error) => {
+                self.engine.sent(Direction::Down, None);
+                self.lost(Some(error), slot)
+            }
         }
     }
 
