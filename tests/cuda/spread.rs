@@ -5,6 +5,7 @@
 #![allow(unsafe_code, reason = "launching kernels and calling the driver")]
 
 use std::ffi::c_void;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pinpool::cuda::{self, spread};
@@ -13,7 +14,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::support::doubles::gpu::{Gpu, on_gpu, on_stand_in, until};
-use crate::support::doubles::{self, StandIn};
+use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::kernels::{Kernels, Raw};
 use crate::support::{bytes, skip};
 
 /// Where a row is among the places, where among the packed bytes, and how long it is.
@@ -294,6 +296,38 @@ fn an_urgent_stream_has_the_greatest_priority() {
     });
 }
 
+/// The functions are loaded before their first launch: a driver that loads one then waits for whatever runs.
+#[test]
+fn a_first_launch_waits_for_no_other_kernel() {
+    on_gpu("a_first_launch_waits_for_no_other_kernel", |gpu| {
+        if gpu.stand_in.is_some() {
+            return skip!("the stand-in has no kernels that run for long");
+        }
+        let path = std::env::var_os(doubles::PATH).unwrap_or_else(|| "libcuda.so.1".into());
+        let raw = Raw::new(Path::new(&path));
+        let (kernels, busy) = (Kernels::load(&raw), gpu.stream());
+        kernels.spin(1000, busy);
+        gpu.ok("cuStreamSynchronize", &[busy]);
+        let spreader = Spreader::new(gpu);
+        let memory = spreader.memory(&bytes(1, 4096));
+        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        let since = Instant::now();
+        kernels.spin(2_000_000_000, busy);
+        for collect in [false, true] {
+            spreader.launch(collect, &[(memory as u64, table as u64, 1)]).unwrap();
+        }
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        let took = since.elapsed();
+        gpu.ok("cuStreamSynchronize", &[busy]);
+        println!("beside a kernel of {:?} two launches took {took:?}", since.elapsed());
+        assert!(took < Duration::from_secs(1) && since.elapsed() > Duration::from_secs(2));
+        spreader.free(&[memory, table]);
+        gpu.ok("cuStreamDestroy_v2", &[busy]);
+        spreader.end();
+    });
+}
+
 #[test]
 fn a_capture_elsewhere_survives_loading_and_launching() {
     on_gpu("a_capture_elsewhere_survives_loading_and_launching", |gpu| {
@@ -338,7 +372,7 @@ fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
             let spreader = Spreader { gpu, device, stream };
             spreader.check(&Case::new(&[(100, 1, 2), (3000, round, 16), (0, 0, 0)], 2));
             spreader.end();
-            // The sender was dropped: nothing calls the driver in this context any more.
+            // The sender is dropped: nothing calls the driver in this context any more.
             assert!(ended.recv().is_err());
             if let Some(stand_in) = &gpu.stand_in {
                 let leaks = stand_in.report().leaks;
@@ -369,6 +403,7 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
         ];
         for (name, nth, code) in faults {
             let device = Device::open("cuda:0").unwrap();
+            // SAFETY: nothing is launched.
             let unloaded =
                 unsafe { spread::launch(&device, gpu.stream() as *mut c_void, false, &[(1, 16, 1)]) };
             assert!(matches!(unloaded, Err(Error::Unsupported(text)) if text.contains("not loaded")));
@@ -383,8 +418,11 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
             assert!(device.lost().is_none());
             let leaks = d.report().leaks;
             assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{name}: {leaks:?}");
-            drop(device);
-            until("the device is closed", || Device::open("cuda:0").is_ok_and(|d| spread::load(&d).is_ok()));
+            device.close(HANG).unwrap();
+            // Opened anew it may have them.
+            let again = Device::open("cuda:0").unwrap();
+            spread::load(&again).unwrap();
+            again.close(HANG).unwrap();
         }
         // A failure after the call has done its work: the handle is unknown, and nothing else is wrong.
         let device = Device::open("cuda:0").unwrap();
@@ -479,9 +517,8 @@ fn a_device_is_lost_by_a_launch_or_behind_it() {
             assert!(spreader.device.lost().is_some());
             let broken = d.report().violations;
             assert_eq!(broken.iter().filter(|rule| rule.starts_with("KER-5")).count(), usize::from(how == 2));
-            drop(spreader);
-            // It is open until its threads have ended.
-            until("the device is closed", || calls(d, "cuDevicePrimaryCtxRelease_v2") > 0);
+            let closed = spreader.device.close(HANG).unwrap_err();
+            assert!(closed.is_closed(), "{closed}");
         }
     });
 }
