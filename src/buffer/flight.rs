@@ -130,6 +130,16 @@ impl<B: Lend> InFlight<B> {
         Ok(true)
     }
 
+    /// Whether the device is known to be done, without asking it.
+    pub(crate) fn is_seen_done(&self) -> Result<bool> {
+        for ticket in self.tickets.all() {
+            if !ticket.timeline.is_complete(ticket.seq)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Whether a wait for it ends within this time: it is complete, or the wait has an error other than the timeout.
     pub(crate) fn is_done_within(&self, time: Duration) -> bool {
         !matches!(self.wait_all(Instant::now().checked_add(time)), Err(Error::Timeout(_)))

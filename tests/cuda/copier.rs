@@ -163,7 +163,8 @@ fn pieces_and_pages_of_any_length_are_in_their_places() {
         for ring in [64 << 20, 0] {
             let mut b = Bench::new(ring);
             let mut random = Random(7);
-            let cases: [(&str, usize, fn(&mut Random) -> usize); 5] = [
+            type Length = fn(&mut Random) -> usize;
+            let cases: [(&str, usize, Length); 5] = [
                 ("short", 4000, |random| 1 + random.below(200)),
                 ("of 1 KiB", 8000, |_| 1 << 10),
                 ("of any length", 600, |random| 1 + random.below(40_000)),

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::config::Settings;
 use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
 use super::lent::Lent;
+use super::pieces::LEAST;
 use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
 use super::spreader::{Entry, Spreader};
@@ -147,7 +148,8 @@ impl Engine {
             return Ok(());
         }
         self.start_threads()?;
-        self.scheduler.add(job.clone());
+        let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
+        self.scheduler.add(job.clone(), chunks);
         if self.settings.threads == 0 {
             Worker::advance(self);
         }

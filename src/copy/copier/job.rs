@@ -174,7 +174,7 @@ pub struct CopyProgress {
 pub(super) struct Job {
     pub(super) direction: Direction,
     pub(super) memories: Arc<Memories>,
-    total: u64,
+    pub(super) total: u64,
     since: Instant,
     body: Body,
     state: Mutex<JobState>,

@@ -132,6 +132,7 @@ mod tests {
     use super::*;
 
     /// Pieces as (allocation, device address, length), cut into chunks as a call cuts them.
+    #[allow(clippy::type_complexity, reason = "a chunk, and its parts by piece and offset")]
     fn chunks(pieces: &[(u64, u64, usize)], most: usize) -> Vec<(Layout, Vec<(usize, usize, Part)>)> {
         let mut all = Vec::new();
         let mut chunk = (Layout::new(most), Vec::new());

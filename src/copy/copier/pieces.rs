@@ -25,7 +25,7 @@ use crate::stream::timeline::RetainedResource;
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
 /// there is nothing to be done beside the last ones: chunks there are short.
-const LEAST: usize = 256 << 10;
+pub(super) const LEAST: usize = 256 << 10;
 /// Copies and bytes of a chunk whose pieces are in place; and copies, where they are the rows of a rectangle, which the
 /// device copies by one call.
 const MOST_IN_PLACE: (usize, usize) = (256, 32 << 20);

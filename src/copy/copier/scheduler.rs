@@ -1,8 +1,8 @@
 //! Which job the workers turn to, and how they sleep.
 //!
 //! Jobs wait in the order in which they were started. A worker that looks for work gets the first job of which a chunk
-//! can be taken. Where there is none, a worker that owns no chunk parks. Starting a job wakes one worker; a worker that
-//! finds work and leaves some wakes the next one.
+//! can be taken. Where there is none, a worker that owns no chunk parks. Starting a job wakes as many workers as
+//! it is worth.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. `loom_models` has the model
@@ -51,27 +51,19 @@ impl<J: Takes + Clone> Scheduler<J> {
         Self { state: Mutex::new(state) }
     }
 
-    /// Starts a job.
-    pub(super) fn add(&self, job: J) {
+    /// Starts a job that is worth so many workers.
+    pub(super) fn add(&self, job: J, workers: usize) {
         let mut state = self.state.lock();
         state.jobs.push_back(job);
-        let sleeper = state.sleepers.pop();
+        let awake = state.sleepers.len().saturating_sub(workers);
+        let sleepers = state.sleepers.split_off(awake);
         drop(state);
-        if let Some((_, thread)) = sleeper {
-            thread.unpark();
-        }
+        sleepers.iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken. Another worker is woken to look, too, if one sleeps.
+    /// The first job of which a chunk can be taken.
     pub(super) fn first(&self) -> Option<J> {
-        let mut state = self.state.lock();
-        let job = state.first()?;
-        let sleeper = state.sleepers.pop();
-        drop(state);
-        if let Some((_, thread)) = sleeper {
-            thread.unpark();
-        }
-        Some(job)
+        self.state.lock().first()
     }
 
     /// Whether there is a chunk to be taken, now or when a segment is free.
@@ -169,7 +161,7 @@ mod loom_models {
                 })
                 .collect();
             for chunks in [2, 1] {
-                scheduler.add(Counted(Arc::new(AtomicU64::new(chunks))));
+                scheduler.add(Counted(Arc::new(AtomicU64::new(chunks))), 1);
             }
             scheduler.close();
             let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
@@ -194,7 +186,7 @@ mod loom_models {
                     }
                 })
             };
-            scheduler.add(Counted(Arc::new(AtomicU64::new(1))));
+            scheduler.add(Counted(Arc::new(AtomicU64::new(1))), 2);
             worker.join().unwrap();
         });
     }

@@ -58,11 +58,11 @@ enum Flight {
 }
 
 impl Flight {
-    /// Whether it is complete, or will never be known to be. Never waits.
+    /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
     fn is_over(&self) -> bool {
         match self {
-            Self::Segment(flight) => flight.is_done() != Ok(false),
-            Self::InPlace(ticket, back) => match ticket.timeline.poll_complete(ticket.seq) {
+            Self::Segment(flight) => flight.is_seen_done() != Ok(false),
+            Self::InPlace(ticket, back) => match ticket.timeline.is_complete(ticket.seq) {
                 // The thread that saw the copies complete gives the buffers back a moment later.
                 Ok(complete) => complete && back.get().is_some(),
                 Err(_) => true,
@@ -73,11 +73,11 @@ impl Flight {
     /// After [`is_over`](Self::is_over): how the copy ended, and the segment.
     fn end(self) -> Result<Option<PinnedBuf>> {
         match self {
-            Self::Segment(flight) => match flight.is_done()? {
+            Self::Segment(flight) => match flight.is_seen_done()? {
                 true => flight.wait().map(Some),
                 false => Err(Error::Internal("a copy's end was asked for before it was there")),
             },
-            Self::InPlace(ticket, _) => ticket.timeline.poll_complete(ticket.seq).map(|_| None),
+            Self::InPlace(ticket, _) => ticket.timeline.is_complete(ticket.seq).map(|_| None),
         }
     }
 }
