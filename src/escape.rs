@@ -24,6 +24,10 @@ pub fn text<T: Display + ?Sized>(what: &T) -> Shown<'_, T> {
 }
 
 /// A message without the name that it begins with, for a text that has said that name.
+#[cfg_attr(
+    not(any(feature = "acl", feature = "cuda")),
+    allow(dead_code, reason = "of drivers and the command")
+)]
 pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }

@@ -42,7 +42,8 @@ const CHUNK_STEP: usize = 4096;
 const TELLING: u64 = 32 << 20;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
-/// How long the command waits at its end until no buffer of the pool is out. All transfers are over by then.
+/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over by
+/// then.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
@@ -269,6 +270,8 @@ fn open(path: &Path) -> Result<Input> {
 impl LoadRun {
     fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<()> {
         report.device = Some(self.device.name().to_owned());
+        // Memory that is still being pinned would count as taken by the uploads. An error is told by `note`.
+        let _ = self.pool.wait_pinned(Some(REST_TIMEOUT));
         for source in &self.sources {
             let result = self.load(args, source, report);
             self.bar.finish_and_clear();

@@ -11,9 +11,10 @@
 
 use super::counters::Histogram;
 
-/// The target of events that carry metrics. They are of the level TRACE: there are some ninety a poll, and a log that
-/// does not ask for them is not to have them.
+/// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
+/// Their level: there are some ninety a poll, and a log that does not ask for them is not to have them.
+pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 
 /// Events that one poll makes of one histogram at most.
 const REPLAYED: u64 = 64;
@@ -132,7 +133,7 @@ impl Labels {
 macro_rules! event {
     ($prefix:ident, [$($part:ident).+], $value:expr, $labels:ident) => {
         // Without a message, which would become a label.
-        tracing::event!(target: TARGET, tracing::Level::TRACE, {
+        tracing::event!(target: TARGET, LEVEL, {
             $prefix.$($part).+ = $value,
             pool = $labels.pool.as_deref(),
             state = $labels.state,

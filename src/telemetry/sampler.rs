@@ -279,7 +279,8 @@ struct Sender {
 impl Sender {
     fn new(sampler: &Sampler) -> Self {
         Self {
-            events: sampler.events,
+            // Where no subscriber takes the level, not even the labels are looked at.
+            events: sampler.events && foreign::listens(metrics::LEVEL),
             #[cfg(feature = "metrics")]
             recorder: sampler.recorder,
         }

@@ -210,11 +210,11 @@ fn errors_are_told_in_json_too() {
 #[test]
 fn what_bounds_a_load_is_told() {
     let files = Files::new();
-    let file = files.make("model.bin", 64 << 20);
+    let file = files.make("model.bin", 40 << 20);
     let output = load([&file]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let told = stdout(&output);
-    assert!(told.contains("model.bin: 64 MiB to host:0 at "), "{told}");
+    assert!(told.contains("model.bin: 40 MiB to host:0 at "), "{told}");
     assert!(told.lines().any(|line| line.starts_with("bound by: ")), "{told}");
     let report = succeeds(&mut load([&file]), 64 << 20);
     // A busy machine may drop the file from its page cache.
@@ -227,7 +227,7 @@ fn what_bounds_a_load_is_told() {
 #[test]
 fn a_terminal_shows_how_far_it_is() {
     let files = Files::new();
-    let file = files.make("model.bin", 48 << 20);
+    let file = files.make("model.bin", 8 << 20);
     let pinpool = env!("CARGO_BIN_EXE_pinpool");
     let command = format!("stty cols 120; {pinpool} load --device host --verify {}", file.display());
     let mut script = Command::new("script");
@@ -237,7 +237,7 @@ fn a_terminal_shows_how_far_it_is() {
         return;
     };
     let told = stdout(&output);
-    assert!(told.contains("bytes of 48 MiB up") && told.contains("all checksums equal"), "{told:?}");
+    assert!(told.contains("bytes of 8 MiB up") && told.contains("all checksums equal"), "{told:?}");
 }
 
 #[test]
