@@ -20,6 +20,7 @@
 mod load;
 
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -142,9 +143,18 @@ impl Dashboard {
 }
 
 #[tokio::main]
-async fn main() -> Result<(), AnyError> {
-    let options = Options::parse();
-    let dashboard = Dashboard::start(&options)?;
+async fn main() -> ExitCode {
+    match serve(&Options::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn serve(options: &Options) -> Result<(), AnyError> {
+    let dashboard = Dashboard::start(options)?;
     let listener = tokio::net::TcpListener::bind(options.listen).await?;
     println!("http://{}/, and http://{0}/metrics for Prometheus and `pinpool top`", listener.local_addr()?);
     let interrupted = async { drop(tokio::signal::ctrl_c().await) };

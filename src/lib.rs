@@ -133,6 +133,7 @@
 //
 // | module              | what it has                                                                      | unsafe |
 // | ------------------- | -------------------------------------------------------------------------------- | ------ |
+// | amount              | amounts of memory, to be shown                                                   |        |
 // | escape              | text of a file, a driver or the system, escaped and cut, to be shown             |        |
 // | error               | the errors, and what each means for the caller                                   |        |
 // | sealed              | a key that methods of sealed traits take, so that only the crate calls them      |        |
@@ -165,6 +166,7 @@
 
 #[cfg(feature = "acl")]
 pub mod acl;
+mod amount;
 mod arena;
 mod buffer;
 mod central;

@@ -251,8 +251,8 @@ mod linux {
         unsafe { libc::munlock(base.as_ptr().cast(), len) };
         Err(match error.raw_os_error() {
             Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
-                let limit =
-                    memlock_limit().map_or_else(|| "unlimited".to_owned(), |limit| format!("{limit} bytes"));
+                let limit = memlock_limit()
+                    .map_or_else(|| "unlimited".to_owned(), |limit| crate::amount::Amount(limit).to_string());
                 Error::MemLock { wanted: len, limit }
             }
             _ => Error::OutOfMemory { wanted: len, text: error.to_string() },

@@ -16,6 +16,7 @@ use crate::buffer::PinnedBuf;
 use crate::central::{CentralPool, Fresh, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
+use crate::telemetry::ledger::Tag;
 
 /// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue.
 ///
@@ -84,7 +85,7 @@ pub struct CheckoutMany {
     pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
     /// The wants for the main store, while memory for it is being pinned.
     pub(super) first: Option<Vec<Want>>,
-    pub(super) tags: Vec<Option<&'static str>>,
+    pub(super) tags: Vec<Tag>,
     pub(super) site: &'static Location<'static>,
 }
 

@@ -64,7 +64,7 @@ use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
 use crate::telemetry::counters::ErrorTally;
-use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
+use crate::telemetry::ledger::{CheckoutSite, SAMPLE, Tag};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
@@ -92,6 +92,11 @@ use waiting::WaitLimit;
 /// ```
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
+
+// A panic leaves no pool broken: locks are not poisoned, what a call holds goes back as its frames are left, and the
+// program's code runs under none of the locks. So a server may catch the panic of a request and go on.
+impl std::panic::UnwindSafe for Pool {}
+impl std::panic::RefUnwindSafe for Pool {}
 
 struct PoolInner {
     /// The store of the first device's NUMA node. The first field, since a hit reads it.
@@ -349,7 +354,8 @@ impl Pool {
             let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
-        if let Placement::Class(class) = plan.wants[0].placement {
+        // (A claim is not entered in the ledger unless the segment was before.)
+        if let (Placement::Class(class), false) = (plan.wants[0].placement, request.tag.long_lived) {
             let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
             // A claim takes a segment that is about to come back, which is what a waiter waits for. While a request
             // waits, this one joins the queue behind it.
@@ -380,7 +386,8 @@ impl Pool {
     }
 
     /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request is for. `None`
-    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes.
+    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes, and buffers
+    /// that are to be held for long.
     #[inline(always)]
     fn hit_with(
         &self,
@@ -388,6 +395,10 @@ impl Pool {
         hit: impl FnOnce(&CentralPool, Class, usize) -> Option<Fresh>,
     ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
+            return None;
+        }
+        // It is entered in the ledger, which is no work for a hit.
+        if request.tag.long_lived {
             return None;
         }
         let class = Class::of(request.len)?;
@@ -550,12 +561,12 @@ impl Pool {
         }
     }
 
-    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger, or, where checkouts
-    /// are tracked, all.
+    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
+    /// long-lived, or, where checkouts are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
-        tags: impl IntoIterator<Item = Option<&'static str>>,
+        tags: impl IntoIterator<Item = Tag>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
         // Relaxed: only the number matters, and any one in `SAMPLE` will do. The misses are not used for this count:
@@ -563,7 +574,7 @@ impl Pool {
         // here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
-            if sampled || fresh.segment().central().tracks() {
+            if sampled || tag.long_lived || fresh.segment().central().tracks() {
                 CentralPool::enter(fresh, CheckoutSite { tag, site: Some(site) });
             }
         }

@@ -128,8 +128,9 @@ pub struct Shutdown {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Census {
-    /// Bytes of free segments. (Free memory that is not cut into segments yet is not among them.)
-    pub free: usize,
+    /// Bytes of free segments. Free memory that is not cut into segments is not among them: with it, they are
+    /// [`PoolStats::free_bytes`].
+    pub free_segment_bytes: usize,
     /// Bytes checked out, and bytes whose copy is complete and whose handle was not waited for yet.
     pub checked_out: usize,
     /// Bytes in flight.
@@ -227,7 +228,7 @@ impl Pool {
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
             store.central.check(|state, bytes| match state {
-                None => census.free += bytes,
+                None => census.free_segment_bytes += bytes,
                 Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
                 Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
                 Some(state::CLAIMED) => {
@@ -262,7 +263,7 @@ impl Pool {
                     ));
                 }
             }
-            all.free += census.free;
+            all.free_segment_bytes += census.free_segment_bytes;
             all.checked_out += census.checked_out;
             all.in_flight += census.in_flight;
             all.claimed += census.claimed;

@@ -41,7 +41,8 @@ const BUFFERS_LOGGED: usize = 8;
 /// let device = Device::open("host")?;
 /// let pool = Pool::builder(&device).name("weights").unpinned(Unpinned::Allow).build()?;
 /// // On a thread of its own, until `sampling` is dropped. `poll` does the same on the caller's.
-/// let sampling = Sampler::new(&pool).stuck_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
+/// let sampler = Sampler::new(&pool).stuck_buffers_after(Duration::from_secs(300));
+/// let sampling = sampler.stuck_streams_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
 /// # drop(sampling);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
@@ -55,7 +56,9 @@ pub struct Sampler {
     recorder: bool,
     #[cfg(feature = "metrics")]
     described: bool,
-    stuck_after: Option<Duration>,
+    /// `None`: never.
+    buffers_after: Option<Duration>,
+    streams_after: Option<Duration>,
     /// When the sampler last looked for stuck buffers.
     looked: Option<Instant>,
 }
@@ -129,7 +132,8 @@ impl Sampler {
             recorder: true,
             #[cfg(feature = "metrics")]
             described: false,
-            stuck_after: Some(Duration::from_secs(60)),
+            buffers_after: Some(Duration::from_secs(60)),
+            streams_after: Some(Duration::from_secs(60)),
             looked: None,
         };
         sampler.pool(pool)
@@ -148,7 +152,8 @@ impl Sampler {
         self
     }
 
-    /// Whether metrics are sent as events, of the level INFO. Default: yes.
+    /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not ask
+    /// for that does not have them. Default: yes.
     pub fn events(mut self, events: bool) -> Self {
         self.events = events;
         self
@@ -161,14 +166,28 @@ impl Sampler {
         self
     }
 
-    /// The time after which a buffer that is out is logged as stuck, and so is a stream that has work in flight of
-    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: a minute.
+    /// The time after which buffers and streams count as stuck: both of
+    /// [`stuck_buffers_after`](Self::stuck_buffers_after) and [`stuck_streams_after`](Self::stuck_streams_after).
+    /// Default: a minute.
+    pub fn stuck_after(self, threshold: Duration) -> Self {
+        self.stuck_buffers_after(threshold).stuck_streams_after(threshold)
+    }
+
+    /// The time after which a buffer that is out counts as stuck, and is logged, once. `Duration::MAX`: never. Default:
+    /// a minute. Buffers that are [meant](crate::Request::long_lived) to be held for long never count.
     ///
     /// Buffers are looked for at polls, four times within the threshold. An age that is not known exactly may be too
     /// short by a quarter of the threshold. One look logs at most eight buffers of a pool, the oldest first; the next
     /// looks log the others. [`Pool::stuck`] says what a look costs.
-    pub fn stuck_after(mut self, threshold: Duration) -> Self {
-        self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
+    pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
+        self.buffers_after = (threshold < Duration::MAX).then_some(threshold);
+        self
+    }
+
+    /// The time after which a stream counts as stuck that has work in flight of which nothing completes. It is logged
+    /// once. `Duration::MAX`: never. Default: a minute.
+    pub fn stuck_streams_after(mut self, threshold: Duration) -> Self {
+        self.streams_after = (threshold < Duration::MAX).then_some(threshold);
         self
     }
 
@@ -183,7 +202,7 @@ impl Sampler {
             _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         }
         let now = Instant::now();
-        let look = self.stuck_after.filter(|after| {
+        let look = self.buffers_after.filter(|after| {
             self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= *after / 4)
         });
         if look.is_some() {
@@ -205,7 +224,7 @@ impl Sampler {
         self.devices.retain(|id, _| present.contains(id));
         for device in seen {
             let watched = self.devices.entry(device.context().id()).or_default();
-            watched.send(&device.stats(), &mut sender, now, self.stuck_after);
+            watched.send(&device.stats(), &mut sender, now, self.streams_after);
         }
         !self.pools.is_empty()
     }
@@ -260,7 +279,8 @@ struct Sender {
 impl Sender {
     fn new(sampler: &Sampler) -> Self {
         Self {
-            events: sampler.events,
+            // Where no subscriber takes the level, not even the labels are looked at.
+            events: sampler.events && foreign::listens(metrics::LEVEL),
             #[cfg(feature = "metrics")]
             recorder: sampler.recorder,
         }
@@ -380,7 +400,8 @@ impl Watched {
     }
 
     fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
-        let found = stuck::find(threshold, pool.centrals(), pool.devices());
+        let mut found = stuck::find(threshold, pool.centrals(), pool.devices());
+        found.retain(|buffer| !buffer.long_lived);
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
         // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond

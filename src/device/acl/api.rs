@@ -26,6 +26,7 @@ use libloading::Library;
 
 use super::error::AclCode;
 use crate::error::{Error, Result};
+use crate::escape::unnamed;
 
 // As in acl_rt.h: all handles are pointers.
 pub(super) type AclContext = *mut c_void;
@@ -270,7 +271,8 @@ impl AclApi {
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {
-                    tried.push(format!("{} could not be loaded ({error})", file.display()));
+                    let (name, text) = (file.display().to_string(), error.to_string());
+                    tried.push(format!("{name} could not be loaded ({})", unnamed(&text, &name)));
                     continue;
                 }
             };

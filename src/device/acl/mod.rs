@@ -116,7 +116,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         }
         // Not an error of this device: `auto` need not try the next ordinal.
         code => check(api, &name, "aclrtGetDeviceCount", code)
-            .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
+            .map_err(|error| Error::unavailable(&name, &error))?,
     }
     if ordinal >= count {
         return Err(no_such(&name, count));

@@ -19,6 +19,7 @@ use std::sync::OnceLock;
 use libloading::Library;
 
 use crate::error::{Error, ErrorClass, Result};
+use crate::escape::unnamed;
 
 // As in cuda.h.
 pub(crate) type CUdevice = c_int;
@@ -252,8 +253,10 @@ impl CudaApi {
         let shown = file.to_string_lossy().into_owned();
         // SAFETY: libcuda's initialisers have no preconditions; the environment vouches for any other library, and is
         // trusted (`crate::cuda` says so).
-        let library = unsafe { Library::new(&file) }
-            .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
+        let library = unsafe { Library::new(&file) }.map_err(|error| {
+            let text = error.to_string();
+            format!("{shown} could not be loaded ({}): {remedy}", unnamed(&text, &shown))
+        })?;
         // Never unloaded: the driver may have threads and exit handlers of its own by now.
         let library = ManuallyDrop::new(library);
         Self::resolve(&library).map_err(|symbol| {

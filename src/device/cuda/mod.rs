@@ -116,7 +116,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     // SAFETY: writes a number.
     said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })
         // Not an error of this device: `auto` need not try the next ordinal.
-        .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?;
+        .map_err(|error| Error::unavailable(&name, &error))?;
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     if index >= count {
         return Err(api::no_such(&name, count));

@@ -531,7 +531,9 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             "a load",
             Box::new(|| {
                 let mut loading = loading.take().unwrap();
-                loading.next().is_some_and(is_forked) && loading.next().is_none() && loading.left() == 0
+                loading.next_blocking().is_some_and(is_forked)
+                    && loading.next_blocking().is_none()
+                    && loading.left() == 0
             }),
         ));
         cases.push((
