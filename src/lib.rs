@@ -137,6 +137,7 @@
 // | escape              | text of a file, a driver or the system, escaped and cut, to be shown             |        |
 // | error               | the errors, and what each means for the caller                                   |        |
 // | sealed              | a key that methods of sealed traits take, so that only the crate calls them      |        |
+// | exit                | the end of the process: from then on no driver is called                         |        |
 // | os                  | all system calls                                                                 | yes    |
 // | foreign             | all calls of the program's code, and when they must not be made                  | yes    |
 // | locks               | locks under which the program's code is put off                                  |        |
@@ -179,6 +180,7 @@ pub mod cudarc;
 mod device;
 mod error;
 mod escape;
+mod exit;
 mod foreign;
 mod freelist;
 mod locks;

@@ -118,8 +118,11 @@ pub(crate) struct CentralPool {
     config: CentralConfig,
     transfers: Vec<TransferCache>,
     reservations: crossbeam::utils::CachePadded<Reservations>,
-    /// Bytes that several timelines hold at once. What one timeline holds alone, it counts itself.
+    /// Bytes that several timelines hold at once.
     joint: StdAtomicU64,
+    /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
+    /// In a cache line of their own: every copy changes them, next to a driver call that costs many times as much.
+    flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
     /// Changes of `joint` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
     me: Weak<Self>,
@@ -220,6 +223,7 @@ impl CentralPool {
             transfers: listed().map(|_| TransferCache::new()).collect(),
             reservations: crossbeam::utils::CachePadded::new(Reservations::new()),
             joint: StdAtomicU64::new(0),
+            flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
@@ -340,7 +344,7 @@ impl CentralPool {
     pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
-            if let Some(descriptor) = self.take_via_transfer(class, want.len) {
+            if let Some((descriptor, _)) = self.take_via_transfer(class, want.len) {
                 return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
@@ -514,7 +518,9 @@ impl CentralPool {
         let mut core = self.core.lock();
         let Core { arena, table, .. } = &mut *core;
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-        table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
+        if table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) }) {
+            core.count_on(cache);
+        }
         core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
@@ -628,6 +634,19 @@ impl Core {
             }
         }
         sum
+    }
+
+    /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
+    fn count_on(&mut self, cache: &ThreadCache) {
+        self.requested = self.requested.wrapping_add(cache.requested());
+        for class in Class::all() {
+            let count = cache.count(class);
+            self.takes = self.takes.wrapping_add(count.takes);
+            self.puts = self.puts.wrapping_add(count.puts);
+            let net = count.takes.wrapping_sub(count.puts);
+            self.granted = self.granted.wrapping_add(net.wrapping_mul(class.stride() as u64));
+            self.classes.count_on(class, count.takes, count.puts);
+        }
     }
 
     /// After closing: counts `n` segments as back. `true`: no segment is out any more.

@@ -46,22 +46,24 @@ impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
-    /// lock, and never before a waiter: while a request waits, no thread cache can be entered. `None` in the child of a
-    /// fork.
-    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
+    /// lock, and never before a waiter: while a request waits, no thread cache can be entered. Says whether the cache had
+    /// to be filled. `None` in the child of a fork.
+    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<(Fresh, bool)> {
         if self.gate.mode() != 0 {
             return None;
         }
-        self.take_via_transfer(class, len).map(|descriptor| self.fresh(Grant { descriptor, len }))
+        let (descriptor, filled) = self.take_via_transfer(class, len)?;
+        Some((self.fresh(Grant { descriptor, len }), filled))
     }
 
     /// [`CentralPool::refill`] without the look at the mode, and without making a buffer of the segment.
-    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
+    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<(NonNull<Descriptor>, bool)> {
         let cache = self.cache()?;
         let mut held = self.gate.enter(cache)?;
-        // Some callers have not tried for a hit: requests for a reserve, and a thread that has completed copies since.
+        // Some callers have not tried for a hit, or have not found the cache: requests for a reserve, a thread that has
+        // completed copies since, and one that uses more pools than it can find its caches of at once.
         if let Some(descriptor) = held.take(class, len) {
-            return Some(descriptor);
+            return Some((descriptor, false));
         }
         if held.limit(class) == 0 {
             return None;
@@ -83,7 +85,7 @@ impl CentralPool {
             drop(core);
             wakes.into_iter().for_each(Wake::wake);
         }
-        descriptor
+        descriptor.map(|descriptor| (descriptor, true))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 //! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
 //! | `memory.rs` | device memory, kept allocated by counted handles |
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
+//! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
 //! | `callback.rs` | a copy that a driver's own thread makes, for both accelerators |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
 //!
@@ -51,6 +52,8 @@
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
+//! 10. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
+//!    [`Shutdown`](crate::ErrorClass::Shutdown). The exit waits for calls that are under way (`gate`, [`crate::exit`]).
 
 #![allow(unsafe_code)]
 
@@ -62,6 +65,8 @@ pub(crate) mod context;
 pub(crate) mod cuda;
 pub(crate) mod ending;
 pub mod family;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+mod gate;
 pub(crate) mod handle;
 pub(crate) mod holds;
 #[cfg(all(test, not(loom)))]

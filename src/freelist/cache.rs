@@ -97,6 +97,8 @@ struct ClassCounts {
     drained: AtomicU64,
     /// Number of places in the stack.
     places: AtomicU64,
+    /// When the list was granted its room: a number that grows with each grant of the thread cache.
+    granted: AtomicU64,
 }
 
 /// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`.
@@ -136,6 +138,8 @@ pub(crate) struct ThreadCache {
     /// 1 once the owner has found [`mode::FENCED`] in the gate's mode and has executed a fence. A thread that sees this
     /// sees all that the owner did before, and the owner's next way in is by a fence, too.
     knows_fenced: AtomicU32,
+    /// The number of times that a list was granted room. Only the holder of the cache uses it, as with the lists.
+    grants: AtomicU64,
     /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
     /// ordered.
     #[cfg(all(test, loom))]
@@ -161,6 +165,7 @@ macro_rules! blank {
             class_counts: $class_counts,
             home: $home,
             knows_fenced: AtomicU32::new(0),
+            grants: AtomicU64::new(0),
             #[cfg(all(test, loom))]
             exclusive: crate::sync::UnsafeCell::new(()),
         }
@@ -268,11 +273,21 @@ impl ClassList {
 impl ClassCounts {
     #[cfg(not(loom))]
     const fn new() -> Self {
-        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0) }
+        Self {
+            filled: AtomicU64::new(0),
+            drained: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            granted: AtomicU64::new(0),
+        }
     }
     #[cfg(loom)]
     fn new() -> Self {
-        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0) }
+        Self {
+            filled: AtomicU64::new(0),
+            drained: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            granted: AtomicU64::new(0),
+        }
     }
 }
 
@@ -484,6 +499,10 @@ impl HeldCache<'_> {
     /// the list holds now.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
         let Some((class_list, counts)) = self.both(class) else { return };
+        if limit > 0 && class_list.limit.load(Ordering::Relaxed) == 0 {
+            add(&self.cache.grants, 1);
+            counts.granted.store(self.cache.grants.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
         let (limit, places) = (u64::from(limit), counts.places.load(Ordering::Relaxed));
         if limit >= places {
             let count = class_list.count();
@@ -500,6 +519,16 @@ impl HeldCache<'_> {
             counts.places.store(limit + 1, Ordering::Relaxed);
         }
         class_list.limit.store(limit.max(class_list.count()), Ordering::Relaxed);
+    }
+
+    /// The class among those with room that is first by what `key` gives, and then by when it was granted its room.
+    pub(crate) fn first_granted<K: Ord>(&self, key: impl Fn(Class, u32) -> K) -> Option<Class> {
+        let with_room = listed().filter_map(|class| {
+            let (_, counts) = self.both(class)?;
+            let limit = Some(self.limit(class)).filter(|limit| *limit > 0)?;
+            Some((key(class, limit), counts.granted.load(Ordering::Relaxed), class))
+        });
+        with_room.min_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1))).map(|(.., class)| class)
     }
 
     /// Whether thread caches have a list for the class at all.

@@ -58,7 +58,7 @@ use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::central::{CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::Descriptor;
 use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
@@ -433,9 +433,18 @@ impl Pool {
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
-        // A batch of a transfer cache costs less than all that follows.
-        if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
-            self.missed();
+        // A batch of a transfer cache costs less than all that follows. What the thread's own cache serves after all is no
+        // miss.
+        let mut filled = true;
+        let refill = |central: &CentralPool, class, len| {
+            let (fresh, was_filled) = central.refill(class, len)?;
+            filled = was_filled;
+            Some(fresh)
+        };
+        if let Some(fresh) = self.hit_with(request, refill) {
+            if filled {
+                self.missed();
+            }
             return Some(fresh.into_segment().into_parts());
         }
         match self.acquire(&[request], limit, site.unwrap_or(Location::caller())) {
@@ -555,10 +564,21 @@ impl Pool {
         match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
             Err(error) => {
+                let error = self.or_the_end(error);
                 self.failed(&error);
                 Err(error)
             }
         }
+    }
+
+    /// The error to report. When the process ends, what is in flight is quarantined, and a request may find that no wait
+    /// can help: the reason is the end.
+    fn or_the_end(&self, error: Error) -> Error {
+        if !crate::exit::exiting() || !matches!(error, Error::Impossible { .. }) {
+            return error;
+        }
+        let lost = self.0.devices.iter().find_map(Device::lost);
+        lost.filter(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
     }
 
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
@@ -596,9 +616,15 @@ impl Pool {
         }
     }
 
-    /// Closes the open sequence numbers of the devices' streams and asks what is complete. Whether anything came back.
+    /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
+    /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, d| d.reap() | any)
+        if crate::os::forked() {
+            return false;
+        }
+        let stepped = self.stepped();
+        let look = |d: &Device| if stepped { d.listing().advance() } else { d.listing().glance() };
+        self.0.devices.iter().fold(false, |any, d| look(d) | any)
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------

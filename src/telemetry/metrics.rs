@@ -271,9 +271,9 @@ table! {
     StuckStreams: Gauge, [pinpool.device.stuck.streams], Count, [device],
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
     StreamBytes: Gauge, [pinpool.stream.in_flight.bytes], Bytes, [device, stream],
-        "Bytes of segments in flight on a stream.";
+        "Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together.";
     StreamEntries: Gauge, [pinpool.stream.in_flight.entries], Count, [device, stream],
-        "Copies and holds in flight on a stream.";
+        "Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together.";
 }
 
 impl Id {

@@ -70,6 +70,11 @@
 //!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
 //!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
 //!
+//! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life of
+//! a sampler; all others are added up under the label `other`. A pool that was dropped, and a stream that has ended, are
+//! not sent any more. The facade has no call that removes a metric, so give the recorder an idle timeout of a few polls
+//! (`PrometheusBuilder::idle_timeout`): then what is gone leaves its answers.
+//!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
 //! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: locked and unlocked |
@@ -112,8 +117,8 @@
 //! | `pinpool.device.registered.bytes` | gauge | device | Bytes of values registered with the device |
 //! | `pinpool.device.lost` | gauge | device | 1 if the device is lost, else 0 |
 //! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight of which nothing completed for longer than the sampler's threshold |
-//! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream |
-//! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream |
+//! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together |
+//! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together |
 
 // The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
 // and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),

@@ -10,7 +10,7 @@
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -27,6 +27,13 @@ use crate::region::Pinning;
 
 /// Stuck buffers of a pool that one poll logs at most.
 const BUFFERS_LOGGED: usize = 8;
+/// Streams of a device that have gauges of their own at a time.
+const STREAMS_SHOWN: usize = 16;
+/// Streams of a device that ever get gauges of their own. A recorder may keep a gauge for good, so a server that makes a
+/// stream for each request must not add gauges without end.
+const STREAMS_NAMED: usize = 256;
+/// The label of the gauges of all other streams together.
+const OTHER_STREAMS: &str = "other";
 
 /// Polls pools, and sends [metrics](super::METRICS) and events about what is stuck.
 ///
@@ -84,6 +91,11 @@ struct WatchedDevice {
     flight: Histogram,
     errors: ErrorCounts,
     streams: HashMap<u64, WatchedStream>,
+    /// The streams that have gauges of their own, and the number of those that ever had.
+    shown: BTreeSet<u64>,
+    named: usize,
+    /// Whether there were other streams at any poll.
+    others: bool,
 }
 
 #[derive(Debug)]
@@ -443,25 +455,76 @@ impl WatchedDevice {
         to.level(Id::DeviceLost, usize::from(stats.lost.is_some()), labels);
         let mut stuck = 0;
         for stream in &stats.streams {
-            let labels = &Labels { stream: Some(stream.stream.to_string()), ..labels.clone() };
-            to.level(Id::StreamBytes, stream.in_flight_bytes, labels);
-            to.level(Id::StreamEntries, stream.in_flight, labels);
             stuck += usize::from(self.is_stuck(&stats.name, stream, now, stuck_after));
         }
         to.level(Id::StuckStreams, stuck, labels);
-        let ended: Vec<u64> =
-            self.streams.keys().copied().filter(|n| stats.streams.iter().all(|s| s.stream != *n)).collect();
-        for stream in ended {
-            // The last values of a stream that has ended: its gauges would otherwise stand where they were.
-            let labels = &Labels { stream: Some(stream.to_string()), ..labels.clone() };
-            to.level(Id::StreamBytes, 0, labels);
-            to.level(Id::StreamEntries, 0, labels);
-            self.streams.remove(&stream);
-        }
+        let is_there = |number: &u64| stats.streams.binary_search_by_key(number, |s| s.stream).is_ok();
+        self.streams.retain(|number, _| is_there(number));
+        self.send_streams(&stats.streams, to, labels);
         // A stream that ends between two readings is counted late, never twice.
         self.submitted = self.submitted.max(stats.submitted);
         self.completed = self.completed.max(stats.completed);
         (self.flight, self.errors) = (stats.flight, stats.errors);
+    }
+
+    /// Sends the gauges of streams: of the busiest their own, and of all others their sums. `streams` are in the order of
+    /// their numbers.
+    fn send_streams(&mut self, streams: &[StreamStats], to: &mut Sender, labels: &Labels) {
+        let mut send = |stream: String, bytes: usize, entries: usize| {
+            let labels = &Labels { stream: Some(stream), ..labels.clone() };
+            to.level(Id::StreamBytes, bytes, labels);
+            to.level(Id::StreamEntries, entries, labels);
+        };
+        for number in self.choose_shown(streams) {
+            // The last values of a stream that has ended, or is shown no more: its gauges would otherwise stand where
+            // they were.
+            send(number.to_string(), 0, 0);
+        }
+        let (mut bytes, mut entries) = (0, 0);
+        for stream in streams {
+            if self.shown.contains(&stream.stream) {
+                send(stream.stream.to_string(), stream.in_flight_bytes, stream.in_flight);
+            } else {
+                self.others = true;
+                bytes += stream.in_flight_bytes;
+                entries += stream.in_flight;
+            }
+        }
+        if self.others {
+            send(OTHER_STREAMS.into(), bytes, entries);
+        }
+    }
+
+    /// Chooses the streams that have gauges of their own. One that is shown stays for as long as it has work in flight,
+    /// or nothing else needs its place. Returns those that are shown no more.
+    fn choose_shown(&mut self, streams: &[StreamStats]) -> Vec<u64> {
+        let mut waiting: Vec<&StreamStats> =
+            streams.iter().filter(|s| s.in_flight > 0 && !self.shown.contains(&s.stream)).collect();
+        waiting.sort_by_key(|s| std::cmp::Reverse((s.in_flight_bytes, s.in_flight)));
+        waiting.truncate(STREAMS_SHOWN.min(STREAMS_NAMED - self.named));
+        let find =
+            |number: u64| streams.binary_search_by_key(&number, |s| s.stream).ok().map(|at| &streams[at]);
+        let mut gone: Vec<u64> = self.shown.iter().copied().filter(|n| find(*n).is_none()).collect();
+        gone.iter().for_each(|number| _ = self.shown.remove(number));
+        let need = (self.shown.len() + waiting.len()).saturating_sub(STREAMS_SHOWN);
+        let idle: Vec<u64> = self
+            .shown
+            .iter()
+            .copied()
+            .filter(|n| find(*n).is_some_and(|s| s.in_flight == 0))
+            .take(need)
+            .collect();
+        idle.iter().for_each(|number| _ = self.shown.remove(number));
+        gone.extend(idle);
+        // Places that are left go to streams without work, so that a server with few streams sees all of them.
+        let idle = streams.iter().filter(|s| s.in_flight == 0 && !gone.contains(&s.stream));
+        for stream in waiting.into_iter().chain(idle) {
+            if self.shown.len() >= STREAMS_SHOWN || self.named >= STREAMS_NAMED {
+                break;
+            }
+            self.named += usize::from(self.shown.insert(stream.stream));
+        }
+        gone
     }
 
     /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.

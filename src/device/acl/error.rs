@@ -12,6 +12,7 @@ use std::ffi::c_int;
 
 use super::names::NAMES;
 use crate::amount::Amount;
+use crate::device::gate::Refused;
 use crate::error::ErrorClass;
 use crate::os;
 
@@ -19,6 +20,12 @@ use crate::os;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub(crate) struct AclCode(pub c_int);
+
+impl Refused for AclCode {
+    fn refused() -> Self {
+        Self::UNINITIALIZED
+    }
+}
 
 impl AclCode {
     pub(super) const SUCCESS: Self = Self(0);

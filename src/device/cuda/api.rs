@@ -18,6 +18,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use crate::device::gate::{self, Entry, Refused};
 use crate::error::{Error, ErrorClass, Result};
 use crate::escape::unnamed;
 
@@ -80,8 +81,15 @@ const NO_GPU: &str =
 #[repr(transparent)]
 pub(crate) struct CudaCode(pub u32);
 
+impl Refused for CudaCode {
+    fn refused() -> Self {
+        Self::DEINITIALIZED
+    }
+}
+
 impl CudaCode {
     pub(crate) const SUCCESS: Self = Self(0);
+    pub(crate) const DEINITIALIZED: Self = Self(4);
     pub(crate) const NOT_READY: Self = Self(600);
 
     /// The class of the error. The numbers are those of cuda.h; one that is not listed concerns the one call only.
@@ -107,8 +115,8 @@ macro_rules! table {
         /// The entry points. Those of the second part exist only on newer drivers.
         #[derive(Debug)]
         pub(crate) struct CudaApi {
-            $( $(#[$doc])* pub(crate) $name: unsafe extern "C" fn($($arg),*) -> CudaCode, )*
-            $( $(#[$odoc])* pub(crate) $oname: Option<unsafe extern "C" fn($($oarg),*) -> CudaCode>, )*
+            $( $(#[$doc])* pub(super) $name: Entry<unsafe extern "C" fn($($arg),*) -> CudaCode>, )*
+            $( $(#[$odoc])* pub(super) $oname: Option<Entry<unsafe extern "C" fn($($oarg),*) -> CudaCode>>, )*
         }
 
         impl CudaApi {
@@ -118,8 +126,8 @@ macro_rules! table {
                 // library.
                 unsafe {
                     Ok(Self {
-                        $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
-                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol), )*
+                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
+                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| Entry::new(*symbol)), )*
                     })
                 }
             }
@@ -235,6 +243,7 @@ impl CudaApi {
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
+        crate::os::watch_exit();
         Ok(api)
     }
 
@@ -271,7 +280,7 @@ impl CudaApi {
     fn start(&self) -> std::result::Result<(), String> {
         let mut found: c_int = 0;
         // SAFETY: writes a number; may be called before cuInit.
-        let code = unsafe { (self.driver_version)(&raw mut found) };
+        let code = unsafe { self.driver_version.call(&raw mut found) };
         if code != CudaCode::SUCCESS {
             return Err(format!("cuDriverGetVersion failed with {}", self.explain(code)));
         }
@@ -282,7 +291,7 @@ impl CudaApi {
             ));
         }
         // SAFETY: the call takes no pointers.
-        match unsafe { (self.init)(0) } {
+        match unsafe { self.init.call(0) } {
             CudaCode::SUCCESS => Ok(()),
             code => Err(format!("cuInit failed with {}", self.explain(code))),
         }
@@ -290,11 +299,15 @@ impl CudaApi {
 
     /// The driver's words for a code.
     pub(crate) fn text(&self, code: CudaCode) -> String {
-        let ask = |call: unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode| {
+        if crate::exit::exiting() {
+            return gate::ENDING.into();
+        }
+        type Ask = unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode;
+        let ask = |entry: Entry<Ask>| {
             let mut text: *const c_char = std::ptr::null();
             // SAFETY: the call writes null or a string of the library's to `text`, and the library is never unloaded.
             unsafe {
-                call(code, &raw mut text);
+                entry.call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
             }
         };

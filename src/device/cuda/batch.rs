@@ -172,7 +172,7 @@ impl Cuda {
             let code = if let Some(call) = newer {
                 // SAFETY: the caller promises the copies; the lists are read before the call returns.
                 unsafe {
-                    call(
+                    call.call(
                         targets.as_ptr(),
                         sources.as_ptr(),
                         lengths.as_ptr(),
@@ -187,7 +187,7 @@ impl Cuda {
                 let mut fault = 0;
                 // SAFETY: as above.
                 unsafe {
-                    call(
+                    call.call(
                         targets.as_mut_ptr(),
                         sources.as_mut_ptr(),
                         lengths.as_mut_ptr(),

@@ -163,8 +163,13 @@ impl Ended {
 /// end is returned, not judged.
 pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
     let mut command = process::command(test);
+    ended(command.envs(environment.iter().copied()), limit)
+}
+
+/// The same for any command.
+pub fn ended(command: &mut Command, limit: Duration) -> Ended {
     // Its last output is to be the reason.
-    command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied()).stdin(Stdio::null());
+    command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("this executable can be started again");
     // Read on threads, so that neither pipe fills up.

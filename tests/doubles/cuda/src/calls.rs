@@ -9,6 +9,7 @@ use crate::world::*;
 
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
+    let Some(_inside) = crate::shared::Inside::begin(name) else { return DEINITIALIZED };
     if let Some(code) = crate::hostfn::refused(name) {
         return code;
     }
@@ -79,7 +80,9 @@ extern "C" fn cuInit(flags: c_uint) -> u32 {
         if w.devices.is_empty() {
             return Err(NO_DEVICE);
         }
-        w.ready = true;
+        if !std::mem::replace(&mut w.ready, true) {
+            crate::shared::end_with_process();
+        }
         Ok(())
     })
 }
@@ -130,6 +133,7 @@ unsafe extern "C" fn cuDeviceGetPCIBusId(text: *mut c_char, len: c_int, device: 
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 {
+    let Some(_inside) = crate::shared::Inside::begin("cuGetErrorName") else { return DEINITIALIZED };
     let name: &CStr = match code {
         0 => c"CUDA_SUCCESS",
         1 => c"CUDA_ERROR_INVALID_VALUE",

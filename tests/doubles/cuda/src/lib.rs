@@ -138,12 +138,20 @@
 //! | KER-8 | 0: all of it | 0 | not tried | - | a module is unloaded while its kernel may run: undefined there |
 //! | HOST-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
 //!
+//! # The end of the process
+//!
+//! The library takes itself down in an exit handler, which is registered when it is loaded, and again when it is
+//! initialised. A call that comes later is refused with 4 and written down as END-1, and calls that are under way at
+//! that moment as END-2: the vendor's library may crash then. The report of a process that ends so is written to the file
+//! that `PINPOOL_STANDIN_REPORT` names, and then the handler takes some time, in which late calls can come.
+//!
 //! # Control
 //!
 //! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
 //! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
 //! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
-//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
+//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
+//! `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older drivers have fewer calls.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]

@@ -211,6 +211,11 @@ pub fn world() -> MutexGuard<'static, Option<World>> {
     guard
 }
 
+/// The world if no thread has it locked: for when the process ends and other threads do not go on.
+pub fn idle_world() -> Option<MutexGuard<'static, Option<World>>> {
+    WORLD.try_lock().ok()
+}
+
 /// The calling thread's number.
 pub fn thread() -> usize {
     static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1);
