@@ -58,3 +58,4 @@ callable!(a: A, b: B, c: C, d: D, e: E, f: G);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J, j: K, k: L);

@@ -122,9 +122,10 @@ impl Engine {
         match context.worker().call(move || loading.driver().load_spread()) {
             Ok(()) => {}
             Err(error) if error.is_device_lost() => return Err(error),
-            Err(Error::Unsupported(_)) => return Ok(None),
+            // The host device's copies are the CPU's own.
+            Err(Error::Unsupported(_)) if context.driver().takes_ordinary_memory() => return Ok(None),
             Err(error) => {
-                foreign::warn!(
+                foreign::info!(
                     target: "pinpool::copier", device = device.name(), %error,
                     "the kernels that spread pieces cannot be loaded: pieces are copied in batches instead"
                 );

@@ -61,13 +61,13 @@ impl Kernels {
     pub(super) fn unload(self, api: &CudaApi, context: CUcontext) {
         let Some(unload) = api.module_unload else { return };
         // SAFETY: the retained primary context, or an adopted one that is still alive.
-        if unsafe { (api.ctx_push)(context) } != CudaCode::SUCCESS {
+        if unsafe { api.ctx_push.call(context) } != CudaCode::SUCCESS {
             return;
         }
         let _current = CudaCurrent::relaxed(api, true);
         // After an error the module goes with its context. SAFETY: loaded once in this context, unloaded once; no launch
         // is under way, since every stream has been destroyed.
-        unsafe { unload(self.module) };
+        unsafe { unload.call(self.module) };
     }
 }
 
@@ -107,7 +107,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut module: CUmodule = null_mut();
         // SAFETY: writes a handle; the image is a string that ends with a zero.
-        self.said("cuModuleLoadData", unsafe { load(&raw mut module, PTX.as_ptr().cast()) })?;
+        self.said("cuModuleLoadData", unsafe { load.call(&raw mut module, PTX.as_ptr().cast()) })?;
         let functions = self
             .function(module, c"pinpool_spread")
             .and_then(|spread| Ok((spread, self.function(module, c"pinpool_collect")?)));
@@ -116,7 +116,7 @@ impl Cuda {
             Err(error) => {
                 if let Some(unload) = api.module_unload {
                     // SAFETY: loaded above, and not used. After an error it goes with its context.
-                    unsafe { unload(module) };
+                    unsafe { unload.call(module) };
                 }
                 Err(error)
             }
@@ -128,10 +128,10 @@ impl Cuda {
         let get = self.api.module_function.ok_or_else(|| self.lacks("cuModuleGetFunction"))?;
         let mut function: CUfunction = null_mut();
         // SAFETY: writes a handle; a module that is loaded, and a string.
-        self.said("cuModuleGetFunction", unsafe { get(&raw mut function, module, name.as_ptr()) })?;
+        self.said("cuModuleGetFunction", unsafe { get.call(&raw mut function, module, name.as_ptr()) })?;
         if let Some(load) = self.api.function_load {
             // SAFETY: the function from above.
-            self.said("cuFuncLoad", unsafe { load(function) })?;
+            self.said("cuFuncLoad", unsafe { load.call(function) })?;
         }
         Ok(function)
     }
@@ -173,7 +173,7 @@ impl Cuda {
         // SAFETY: a function of this context with one parameter, which is read before the call returns; the caller
         // promises the memory that it names.
         let code = unsafe {
-            launch(
+            launch.call(
                 function,
                 BLOCKS,
                 1,
@@ -200,10 +200,10 @@ impl Cuda {
         // The greatest priority is the lowest number.
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
         // SAFETY: writes two numbers.
-        self.said("cuCtxGetStreamPriorityRange", unsafe { range(&raw mut least, &raw mut greatest) })?;
+        self.said("cuCtxGetStreamPriorityRange", unsafe { range.call(&raw mut least, &raw mut greatest) })?;
         let mut stream: CUstream = null_mut();
         // SAFETY: writes a handle.
-        let code = unsafe { create(&raw mut stream, NON_BLOCKING, greatest) };
+        let code = unsafe { create.call(&raw mut stream, NON_BLOCKING, greatest) };
         self.said("cuStreamCreateWithPriority", code).map(|()| StreamHandle(stream as usize as u64))
     }
 }
