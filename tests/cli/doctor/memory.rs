@@ -35,7 +35,7 @@ fn strict_overcommit_counts_promises() {
     machine.host("40GiB").is(
         "memory",
         "fail",
-        &["31 GiB left to promise"],
+        &["31.0 GiB left to promise"],
         &["sudo sysctl -w vm.overcommit_memory=0"],
     );
     machine.host("20GiB").is("memory", "ok", &["vm.overcommit_memory is 2"], &[]);

@@ -287,8 +287,8 @@ fn sums_of_nonsense_end_at_the_largest_number() {
     );
     machine
         .gpu("1GiB")
-        .is("numa", "ok", &["node 1: 16777216 TiB"], &[])
-        .is("fragmentation", "ok", &["16777216 TiB"], &[])
+        .is("numa", "ok", &["node 1: 16777216.0 TiB"], &[])
+        .is("fragmentation", "ok", &["16777216.0 TiB"], &[])
         .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
 }
 
