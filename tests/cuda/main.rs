@@ -10,6 +10,7 @@ mod graphs;
 mod hardware;
 mod memory;
 mod nodes;
+mod pieces;
 mod pipeline;
 mod pointers;
 mod queue;
