@@ -120,8 +120,8 @@ pub(super) fn buffers(on: &Subject) {
                 let len = 100 + i * 13;
                 (filled(pool, &bytes(i, len)), memory.slice(i * 4000..i * 4000 + len).unwrap())
             });
-            let neighbours = (0..50)
-                .map(|i| (filled(pool, &bytes(i, 64)), other.slice(i * 64..i * 64 + 64).unwrap()));
+            let neighbours =
+                (0..50).map(|i| (filled(pool, &bytes(i, 64)), other.slice(i * 64..i * 64 + 64).unwrap()));
             apart.chain(neighbours).collect()
         };
         let came = copier.upload_buffers(bufs()).unwrap().wait().unwrap();
@@ -139,7 +139,8 @@ pub(super) fn buffers(on: &Subject) {
                 })
                 .collect()
         };
-        let came = block_on_with(|| pump(on, &copier), copier.download_buffers(landings(200)).unwrap()).unwrap();
+        let came =
+            block_on_with(|| pump(on, &copier), copier.download_buffers(landings(200)).unwrap()).unwrap();
         for (i, buf) in came.iter().enumerate() {
             assert!(**buf == *bytes(i, 100 + i * 13), "piece {i}");
         }

@@ -4,10 +4,8 @@
 use std::future::Future as _;
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{
-    Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream, Unpinned,
-};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream};
 
 use crate::support::bytes;
 use crate::support::rig::queue::Setup;

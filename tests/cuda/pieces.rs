@@ -75,9 +75,7 @@ fn pieces_of_one_call_go_in_batches() {
         const ROW: usize = 4096;
         let device = open();
         let (from, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
-        for (overlap, fails, room) in
-            (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0))
-        {
+        for (overlap, fails, room) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
             let pool = pool(&device, 4 << 20);
             let copier = copier(&pool, &device);
             let mut taken = Vec::new();

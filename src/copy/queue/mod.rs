@@ -546,11 +546,6 @@ impl CopyQueue {
         }
     }
 
-    /// A stream of the queue's, for landings to look at.
-    pub(super) fn stream(&self) -> &Stream {
-        &self.0.down.0[0].stream
-    }
-
     /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait;
     /// but all copies of the queue do, those of other threads too. The stream must be of the queue's device.
     ///

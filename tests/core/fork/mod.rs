@@ -368,8 +368,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
     let pipeline =
         Pipeline::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
-    let copier =
-        Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
+    let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let filled = |len: usize| {
         let mut buf = pool.checkout(len).unwrap();
         buf.try_resize(len, 1).unwrap();

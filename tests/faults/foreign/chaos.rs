@@ -21,8 +21,8 @@ use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::pipeline::{Fill, Pipeline, Priority, Sink, Source, Staging};
 use pinpool::telemetry::Sampler;
 use pinpool::{
-    Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request, Stream,
-    SubmitError, Unpinned,
+    Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
+    Stream, SubmitError, Unpinned,
 };
 
 use super::hostile::{Bomb, Quiet, Turn, Value, waker};
@@ -535,8 +535,7 @@ fn chaos(faults: bool) {
         .build()
         .unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
-    let copier =
-        Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
+    let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let pipeline = Pipeline::builder(&pool, &device)
         .threads(2)
         .chunk(64 << 10)
