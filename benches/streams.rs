@@ -115,7 +115,7 @@ impl Open {
         let times = if quick() { 10 } else { 300 };
         [
             median(times, || assert!(self.pool.try_checkout(40 << 20).is_err(), "the pool is full")),
-            median(times, || drop(std::hint::black_box(self.pool.stats()))),
+            median(times, || _ = std::hint::black_box(self.pool.stats())),
             median(times, || drop(self.upload(0).wait().expect("an upload"))),
         ]
     }
@@ -209,7 +209,7 @@ fn threads() {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().expect("it ends"));
-        median(if quick() { 10 } else { 300 }, || drop(std::hint::black_box(pool.stats())))
+        median(if quick() { 10 } else { 300 }, || _ = std::hint::black_box(pool.stats()))
     };
     let many = if quick() { 64 } else { 1024 };
     row(&format!("stats() after {many} threads have ended"), "us", cost(16), cost(many), 3.0);

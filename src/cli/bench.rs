@@ -12,8 +12,8 @@
 //! shows each figure as a ratio to the peak, and to copies in memory by as many threads, which bound each path on which
 //! the CPU touches the bytes.
 //!
-//! The pageable path is the driver's own copy of ordinary memory; the pipeline copies the same memory. The gathered
-//! pieces are scattered over that memory, and one call of the copy queue uploads them, with as many threads that pack.
+//! The pageable path is the driver's own copy of ordinary memory; the pipeline copies the same memory. The pieces are
+//! scattered over that memory, and one call of a copier with as many threads uploads them.
 //!
 //! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
 
@@ -24,8 +24,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 use pinpool::pipeline::Pipeline;
 use pinpool::{
-    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, QueueOptions, Request,
-    Stream, Unpinned,
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Stream, Unpinned,
 };
 use serde_json::{Value, json};
 
@@ -42,7 +41,7 @@ const USUAL_SIZE: usize = 1 << 30;
 const LEAST_SIZE: usize = 16 << 20;
 /// Page-locked buffers, which together hold all bytes of a copy.
 const BUFFERS: usize = 8;
-/// Bytes of a gathered piece.
+/// Bytes of a piece.
 const PIECE: usize = 16 << 10;
 /// The largest page size of a system: a pool's capacity is in whole pages.
 const LARGEST_PAGE: usize = 64 << 10;
@@ -91,7 +90,7 @@ struct BenchSetup {
     bufs: Vec<PinnedBuf>,
     streams: Vec<Stream>,
     pipeline: Pipeline,
-    queue: CopyQueue,
+    copier: Copier,
     unpinned: bool,
 }
 
@@ -153,7 +152,7 @@ fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Er
     let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
     let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
-    let queue = device.copy_queue_with(QueueOptions::new().packers(threads))?;
+    let copier = Copier::builder(&pool, device).threads(threads).share(share).build()?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
     let zeros = |len: usize| {
         let mut bytes = super::room(len)?;
@@ -165,7 +164,19 @@ fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Er
     let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
     let (device, source) = (device.clone(), Arc::new(source));
     let bufs = link.into_iter().map(|(buf, _)| buf).collect();
-    Ok(BenchSetup { device, threads, size, source, target, memory, bufs, streams, pipeline, queue, unpinned })
+    Ok(BenchSetup {
+        device,
+        threads,
+        size,
+        source,
+        target,
+        memory,
+        bufs,
+        streams,
+        pipeline,
+        copier,
+        unpinned,
+    })
 }
 
 /// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the
@@ -228,9 +239,9 @@ enum Figure {
     PageableUp,
     PipelineUp,
     PipelineDown,
-    Gather,
+    Pieces,
 }
-use Figure::{Gather, LinkDown, LinkUp, Memcpy, PageableUp, PipelineDown, PipelineUp};
+use Figure::{LinkDown, LinkUp, Memcpy, PageableUp, Pieces, PipelineDown, PipelineUp};
 
 /// Each figure with its key in the object, its line in the table, and its name in messages, in the order of a round.
 const FIGURES: [(Figure, &str, &str, &str); 7] = [
@@ -240,7 +251,7 @@ const FIGURES: [(Figure, &str, &str, &str); 7] = [
     (PageableUp, "pageable_upload", "pageable memory to the device", "pageable upload"),
     (PipelineUp, "pipeline_upload", "pipeline, to the device", "pipeline's upload"),
     (PipelineDown, "pipeline_download", "pipeline, from the device", "pipeline's download"),
-    (Gather, "gather", "pieces of 16 KiB, gathered", "gathered pieces"),
+    (Pieces, "pieces", "scattered pieces of 16 KiB", "scattered pieces"),
 ];
 
 /// GB/s of 10^9 bytes, in the order of [`FIGURES`].
@@ -249,7 +260,7 @@ type Speeds = [f64; FIGURES.len()];
 impl Figure {
     /// Whether the copy goes to the device's memory; else it goes to the host's.
     fn is_upload(self) -> bool {
-        matches!(self, LinkUp | PageableUp | PipelineUp | Gather)
+        matches!(self, LinkUp | PageableUp | PipelineUp | Pieces)
     }
 
     fn is_link(self) -> bool {
@@ -295,7 +306,7 @@ impl BenchSetup {
     /// Makes the copy. Returns the time that it took.
     fn run(&mut self, figure: Figure, streams: usize) -> Result<Duration, Error> {
         let source = self.source.clone();
-        let pieces = if figure == Gather { self.pieces(&source)? } else { Vec::new() };
+        let pieces = if figure == Pieces { self.pieces(&source)? } else { Vec::new() };
         let since = Instant::now();
         match figure {
             Memcpy => each(&mut self.target, self.threads, |start, part| {
@@ -306,7 +317,7 @@ impl BenchSetup {
             PageableUp => self.streams[0].upload_blocking(&source, &self.memory)?,
             PipelineUp => self.pipeline.upload_slice(&source, &self.memory)?,
             PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target)?,
-            Gather => self.queue.gather_blocking(self.pipeline.pool(), &pieces)?,
+            Pieces => self.copier.upload_pieces(&pieces)?.wait()?,
         }
         Ok(since.elapsed())
     }
@@ -356,7 +367,7 @@ impl BenchSetup {
         let scattered = Scattered::new(self.size);
         let compared = spread(self.threads, self.size / PIECE, |piece| {
             let at = piece * PIECE;
-            let from = if figure == Gather { scattered.from(piece) } else { at };
+            let from = if figure == Pieces { scattered.from(piece) } else { at };
             let same = self.target[at..at + PIECE] == self.source[from..from + PIECE];
             if same { Ok(()) } else { Err(at) }
         });
@@ -472,10 +483,10 @@ mod tests {
         setup.pipeline.upload_slice(&setup.source[..1 << 19], &setup.memory).unwrap();
         let partly = setup.compare(PipelineUp).unwrap_err();
         // All pieces, in the wrong places.
-        setup.prepare(Gather).unwrap();
+        setup.prepare(Pieces).unwrap();
         setup.pipeline.upload_slice(&setup.source, &setup.memory).unwrap();
-        let mixed = setup.compare(Gather).unwrap_err();
-        assert!(mixed.to_string().contains("the gathered pieces: mismatch in bytes 16384.."), "{mixed}");
+        let mixed = setup.compare(Pieces).unwrap_err();
+        assert!(mixed.to_string().contains("the scattered pieces: mismatch in bytes 16384.."), "{mixed}");
         assert!(partly.to_string().contains("the pipeline's upload: mismatch in bytes 524288.."), "{partly}");
     }
 }

@@ -8,8 +8,8 @@
 
 mod captured;
 mod copier;
-pub mod gather;
 mod host;
+mod overlap;
 pub mod pipeline;
 mod queue;
 

@@ -645,11 +645,6 @@ impl Pool {
         self.0.main.central.config().serves.contains(&context.id())
     }
 
-    /// The longest request that the main store could ever serve, in bytes.
-    pub(crate) fn longest(&self) -> usize {
-        self.0.main.central.config().largest
-    }
-
     /// The central pools of all stores.
     pub(crate) fn centrals(&self) -> impl Iterator<Item = &Arc<CentralPool>> {
         self.stores().map(|store| &store.central)

@@ -38,9 +38,9 @@ fn is_bench(report: &Value) {
         [
             "device",
             "error",
-            "gather_gb_per_s",
             "memcpy_gb_per_s",
             "pageable_upload_gb_per_s",
+            "pieces_gb_per_s",
             "pinned_peak_download_gb_per_s",
             "pinned_peak_upload_gb_per_s",
             "pipeline_download_gb_per_s",

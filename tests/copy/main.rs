@@ -1,4 +1,4 @@
-//! Copies beyond a single upload: the copy queue, gather and scatter, and the pipeline between files and devices. All
+//! Copies beyond a single upload: the copy queue, pieces by a copier, and the pipeline between files and devices. All
 //! on host devices.
 
 mod pieces;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Unpinned,
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Stream, Unpinned,
 };
 
 use crate::support::own_process;
@@ -185,8 +185,7 @@ fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(P
 
 const LEN: usize = 8 << 10;
 
-/// Checks that the bytes of a gather of pinned pieces are there, by a scatter to other buffers, which come back in
-/// order.
+/// Checks that the bytes of pinned pieces are there, by a download to other buffers, which come back in order.
 fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     let landing = |place: &DeviceSlice| {
         let mut landing = from.checkout(LEN).unwrap();
@@ -543,29 +542,35 @@ fn a_refused_piece_comes_back_with_all_others() {
 #[test]
 fn a_copy_of_pieces_fails() {
     own_process!();
-    let s = setup(HostConfig::new(), 8 << 20);
-    let pieces = Pieces::new(&s.memory, 0, short(1200));
-    for nth in [0, 3, 9] {
-        for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
-            s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-            let error = s.up(&pieces.all()).unwrap_err();
-            assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
-            s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-            drop(s.copier.upload_pieces(&pieces.all()));
-            all_back(&s);
-            s.node.clear_faults();
-            s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-            let mut back: Vec<Vec<u8>> = pieces.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
-            let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-                pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-            s.copier.download_pieces(&mut targets).unwrap_err();
-            assert_eq!(s.node.clear_faults(), 0);
-            s.up(&pieces.all()).unwrap();
-            pieces.come_back(&s);
+    let late = HostConfig::new().late(Duration::from_micros(100), 3);
+    for config in [HostConfig::new(), late, HostConfig::new().stepped(5)] {
+        let s = setup(config, 8 << 20);
+        let pieces = Pieces::new(&s.memory, 0, short(1200));
+        for nth in [0, 3, 9] {
+            for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let class = s.up(&pieces.all()).unwrap_err().class();
+                let due =
+                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
+                assert_eq!(class, due, "{failure:?}");
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                drop(s.copier.upload_pieces(&pieces.all()));
+                all_back(&s);
+                s.node.clear_faults();
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let mut back: Vec<Vec<u8>> =
+                    pieces.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
+                let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+                    pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
+                s.copier.download_pieces(&mut targets).unwrap_err();
+                assert_eq!(s.node.clear_faults(), 0);
+                s.up(&pieces.all()).unwrap();
+                pieces.come_back(&s);
+            }
         }
+        all_back(&s);
+        assert_eq!(s.pool.stats().quarantined_bytes, 0);
     }
-    all_back(&s);
-    assert_eq!(s.pool.stats().quarantined_bytes, 0);
 }
 
 /// The device dies at any point of an upload or a download of pieces: both end, with that error, and nothing is in use.
@@ -756,5 +761,168 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
     let back =
         stream.download(s.memory.slice(..expected.len()).unwrap(), s.pool.checkout(expected.len()).unwrap());
     assert!(back.unwrap().wait().unwrap()[..] == expected[..]);
+    all_back(&s);
+}
+
+/// More failures than there are attempts to record an event.
+const FOR_GOOD: u64 = 10_000;
+
+/// Events fail for good, so the copier's stream is given up while its copies are queued, on a device that is alive. The
+/// segment, which the copies read, is not taken again.
+#[test]
+fn a_segment_outlives_copies_whose_end_is_never_known() {
+    const LEN: usize = 300;
+    own_process!();
+    let s = setup(HostConfig::new().stepped(5), 4 << 20);
+    for _ in 0..FOR_GOOD {
+        s.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
+    }
+    let (first, last) = (bytes(1, LEN), bytes(2, LEN));
+    // They overlap on the device, so they never share a batch.
+    let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
+    let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
+    let sent = s.copier.upload_pieces(&pieces).unwrap();
+    assert!(!sent.is_over(), "nothing has been copied yet");
+    let since = Instant::now();
+    while !sent.is_over() {
+        assert!(since.elapsed() < HANG, "the stream is never given up");
+        s.copier.reap();
+        s.device.reap();
+    }
+    assert!(sent.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
+    // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
+    assert!(s.node.queued(0) > 0);
+    let mut taken = no_room(&s);
+    for buf in &mut taken {
+        buf.try_resize(buf.capacity(), 0xEE).unwrap();
+    }
+    assert!(!taken.is_empty() && s.pool.stats().quarantined_bytes > 0, "{:?}", s.pool.stats());
+    s.node.clear_faults();
+    while s.node.step() {}
+    drop(taken);
+    let stream = s.device.stream().unwrap();
+    for (place, sent) in places.iter().zip([&first, &last]) {
+        let back = stream.download(place, s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+        // Where they overlap, either wins.
+        let own = if std::ptr::eq(sent, &raw const first) { 0..100 } else { 200..LEN };
+        assert!(back[own.clone()] == sent[own], "the copy read what another wrote to its segment");
+    }
+    s.pool.check().unwrap();
+}
+
+/// A pool whose memory the copier's device may not reach is refused, and so are its buffers, before anything is copied.
+#[test]
+fn a_pool_of_another_device_is_refused() {
+    own_process!();
+    let s = setup(HostConfig::new().stepped(5), 4 << 20);
+    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
+    let other = Device::on(&other, 0).unwrap();
+    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    wrong(Copier::builder(&pool, &s.device).build().unwrap_err());
+    let filled = |pool: &Pool| {
+        let mut buf = pool.checkout(8).unwrap();
+        buf.extend_from_slice(b"neighbor");
+        buf
+    };
+    // The last of two.
+    let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
+    let refused =
+        s.copier.upload_buffers(vec![(filled(&s.pool), place(0)), (filled(&pool), place(1))]).unwrap_err();
+    let back = refused.buffer.unwrap();
+    assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
+    wrong(refused.error);
+    let refused =
+        s.copier.download_buffers(vec![(place(0), filled(&s.pool)), (place(1), filled(&pool))]).unwrap_err();
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    wrong(refused.error);
+    assert_eq!(s.copier.stats().chunks, 0);
+    drop(back);
+    all_back(&s);
+}
+
+/// A long call ends, though other callers start short ones all the time.
+#[test]
+fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
+    own_process!();
+    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 4 << 20);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (told, hears) = std::sync::mpsc::channel();
+    let all: std::result::Result<Vec<_>, _> = std::thread::scope(|scope| {
+        for t in 0..8 {
+            let (s, stop) = (&s, &stop);
+            scope.spawn(move || {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
+                    let mut buf = s.pool.checkout(64).unwrap();
+                    buf.extend_from_slice(&[1; 64]);
+                    drop(s.copier.upload_buffers(vec![(buf, place)]).unwrap());
+                }
+            });
+        }
+        scope.spawn(|| {
+            for _ in 0..4 {
+                let pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
+                told.send(s.copier.upload_buffers(pieces).unwrap().wait()).unwrap();
+            }
+        });
+        let all = (0..4).map(|_| hears.recv_timeout(HANG)).collect();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        all
+    });
+    for back in all.expect("it gets through") {
+        let back = back.unwrap();
+        assert_eq!(back.len(), 64);
+        assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
+    }
+    let places: Vec<_> = (0..64).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap()).collect();
+    pinned_come_back(&s, &s.pool, &places);
+    all_back(&s);
+}
+
+/// Checks of a pool that copiers, queues and streams use meanwhile find nothing wrong.
+#[test]
+fn a_busy_pool_is_sound() {
+    own_process!();
+    let s = setup(HostConfig::new(), 4 << 20);
+    let queue = s.device.copy_queue().unwrap();
+    let streams = [(); 2].map(|()| s.device.stream().unwrap());
+    let until = Instant::now() + Duration::from_millis(1500);
+    let busy = || Instant::now() < until;
+    let place = |i: usize| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while busy() {
+                let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), place(i))).collect();
+                let pieces: Vec<_> =
+                    pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
+                s.up(&pieces).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let sent = s.copier.upload_buffers(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
+                drop(sent.wait().unwrap());
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
+                let (buf, place) = sent.remove(0);
+                drop(queue.upload(buf, place).unwrap().wait().unwrap());
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let buf = s.pool.checkout(LEN).unwrap();
+                drop(Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap().wait().unwrap());
+            }
+        });
+        let mut checks = 0;
+        while busy() {
+            checks += 1;
+            s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
+        }
+    });
     all_back(&s);
 }

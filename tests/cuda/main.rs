@@ -11,6 +11,7 @@ mod graphs;
 mod hardware;
 mod memory;
 mod nodes;
+mod pieces;
 mod pipeline;
 mod pointers;
 mod queue;

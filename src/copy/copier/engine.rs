@@ -14,7 +14,7 @@ use super::stats::Counters;
 use super::worker::{Holdings, Worker};
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
-use crate::copy::queue::overlap::first_in_the_way;
+use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::device::{SpreadWay, Transfer};
