@@ -43,11 +43,31 @@ const WAITERS: &[usize] = &[100, 10_000, 100_000];
 /// Developers add rows here.
 const ROWS: &[Row] = &[
     Row { name: "n wait: join", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).join },
-    Row { name: "n wait: a return that serves one", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).serve },
-    Row { name: "n wait: a return that serves none", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).other },
+    Row {
+        name: "n wait: a return that serves one",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| waiters(n).serve,
+    },
+    Row {
+        name: "n wait: a return that serves none",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| waiters(n).other,
+    },
     Row { name: "n wait: leave", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).leave },
-    Row { name: "n large ones wait: join", ends: WAITERS, gate: Gate::Times(3.0), work: |n| large_waiters(n).join },
-    Row { name: "n large ones wait: leave", ends: WAITERS, gate: Gate::Times(3.0), work: |n| large_waiters(n).leave },
+    Row {
+        name: "n large ones wait: join",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| large_waiters(n).join,
+    },
+    Row {
+        name: "n large ones wait: leave",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| large_waiters(n).leave,
+    },
     Row { name: "a return that serves all n, each", ends: WAITERS, gate: Gate::Times(3.0), work: storm },
     Row {
         name: "8 MiB wait among n buffers: a return",

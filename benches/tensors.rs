@@ -153,13 +153,15 @@ impl LoadSetup<'_> {
         let plan = micros(since);
         let since = Instant::now();
         let mut tensors = Vec::with_capacity(self.checkpoint.len());
-        tensors.extend(loading.next().map(|tensor| tensor.expect("the transfer completes")));
+        tensors.extend(loading.next_blocking().map(|tensor| tensor.expect("the transfer completes")));
         let first = micros(since);
         while loading.progress().done < loading.progress().total {
             std::thread::sleep(Duration::from_micros(200));
         }
         let since = Instant::now();
-        tensors.extend(loading.map(|tensor| tensor.expect("the transfer completes")));
+        while let Some(tensor) = loading.next_blocking() {
+            tensors.push(tensor.expect("the transfer completes"));
+        }
         let hand_out = micros(since);
         assert_eq!(tensors.len(), self.checkpoint.len());
         [open, plan, first, hand_out]

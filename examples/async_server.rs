@@ -35,7 +35,11 @@ fn main() -> Result<(), Error> {
     let tasks = (0..REQUESTS).map(|i| serve(&pool, &streams[i % 2], &memory, i));
     run_all(tasks)?;
     let stats = pool.stats();
-    println!("{REQUESTS} requests served with {} bytes, {} of them waited", stats.pinned_bytes, stats.waits);
+    let (pinned, waits) = (stats.pinned_bytes, stats.waits);
+    println!(
+        "{REQUESTS} requests served on {} with {pinned} pinned bytes, {waits} of them waited",
+        device.name()
+    );
     Ok(())
 }
 

@@ -45,6 +45,11 @@ DONE:
 const FLOATS: usize = 1 << 20;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // cudarc panics where there is no driver.
+    if let Err(error) = pinpool::Device::open("cuda:0") {
+        eprintln!("this example needs an NVIDIA GPU: {error}");
+        std::process::exit(1);
+    }
     // The server's own context, stream, kernel and memory.
     let context: Arc<CudaContext> = CudaContext::new(0)?;
     let stream: Arc<CudaStream> = context.new_stream()?;

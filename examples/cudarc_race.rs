@@ -19,6 +19,11 @@ const OLD: u8 = 0xEE;
 const NEW: u8 = 0x11;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // cudarc panics where there is no driver.
+    if let Err(error) = pinpool::Device::open("cuda:0") {
+        eprintln!("this example needs an NVIDIA GPU: {error}");
+        std::process::exit(1);
+    }
     let len = std::env::args().nth(1).map_or(Ok(256 << 20), |text| text.parse())?;
     // A context that has only its default stream does not track events; the first other stream makes it.
     let (single, tracked, untracked) = (CudaContext::new(0)?, CudaContext::new(0)?, CudaContext::new(0)?);

@@ -20,6 +20,7 @@
 mod load;
 
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -27,6 +28,7 @@ use axum::http::header;
 use axum::routing::get;
 use clap::Parser;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use metrics_util::MetricKindMask;
 use pinpool::telemetry::{Histogram, Sampler, Sampling};
 use pinpool::{Device, Pool, Unpinned};
 
@@ -67,7 +69,10 @@ impl Telemetry {
     pub(crate) fn install(pool: &Pool, interval: Duration) -> Result<Self, AnyError> {
         // Without bounds the exporter makes summaries, which cannot be added up over servers. With the library's bounds
         // the exporter counts each duration in the same bucket as the library does.
+        // With a timeout, pools and streams that are gone leave the answers.
+        let timeout = (10 * interval).max(Duration::from_secs(60));
         let handle = PrometheusBuilder::new()
+            .idle_timeout(MetricKindMask::ALL, Some(timeout))
             .set_buckets_for_metric(Matcher::Prefix("pinpool".into()), &Histogram::bounds_seconds())?
             .install_recorder()?;
         let sampling = Sampler::new(pool).stuck_after(Duration::from_secs(30)).spawn(interval)?;
@@ -142,9 +147,18 @@ impl Dashboard {
 }
 
 #[tokio::main]
-async fn main() -> Result<(), AnyError> {
-    let options = Options::parse();
-    let dashboard = Dashboard::start(&options)?;
+async fn main() -> ExitCode {
+    match serve(&Options::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn serve(options: &Options) -> Result<(), AnyError> {
+    let dashboard = Dashboard::start(options)?;
     let listener = tokio::net::TcpListener::bind(options.listen).await?;
     println!("http://{}/, and http://{0}/metrics for Prometheus and `pinpool top`", listener.local_addr()?);
     let interrupted = async { drop(tokio::signal::ctrl_c().await) };

@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Reads the headers and checks them.
     let checkpoint = Checkpoint::open(path)?;
-    println!("{} tensors, {} bytes in all", checkpoint.len(), checkpoint.bytes());
+    println!("{} tensors, {} bytes in all, to {}", checkpoint.len(), checkpoint.bytes(), device.name());
 
     let start = Instant::now();
     let mut loader = checkpoint.loader(&pipeline).checksums(true);
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let mut loading = loader.start()?;
     let mut tensors = Vec::new();
-    while let Some(tensor) = loading.next() {
+    while let Some(tensor) = loading.next_blocking() {
         // This tensor is on the device; later ones are still being read. A server builds its first layers now.
         let tensor = tensor?;
         if tensors.is_empty() {

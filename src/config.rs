@@ -7,6 +7,7 @@
 //! An option is a field of `PoolBuilder`, its default in `new`, a setter with documentation, a line in `plan`, and a
 //! field of `PoolPlan`.
 
+use crate::amount::amount;
 use crate::arena::MAX_EXTENT;
 use crate::device::HostAllocFlags;
 use crate::device::handle::Device;
@@ -227,7 +228,11 @@ impl PoolBuilder {
         let wrong = |text: String| Err(Error::Config(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
-            return wrong(format!("a capacity of {} bytes is less than one page ({page})", self.capacity));
+            return wrong(format!(
+                "a capacity of {} is less than one page ({})",
+                amount(self.capacity),
+                amount(page)
+            ));
         }
         let mut left = capacity;
         for (i, (name, bytes)) in self.reserves.iter().enumerate() {
@@ -239,14 +244,20 @@ impl PoolBuilder {
             }
             left = match left.checked_sub(up(*bytes)) {
                 Some(left) if left > 0 => left,
-                _ => return wrong(format!("the reserves leave nothing of the capacity of {capacity} bytes")),
+                _ => {
+                    return wrong(format!(
+                        "the reserves leave nothing of the capacity of {}",
+                        amount(capacity)
+                    ));
+                }
             };
         }
         let nodes = self.nodes().len();
         let share = down(left / nodes);
         if share == 0 {
             return wrong(format!(
-                "a capacity of {left} bytes has no whole page for each of {nodes} NUMA nodes"
+                "a capacity of {} has no whole page for each of {nodes} NUMA nodes",
+                amount(left)
             ));
         }
         let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(share);
@@ -254,11 +265,12 @@ impl PoolBuilder {
         let extent =
             down(self.extent.unwrap_or(256 << 20).min(longest.unwrap_or(usize::MAX))).min(MAX_EXTENT);
         if region == 0 || extent == 0 {
-            return wrong(format!("regions and extents need at least one page ({page})"));
+            return wrong(format!("regions and extents need at least one page ({})", amount(page)));
         }
         let initial = match self.initial {
             Some(bytes) if down(bytes) > left => {
-                return wrong(format!("{bytes} bytes to start with are more than the capacity of {left}"));
+                let (bytes, left) = (amount(bytes), amount(left));
+                return wrong(format!("{bytes} to start with are more than the capacity of {left}"));
             }
             // Each node starts with its part, at least a page.
             Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),

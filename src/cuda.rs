@@ -334,6 +334,71 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     context.worker().call(move || maker.noting(cuda(&device)?.set_heap_limit(bytes)))
 }
 
+/// The kernels that spread and collect bytes, for this repository's tests. No part of the API.
+#[doc(hidden)]
+pub mod spread {
+    use std::ffi::c_void;
+
+    use super::{Cuda, cuda};
+    use crate::device::handle::Device;
+    use crate::device::{DevicePtr, Driver, SpreadRow, SpreadRun, SpreadWay, StreamHandle};
+    use crate::error::Result;
+
+    /// A row of a table: where it is, its place among the packed bytes, its length.
+    pub fn row(place: u64, offset: u32, len: u32) -> [u8; size_of::<SpreadRow>()] {
+        let row = SpreadRow { place: DevicePtr(place), offset, len };
+        // SAFETY: two structures of one size, and the first has no padding.
+        unsafe { std::mem::transmute::<SpreadRow, [u8; 16]>(row) }
+    }
+
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// What the driver's `load_spread` says.
+    pub fn load(device: &Device) -> Result<()> {
+        cuda(device)?;
+        let (context, device) = (device.context().clone(), device.clone());
+        context.worker().call(move || device.context().noting(cuda(&device)?.load_spread()))
+    }
+
+    /// Launches one for runs, each of them packed bytes, a table, and the number of its rows.
+    ///
+    /// # Errors
+    /// What the driver's `spread` says.
+    ///
+    /// # Safety
+    /// As for the driver's `spread`; and the stream is one of the device's.
+    pub unsafe fn launch(
+        device: &Device,
+        stream: *mut c_void,
+        collect: bool,
+        runs: &[(u64, u64, u32)],
+    ) -> Result<()> {
+        let run = |&(packed, table, rows): &(u64, u64, u32)| SpreadRun {
+            packed: DevicePtr(packed),
+            table: DevicePtr(table),
+            rows,
+        };
+        let way = if collect { SpreadWay::Collect } else { SpreadWay::Spread };
+        let runs: Vec<SpreadRun> = runs.iter().map(run).collect();
+        // SAFETY: the caller's promise.
+        let launched = unsafe { cuda(device)?.spread(StreamHandle(stream as usize as u64), way, &runs) };
+        device.context().noting(launched)
+    }
+
+    /// A stream of high priority, which the caller destroys.
+    ///
+    /// # Errors
+    /// What the driver's `create_urgent_stream` says.
+    pub fn urgent_stream(device: &Device) -> Result<*mut c_void> {
+        cuda(device)?;
+        let (context, device) = (device.context().clone(), device.clone());
+        let made =
+            context.worker().call(move || device.context().noting(cuda(&device)?.create_urgent_stream()))?;
+        Ok(Cuda::raw_stream(made))
+    }
+}
+
 /// The device's driver, in the process that opened it.
 fn cuda(device: &Device) -> Result<&Cuda> {
     crate::os::check_fork()?;

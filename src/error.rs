@@ -7,12 +7,13 @@
 //! bounded length ([`crate::escape`]): each field of text goes through `shown`. A test makes every variant with hostile
 //! text and checks that.
 //!
-//! This module knows no other but `escape`; every module may use it.
+//! This module knows no others but `escape` and `amount`; every module may use it.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::amount::{Amount, amount};
 use crate::escape::text as shown;
 
 /// A result whose error is this crate's [`Error`], unless another is named.
@@ -193,8 +194,8 @@ pub enum Error {
     /// The length is more than any segment of this pool can have. Remedy: a larger
     /// [capacity](crate::PoolBuilder::capacity), larger [extents](crate::PoolBuilder::extent), or several buffers.
     #[error(
-        "{len} bytes are more than one segment can hold ({largest}); raise the capacity, configure larger extents, or \
-         split the request"
+        "{} are more than one segment can hold ({}); raise the capacity, configure larger extents, or split the request",
+        amount(*len), amount(*largest)
     )]
     TooLong {
         /// Bytes asked for.
@@ -237,19 +238,19 @@ pub enum Error {
     /// `LimitMEMLOCK=infinity`, `--ulimit memlock=-1`, `CAP_IPC_LOCK`), or
     /// [`Unpinned::Allow`](crate::Unpinned::Allow).
     #[error(
-        "locking {wanted} bytes was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
-         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
-        shown(limit)
+        "locking {} was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, --ulimit \
+         memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
+        amount(*wanted), shown(limit)
     )]
     MemLock {
         /// Bytes that were to be locked.
         wanted: usize,
-        /// The limit, as text (bytes, or "unlimited").
+        /// The limit, as text (an amount, or "unlimited").
         limit: String,
     },
     /// The system has no memory for a region, a plain buffer, or a file's header. Remedy: free memory, or raise the
     /// limit that the text names.
-    #[error("the system refused {wanted} bytes: {}", shown(text))]
+    #[error("the system refused {}: {}", amount(*wanted), shown(text))]
     OutOfMemory {
         /// Bytes asked for.
         wanted: usize,
@@ -259,8 +260,8 @@ pub enum Error {
     /// The pool has no free segment for this request now, and the call does not wait. Remedy: wait, let buffers return,
     /// or raise the capacity. [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error(
-        "the pool has no room for {len} bytes now ({capacity} bytes of capacity{}); wait, return buffers, or raise the \
-         capacity{}", .shortage.as_ref().map_or_else(String::new, |s| format!("; {s}")),
+        "the pool has no room for {} now (capacity {}{}); wait, return buffers, or raise the capacity{}",
+        amount(*len), amount(*capacity), .shortage.as_ref().map_or_else(String::new, |s| format!("; {s}")),
         .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
     )]
     Exhausted {
@@ -276,8 +277,8 @@ pub enum Error {
     },
     /// Memory that was to be adopted has no whole page in it. Remedy: a larger piece, or one that starts on a page.
     #[error(
-        "{len} bytes of memory to adopt have no whole page of {page} bytes in them; give a larger piece, or one that \
-         starts on a page"
+        "{} of memory to adopt have no whole page of {} in them; give a larger piece, or one that starts on a page",
+        amount(*len), amount(*page)
     )]
     NoWholePage {
         /// Bytes to adopt.
@@ -288,8 +289,8 @@ pub enum Error {
     /// Memory that was to be adopted is more than the capacity has left. Remedy: [trim](crate::Pool::trim) the pool, or
     /// raise the capacity.
     #[error(
-        "{len} bytes of memory to adopt are more than the {room} that the capacity of {capacity} bytes has left; trim \
-         the pool, or raise the capacity"
+        "{} of memory to adopt are more than the {} that the capacity of {} has left; trim the pool, or raise the \
+         capacity", amount(*len), amount(*room), amount(*capacity)
     )]
     OverCapacity {
         /// Bytes to adopt.
@@ -327,8 +328,8 @@ pub enum Error {
     /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or
     /// quarantined bytes are in the way. Remedy: a larger capacity, or less at once.
     #[error(
-        "no amount of waiting makes room for {len} bytes within a capacity of {capacity} bytes, of which \
-         {quarantined} are quarantined; raise the capacity, or ask for less at once"
+        "no amount of waiting makes room for {} within a capacity of {}, of which {} are quarantined; raise the \
+         capacity, or ask for less at once", amount(*len), amount(*capacity), amount(*quarantined)
     )]
     Impossible {
         /// Bytes asked for.
@@ -526,10 +527,27 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
+    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. The tensors that
+    /// come out before it are on the device, in the memory that the caller gave for them too; no tensor behind it can be
+    /// relied on. `cause` has the cause, its remedy and its class.
+    #[error(
+        "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
+        shown(tensor)
+    )]
+    Tensor {
+        /// The tensor: its name as messages show it, escaped and cut to 200 characters.
+        tensor: Box<str>,
+        /// Tensors of the load that are on the device: those before this one, in the order of the load.
+        landed: usize,
+        /// Tensors that were to be loaded.
+        total: usize,
+        /// The error of the transfer, with the file and the offset.
+        cause: Box<Error>,
+    },
     /// The transfer was cancelled before its end, and its target is incomplete. Remedy: start it again.
     #[error(
-        "the transfer of {} was cancelled after {done} of {total} bytes; start it again for all of them",
-        shown(what)
+        "the transfer of {} was cancelled after {} of {}; start it again for all of it",
+        shown(what), Amount(*done), Amount(*total)
     )]
     Cancelled {
         /// The file, or the name of another source or target.
@@ -578,9 +596,11 @@ pub struct Shortage {
 impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pool, requested, free, largest, withheld, withheld_for } = self;
-        write!(f, "pool {}: {requested} bytes asked for, {free} free, {largest} in one piece", shown(pool))?;
+        let (asked, free, largest) = (amount(*requested), amount(*free), amount(*largest));
+        write!(f, "pool {}: {asked} asked for, {free} free, {largest} in one piece", shown(pool))?;
         if *withheld_for > 0 {
-            write!(f, ", {withheld} withheld for a request of {withheld_for} that waits")?;
+            let (withheld, asked) = (amount(*withheld), amount(*withheld_for));
+            write!(f, ", {withheld} withheld for a request of {asked} that waits")?;
         }
         Ok(())
     }
@@ -668,6 +688,13 @@ impl Error {
         self
     }
 
+    /// [`Unavailable`](Self::Unavailable) because of an error that may begin with the device's name.
+    #[cfg(any(feature = "acl", feature = "cuda"))]
+    pub(crate) fn unavailable(device: &str, why: &Self) -> Self {
+        let why = crate::escape::unnamed(&why.to_string(), device).to_owned();
+        Self::Unavailable { device: device.to_owned(), why }
+    }
+
     /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows
     /// its own alone, which began later than the time that the deadline counts from.
     pub(crate) fn waited(self, since: Instant) -> Self {
@@ -684,7 +711,7 @@ impl Error {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Device(e) => e.class,
-            Self::Transfer { cause, .. } => cause.class(),
+            Self::Transfer { cause, .. } | Self::Tensor { cause, .. } => cause.class(),
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Internal(_) => ErrorClass::DeviceLost,
             Self::Exhausted { .. }

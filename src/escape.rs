@@ -23,6 +23,15 @@ pub fn text<T: Display + ?Sized>(what: &T) -> Shown<'_, T> {
     Shown(what, TEXT)
 }
 
+/// A message without the name that it begins with, for a text that has said that name.
+#[cfg_attr(
+    not(any(feature = "acl", feature = "cuda")),
+    allow(dead_code, reason = "of drivers and the command")
+)]
+pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
+    text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
+}
+
 /// A text as [`Shown`] shows it, without a copy if that is the same text.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     // (A text has at least as many bytes as characters.)

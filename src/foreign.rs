@@ -349,10 +349,19 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
         return;
     }
     if cfg!(not(loom)) && STATE.with(|state| state.deferrals.get() > 0) {
-        return later(DeferredWork::Drop(Box::new(move || drop(value))));
+        return later(DeferredWork::Drop(Box::new(move || release(value))));
     }
     // Unlike wakes, a drop does not wait for its turn: the caller may rely on the value being dropped.
-    _ = call(DROP_PANICKED, || drop(value));
+    _ = call(DROP_PANICKED, || release(value));
+}
+
+/// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which is
+/// being taken down.
+fn release<T>(value: T) {
+    match crate::exit::pass() {
+        Some(_pass) => drop(value),
+        None => std::mem::forget(value),
+    }
 }
 
 /// Runs a job of the crate's that may call foreign code and that nothing waits for: now; or later, if this thread puts
@@ -413,10 +422,11 @@ impl<T: Send + 'static> fmt::Debug for Owned<T> {
 
 // --- events and spans ------------------------------------------------------------------------------------------------
 
-/// Whether events of a level may have a listener. Calls no subscriber.
+/// Whether events of a level may have a listener. Calls no subscriber. From the process's exit on there are no events:
+/// what follows then is no news, and the subscriber may have ended.
 #[inline]
 pub(crate) fn listens(level: tracing::Level) -> bool {
-    level <= STATIC_MAX_LEVEL && level <= LevelFilter::current()
+    level <= STATIC_MAX_LEVEL && level <= LevelFilter::current() && !crate::exit::exiting()
 }
 
 /// Sends an event to the subscriber, now or later. The event owns its fields.

@@ -51,7 +51,8 @@
 //! | choose the memory | [`PoolBuilder::backing`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
 //! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer |
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured |
-//! | make many small copies | [`Device::copy_queue`]; [`CopyQueue::gather`] and [`CopyQueue::scatter_blocking`] for thousands of pieces in one call; [`Stream::wait_for_copy`] to order other work behind a copy |
+//! | make many small copies | [`Device::copy_queue`]; [`Stream::wait_for_copy`] to order other work behind a copy |
+//! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
 //! | move gigabytes | the module [`pipeline`]; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
@@ -133,9 +134,11 @@
 //
 // | module              | what it has                                                                      | unsafe |
 // | ------------------- | -------------------------------------------------------------------------------- | ------ |
+// | amount              | amounts of memory, to be shown                                                   |        |
 // | escape              | text of a file, a driver or the system, escaped and cut, to be shown             |        |
 // | error               | the errors, and what each means for the caller                                   |        |
 // | sealed              | a key that methods of sealed traits take, so that only the crate calls them      |        |
+// | exit                | the end of the process: from then on no driver is called                         |        |
 // | os                  | all system calls                                                                 | yes    |
 // | foreign             | all calls of the program's code, and when they must not be made                  | yes    |
 // | locks               | locks under which the program's code is put off                                  |        |
@@ -155,7 +158,7 @@
 // | config              | how a pool is set up                                                             |        |
 // | telemetry::stuck    | the report on buffers that have been out for long                                |        |
 // | pool                | the public face: trying, growing, waiting, ending                                | yes    |
-// | copy                | copies between buffers and device memory; the pipeline, the copy queue           | yes    |
+// | copy                | copies of buffers to devices and back; the pipeline, the copy queue, the copier  | yes    |
 // | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
@@ -165,6 +168,7 @@
 
 #[cfg(feature = "acl")]
 pub mod acl;
+mod amount;
 mod arena;
 mod buffer;
 mod central;
@@ -177,6 +181,7 @@ pub mod cudarc;
 mod device;
 mod error;
 mod escape;
+mod exit;
 mod foreign;
 mod freelist;
 mod locks;
@@ -194,9 +199,11 @@ mod timer;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::gather::{self, Gathered};
 pub use copy::pipeline;
-pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
+pub use copy::{
+    Copier, CopierBuilder, CopierStats, CopyProgress, CopyQueue, Copying, DeviceRange, GraphBuf, Landing,
+    QueueOptions, QueueStats,
+};
 pub use device::HostAllocFlags;
 #[doc(hidden)]
 pub use device::family;

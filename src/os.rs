@@ -14,7 +14,8 @@
 //! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
 //!
 //! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
-//! starts threads, `barrier` has the barrier for all threads and what replaces it, and `fork` says what a fork does.
+//! starts threads, `barrier` has the barrier for all threads and what replaces it, `fork` says what a fork does, and
+//! `exit` what the end of the process does.
 //! Every module may call this one.
 //!
 //! The crate runs on Linux. On other systems everything here exists and returns that it is unsupported.
@@ -22,10 +23,12 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod barrier;
+mod exit;
 pub(crate) mod file;
 mod fork;
 pub(crate) mod thread;
 
+pub(crate) use exit::watch_exit;
 pub(crate) use fork::{check_fork, empty_in_child, forked, watch_forks};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
@@ -251,8 +254,8 @@ mod linux {
         unsafe { libc::munlock(base.as_ptr().cast(), len) };
         Err(match error.raw_os_error() {
             Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
-                let limit =
-                    memlock_limit().map_or_else(|| "unlimited".to_owned(), |limit| format!("{limit} bytes"));
+                let limit = memlock_limit()
+                    .map_or_else(|| "unlimited".to_owned(), |limit| crate::amount::Amount(limit).to_string());
                 Error::MemLock { wanted: len, limit }
             }
             _ => Error::OutOfMemory { wanted: len, text: error.to_string() },
@@ -372,6 +375,21 @@ mod linux {
         unsafe { libc::atexit(handler) == 0 }
     }
 
+    /// Makes the system keep the shared library that this code is in until the process ends, although the program unloads
+    /// it. The program itself is never unloaded.
+    pub(super) fn pin_library() {
+        // SAFETY: fields that zeros are a valid value of: pointers and numbers.
+        let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
+        let here = pin_library as fn() as *const c_void;
+        // SAFETY: the place for the result lives for the call.
+        if unsafe { libc::dladdr(here, &raw mut found) } == 0 || found.dli_fname.is_null() {
+            return;
+        }
+        // Nothing is loaded: the call finds what is there, or nothing where this is the program. The handle is not
+        // closed. SAFETY: the name is the loader's own.
+        unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
+    }
+
     /// 128 bits that cannot be guessed, from the system's generator. A process and its forks get different ones.
     pub(crate) fn random() -> [u64; 2] {
         let mut bits = [0u64; 2];
@@ -472,6 +490,8 @@ mod other {
     pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }
+
+    pub(super) fn pin_library() {}
 
     pub(crate) fn random() -> [u64; 2] {
         super::hashed()

@@ -63,6 +63,7 @@ pub(crate) fn cancel(Planned(at, number): Planned) {
 }
 
 fn run() {
+    crate::sync::enter(crate::sync::Own::Timer);
     let mut timer = TIMER.lock();
     loop {
         let now = Instant::now();

@@ -1,4 +1,4 @@
-// Plain loops beside gather and scatter: the packing written by hand, and the driver's own copies of pieces in their places.
+// Plain loops beside a copier's pieces: the packing written by hand, and the driver's own copies of pieces in their places.
 //
 //   plain_packing_mb_per_s_up, _down     pieces of 16 KiB of ordinary memory, in no order, into segments or out of them; no device
 //   plain_gather_mb_per_s_up, _down      the same to the device and back: two segments a thread, one stream, an event for each

@@ -1,17 +1,14 @@
-//! Pinned pieces between random places: submitted one by one by several threads, and by one call.
+//! Pinned pieces between random places, submitted one by one by several threads.
 
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use pinpool::{CopyQueue, Device, DeviceSlice, PinnedBuf, Pool};
+use pinpool::{CopyQueue, Device, DeviceBuffer, DeviceSlice, PinnedBuf, Pool, Stream};
 
+use crate::batches::floor;
 use crate::driver::Driver;
 use crate::measure::{self, Spread, at_least, beside, line, number, numbers};
-use crate::sweep::floor;
 use crate::{Random, checkout, peak, pool, queue};
-
-/// In place of a number of threads: by one call.
-const ONE_CALL: usize = 0;
 
 pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
     let quick = measure::quick();
@@ -34,21 +31,20 @@ pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
                 );
                 rate / peak
             });
-            for threads in numbers("pushers", &[1, 4, ONE_CALL]) {
+            for threads in numbers("pushers", &[1, 4]) {
                 let mut ratios = Vec::new();
                 let mut best = 0.0_f64;
                 for _ in 0..=rounds {
                     let peak = peak(&pool, &stream, &memory, whole, upload);
-                    let rate = pieces(device, &pool, &queue, &memory, total, piece, threads, upload);
+                    let rate = pieces(&pool, &stream, &queue, &memory, (total, piece), threads, upload);
                     ratios.push(rate / peak);
                     best = best.max(rate);
                 }
                 ratios.remove(0);
                 let (kib, way) = (piece >> 10, if upload { "up" } else { "down" });
                 let spread = Spread::of(&ratios);
-                let by = if threads == ONE_CALL { "one call".into() } else { format!("{threads} threads") };
-                println!("\nscattered pieces of {kib} KiB, {way}, {by}: {best:.1} GB/s at best");
-                let name = format!("pieces of {kib} KiB, {way}, {by}, of the pinned peak");
+                println!("\nscattered pieces of {kib} KiB, {way}, {threads} threads: {best:.1} GB/s at best");
+                let name = format!("pieces of {kib} KiB, {way}, {threads} threads, of the pinned peak");
                 line(
                     format!("scatter_{way}_{kib}k_permille"),
                     threads,
@@ -65,14 +61,12 @@ pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
 }
 
 /// GB/s of `total` bytes in pieces, each at a random place on both sides. The bytes are compared afterwards.
-#[allow(clippy::too_many_arguments, reason = "a bench's parameters")]
 fn pieces(
-    device: &Device,
     pool: &Pool,
+    stream: &Stream,
     queue: &CopyQueue,
-    memory: &pinpool::DeviceBuffer,
-    total: usize,
-    piece: usize,
+    memory: &DeviceBuffer,
+    (total, piece): (usize, usize),
     threads: usize,
     upload: bool,
 ) -> f64 {
@@ -83,7 +77,6 @@ fn pieces(
         (0..count).map(|i| Some(checkout(pool, piece, i * 7 + 3))).collect();
     let places = random.order(count);
     let order = random.order(count);
-    let stream = device.stream().expect("a stream");
     if !upload {
         // The source of the download: at each place the bytes of the piece that belongs there.
         for (i, place) in places.iter().enumerate() {
@@ -95,18 +88,13 @@ fn pieces(
             bufs[i] = Some(buf);
         }
     }
-    let parts = threads.max(1);
-    let mut work: Vec<Vec<(usize, PinnedBuf, DeviceSlice)>> = (0..parts).map(|_| Vec::new()).collect();
+    let mut work: Vec<Work> = (0..threads).map(|_| Vec::new()).collect();
     for (n, &i) in order.iter().enumerate() {
         let at = places[i] * piece;
         let buf = bufs[i].take().expect("there");
-        work[n % parts].push((i, buf, memory.slice(at..at + piece).expect("within")));
+        work[n % threads].push((i, buf, memory.slice(at..at + piece).expect("within")));
     }
-    let (mut back, took) = if threads == ONE_CALL {
-        call(pool, queue, work.remove(0), upload)
-    } else {
-        push(queue, work, upload)
-    };
+    let (mut back, took) = push(queue, work, upload);
     if upload {
         let mut all = vec![0; total];
         stream.download_blocking(memory.slice(..total), &mut all).expect("a copy");
@@ -154,21 +142,4 @@ fn push(queue: &CopyQueue, work: Vec<Work>, upload: bool) -> (Vec<(usize, Pinned
             running.into_iter().flat_map(|t| t.join().expect("a thread of the bench")).collect();
         (back, since.elapsed())
     })
-}
-
-/// All pieces by one call.
-fn call(pool: &Pool, queue: &CopyQueue, work: Work, upload: bool) -> (Vec<(usize, PinnedBuf)>, Duration) {
-    let names: Vec<usize> = work.iter().map(|(i, ..)| *i).collect();
-    let (came, took) = if upload {
-        let pieces = work.into_iter().map(|(_, buf, range)| (buf, range)).collect();
-        let since = Instant::now();
-        let came = queue.gather_pinned(pool, pieces).expect("copies").wait().expect("the device works");
-        (came, since.elapsed())
-    } else {
-        let pieces = work.into_iter().map(|(_, buf, range)| (range, buf)).collect();
-        let since = Instant::now();
-        let came = queue.scatter_pinned(pool, pieces).expect("copies").wait().expect("the device works");
-        (came, since.elapsed())
-    };
-    (names.into_iter().zip(came).collect(), took)
 }

@@ -116,7 +116,8 @@ impl Arena {
                     if !listed.contains(&here) {
                         let at = base - e.base.as_ptr().addr();
                         for (block, sum) in out.iter_mut().enumerate() {
-                            let (from, to) = (block * windows::BLOCK_BYTES, (block + 1) * windows::BLOCK_BYTES);
+                            let (from, to) =
+                                (block * windows::BLOCK_BYTES, (block + 1) * windows::BLOCK_BYTES);
                             *sum += (at + bytes).min(to).saturating_sub(at.max(from));
                         }
                         if let (Some(class), true) = (descriptor.class(), n >= from) {
@@ -167,7 +168,8 @@ impl Arena {
             total += e.pages as usize * PAGE;
         }
         let sums = (total, cut, free_slots, free_pages, idle, runs);
-        let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle.len(), self.runs.len());
+        let kept =
+            (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle.len(), self.runs.len());
         if sums != kept {
             return Err(format!(
                 "(total, cut, bytes of free segments, free pages, idle, runs) are {sums:?}, counted as {kept:?}"

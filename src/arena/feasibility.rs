@@ -70,8 +70,7 @@ impl Arena {
         let cached: Vec<usize> = Class::all().map(cached).collect();
         self.extents.iter().any(|(_, e)| {
             let page = e.base.as_ptr().addr() / PAGE;
-            let fits =
-                |from: usize, end: usize| (page + from).next_multiple_of(align) - page + need <= end;
+            let fits = |from: usize, end: usize| (page + from).next_multiple_of(align) - page + need <= end;
             let mut free_from = 0;
             // A window is no free memory for others.
             let windows = self.windows.iter().map(|(_, w)| w);

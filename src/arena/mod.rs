@@ -557,15 +557,15 @@ impl Arena {
         window
     }
 
-    /// Puts the segments of a chain back into their runs.
+    /// Puts the segments of a chain back into their runs. They were cached, so none of them lies in a window.
     ///
     /// # Safety
     /// As for [`Arena::give`], for each descriptor.
     pub(crate) unsafe fn give_chain(&mut self, mut chain: Chain) {
         while let Some(descriptor) = chain.pop() {
-            // Nothing of a window is in a chain.
             // SAFETY: this function's contract, and just popped, so in no list.
-            let _ = unsafe { self.give(descriptor) };
+            let window = unsafe { self.give(descriptor) };
+            debug_assert!(window.is_none(), "a segment in a window was cached");
         }
     }
 
@@ -601,7 +601,8 @@ impl Arena {
 
     /// The number of a run's descriptor.
     fn number_of(run: &Run, descriptor: &Descriptor) -> usize {
-        std::ptr::from_ref(descriptor).addr().wrapping_sub(run.descriptors.as_ptr().addr()) / size_of::<Descriptor>()
+        std::ptr::from_ref(descriptor).addr().wrapping_sub(run.descriptors.as_ptr().addr())
+            / size_of::<Descriptor>()
     }
 
     /// Frees the pages behind the first `used` segments of a class's run, which are all that are given out. `true` if

@@ -138,7 +138,9 @@ impl Arena {
             None => (0, e.pages, 0),
         };
         let joins = |entry: &u32| entry & (FREE | HELD) == FREE | held;
-        if let Some(left) = first.checked_sub(1).filter(|p| *p >= from).map(|p| e.map[p as usize]).filter(joins) {
+        if let Some(left) =
+            first.checked_sub(1).filter(|p| *p >= from).map(|p| e.map[p as usize]).filter(joins)
+        {
             let len = free_len(left);
             let start = first - len;
             self.take_free(extent, start, len, held);

@@ -674,7 +674,8 @@ fn the_range_with_the_fewest_bytes_out_is_chosen() {
     let (first, end) = arena.window_addresses(0).unwrap();
     assert_eq!((end - base(1 << 20).as_ptr().addr()) / PAGE, 1024);
     // SAFETY: out, so alive.
-    let holds = |s: &NonNull<Descriptor>| (first..end).contains(&unsafe { s.as_ref() }.base().as_ptr().addr());
+    let holds =
+        |s: &NonNull<Descriptor>| (first..end).contains(&unsafe { s.as_ref() }.base().as_ptr().addr());
     assert_eq!((holds(&large[0]), holds(&large[1]), holds(&small)), (false, false, true));
     assert_eq!((arena.out_of(window), arena.is_complete(window)), (1, false));
     assert!((420 * PAGE..422 * PAGE).contains(&arena.bytes().withheld));
@@ -696,7 +697,8 @@ fn a_window_begins_within_a_run() {
     // SAFETY: out, so alive.
     let at = |s: &NonNull<Descriptor>| unsafe { s.as_ref() }.base().as_ptr().addr();
     let (first, _) = arena.window_addresses(0).unwrap();
-    let (before, inside): (Vec<NonNull<Descriptor>>, Vec<_>) = held.iter().partition(|s| at(s) + 4160 <= first);
+    let (before, inside): (Vec<NonNull<Descriptor>>, Vec<_>) =
+        held.iter().partition(|s| at(s) + 4160 <= first);
     assert_eq!((inside.len(), arena.out_of(window)), (3, 3));
     // What is before the window serves others.
     give(&mut arena, before[7]);

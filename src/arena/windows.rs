@@ -376,8 +376,7 @@ impl Arena {
             .collect();
         let mut free = Vec::new();
         let last = e.runs.range(..first).next_back();
-        let mut at =
-            last.map_or(first, |(at, number)| first.max(at + self.runs[*number as usize].pages));
+        let mut at = last.map_or(first, |(at, number)| first.max(at + self.runs[*number as usize].pages));
         while at < end {
             let entry = e.map[at as usize];
             if entry & FREE == 0 {

@@ -87,6 +87,14 @@ impl<B: Lend> InFlight<B> {
         })
     }
 
+    /// The sequence number that it waits for, if it is one.
+    pub(crate) fn ticket(&self) -> Option<Ticket> {
+        match &self.tickets {
+            Tickets::One(ticket) => Some(ticket.clone()),
+            Tickets::Many(_) | Tickets::Queued(_) => None,
+        }
+    }
+
     /// The driver call has returned: sets the sequence number.
     pub(crate) fn submitted(&mut self, seq: u64) {
         if let Tickets::One(ticket) = &mut self.tickets {
@@ -116,6 +124,16 @@ impl<B: Lend> InFlight<B> {
         }
         for ticket in self.tickets.all() {
             if !ticket.timeline.poll_complete(ticket.seq)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether the device is known to be done, without asking it.
+    pub(crate) fn is_seen_done(&self) -> Result<bool> {
+        for ticket in self.tickets.all() {
+            if !ticket.timeline.is_complete(ticket.seq)? {
                 return Ok(false);
             }
         }

@@ -247,6 +247,23 @@ impl CentralPool {
         self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
+    /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are claimed. The caller
+    /// holds that timeline's lock.
+    pub(crate) fn change_flight(&self, bytes: isize, claimed: isize) {
+        // Relaxed, here and below: sums, not signals.
+        for (sum, change) in self.flight.iter().zip([bytes, claimed]) {
+            if change != 0 {
+                sum.fetch_add(change as u64, StdOrdering::Relaxed);
+            }
+        }
+    }
+
+    /// Bytes that timelines hold in flight, each of them one timeline alone, and those of them that are claimed.
+    pub(crate) fn flight(&self) -> (usize, usize) {
+        let [bytes, claimed] = [0, 1].map(|i: usize| self.flight[i].load(StdOrdering::Relaxed) as usize);
+        (bytes, claimed)
+    }
+
     /// Makes a change in several steps, and tells checks meanwhile that it is under way.
     pub(crate) fn in_one<R>(&self, change: impl FnOnce(&Self) -> R) -> R {
         // AcqRel, then release: as for a lock. Pairs with the load in `joint_bytes`.

@@ -125,8 +125,11 @@ pub(crate) struct CentralPool {
     /// The returns that may be for a waiter.
     fence: Fence,
     reservations: crossbeam::utils::CachePadded<Reservations>,
-    /// Bytes that several timelines hold at once. What one timeline holds alone, it counts itself.
+    /// Bytes that several timelines hold at once.
     joint: StdAtomicU64,
+    /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
+    /// In a cache line of their own: every copy changes them, next to a driver call that costs many times as much.
+    flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
     /// Changes of `joint` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
     me: Weak<Self>,
@@ -236,6 +239,7 @@ impl CentralPool {
             fence: Fence::new(),
             reservations: crossbeam::utils::CachePadded::new(Reservations::new()),
             joint: StdAtomicU64::new(0),
+            flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
@@ -359,7 +363,7 @@ impl CentralPool {
     pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
-            if let Some(descriptor) = self.take_via_transfer(class, want.len) {
+            if let Some((descriptor, _)) = self.take_via_transfer(class, want.len) {
                 return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
@@ -527,7 +531,9 @@ impl CentralPool {
         let mut core = self.core.lock();
         let Core { arena, table, .. } = &mut *core;
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-        table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
+        if table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) }) {
+            core.count_on(cache);
+        }
         self.finish(core, Vec::new());
     }
 
@@ -665,13 +671,19 @@ impl Core {
         }
     }
 
-    /// Puts the segments of a chain back into their runs.
+    /// Puts the segments of a chain back into their runs, and serves the waiters that have a right to them: a window may
+    /// have been chosen while this thread had the chain and not the lock.
     ///
     /// # Safety
-    /// As for [`Arena::give`], for each descriptor; they were cached.
-    unsafe fn give_chain(&mut self, chain: Chain) {
-        // SAFETY: this function's contract.
-        unsafe { self.arena.give_chain(chain) };
+    /// As for [`Arena::give`], for each descriptor.
+    unsafe fn give_chain(&mut self, mut chain: Chain, wakes: &mut Vec<Wake>) {
+        while let Some(descriptor) = chain.pop() {
+            // SAFETY: alive by this function's contract, and just popped, so in no list.
+            let (class, window) = unsafe { (descriptor.as_ref().class(), self.arena.give(descriptor)) };
+            if let Some(window) = window {
+                self.came(window, class, wakes);
+            }
+        }
     }
 
     /// Takes and returns, of all threads and of the slow path. Exact while all owners are shut out.
@@ -684,6 +696,19 @@ impl Core {
             }
         }
         sum
+    }
+
+    /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
+    fn count_on(&mut self, cache: &ThreadCache) {
+        self.requested = self.requested.wrapping_add(cache.requested());
+        for class in Class::all() {
+            let count = cache.count(class);
+            self.takes = self.takes.wrapping_add(count.takes);
+            self.puts = self.puts.wrapping_add(count.puts);
+            let net = count.takes.wrapping_sub(count.puts);
+            self.granted = self.granted.wrapping_add(net.wrapping_mul(class.stride() as u64));
+            self.classes.count_on(class, count.takes, count.puts);
+        }
     }
 
     /// After closing: counts `n` segments as back. `true`: no segment is out any more.

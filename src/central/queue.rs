@@ -19,6 +19,7 @@
 //! The caller makes them after it has released the lock.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::ptr::NonNull;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
@@ -204,6 +205,12 @@ impl WaitQueue {
         matches!(size, Size::Pages(..)) || self.first(size) == Some(number)
     }
 
+    /// Whether a waiter is not behind another of the same class.
+    pub(super) fn is_first(&self, key: usize) -> bool {
+        let waiter = &self.waiters[key];
+        self.chooses(waiter.size, waiter.number)
+    }
+
     /// The first waiter of a size.
     fn first(&self, size: Size) -> Option<u64> {
         self.sizes.range((size, 0)..=(size, u64::MAX)).next().map(|found| found.1)
@@ -274,9 +281,11 @@ impl WaitQueue {
         self.order.values().next().copied()
     }
 
-    /// Keys of the waiters that still wait, in their order.
-    pub(super) fn keys(&self) -> impl Iterator<Item = usize> {
-        self.order.values().copied()
+    /// The waiter behind a place, in the order of sizes: its key, and its place.
+    pub(super) fn after(&self, place: Option<(Size, u64)>) -> Option<(usize, Size, u64)> {
+        let behind = place.map_or(Bound::Unbounded, Bound::Excluded);
+        let (size, number) = *self.sizes.range((behind, Bound::Unbounded)).next()?;
+        Some((self.order[&number], size, number))
     }
 
     /// Takes a waiter that still waits out of the order.
@@ -494,7 +503,11 @@ mod tests {
         let keys = [SMALL, 2 * SMALL, SMALL].map(|len| join(&mut queue, &[want(len)]));
         assert_eq!(next(&queue, &[]), Some(keys[0]));
         let size = queue.size(keys[0]);
-        assert_eq!(next(&queue, &[size]), None, "the run in use takes all pages, so there are none for the other class");
+        assert_eq!(
+            next(&queue, &[size]),
+            None,
+            "the run in use takes all pages, so there are none for the other class"
+        );
         assert_eq!((queue.awaited(Class::of(SMALL).unwrap()), queue.len()), (2, 4));
         let (mut wakes, mut ended) = (Vec::new(), Vec::new());
         queue.finish(keys[0], WaitOutcome::Granted(Vec::new()), &mut ended, &mut wakes);

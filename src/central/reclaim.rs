@@ -25,6 +25,9 @@ use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
 
+/// The most segments of a class that a thread cache has room for.
+const MOST_CACHED: usize = 64;
+
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReclaimLevel {
@@ -63,8 +66,9 @@ impl CentralPool {
 
     /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
     /// room here: as many segments as fill an eighth of the thread cache's bytes, at least 2 and at most 64. A class of
-    /// which fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too
-    /// many of the cache's bytes, they lose theirs, and the cache is emptied.
+    /// which fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too many
+    /// of the cache's bytes, some of them lose their room and what is in it: large ones first, and of these the one that
+    /// was granted its room first. Large are those whose room is bounded by its bytes.
     /// None while a request for a segment of the class waits.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
@@ -79,14 +83,17 @@ impl CentralPool {
         let room = match budget / 8 / stride {
             0 | 1 if stride * 4 <= budget => 2,
             0 | 1 => return 0,
-            n => n.min(64) as u32,
+            n => n.min(MOST_CACHED) as u32,
         };
-        let granted: usize = Class::all().map(|c| held.room(c) as usize * c.stride()).sum();
-        if granted + room as usize * stride > budget {
-            let arena = &mut core.arena;
+        let bytes = |c: Class, room: u32| room as usize * c.stride();
+        let mut granted: usize = Class::all().map(|c| bytes(c, held.room(c))).sum();
+        while granted + bytes(class, room) > budget {
+            let is_small = |c: Class, _| budget / 8 / c.stride() >= MOST_CACHED;
+            let Some(first) = held.first_granted(is_small) else { break };
+            granted -= bytes(first, held.room(first));
             // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-            held.drain_all(|_, chain| unsafe { arena.give_chain(chain) });
-            Class::all().for_each(|c| held.set_room(c, 0));
+            unsafe { core.arena.give_chain(held.drain(first, u32::MAX)) };
+            held.set_room(first, 0);
         }
         held.set_room(class, room);
         if !self.unfenced(class) {

@@ -50,21 +50,24 @@ impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
-    /// lock, and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
-    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
+    /// lock, and never before a waiter, which has a right to nothing that is cached. Says whether the cache had to be
+    /// filled. `None` in the child of a fork.
+    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<(Fresh, bool)> {
         if self.gate.mode() != 0 {
             return None;
         }
-        self.take_via_transfer(class, len).map(|descriptor| self.fresh(Grant { descriptor, len }))
+        let (descriptor, filled) = self.take_via_transfer(class, len)?;
+        Some((self.fresh(Grant { descriptor, len }), filled))
     }
 
     /// [`CentralPool::refill`] without the look at the mode, and without making a buffer of the segment.
-    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
+    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<(NonNull<Descriptor>, bool)> {
         let cache = self.cache()?;
         let mut held = self.gate.enter(cache)?;
-        // Some callers have not tried for a hit: requests for a reserve, and a thread that has completed copies since.
+        // Some callers have not tried for a hit, or have not found the cache: requests for a reserve, a thread that has
+        // completed copies since, and one that uses more pools than it can find its caches of at once.
         if let Some(descriptor) = held.take(class, len) {
-            return Some(descriptor);
+            return Some((descriptor, false));
         }
         if held.room(class) == 0 {
             return None;
@@ -76,13 +79,14 @@ impl CentralPool {
         let descriptor = held.take(class, len);
         drop(held);
         if !rest.is_empty() {
+            let mut wakes = Vec::new();
             let mut core = self.core.lock();
             // SAFETY: just taken from a transfer cache, so free and alive.
-            unsafe { core.give_chain(rest) };
+            unsafe { core.give_chain(rest, &mut wakes) };
             // A request that has begun to wait meanwhile has not found these.
-            self.finish(core, Vec::new());
+            self.finish(core, wakes);
         }
-        descriptor
+        descriptor.map(|descriptor| (descriptor, true))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ impl CentralPool {
             // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
             if let Some(mut held) = self.gate.enter(cache) {
                 // SAFETY: drained from this thread's cache, so free and alive.
-                unsafe { core.give_chain(held.drain(class, room.div_ceil(2))) };
+                unsafe { core.arena.give_chain(held.drain(class, room.div_ceil(2))) };
             }
             self.finish(core, Vec::new());
         }

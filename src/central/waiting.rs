@@ -164,9 +164,10 @@ impl CentralPool {
                 core.arena.window_count() < MOST_WINDOWS && core.windows.none_for.is_none_or(|n| need < n)
             }
         };
-        // What came back since the request was tried, or was kept for a class.
+        // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
+        core.arena.shorten_runs();
         core.serve(&mut wakes);
-        if !core.pending && core.queue.waits(key) {
+        if !core.pending && core.queue.waits(key) && core.queue.is_first(key) {
             core.grant(key, &mut wakes);
         }
         self.finish(core, wakes);
@@ -534,13 +535,18 @@ impl Core {
         bytes.free + bytes.cut + self.quarantined < bytes.total
     }
 
-    /// Ends every wait for which `verdict` has an error.
+    /// Ends every wait for which `verdict` has an error. A verdict is about what is asked for, so of requests of one size
+    /// for a single buffer the first stands for all.
     pub(super) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
-        let keys: Vec<usize> = self.queue.keys().collect();
-        for key in keys {
+        let mut at = None;
+        while let Some((key, size, number)) = self.queue.after(at) {
             if let Some(error) = verdict(self, self.queue.wants(key)) {
                 self.end(key, WaitOutcome::Failed(error), wakes);
+            } else if self.queue.wants(key).len() == 1 {
+                at = Some((size, u64::MAX));
+                continue;
             }
+            at = Some((size, number));
         }
     }
 

@@ -8,11 +8,9 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 const ANY_STATUS: &str = "Exit status: 0 on success, 1 when something failed, 2 for a command line that cannot be \
                           obeyed; each command's help says more.";
-const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch, a device \
-                           or a disk that fails, or memory that cannot be had, 2 for a command line that cannot be \
-                           obeyed.";
-const BENCH_STATUS: &str = "Exit status: 0 when everything was measured and every byte compared, 1 for a mismatch, a device \
-                            that fails, or memory that cannot be had, 2 for a command line that cannot be obeyed.";
+const EXIT_STATUS: &str = "Exit status: 0 when everything was done (and every byte compared, if asked), 1 for a mismatch, a \
+                           device or a disk that is missing or fails, or memory that cannot be had, 2 for a command \
+                           line that cannot be obeyed.";
 
 /// A pool of page-locked host memory for inference servers
 #[derive(Debug, Parser)]
@@ -31,8 +29,8 @@ pub enum Command {
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
-    /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9
-    /// bytes. The upload speed includes reading the file, and for tensors allocating their device memory; the download
+    /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
+    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for tensors allocating their device memory; the download
     /// speed includes computing the checksums of the downloaded bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
@@ -47,10 +45,10 @@ pub enum Command {
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
     /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places sent through the copy queue, and
-    /// copies in memory. Each figure is the best of five, wall time of the whole copy, and each time the bytes at the
-    /// target are compared with the source.
-    #[command(after_help = BENCH_STATUS)]
+    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places sent by a copier, and
+    /// copies in memory. Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at
+    /// the target are compared with the source.
+    #[command(after_help = EXIT_STATUS)]
     Bench(BenchArgs),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
@@ -144,9 +142,12 @@ pub struct BenchArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 1GiB,
-    /// less where memory is small]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    /// About how long to measure; the copies are as large as fit, up to 1GiB and a tenth of the free memory
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    pub seconds: f64,
+    /// Bytes of each copy, rounded down to whole 128 KiB, however long that takes; the command uses five times as much
+    /// memory
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
     pub size: Option<usize>,
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -164,26 +165,31 @@ pub enum UnpinnedArg {
     Allow,
 }
 
-/// Parses a size: whole bytes, or a whole number with a unit.
+/// Parses a size: whole bytes, or a number with a unit.
 fn size(text: &str) -> Result<usize, String> {
-    let digits = text.trim().trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.trim().split_at(text.trim().len() - digits);
+    let text = text.trim();
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
     let unit = unit.trim_start().to_ascii_lowercase();
     let power = |prefix| "kmgt".find(prefix).map(|power| power as u32 + 1);
     let mut letters = unit.chars();
     let factor = match (letters.next(), letters.as_str()) {
         (None | Some('b'), "") => Some(1),
-        (Some(prefix), "ib") => power(prefix).map(|power| 1024_u64.pow(power)),
-        (Some(prefix), "b") => power(prefix).map(|power| 1000_u64.pow(power)),
+        (Some(prefix), "ib") => power(prefix).map(|power| 1024_u128.pow(power)),
+        (Some(prefix), "b") => power(prefix).map(|power| 1000_u128.pow(power)),
         _ => None,
     };
-    let Some(factor) = factor.filter(|_| !number.is_empty()) else {
-        return Err(
-            "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".into()
-        );
+    // "1.5" is 15 of tenths. What is left of a byte is cut off.
+    let (whole, part) = number.split_once('.').unwrap_or((number, "0"));
+    let is_number =
+        [whole, part].iter().all(|digits| (1..=18).contains(&digits.len()) && !digits.contains('.'));
+    let is_whole = factor != Some(1) || !number.contains('.');
+    let Some(factor) = factor.filter(|_| is_number && is_whole) else {
+        let why = "not a size: write bytes, or a number with KiB, MiB, GiB or TiB, such as 64MiB or 1.5GiB";
+        return Err(why.into());
     };
-    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(factor));
-    match bytes.and_then(|bytes| isize::try_from(bytes).ok()) {
+    let tenths = format!("{whole}{part}").parse::<u128>().ok().and_then(|n| n.checked_mul(factor));
+    match tenths.map(|n| n / 10_u128.pow(part.len() as u32)).and_then(|n| isize::try_from(n).ok()) {
         Some(0) => Err("a size of 0 is too small".into()),
         Some(bytes) => Ok(bytes as usize),
         None => Err("a size beyond all memory".into()),

@@ -7,27 +7,29 @@
 //!
 //! [`prepare`] opens everything into a [`LoadRun`], so that a wrong command line is refused before any byte moves.
 //! [`LoadRun::run`] moves one [`Input`] after the other and fills in a [`LoadReport`], which is printed also after an
-//! error.
+//! error. What bounds the uploads is told by counters of the system ([`Taken`]).
 
 use std::fs::File;
-use std::io::{self, IsTerminal};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::style::TemplateError;
-use indicatif::{DecimalBytes, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::amount::{Amount, amount};
 use super::args::{LoadArgs, UnpinnedArg};
 use super::escape::{NAME, clean, text};
 use super::spread::spread;
-use super::{CliError, Result, sample, say};
+use super::{CliError, Result, doctor, of_device, sample, say};
 
 /// The approximate length of an extent: short enough for the first to be ready soon, long enough for pinning at full
 /// speed.
@@ -36,23 +38,27 @@ const EXTENT: usize = 64 << 20;
 const LARGE_SEGMENT: usize = EXTENT / 8;
 /// The pipeline's chunks are multiples of this.
 const CHUNK_STEP: usize = 4096;
+/// The fewest bytes of uploads of which what bounds them is told.
+const TELLING: u64 = 32 << 20;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
-/// How long the command waits at its end until no buffer of the pool is out. All transfers are over by then.
+/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over by
+/// then.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
-pub fn run(args: &LoadArgs) -> Result<()> {
-    let run = prepare(args)?;
+pub fn run(args: &LoadArgs) -> ExitCode {
     let mut report = LoadReport::default();
-    let result = run.run(args, &mut report);
-    let stats = run.note();
-    let device = run.device.clone();
-    drop(run);
-    // An error of the run goes before an error of closing.
-    let result = result.and(super::close(device));
-    let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
-    result.and(super::print(&mut io::stdout(), &format!("{text}\n")))
+    let result = prepare(args).and_then(|run| {
+        let result = run.run(args, &mut report);
+        report.pool = Some(run.note());
+        let device = run.device.clone();
+        drop(run);
+        // An error of the run goes before an error of closing.
+        result.and(super::close(device))
+    });
+    let (object, text) = if args.json { (Some(report.json()), String::new()) } else { (None, report.text()) };
+    super::exit(object, &text, result)
 }
 
 /// One file, or one checkpoint, to move.
@@ -79,11 +85,36 @@ struct LoadRun {
 /// The result: a line for each input, the verification's outcome, bytes and times.
 #[derive(Debug, Default)]
 struct LoadReport {
-    device: String,
+    device: Option<String>,
     lines: Vec<String>,
     verified: Option<bool>,
     upload: Moved,
     download: Moved,
+    /// During the uploads.
+    taken: Taken,
+    /// `None`: nothing was opened.
+    pool: Option<PoolStats>,
+}
+
+/// What this process has taken of the system so far, or in a while, in bytes. Zeros where the system does not tell.
+#[derive(Clone, Copy, Debug, Default)]
+struct Taken {
+    /// Memory that is there, but the pool's.
+    fresh: u64,
+    /// Read from disks.
+    read: u64,
+}
+
+impl Taken {
+    fn now(pool: &Pool) -> Self {
+        let ([own, read], stats) = (doctor::taken(), pool.stats());
+        Self { fresh: own.saturating_sub((stats.pinned_bytes + stats.unpinned_bytes) as u64), read }
+    }
+
+    fn add(&mut self, now: Self, before: Self) {
+        self.fresh += now.fresh.saturating_sub(before.fresh);
+        self.read += now.read.saturating_sub(before.read);
+    }
 }
 
 /// Bytes moved, and the time that this took.
@@ -121,9 +152,10 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
     let too_small = || {
         CliError::Usage(format!(
-            "a --capacity of {} bytes is below one segment: a --chunk of {} bytes takes {segment}, and the pool counts \
-             in whole pages",
-            args.capacity, args.chunk
+            "a --capacity of {} is below one segment: a --chunk of {} takes {}, and the pool counts in whole pages",
+            amount(args.capacity),
+            amount(args.chunk),
+            amount(segment)
         ))
     };
     if args.capacity < segment {
@@ -140,9 +172,11 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         staged.saturating_add(2 << 20).max(1 << 30)
     };
     let failed = |what: &str, error: &Error| CliError::Failed(format!("{what}: {error}"));
+    // For nothing, nothing is pinned.
+    let is_nothing = !sources.is_empty() && sources.iter().all(|source| source.len == 0);
     let pool = Pool::builder(&device)
         .capacity(args.capacity)
-        .initial(args.capacity)
+        .initial(if is_nothing { 0 } else { args.capacity })
         .extent(extent)
         .unpinned(match args.unpinned {
             UnpinnedArg::Refuse => pinpool::Unpinned::Refuse,
@@ -161,20 +195,23 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         Ok(None) => return Err(too_small()),
         Err(error) => return Err(failed("the pipeline cannot be built", &error)),
     };
+    let bar = super::progress_bar();
     if sources.is_empty() {
-        let len = args.sample;
+        let (len, told) = (args.sample as u64, amount(args.sample));
         // Checked before the sample is written, which takes long.
-        device.alloc(len).map_err(|e| {
-            CliError::Failed(format!("{} has no room for a sample of {len} bytes: {e}", device.name()))
+        device.alloc(args.sample).map_err(|e| {
+            let why = of_device(&device, &e);
+            CliError::Failed(format!("{} has no room for a sample of {told}: {why}", device.name()))
         })?;
-        let file = sample::make(len as u64).map_err(|e| {
+        show(&bar, "sample", len, len, &["made"]);
+        let file = sample::make(len, |part| bar.inc(part)).map_err(|e| {
             let at = std::env::temp_dir();
-            CliError::Failed(format!("a sample of {len} bytes cannot be made in {}: {e}", at.display()))
-        })?;
-        let what = InputKind::File(Arc::new(file));
-        sources.push(Input { name: "sample".into(), len: len as u64, what });
+            CliError::Failed(format!("a sample of {told} cannot be made in {}: {e}", at.display()))
+        });
+        bar.finish_and_clear();
+        sources.push(Input { name: "sample".into(), len, what: InputKind::File(Arc::new(file?)) });
     }
-    Ok(LoadRun { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
+    Ok(LoadRun { sources, device, pool, pipeline, bar })
 }
 
 /// A pipeline that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
@@ -232,7 +269,9 @@ fn open(path: &Path) -> Result<Input> {
 
 impl LoadRun {
     fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<()> {
-        report.device = self.device.name().to_owned();
+        report.device = Some(self.device.name().to_owned());
+        // Memory that is still being pinned would count as taken by the uploads. An error is told by `note`.
+        let _ = self.pool.wait_pinned(Some(REST_TIMEOUT));
         for source in &self.sources {
             let result = self.load(args, source, report);
             self.bar.finish_and_clear();
@@ -251,16 +290,27 @@ impl LoadRun {
             report.lines.push(format!("{}: empty", text(&source.name)));
             return Ok(());
         }
-        let bar = self.progress(source, if args.verify { 3 } else { 1 });
-        let before = (report.upload, report.download);
+        let bar = &self.bar;
+        show(
+            bar,
+            &source.name,
+            source.len,
+            source.len.saturating_mul(if args.verify { 3 } else { 1 }),
+            &PASSES,
+        );
+        let before = (report.upload, report.download, Taken::now(&self.pool));
         let mut start = Instant::now();
         let what = match &source.what {
             InputKind::File(file) => {
-                let no_room = |e| source.failed(format!("the device has no room for its {len} bytes: {e}"));
-                let memory = self.device.alloc(len).map_err(no_room)?;
+                let device = &self.device;
+                let memory = device.alloc(len).map_err(|e| {
+                    let (name, why) = (device.name(), of_device(device, &e));
+                    source.failed(format!("{name} has no room for its {}: {why}", amount(len)))
+                })?;
                 start = Instant::now();
                 self.upload(source, file, &memory)?;
                 report.upload.add(source.len, start);
+                report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
                     start = Instant::now();
                     let sums = self.download(source, &memory)?;
@@ -272,6 +322,7 @@ impl LoadRun {
             InputKind::Tensors(checkpoint) => {
                 let tensors = self.upload_tensors(source, checkpoint)?;
                 report.upload.add(source.len, start);
+                report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
                     start = Instant::now();
                     let sums = device_checksums(&self.pipeline, &tensors).map_err(|e| source.error(&e))?;
@@ -283,7 +334,7 @@ impl LoadRun {
             }
         };
         let name = text(&source.name);
-        let mut line = format!("{name}: {what}{} to {}", DecimalBytes(source.len), report.device);
+        let mut line = format!("{name}: {what}{} to {}", Amount(source.len), self.device.name());
         let speed = |what: &str, speed: Option<f64>| speed.map(|s| format!("{what} at {s:.2} GB/s"));
         line += &speed("", report.upload.gb_per_s(before.0)).unwrap_or_default();
         if args.verify {
@@ -359,12 +410,12 @@ impl LoadRun {
 
     /// Loads a checkpoint's tensors into device memory.
     fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
-        let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
+        let mut loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
         tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
             source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
         })?;
-        for tensor in loading {
+        for tensor in loading.blocking() {
             let tensor = tensor.map_err(|e| source.error(&e))?;
             self.bar.inc(tensor.tensor().len());
             tensors.push(tensor);
@@ -395,21 +446,6 @@ impl LoadRun {
         })
     }
 
-    /// A progress bar on a terminal, a hidden one elsewhere.
-    fn progress(&self, source: &Input, passes: u64) -> ProgressBar {
-        let bar = &self.bar;
-        if io::stderr().is_terminal() {
-            bar.set_draw_target(ProgressDrawTarget::stderr());
-            if let Ok(style) = style(source.len) {
-                bar.set_style(style);
-            }
-            bar.set_message(clean(&source.name, NAME).into_owned());
-        }
-        bar.reset();
-        bar.set_length(source.len.saturating_mul(passes));
-        bar.clone()
-    }
-
     /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
     fn note(&self) -> PoolStats {
         // Memory may still be being pinned, and the last copies' buffers may still be on their way back.
@@ -417,8 +453,9 @@ impl LoadRun {
         let stats = stats_at_rest(&self.pool);
         if stats.unpinned_bytes > 0 {
             let (plain, all) = (stats.unpinned_bytes, stats.pinned_bytes + stats.unpinned_bytes);
+            let (plain, all) = (amount(plain), amount(all));
             say(&format!(
-                "warning: {plain} of the pool's {all} bytes are not pinned, since the system refused (see ulimit -l); \
+                "warning: {plain} of the pool's {all} are not pinned, since the system refused (see ulimit -l); \
                  copies from them are slower"
             ));
         } else if let Ok(Some(error)) = pinning.map(|p| p.error) {
@@ -428,22 +465,31 @@ impl LoadRun {
     }
 }
 
-/// The progress bar's line for an input of `len` bytes.
-fn style(len: u64) -> Result<ProgressStyle, TemplateError> {
+/// What is done with an input, one after the other.
+const PASSES: [&str; 3] = ["up", "back", "compared"];
+
+/// Begins the progress of an input of `len` bytes, all passes added up.
+fn show(bar: &ProgressBar, name: &str, len: u64, all: u64, passes: &'static [&str]) {
+    if let Ok(style) = style(len, passes) {
+        bar.set_style(style);
+    }
+    bar.set_message(clean(name, NAME).into_owned());
+    bar.set_length(all);
+    bar.reset();
+}
+
+/// The progress bar's line: what is done of an input of `len` bytes, all passes added up.
+fn style(len: u64, passes: &'static [&str]) -> Result<ProgressStyle, TemplateError> {
     let style = ProgressStyle::with_template(
         "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left",
     )?;
     Ok(style.with_key("moved", move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
+        let done = state.pos();
+        let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(passes.len() as u64 - 1);
+        let (part, what) = (Amount(done - pass * len), passes[pass as usize]);
         // A failed write is ignored: there is no other place for the text.
-        let _ = line.write_str(&moved(state.pos(), len));
+        let _ = write!(line, "{part} of {} {what}", Amount(len));
     }))
-}
-
-/// The progress of an input of `len` bytes, of which `done` bytes are done, all passes added up.
-fn moved(done: u64, len: u64) -> String {
-    let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(2);
-    let what = ["up", "back", "compared"][pass as usize];
-    format!("{} of {} {what}", DecimalBytes(done - pass * len), DecimalBytes(len))
 }
 
 /// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
@@ -466,9 +512,11 @@ impl Input {
     /// An error of the library, with the file's name added where the error does not contain it.
     fn error(&self, error: &Error) -> CliError {
         match error {
-            Error::Read { .. } | Error::Shrunk { .. } | Error::Transfer { .. } | Error::Cancelled { .. } => {
-                CliError::Failed(error.to_string())
-            }
+            Error::Read { .. }
+            | Error::Shrunk { .. }
+            | Error::Transfer { .. }
+            | Error::Tensor { .. }
+            | Error::Cancelled { .. } => CliError::Failed(error.to_string()),
             _ => self.failed(error),
         }
     }
@@ -505,9 +553,30 @@ impl Sink for ChecksumSink {
 }
 
 impl LoadReport {
-    fn json(&self, stats: &PoolStats) -> Value {
+    /// What bounded the uploads, as a word and in words. `None`: too few bytes to tell.
+    fn bound(&self) -> Option<(&'static str, &'static str)> {
+        let half = self.upload.bytes / 2;
+        if half < TELLING / 2 {
+            return None;
+        }
+        // Each of the two is far slower than a copy in memory.
+        Some(match self.taken {
+            Taken { read, .. } if read >= half => {
+                ("disk", "reading the disk, since the page cache did not have the file")
+            }
+            Taken { fresh, .. } if fresh >= half => (
+                "fresh_memory",
+                "fresh memory from the system, which is the host device's (an accelerator has its own)",
+            ),
+            _ => ("copying", "the link or the processor's copying, which pinpool bench tells apart"),
+        })
+    }
+
+    fn json(&self) -> Value {
+        let stats = &self.pool.unwrap_or_default();
         json!({
             "device": self.device,
+            "bound": self.bound().map(|(word, _)| word),
             "bytes": self.upload.bytes,
             "verified": self.verified,
             "upload_gb_per_s": self.upload.gb_per_s(Moved::default()),
@@ -526,61 +595,15 @@ impl LoadReport {
         })
     }
 
-    fn text(&self, stats: &PoolStats) -> String {
-        let pool = format!(
-            "pool: {} pinned, {} checkouts, {} of them waited for",
-            DecimalBytes(stats.pinned_bytes as u64),
-            stats.checkouts,
-            stats.waits
-        );
-        self.lines.iter().chain([&pool]).map(String::as_str).collect::<Vec<_>>().join("\n")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::args::{Args, Command};
-    use super::*;
-    use clap::Parser;
-
-    #[test]
-    fn a_wrong_byte_on_the_device_is_found_and_named() {
-        let line = "pinpool load --device host --sample 300000 --chunk 65536 --capacity 1MiB --threads 2";
-        let Command::Load(args) = Args::parse_from(line.split(' ')).command else { panic!("{line}") };
-        let run = prepare(&args).unwrap();
-        let source = &run.sources[0];
-        let InputKind::File(file) = &source.what else { panic!("a sample is a file") };
-        let memory = run.device.alloc(300_000).unwrap();
-        run.upload(source, file, &memory).unwrap();
-        let sums = run.download(source, &memory).unwrap();
-        run.compare(source, file, &sums).unwrap();
-
-        // A byte in the third chunk and one in the last are wrong: the first of them is reported.
-        let stream = run.device.stream().unwrap();
-        for at in [299_999, 131_072 + 17] {
-            let mut byte = [0];
-            stream.download_blocking(memory.slice(at..=at), &mut byte).unwrap();
-            stream.upload_blocking(&[!byte[0]], memory.slice(at..=at)).unwrap();
+    fn text(&self) -> String {
+        let mut text: String = self.lines.iter().map(|line| format!("{line}\n")).collect();
+        if let Some((_, words)) = self.bound() {
+            text += &format!("bound by: {words}\n");
         }
-        let sums = run.download(source, &memory).unwrap();
-        let failure = run.compare(source, file, &sums).unwrap_err();
-        assert!(failure.to_string().contains("mismatch at offset 131072"), "{failure}");
-        assert_eq!(failure.exit_code(), super::super::EXIT_FAILED);
-    }
-
-    #[test]
-    fn the_line_says_how_many_bytes_of_how_many() {
-        style(1).unwrap();
-        for (done, text) in [
-            (0, "0 B of 4.00 MB up"),
-            (1_500_000, "1.50 MB of 4.00 MB up"),
-            (4_000_000, "4.00 MB of 4.00 MB up"),
-            (4_000_001, "1 B of 4.00 MB back"),
-            (9_000_000, "1.00 MB of 4.00 MB compared"),
-            (12_000_000, "4.00 MB of 4.00 MB compared"),
-        ] {
-            assert_eq!(moved(done, 4_000_000), text);
+        if let Some(PoolStats { pinned_bytes, checkouts, waits, .. }) = self.pool {
+            let pinned = amount(pinned_bytes);
+            text += &format!("pool: {pinned} pinned, {checkouts} checkouts, {waits} of them waited for\n");
         }
-        assert_eq!(moved(0, 0), "0 B of 0 B up");
+        text
     }
 }

@@ -16,12 +16,14 @@
 //! | `spread.rs` | work spread over threads |
 //!
 //! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
-//! status. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
+//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
 
+// This and `escape` are the library's own files, which are not part of its public interface.
+#[path = "../amount.rs"]
+mod amount;
 pub mod args;
 pub mod bench;
 mod doctor;
-// The library's own file, which is not part of its public interface.
 #[path = "../escape.rs"]
 mod escape;
 pub mod load;
@@ -35,9 +37,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+use indicatif::{ProgressBar, ProgressDrawTarget};
+use pinpool::family::Family;
 use pinpool::{Device, Error};
+use serde_json::{Value, json};
 
-/// A mismatch; a device or a disk that fails; memory that cannot be had; a result that cannot be written.
+/// A mismatch; a device that is missing; a device or a disk that fails; memory that cannot be had; a result that cannot
+/// be written.
 pub const EXIT_FAILED: u8 = 1;
 /// A command line that cannot be obeyed.
 pub const EXIT_USAGE: u8 = 2;
@@ -82,44 +88,49 @@ impl fmt::Display for CliError {
 pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
-        args::Command::Load(args) => exit(load::run(args)),
+        args::Command::Load(args) => load::run(args),
         args::Command::Doctor(args) => doctor::run(args),
-        args::Command::Bench(args) => exit(bench::run(args)),
-        args::Command::Top(args) => exit(top::run(args)),
+        args::Command::Bench(args) => bench::run(args),
+        args::Command::Top(args) => exit(None, "", top::run(args)),
     }
 }
 
-/// Prints help and version to stdout; an error of the command line becomes one line on stderr.
+/// Prints help and version to stdout; an error of the command line becomes one line on stderr, and with `--json` an
+/// object.
 pub fn refuse(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
         // The error is ignored: a closed pipe needs no more of the help.
         let _ = error.print();
-    } else {
-        let text = error.render().to_string();
-        // The first paragraph has the cause; usage and hints follow after an empty line.
-        let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
-        say(&format!("{} (see --help)", cause.join(" ")));
+        return ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 });
     }
-    ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 })
+    let text = error.render().to_string();
+    // The first paragraph has the cause; usage and hints follow after an empty line.
+    let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
+    let cause = cause.join(" ");
+    let cause = format!("{} (see --help)", cause.strip_prefix("error: ").unwrap_or(&cause));
+    let json = std::env::args_os().any(|arg| arg == "--json").then(|| json!({}));
+    exit(json, "", Err(CliError::Usage(cause)))
 }
 
-/// Opens the device that the command line names. A device that does not exist is an error of the command line; a device
-/// that fails is not.
+/// Opens the device that the command line names. A name that no device can have is an error of the command line; a
+/// device that is missing or fails is not.
 fn open_device(spec: &str) -> Result<Device> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
-        match error {
-            Error::UnknownDevice { .. } | Error::Unavailable { .. } | Error::Unsupported(_) => {
-                CliError::Usage(text)
-            }
-            _ => CliError::Failed(text),
-        }
+        let named = spec == "auto" || Family::of(spec).is_some();
+        if named { CliError::Failed(text) } else { CliError::Usage(text) }
     })
 }
 
-/// The exit status of a subcommand. Prints the error, if there is one.
-fn exit(result: Result<()>) -> ExitCode {
-    match result {
+/// The exit status of a subcommand. Prints its text, its object, in which `error` is the error or null, and the error.
+fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
+    let mut text = text.to_owned();
+    if let Some(mut object) = object {
+        object["error"] = result.as_ref().err().map(CliError::to_string).into();
+        text += &(json_line(&object) + "\n");
+    }
+    // Printed also after an error, which goes before one of printing.
+    match result.and(print(&mut io::stdout(), &text)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             say(&format!("error: {failure}"));
@@ -142,6 +153,21 @@ fn print(out: &mut impl Write, text: &str) -> Result<()> {
 fn threads(named: Option<u16>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
     named.map_or_else(cores, usize::from)
+}
+
+/// The library's error, without the name of the device in front of it: the text around it has that.
+fn of_device(device: &Device, error: &Error) -> String {
+    escape::unnamed(&error.to_string(), device.name()).to_owned()
+}
+
+/// A progress bar on a terminal, a hidden one elsewhere.
+fn progress_bar() -> ProgressBar {
+    let terminal = io::stderr().is_terminal();
+    if terminal {
+        ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr())
+    } else {
+        ProgressBar::hidden()
+    }
 }
 
 /// GB/s of 10^9 bytes. `None`: `time` is zero.
@@ -172,7 +198,7 @@ fn say(line: &str) {
 
 /// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
 /// terminal.
-fn json_line(value: &serde_json::Value) -> String {
+fn json_line(value: &Value) -> String {
     let escaped = |c: char| -> String {
         c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
     };

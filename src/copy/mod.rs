@@ -7,8 +7,9 @@
 #![allow(unsafe_code)]
 
 mod captured;
-pub mod gather;
+mod copier;
 mod host;
+mod overlap;
 pub mod pipeline;
 mod queue;
 
@@ -17,6 +18,7 @@ use std::ops::{DerefMut, RangeBounds};
 use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
+pub use self::copier::{Copier, CopierBuilder, CopierStats, CopyProgress, Copying};
 pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;

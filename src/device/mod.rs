@@ -15,6 +15,7 @@
 //! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
 //! | `memory.rs` | device memory, kept allocated by counted handles |
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
+//! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
 //! | `callback.rs` | a copy that a driver's own thread makes, for both accelerators |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
 //!
@@ -33,23 +34,26 @@
 //! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An event may be recorded
 //!    again once it was seen complete. An event that was never recorded reads as complete, so no caller asks about one.
 //! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete.
-//! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run.
+//! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run, and so may the
+//!    kernel after an error from [`Driver::spread`].
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
 //!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
-//!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], and the two calls that destroy a
-//!    stream or an event) come from the device's [`Worker`](worker::Worker) only. No call is made under a lock of the
-//!    crate. [`Driver::allocate_on`] comes from the caller's thread: it takes its place in the stream's order there and
-//!    then, it synchronises nothing, and behind the worker it could wait for seconds until a region is pinned.
-//!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
-//!    callback of the driver's too.
+//!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
+//!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
+//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate. [`Driver::allocate_on`] comes from the
+//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind the
+//!    worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since the
+//!    last handle to memory may be dropped on any thread, in a callback of the driver's too.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
 //!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
+//! 10. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
+//!     [`Shutdown`](crate::ErrorClass::Shutdown). The exit waits for calls that are under way (`gate`, [`crate::exit`]).
 
 #![allow(unsafe_code)]
 
@@ -61,6 +65,8 @@ pub(crate) mod context;
 pub(crate) mod cuda;
 pub(crate) mod ending;
 pub mod family;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+mod gate;
 pub(crate) mod handle;
 pub(crate) mod holds;
 #[cfg(all(test, not(loom)))]
@@ -85,6 +91,7 @@ pub(crate) struct EventHandle(pub u64);
 
 /// An address in a device's memory. Adding bytes to it stays within one allocation or is refused by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
 pub(crate) struct DevicePtr(pub u64);
 
 /// One copy of `len` bytes.
@@ -137,6 +144,38 @@ impl Transfer {
 unsafe impl Send for Transfer {}
 // SAFETY: as above.
 unsafe impl Sync for Transfer {}
+
+/// One piece of a run: `len` bytes at `offset` of the run's packed bytes, and at `place` in device memory. Laid out as
+/// the kernels read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct SpreadRow {
+    pub(crate) place: DevicePtr,
+    pub(crate) offset: u32,
+    pub(crate) len: u32,
+}
+
+/// A table of [`SpreadRow`]s in device memory, and the packed bytes that they refer to, in device memory too. The table
+/// is at a multiple of 16 bytes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct SpreadRun {
+    pub(crate) packed: DevicePtr,
+    pub(crate) table: DevicePtr,
+    pub(crate) rows: u32,
+}
+
+/// Where the rows of a run go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SpreadWay {
+    /// From the packed bytes to their places.
+    Spread,
+    /// From their places to the packed bytes.
+    Collect,
+}
+
+/// The most runs of one call of [`Driver::spread`].
+pub(crate) const SPREAD_RUNS: usize = 32;
 
 /// What a driver calls when a graph has been destroyed: from a callback, so it neither blocks nor calls the driver.
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
@@ -364,6 +403,11 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
+    /// A new stream whose kernels are scheduled before those of ordinary streams, where the device knows priorities.
+    fn create_urgent_stream(&self) -> Result<StreamHandle> {
+        self.create_stream()
+    }
+
     /// Destroys a stream that the crate made, once all its work is complete. Memory that it has still to free is freed
     /// all the same.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
@@ -394,6 +438,27 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
                 failed(place, error);
             }
         }
+    }
+
+    /// Makes the kernels of [`Driver::spread`] ready. A failure is final: a later call returns the same error.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with the reason where the device has no such kernels.
+    fn load_spread(&self) -> Result<()> {
+        Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
+    }
+
+    /// Submits one kernel that copies the rows of all runs, of which there are at most [`SPREAD_RUNS`]. A row of any
+    /// length and alignment is allowed. Where rows overlap on the side that is written, either wins, byte by byte; none
+    /// overlaps anything that the call reads. The stream is never one that is captured; a capture elsewhere survives
+    /// the call.
+    ///
+    /// # Safety
+    /// The runs' memory and the rows' places are valid on the device until an event that is recorded on `stream` after
+    /// this call is complete; after an error the same holds. The tables are there when the stream comes to the kernel,
+    /// and do not change until it is complete. [`Driver::load_spread`] has succeeded.
+    unsafe fn spread(&self, _stream: StreamHandle, _way: SpreadWay, _runs: &[SpreadRun]) -> Result<()> {
+        Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
     }
 
     /// Copies in stream order and returns when the device will not touch the memory again, on an error too.

@@ -98,6 +98,8 @@ struct ClassCounts {
     places: AtomicU64,
     /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
     room: AtomicU64,
+    /// When the list was granted its room: a number that grows with each grant of the thread cache.
+    granted: AtomicU64,
 }
 
 /// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`.
@@ -137,6 +139,8 @@ pub(crate) struct ThreadCache {
     /// 1 once the owner has found [`mode::FENCED`] in the gate's mode and has executed a fence. A thread that sees this
     /// sees all that the owner did before, and the owner's next way in is by a fence, too.
     knows_fenced: AtomicU32,
+    /// The number of times that a list was granted room. Only the holder of the cache uses it, as with the lists.
+    grants: AtomicU64,
     /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
     /// ordered.
     #[cfg(all(test, loom))]
@@ -162,6 +166,7 @@ macro_rules! blank {
             class_counts: $class_counts,
             home: $home,
             knows_fenced: AtomicU32::new(0),
+            grants: AtomicU64::new(0),
             #[cfg(all(test, loom))]
             exclusive: crate::sync::UnsafeCell::new(()),
         }
@@ -258,7 +263,7 @@ impl ClassList {
     unsafe fn free(&self, places: u64) {
         let stack = self.stack.load(Ordering::Relaxed);
         if !stack.is_null() {
-            // SAFETY: `set_limit` leaked this box with that many places, and no other thread has the cache.
+            // SAFETY: `set_room` leaked this box with that many places, and no other thread has the cache.
             drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(stack, places as usize)) });
         }
     }
@@ -267,11 +272,23 @@ impl ClassList {
 impl ClassCounts {
     #[cfg(not(loom))]
     const fn new() -> Self {
-        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0), room: AtomicU64::new(0) }
+        Self {
+            filled: AtomicU64::new(0),
+            drained: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            room: AtomicU64::new(0),
+            granted: AtomicU64::new(0),
+        }
     }
     #[cfg(loom)]
     fn new() -> Self {
-        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0), room: AtomicU64::new(0) }
+        Self {
+            filled: AtomicU64::new(0),
+            drained: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            room: AtomicU64::new(0),
+            granted: AtomicU64::new(0),
+        }
     }
 }
 
@@ -532,6 +549,10 @@ impl HeldCache<'_> {
     /// the list holds now. A fence of the class is lifted.
     pub(crate) fn set_room(&mut self, class: Class, limit: u32) {
         let Some((class_list, counts)) = self.both(class) else { return };
+        if limit > 0 && counts.room.load(Ordering::Relaxed) == 0 {
+            add(&self.cache.grants, 1);
+            counts.granted.store(self.cache.grants.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
         let (limit, places) = (u64::from(limit), counts.places.load(Ordering::Relaxed));
         if limit >= places {
             let count = class_list.count();
@@ -549,6 +570,16 @@ impl HeldCache<'_> {
         }
         counts.room.store(limit.max(class_list.count()), Ordering::Relaxed);
         class_list.limit.store(limit.max(class_list.count()), Ordering::Relaxed);
+    }
+
+    /// The class among those with room that is first by what `key` gives, and then by when it was granted its room.
+    pub(crate) fn first_granted<K: Ord>(&self, key: impl Fn(Class, u32) -> K) -> Option<Class> {
+        let with_room = listed().filter_map(|class| {
+            let (_, counts) = self.both(class)?;
+            let room = Some(self.room(class)).filter(|room| *room > 0)?;
+            Some((key(class, room), counts.granted.load(Ordering::Relaxed), class))
+        });
+        with_room.min_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1))).map(|(.., class)| class)
     }
 
     /// Whether thread caches have a list for the class at all.

@@ -1,7 +1,9 @@
 //! The thread caches of a pool: which threads lease them, and which of these threads are idle.
 //!
 //! The table lives under the central pool's lock. A thread cache is made when a thread needs one and none is left over
-//! from a thread that has ended. It stays in the table until the pool is freed.
+//! from a thread that has ended. Of the caches of ended threads a few stay in the table, for threads to come. The others
+//! leave it, and the central pool counts on what they had counted: so what the pool does for each cache goes with the
+//! threads that are alive.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,6 +17,9 @@ use crate::segment::Class;
 /// owner one miss, which is little for a thread that uses the pool so rarely. (Models have no time: there no owner gets
 /// idle.)
 const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
+
+/// The most thread caches that stay in the table for threads to come.
+const SPARE: usize = 4;
 
 /// A thread cache and its lease.
 #[derive(Debug)]
@@ -31,6 +36,8 @@ struct TableRow {
 #[derive(Debug, Default)]
 pub(crate) struct CacheTable {
     rows: Vec<TableRow>,
+    /// The number of caches made so far.
+    made: usize,
 }
 
 impl CacheTable {
@@ -41,18 +48,26 @@ impl CacheTable {
             (row.leased, row.owner) = (true, owner);
             return row.cache.clone();
         }
-        let cache = Arc::new(ThreadCache::new(self.rows.len(), gate));
+        let cache = Arc::new(ThreadCache::new(self.made, gate));
+        self.made += 1;
         self.rows.push(TableRow { cache: cache.clone(), leased: true, owner, seen: None });
         cache
     }
 
     /// Ends a lease. The owner makes this call, on its own thread, and holds the central pool's lock. `sink` gets the
-    /// segments that were in the thread cache.
-    pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) {
+    /// segments that were in the thread cache. `true`: the cache has left the table, and the caller counts on what it had
+    /// counted.
+    #[must_use = "the counts of a cache that has left the table are the caller's"]
+    pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) -> bool {
         Self::mine(cache).drain_all(sink);
-        if let Some(row) = self.rows.iter_mut().find(|row| Arc::ptr_eq(&row.cache, cache)) {
-            row.leased = false;
+        let spare = self.rows.iter().filter(|row| !row.leased).count();
+        let Some(at) = self.rows.iter().position(|row| Arc::ptr_eq(&row.cache, cache)) else { return false };
+        if spare >= SPARE {
+            self.rows.swap_remove(at);
+            return true;
         }
+        self.rows[at].leased = false;
+        false
     }
 
     /// The thread caches that are leased, each with its owner's thread number.

@@ -8,6 +8,8 @@
 //! The starting thread sets its own mask before it starts a thread and restores it afterwards. A new thread has the
 //! mask of its starter from its first instruction, so there is no moment at which a signal could reach it. Threads that
 //! a driver starts on one of these threads have the same mask.
+//!
+//! Before its first thread starts, the crate makes sure that its code is never unloaded ([`super::exit`]).
 
 use std::io;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -20,6 +22,7 @@ pub(crate) fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    super::exit::stay_loaded();
     let _blocked = Blocked::now();
     #[allow(clippy::disallowed_methods, reason = "this is the one place")]
     Builder::new().name(name.into()).spawn(run)
@@ -34,6 +37,7 @@ pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    super::exit::stay_loaded();
     let _blocked = Blocked::now();
     Builder::new().name(name.into()).spawn_scoped(scope, run)
 }

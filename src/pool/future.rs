@@ -20,6 +20,7 @@ use crate::central::{CentralPool, Fresh, Leaving, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result, Waited};
 use crate::foreign::Task;
 use crate::locks::Mutex;
+use crate::telemetry::ledger::Tag;
 use crate::timer::Planned;
 
 /// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as a wait that was
@@ -90,14 +91,21 @@ pub struct CheckoutMany {
     pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
     /// The wants for the main store, while memory for it is being pinned.
     pub(super) first: Option<Vec<Want>>,
-    pub(super) tags: Vec<Option<&'static str>>,
+    pub(super) tags: Vec<Tag>,
     pub(super) site: &'static Location<'static>,
     /// When the future was made, and the bytes that it asks for.
     pub(super) since: Instant,
     pub(super) len: usize,
     pub(super) deadline: Option<Instant>,
-    /// The task to wake at the deadline, and the timer's work that does so.
-    pub(super) alarm: Option<(Arc<Mutex<Option<Task>>>, Option<Planned>)>,
+    pub(super) alarm: Option<Alarm>,
+}
+
+/// How a task is woken at its deadline.
+pub(super) struct Alarm {
+    /// The task that polled last.
+    task: Arc<Mutex<Option<Task>>>,
+    /// The timer's work.
+    planned: Option<Planned>,
 }
 
 impl Checkout {
@@ -137,17 +145,17 @@ impl CheckoutMany {
         let Some(deadline) = self.deadline else { return Poll::Pending };
         if Instant::now() < deadline {
             let task = Some(Task::of(cx.waker()));
-            if let Some((woken, _)) = &self.alarm {
+            if let Some(alarm) = &self.alarm {
                 // Dropped after the unlock, since the task may be dropped with it.
-                let _before = std::mem::replace(&mut *woken.lock(), task);
+                let _before = std::mem::replace(&mut *alarm.task.lock(), task);
             } else {
-                let woken = Arc::new(Mutex::new(task));
-                let shared = woken.clone();
+                let task = Arc::new(Mutex::new(task));
+                let woken = task.clone();
                 let planned = crate::timer::at_time(deadline, move || {
-                    let task = shared.lock().take();
+                    let task = woken.lock().take();
                     task.into_iter().for_each(Task::wake);
                 });
-                self.alarm = Some((woken, planned));
+                self.alarm = Some(Alarm { task, planned });
             }
             return Poll::Pending;
         }
@@ -229,7 +237,7 @@ impl CheckoutMany {
 
 impl Drop for CheckoutMany {
     fn drop(&mut self) {
-        if let Some((_, Some(planned))) = self.alarm.take() {
+        if let Some(Alarm { planned: Some(planned), .. }) = self.alarm.take() {
             crate::timer::cancel(planned);
         }
         if let Some((central, key)) = self.waiting.take() {

@@ -58,13 +58,13 @@ use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::Descriptor;
 use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
 use crate::telemetry::counters::ErrorTally;
-use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
+use crate::telemetry::ledger::{CheckoutSite, SAMPLE, Tag};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
@@ -92,6 +92,11 @@ use waiting::WaitLimit;
 /// ```
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
+
+// A panic leaves no pool broken: locks are not poisoned, what a call holds goes back as its frames are left, and the
+// program's code runs under none of the locks. So a server may catch the panic of a request and go on.
+impl std::panic::UnwindSafe for Pool {}
+impl std::panic::RefUnwindSafe for Pool {}
 
 struct PoolInner {
     /// The store of the first device's NUMA node. The first field, since a hit reads it.
@@ -362,7 +367,8 @@ impl Pool {
             let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
-        if let Placement::Class(class) = plan.wants[0].placement {
+        // (A claim is not entered in the ledger unless the segment was before.)
+        if let (Placement::Class(class), false) = (plan.wants[0].placement, request.tag.long_lived) {
             let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
             // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
             for central in stores.map(|store| &store.central) {
@@ -392,7 +398,8 @@ impl Pool {
     }
 
     /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request is for. `None`
-    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes.
+    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes, and buffers
+    /// that are to be held for long.
     #[inline(always)]
     fn hit_with(
         &self,
@@ -400,6 +407,10 @@ impl Pool {
         hit: impl FnOnce(&CentralPool, Class, usize) -> Option<Fresh>,
     ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
+            return None;
+        }
+        // It is entered in the ledger, which is no work for a hit.
+        if request.tag.long_lived {
             return None;
         }
         let class = Class::of(request.len)?;
@@ -434,9 +445,18 @@ impl Pool {
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
-        // A batch of a transfer cache costs less than all that follows.
-        if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
-            self.missed();
+        // A batch of a transfer cache costs less than all that follows. What the thread's own cache serves after all is no
+        // miss.
+        let mut filled = true;
+        let refill = |central: &CentralPool, class, len| {
+            let (fresh, was_filled) = central.refill(class, len)?;
+            filled = was_filled;
+            Some(fresh)
+        };
+        if let Some(fresh) = self.hit_with(request, refill) {
+            if filled {
+                self.missed();
+            }
             return Some(fresh.into_segment().into_parts());
         }
         match self.acquire(&[request], limit, site.unwrap_or(Location::caller())) {
@@ -555,16 +575,26 @@ impl Pool {
         let since = Instant::now();
         match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
-            Err(error) => Err(self.failed(error)),
+            Err(error) => Err(self.failed(self.or_the_end(error))),
         }
     }
 
-    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger, or, where checkouts
-    /// are tracked, all.
+    /// The error to report. When the process ends, what is in flight is quarantined, and a request may find that no wait
+    /// can help: the reason is the end.
+    fn or_the_end(&self, error: Error) -> Error {
+        if !crate::exit::exiting() || !matches!(error, Error::Impossible { .. }) {
+            return error;
+        }
+        let lost = self.0.devices.iter().find_map(Device::lost);
+        lost.filter(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
+    }
+
+    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
+    /// long-lived, or, where checkouts are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
-        tags: impl IntoIterator<Item = Option<&'static str>>,
+        tags: impl IntoIterator<Item = Tag>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
         // Relaxed: only the number matters, and any one in `SAMPLE` will do. The misses are not used for this count:
@@ -572,7 +602,7 @@ impl Pool {
         // here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
-            if sampled || fresh.segment().central().tracks() {
+            if sampled || tag.long_lived || fresh.segment().central().tracks() {
                 CentralPool::enter(fresh, CheckoutSite { tag, site: Some(site) });
             }
         }
@@ -600,9 +630,15 @@ impl Pool {
         }
     }
 
-    /// Closes the open sequence numbers of the devices' streams and asks what is complete. Whether anything came back.
+    /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
+    /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, d| d.reap() | any)
+        if crate::os::forked() {
+            return false;
+        }
+        let stepped = self.stepped();
+        let look = |d: &Device| if stepped { d.listing().advance() } else { d.listing().glance() };
+        self.0.devices.iter().fold(false, |any, d| look(d) | any)
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
@@ -621,11 +657,6 @@ impl Pool {
     /// Whether the pool serves the device of this context.
     pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
         self.0.main.central.config().serves.contains(&context.id())
-    }
-
-    /// The longest request that the main store could ever serve, in bytes.
-    pub(crate) fn longest(&self) -> usize {
-        self.0.main.central.config().largest
     }
 
     /// The central pools of all stores.

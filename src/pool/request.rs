@@ -3,6 +3,7 @@
 use crate::device::handle::Device;
 use crate::error::Result;
 use crate::segment::{Placement, SEGMENT_ALIGN};
+use crate::telemetry::ledger::Tag;
 
 /// A request for a buffer: a length in bytes, and options. A plain length is a request too: `pool.checkout(4096)`.
 ///
@@ -26,14 +27,14 @@ pub struct Request<'a> {
     pub(super) reserve: Option<&'a str>,
     /// The context of the device that the buffer is to be near, and that device's name.
     pub(super) near: Option<(u64, &'a str)>,
-    pub(super) tag: Option<&'static str>,
+    pub(super) tag: Tag,
 }
 
 impl<'a> Request<'a> {
     /// A buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: Tag::NONE }
     }
 
     /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Memory that
@@ -84,7 +85,18 @@ impl Request<'_> {
     /// checkouts that the pool [tracks](crate::PoolBuilder::track_checkouts) or samples, and costs nothing otherwise.
     #[must_use]
     pub fn tag(mut self, tag: &'static str) -> Self {
-        self.tag = Some(tag);
+        self.tag.name = Some(tag);
+        self
+    }
+
+    /// The buffer is going to be held for long, and that is no fault: a [`Sampler`](crate::telemetry::Sampler) does not
+    /// count or log it as stuck, however long it is out. [`Pool::stuck`](crate::Pool::stuck) lists it, and says so.
+    ///
+    /// The pool notes such a checkout, with time, tag and call site, so it takes the slow path, some hundred
+    /// nanoseconds: this is for buffers that live for seconds at least, such as a cache's.
+    #[must_use]
+    pub fn long_lived(mut self) -> Self {
+        self.tag.long_lived = true;
         self
     }
 }
@@ -92,6 +104,6 @@ impl Request<'_> {
 impl From<usize> for Request<'_> {
     #[inline(always)]
     fn from(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: Tag::NONE }
     }
 }

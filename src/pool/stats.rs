@@ -128,8 +128,9 @@ pub struct Shutdown {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Census {
-    /// Bytes of free segments. (Free memory that is not cut into segments yet is not among them.)
-    pub free: usize,
+    /// Bytes of free segments. Free memory that is not cut into segments is not among them: with it, they are
+    /// [`PoolStats::free_bytes`].
+    pub free_segment_bytes: usize,
     /// Bytes checked out, and bytes whose copy is complete and whose handle was not waited for yet.
     pub checked_out: usize,
     /// Bytes in flight.
@@ -159,7 +160,7 @@ impl Pool {
             ..PoolStats::default()
         };
         for store in self.stores().filter(|_| !crate::os::forked()) {
-            let (in_flight, claimed, _) = self.flight(store);
+            let (in_flight, claimed) = self.flight(store);
             let s = snapshot(&store.central);
             let in_flight = in_flight.min(s.out);
             stats.pinned_bytes += s.total - s.unpinned;
@@ -188,9 +189,28 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, how many of these are claimed, and a number that changes when a copy is submitted or completes.
-    /// No number: a submission or a completion is under way.
-    fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
+    /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
+    /// not matter.
+    fn flight(&self, store: &Store) -> (usize, usize) {
+        let central = &store.central;
+        let (mut joint, _) = central.joint_bytes();
+        let mut left = STATS_READS;
+        loop {
+            let (bytes, claimed) = central.flight();
+            let queued: usize = self.0.devices.iter().map(|d| d.listing().queued(central.number())).sum();
+            // As in `flight_by_stream`.
+            let before = joint;
+            (joint, _) = central.joint_bytes();
+            left -= 1;
+            if joint == before || left == 0 {
+                return (before + bytes + queued, claimed);
+            }
+        }
+    }
+
+    /// The same, added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
+    /// submission or a completion is under way.
+    fn flight_by_stream(&self, store: &Store) -> (usize, usize, Option<u64>) {
         let (mut joint, mut at_rest) = store.central.joint_bytes();
         let mut left = STATS_READS;
         loop {
@@ -224,10 +244,11 @@ impl Pool {
         let mut all = Census::default();
         for store in self.stores() {
             let before = store.central.snapshot();
-            let (in_flight, claimed, moves) = self.flight(store);
+            let (in_flight, claimed, moves) = self.flight_by_stream(store);
+            let sums = self.flight(store);
             let mut census = Census::default();
             store.central.check(|state, bytes| match state {
-                None => census.free += bytes,
+                None => census.free_segment_bytes += bytes,
                 Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
                 Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
                 Some(state::CLAIMED) => {
@@ -237,7 +258,13 @@ impl Pool {
                 _ => census.quarantined += bytes,
             })?;
             let s = store.central.snapshot();
-            if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight(store) {
+            if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight_by_stream(store) {
+                if sums != (in_flight, claimed) {
+                    return Err(format!(
+                        "(in flight, claimed) are {:?} by the streams, and summed up as {sums:?}",
+                        (in_flight, claimed)
+                    ));
+                }
                 let sum = s.free + s.out + s.quarantined + s.cut;
                 if sum != s.total {
                     return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
@@ -262,7 +289,7 @@ impl Pool {
                     ));
                 }
             }
-            all.free += census.free;
+            all.free_segment_bytes += census.free_segment_bytes;
             all.checked_out += census.checked_out;
             all.in_flight += census.in_flight;
             all.claimed += census.claimed;

@@ -33,6 +33,7 @@ use super::{Checkpoint, Shard, reserved};
 use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
+use crate::escape::{NAME, clean};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
 /// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
@@ -187,6 +188,7 @@ impl<'a> Loader<'a> {
             if chosen.count(shard) > 0 {
                 let part = self.start_shard(shard, chosen, &loading.parts)?;
                 loading.total += part.bytes;
+                loading.count += part.left();
                 loading.parts.push_back(part);
             }
         }
@@ -310,7 +312,7 @@ impl<'a> Loader<'a> {
         let mut loading = self.start_blocking()?;
         let (mut tensors, count) = (Vec::new(), loading.0.left());
         reserved(tensors.try_reserve_exact(count), "the list of tensors", count * size_of::<DeviceTensor>())?;
-        for tensor in &mut loading.0 {
+        for tensor in loading.0.blocking() {
             tensors.push(tensor?);
         }
         Ok(tensors)
@@ -322,7 +324,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`load`](Self::load), and the first error that `each` returns, which ends the load.
     pub fn for_each(self, mut each: impl FnMut(DeviceTensor) -> Result<()>) -> Result<()> {
-        self.start_blocking()?.0.try_for_each(|tensor| each(tensor?))
+        self.start_blocking()?.0.blocking().try_for_each(|tensor| each(tensor?))
     }
 }
 
@@ -443,8 +445,10 @@ impl LoadPart {
     }
 }
 
-/// A load under way. It is an iterator over the tensors, which waits for the next, and a
-/// [`Stream`](futures_core::Stream) for tasks, on any runtime.
+/// A load under way. For tasks it is a [`Stream`](futures_core::Stream) of the tensors, on any runtime, and
+/// [`next_tensor`](Self::next_tensor) gives the next one. For threads, which wait, there are
+/// [`next_blocking`](Self::next_blocking) and the iterator [`blocking`](Self::blocking): these are methods, so that no
+/// `for` and no `next` in a task blocks its runtime unseen.
 ///
 /// **Dropped, it cancels the rest**; tensors that have come out stay. An error comes in the place of the first tensor
 /// that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the pipeline has then
@@ -460,7 +464,7 @@ impl LoadPart {
 /// # let pipeline = Pipeline::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
 /// let mut loading = checkpoint.loader(&pipeline).start()?;
-/// while let Some(tensor) = loading.next() {
+/// while let Some(tensor) = loading.next_blocking() {
 ///     println!("{:?}, {} bytes copied", tensor?.name(), loading.progress().done);
 /// }
 /// # std::fs::remove_file(path)?;
@@ -468,12 +472,15 @@ impl LoadPart {
 /// ```
 ///
 /// # Errors
-/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with the error of the
-/// pool or the device; [`Error::Cancelled`]; [`Error::Malformed`] in the place of the last tensor of a file that was
+/// Of each item: [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the
+/// cause ([`Error::Read`] and [`Error::Shrunk`] with file and offset, [`Error::Transfer`] with the error of the pool or
+/// the device); [`Error::Cancelled`]; [`Error::Malformed`] in the place of the last tensor of a file that was
 /// written to meanwhile, whose other tensors may then be wrong; [`Error::Forked`].
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
     parts: VecDeque<LoadPart>,
+    /// Tensors of the whole load.
+    count: usize,
     total: u64,
     /// Of files that have ended: bytes that were copied.
     done_before: u64,
@@ -488,6 +495,7 @@ impl Loading {
     fn none() -> Self {
         Self {
             parts: VecDeque::new(),
+            count: 0,
             total: 0,
             done_before: 0,
             contiguous_before: 0,
@@ -496,12 +504,38 @@ impl Loading {
         }
     }
 
-    /// The next tensor. `None`: there are no more.
+    /// The next tensor, for a task, which is not blocked. `None`: there are no more.
     ///
     /// # Errors
     /// See [`Loading`].
     pub async fn next_tensor(&mut self) -> Option<Result<DeviceTensor>> {
         poll_fn(|cx| self.advance(Some(cx))).await
+    }
+
+    /// The next tensor. Waits for it, and blocks this thread meanwhile. `None`: there are no more.
+    ///
+    /// # Errors
+    /// See [`Loading`].
+    pub fn next_blocking(&mut self) -> Option<Result<DeviceTensor>> {
+        match self.advance(None) {
+            Poll::Ready(next) => next,
+            // Impossible: without `cx`, `advance` waits.
+            Poll::Pending => None,
+        }
+    }
+
+    /// An iterator over the tensors, which waits for each, and blocks its thread meanwhile. Dropped, it leaves the load
+    /// as it is.
+    ///
+    /// ```
+    /// use pinpool::safetensors::{DeviceTensor, Loading};
+    ///
+    /// fn rest(mut loading: Loading) -> pinpool::Result<Vec<DeviceTensor>> {
+    ///     loading.blocking().collect()
+    /// }
+    /// ```
+    pub fn blocking(&mut self) -> BlockingTensors<'_> {
+        BlockingTensors(self)
     }
 
     /// The number of tensors that have not come out yet.
@@ -595,9 +629,20 @@ impl Loading {
         // Checked after the last byte was read.
         let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
         let last = over.and_then(|()| last_index.map_or(Err(Error::Closed), |index| part.out(index)));
-        let is_whole = last_index.is_some();
-        self.done_before += if is_whole { part.bytes } else { done };
-        self.contiguous_before += if is_whole { part.bytes } else { 0 };
+        let (is_whole, bytes) = (last_index.is_some(), part.bytes);
+        let missing = part.chosen.get(&part.shard, part.next).filter(|_| last.is_err());
+        let missing = missing.map(|index| clean(part.shard.tensors[index as usize].name(), NAME).into());
+        let last = last.map_err(|error| match (error, missing) {
+            // Those are of the load or of the file, and not of a tensor.
+            (error @ (Error::Cancelled { .. } | Error::Malformed { .. } | Error::Forked), _) => error,
+            (cause, Some(tensor)) => {
+                let (landed, total) = (self.count - self.left(), self.count);
+                Error::Tensor { tensor, landed, total, cause: cause.into() }
+            }
+            (error, None) => error,
+        });
+        self.done_before += if is_whole { bytes } else { done };
+        self.contiguous_before += if is_whole { bytes } else { 0 };
         self.parts.pop_front();
         if last.is_err() {
             // The transfers of the other files are cancelled. Bytes of theirs that were copied count all the same.
@@ -616,15 +661,11 @@ impl Loading {
     }
 }
 
-impl Iterator for Loading {
+impl futures_core::Stream for Loading {
     type Item = Result<DeviceTensor>;
 
-    fn next(&mut self) -> Option<Self::Item> {
-        match self.advance(None) {
-            Poll::Ready(next) => next,
-            // Impossible: without `cx`, `advance` waits.
-            Poll::Pending => None,
-        }
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.advance(Some(cx))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -633,15 +674,24 @@ impl Iterator for Loading {
     }
 }
 
-impl std::iter::FusedIterator for Loading {}
+/// The tensors of a load, each of which the thread waits for: [`Loading::blocking`].
+#[derive(Debug)]
+#[must_use = "nothing is waited for until it is iterated over"]
+pub struct BlockingTensors<'a>(&'a mut Loading);
 
-impl futures_core::Stream for Loading {
+impl Iterator for BlockingTensors<'_> {
     type Item = Result<DeviceTensor>;
 
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.advance(Some(cx))
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.next_blocking()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        futures_core::Stream::size_hint(self.0)
     }
 }
+
+impl std::iter::FusedIterator for BlockingTensors<'_> {}
 
 impl std::fmt::Debug for Loading {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -15,7 +15,7 @@
 //! let pipeline = Pipeline::builder(&pool, &device).build()?;
 //!
 //! let checkpoint = Checkpoint::open(&folder)?; // or a file, or model.safetensors.index.json; reads headers only
-//! for tensor in checkpoint.loader(&pipeline).prefix("model.layers.").start()? {
+//! for tensor in checkpoint.loader(&pipeline).prefix("model.layers.").start()?.blocking() {
 //!     let tensor = tensor?; // it is on the device; the tensors behind it are being copied
 //!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
 //! }
@@ -32,8 +32,8 @@
 //! [pipeline](crate::pipeline) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
 //! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
-//! Tensors come out in the file's order, each as soon as its bytes are on the device. A [`Loading`] is an iterator for
-//! threads, and an async stream. All files (shards) are queued with the pipeline at once, so that it does not idle
+//! Tensors come out in the file's order, each as soon as its bytes are on the device. A [`Loading`] is an async stream;
+//! for threads it has an iterator that waits ([`Loading::blocking`]). All files (shards) are queued with the pipeline at once, so that it does not idle
 //! between two of them. Completion is known by chunks, and a tensor costs time only when it comes out: the copies of
 //! 16,384 tensors of 16 KiB take 5 ms, so a microsecond for each would take three times as long.
 //!
@@ -102,7 +102,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use self::header::{Header, Metadata, Tensor};
-pub use self::load::{LoadCanceller, Loader, Loading};
+pub use self::load::{BlockingTensors, LoadCanceller, Loader, Loading};
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 
@@ -349,7 +349,7 @@ impl Checkpoint {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        self.loader(pipeline).start_with(choose)?.0.next().transpose()
+        self.loader(pipeline).start_with(choose)?.0.next_blocking().transpose()
     }
 
     /// The [checksum](self#checksums) of a tensor's bytes as they are in the file now, read on the caller's thread.

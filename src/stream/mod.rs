@@ -36,7 +36,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::device::handle::Device;
-use crate::device::{StreamHandle, ending::KeepAlive};
+use crate::device::{Driver, StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 use timeline::Timeline;
 
@@ -78,10 +78,19 @@ impl Device {
     /// # Errors
     /// What the driver says; the device's loss.
     pub fn stream(&self) -> Result<Stream> {
+        self.make_stream(|driver| driver.create_stream())
+    }
+
+    /// A stream whose kernels are scheduled before those of ordinary streams.
+    pub(crate) fn urgent_stream(&self) -> Result<Stream> {
+        self.make_stream(|driver| driver.create_urgent_stream())
+    }
+
+    fn make_stream(&self, make: fn(&dyn Driver) -> Result<StreamHandle>) -> Result<Stream> {
         let context = self.context().clone();
         context.alive()?;
         let maker = context.clone();
-        let handle = context.worker().call(move || maker.noting(maker.driver().create_stream()))?;
+        let handle = context.worker().call(move || maker.noting(make(&**maker.driver())))?;
         let timeline = Timeline::new(context, handle, self.listing().clone());
         Ok(Stream { timeline, device: self.clone() })
     }

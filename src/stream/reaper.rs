@@ -2,50 +2,95 @@
 //! entries and wakes waiters.
 //!
 //! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that becomes busy puts
-//! itself on the reaper's list, and wakes the reaper only if it sleeps. While anything is in flight, the reaper looks
-//! at every listed timeline, and pauses between two rounds for an eighth of the time since it last saw progress, within
-//! 50 us and 1 ms. So it sees a completion at most an eighth later than it could, and a long kernel costs next to
-//! nothing. A timeline stays listed for [`IDLE_LOOKS`] rounds after its last work, so that a timeline with short pauses
-//! does not wake the thread each time.
+//! itself on the reaper's list, and wakes the reaper only if it sleeps. A timeline stays listed for [`IDLE_LOOKS`] looks
+//! after its last work, so that a timeline with short pauses does not wake the thread each time.
+//!
+//! # Which timelines are looked at
+//!
+//! A listed timeline is *fresh* for [`STALE_AFTER`] after it was listed, made progress, or got a waiter; then it is
+//! *stale*: a long kernel runs there, or it hangs.
+//!
+//! - All fresh timelines are looked at in each round. Between two rounds the reaper pauses for an eighth of the time
+//!   since it last saw progress, within 50 us and 1 ms. So it sees a completion at most an eighth later than it could.
+//! - Of the stale ones, [`STALE_BATCH`] are looked at each millisecond, in turns. So up to that many are looked at as
+//!   often as fresh ones with little progress, and a thousand streams that hang cost a hundredth of a core. News of a
+//!   stale timeline makes it fresh.
+//!
+//! A pool that runs short looks at the timelines in the same way, on the thread of the request ([`Listing::glance`]): at
+//! the fresh ones and at the next stale ones, a bounded number of each.
+//!
+//! # Panics
 //!
 //! The thread does not end by a panic. A panic in the look at one timeline can only come from a mistake in this crate
 //! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
 //! others.
 //!
+//! # Stepped devices
+//!
 //! A stepped device is a host device that works only when a test tells it to. It has no reaper thread; the thread that
 //! steps the device calls [`Listing::advance`].
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::locks::{Condvar, Mutex};
 
-use super::timeline::Timeline;
+use super::timeline::{Timeline, Upstream};
 use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::foreign;
 
 const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
-/// Rounds without anything in flight before a timeline is taken off the list.
+/// Looks without anything in flight before a timeline is taken off the list.
 const IDLE_LOOKS: u32 = 16;
+/// A timeline without news for this long is stale. An eighth of it is the longest pause.
+const STALE_AFTER: Duration = Duration::from_millis(8);
+/// The stale timelines that are looked at in one millisecond; and the timelines with waiters that stay fresh.
+const STALE_BATCH: usize = 64;
 
 #[derive(Debug, Default)]
 struct Inbox {
     /// Timelines that have put themselves on the list since the last round.
     listed: Vec<Arc<Timeline>>,
-    /// Every timeline of the device, for statistics and for [`Listing::advance`].
-    known: Vec<Weak<Timeline>>,
+    /// The numbers of the timelines for which a thread or a task has begun to wait since then.
+    expedited: BTreeSet<u64>,
     asleep: bool,
-    /// A thread or a task has begun to wait for a sequence number.
-    expedite: bool,
     closing: bool,
+}
+
+/// A listed timeline.
+#[derive(Debug)]
+struct Listed {
+    timeline: Arc<Timeline>,
+    /// The number of looks in a row that found it idle.
+    idle: u32,
+    /// When it was listed, made progress or got a waiter.
+    fresh_since: Instant,
+}
+
+/// The listed timelines. Only the reaper changes these lists; pools read them.
+#[derive(Debug, Default)]
+struct Rounds {
+    fresh: Vec<Listed>,
+    /// By their numbers.
+    stale: BTreeMap<u64, Listed>,
+    /// The places where the next look of a pool begins.
+    next_fresh: usize,
+    next_stale: u64,
 }
 
 #[derive(Debug, Default)]
 struct ReaperShared {
     inbox: Mutex<Inbox>,
     doorbell: Condvar,
+    rounds: Mutex<Rounds>,
+    /// Every timeline of the device by its number, for statistics and for [`Listing::advance`].
+    known: Mutex<BTreeMap<u64, Weak<Timeline>>>,
+    /// The queues that submit to timelines of the device.
+    upstreams: Mutex<Vec<Weak<dyn Upstream>>>,
 }
 
 /// The side of the reaper that timelines hold: they put themselves on its list.
@@ -62,14 +107,34 @@ pub(crate) struct Reaper {
 impl Listing {
     /// Adds a timeline to the known ones, for as long as it lives.
     pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
-        let mut inbox = self.0.inbox.lock();
-        inbox.known.retain(|t| t.strong_count() > 0);
-        inbox.known.push(Arc::downgrade(timeline));
+        self.0.known.lock().insert(timeline.number(), Arc::downgrade(timeline));
     }
 
-    /// All timelines of the device that are alive.
+    /// The timeline with this number ends.
+    pub(crate) fn forget(&self, number: u64) {
+        self.0.known.lock().remove(&number);
+    }
+
+    /// All timelines of the device that are alive, by their numbers.
     pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
-        self.0.inbox.lock().known.iter().filter_map(Weak::upgrade).collect()
+        self.0.known.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Adds a queue that submits to a timeline of the device.
+    pub(crate) fn feed(&self, upstream: Weak<dyn Upstream>) {
+        let mut upstreams = self.0.upstreams.lock();
+        // Only when the list is as long as its memory: so adding a queue takes constant time on average.
+        if upstreams.len() == upstreams.capacity() {
+            upstreams.retain(|known| known.strong_count() > 0);
+        }
+        upstreams.push(upstream);
+    }
+
+    /// Bytes of a central pool that wait in queues and that nothing else counts.
+    pub(crate) fn queued(&self, central: u64) -> usize {
+        // A statement of its own, which ends with the lock.
+        let upstreams: Vec<_> = self.0.upstreams.lock().iter().filter_map(Weak::upgrade).collect();
+        upstreams.iter().map(|upstream| upstream.queued(central).0).sum()
     }
 
     /// Lists a timeline that has become busy.
@@ -81,17 +146,18 @@ impl Listing {
         }
     }
 
-    /// A thread or a task begins to wait for a sequence number: the reaper starts from the shortest pause again.
-    pub(crate) fn expedite(&self) {
+    /// A thread or a task begins to wait for the timeline with this number: the reaper starts from the shortest pause
+    /// again.
+    pub(crate) fn expedite(&self, number: u64) {
         let mut inbox = self.0.inbox.lock();
-        if !inbox.expedite {
-            inbox.expedite = true;
+        // While the reaper sleeps nothing is listed but what has woken it.
+        if !inbox.asleep && inbox.expedited.insert(number) && inbox.expedited.len() == 1 {
             self.0.doorbell.notify_one();
         }
     }
 
-    /// Looks once at every timeline, on the calling thread: for stepped devices, and for pools that run short. Returns
-    /// whether anything completed.
+    /// Looks once at every timeline, on the calling thread: for stepped devices, and for programs that ask for it.
+    /// Returns whether anything completed.
     pub(crate) fn advance(&self) -> bool {
         let mut progress = false;
         for timeline in self.known() {
@@ -106,6 +172,48 @@ impl Listing {
         drop(idle);
         progress
     }
+
+    /// Looks once at listed timelines, on the calling thread, for a pool that runs short: at those that were listed last,
+    /// at fresh ones, and at the next stale ones, [`STALE_BATCH`] of each at most. Returns whether anything completed.
+    pub(crate) fn glance(&self) -> bool {
+        let mut due: Vec<Arc<Timeline>> = {
+            let inbox = self.0.inbox.lock();
+            inbox.listed.iter().rev().take(STALE_BATCH).cloned().collect()
+        };
+        self.0.rounds.lock().next_for_pool(&mut due);
+        due.iter().fold(false, |progress, timeline| timeline.advance(true) | progress)
+    }
+}
+
+impl Rounds {
+    /// Fresh timelines and stale ones, a bounded number of each; other ones the next time, where there are more.
+    fn next_for_pool(&mut self, due: &mut Vec<Arc<Timeline>>) {
+        let count = self.fresh.len().min(STALE_BATCH);
+        let from = if self.next_fresh < self.fresh.len() { self.next_fresh } else { 0 };
+        let (before, behind) = self.fresh.split_at(from);
+        due.extend(behind.iter().chain(before).take(count).map(|listed| listed.timeline.clone()));
+        self.next_fresh = from + count;
+        let next = next_stale(&self.stale, self.next_stale);
+        let mut last = self.next_stale;
+        due.extend(next.map(|(number, listed)| {
+            last = *number;
+            listed.timeline.clone()
+        }));
+        self.next_stale = last;
+    }
+
+    /// Makes a timeline fresh that is stale.
+    fn refresh(&mut self, number: u64, now: Instant) {
+        if let Some(listed) = self.stale.remove(&number) {
+            self.fresh.push(Listed { fresh_since: now, ..listed });
+        }
+    }
+}
+
+/// The next stale timelines after the one with this number, around to that one.
+fn next_stale(stale: &BTreeMap<u64, Listed>, after: u64) -> impl Iterator<Item = (&u64, &Listed)> {
+    let behind = stale.range((Excluded(after), Unbounded));
+    behind.chain(stale.range(..=after)).take(STALE_BATCH)
 }
 
 impl Reaper {
@@ -119,8 +227,7 @@ impl Reaper {
                 crate::sync::enter(crate::sync::Own::Reaper);
                 driver.enter_thread();
                 drop(driver);
-                let mut busy = Vec::new();
-                foreign::live("the reaper panicked: it goes on", || run(&shared, &mut busy));
+                foreign::live("the reaper panicked: it goes on", || run(&shared));
             })
             .map_err(|e| Error::Unavailable {
                 device: device.into(),
@@ -150,41 +257,110 @@ impl Drop for Reaper {
     }
 }
 
-/// The thread's work until the device closes. `busy`: the listed timelines, each with the number of rounds in a row
-/// that found it idle.
-fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
+/// The thread's work until the device closes.
+fn run(shared: &ReaperShared) {
     let mut progressed = Instant::now();
+    let mut stale_due = progressed;
+    let mut cursor = 0;
+    let mut looks: Vec<(Arc<Timeline>, Look)> = Vec::new();
     loop {
-        {
+        let (listed, expedited) = {
             let mut inbox = shared.inbox.lock();
-            while busy.is_empty() && inbox.listed.is_empty() {
+            while inbox.listed.is_empty() && shared.rounds.lock().is_empty() {
                 if inbox.closing {
                     return;
                 }
                 inbox.asleep = true;
-                inbox.expedite = false;
+                inbox.expedited.clear();
                 shared.doorbell.wait(&mut inbox);
                 inbox.asleep = false;
             }
-            if !inbox.listed.is_empty() || std::mem::take(&mut inbox.expedite) {
-                progressed = Instant::now();
+            (std::mem::take(&mut inbox.listed), std::mem::take(&mut inbox.expedited))
+        };
+        let now = Instant::now();
+        if !listed.is_empty() || !expedited.is_empty() {
+            progressed = now;
+        }
+        {
+            let mut rounds = shared.rounds.lock();
+            rounds.fresh.extend(listed.into_iter().map(|t| Listed {
+                timeline: t,
+                idle: 0,
+                fresh_since: now,
+            }));
+            expedited.into_iter().for_each(|number| rounds.refresh(number, now));
+            looks.extend(rounds.fresh.iter().map(|listed| (listed.timeline.clone(), Look::default())));
+            if now >= stale_due && !rounds.stale.is_empty() {
+                stale_due = now + LONGEST_SLEEP;
+                let next = next_stale(&rounds.stale, cursor);
+                looks.extend(next.map(|(_, listed)| (listed.timeline.clone(), Look::default())));
+                cursor = looks.last().map_or(0, |(timeline, _)| timeline.number());
             }
-            busy.extend(inbox.listed.drain(..).map(|t| (t, 0)));
         }
-        let mut progress = false;
-        for (timeline, idle) in &mut *busy {
-            progress |= look(timeline);
-            *idle = if timeline.is_idle() { *idle + 1 } else { 0 };
+        for (timeline, seen) in &mut looks {
+            seen.progress = look(timeline);
+            (seen.idle, seen.waited) = timeline.rest();
         }
-        busy.retain(|(timeline, idle)| *idle < IDLE_LOOKS || !timeline.unlist());
-        if progress {
+        if looks.iter().any(|(_, seen)| seen.progress) {
             progressed = Instant::now();
         }
+        // Dropped after the lock is released: these may be the last references.
+        let gone = shared.rounds.lock().note(&looks, Instant::now());
+        drop(gone);
+        looks.clear();
         let pause = (progressed.elapsed() / 8).clamp(SHORTEST_SLEEP, LONGEST_SLEEP);
         let mut inbox = shared.inbox.lock();
-        if !inbox.expedite && inbox.listed.is_empty() {
+        if inbox.expedited.is_empty() && inbox.listed.is_empty() {
             shared.doorbell.wait_for(&mut inbox, pause);
         }
+    }
+}
+
+/// What a look at a timeline has found.
+#[derive(Clone, Copy, Debug, Default)]
+struct Look {
+    /// Something completed.
+    progress: bool,
+    /// Nothing is in flight.
+    idle: bool,
+    /// A thread or a task waits.
+    waited: bool,
+}
+
+impl Rounds {
+    fn is_empty(&self) -> bool {
+        self.fresh.is_empty() && self.stale.is_empty()
+    }
+
+    /// Sorts the timelines by what the looks have found: first at all fresh ones in their order, then at stale ones.
+    /// Returns those that are off the list.
+    fn note(&mut self, looks: &[(Arc<Timeline>, Look)], now: Instant) -> Vec<Listed> {
+        let mut gone = Vec::new();
+        let (fresh, stale) = looks.split_at(self.fresh.len().min(looks.len()));
+        let mut waited = 0;
+        for (listed, (_, seen)) in std::mem::take(&mut self.fresh).into_iter().zip(fresh) {
+            let idle = if seen.idle { listed.idle + 1 } else { 0 };
+            let fresh_since = if seen.progress { now } else { listed.fresh_since };
+            let listed = Listed { idle, fresh_since, ..listed };
+            if idle >= IDLE_LOOKS && listed.timeline.unlist() {
+                gone.push(listed);
+                continue;
+            }
+            // Idle ones stay until they are off the list, which is soon.
+            let is_stale = !seen.idle && now.saturating_duration_since(fresh_since) >= STALE_AFTER;
+            waited += usize::from(is_stale && seen.waited);
+            if is_stale && !(seen.waited && waited <= STALE_BATCH) {
+                self.stale.insert(listed.timeline.number(), listed);
+            } else {
+                self.fresh.push(listed);
+            }
+        }
+        for (timeline, seen) in stale {
+            if seen.progress || seen.idle {
+                self.refresh(timeline.number(), now);
+            }
+        }
+        gone
     }
 }
 
@@ -199,4 +375,80 @@ fn look(timeline: &Arc<Timeline>) -> bool {
         timeline.lose(&Error::Internal("a look at a stream panicked"));
         true
     })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::handle::Device;
+    use crate::device::host::{HostConfig, HostNode};
+    use crate::stream::Stream;
+
+    fn streams(count: usize) -> Vec<Stream> {
+        let node = HostNode::new(HostConfig::new().stepped(1)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        (0..count).map(|_| device.stream().unwrap()).collect()
+    }
+
+    fn listed(stream: &Stream, fresh_since: Instant) -> Listed {
+        Listed { timeline: stream.timeline().clone(), idle: 0, fresh_since }
+    }
+
+    const NOTHING: Look = Look { progress: false, idle: false, waited: false };
+
+    #[test]
+    fn stale_timelines_are_looked_at_by_turns() {
+        const STREAMS: usize = 150;
+        let (streams, now) = (streams(STREAMS), Instant::now());
+        let stale: BTreeMap<u64, Listed> = streams.iter().map(|s| (s.number(), listed(s, now))).collect();
+        let (mut looks, mut cursor) = (BTreeMap::new(), 0);
+        const ROUNDS: usize = 75;
+        for _ in 0..ROUNDS {
+            let batch: Vec<u64> = next_stale(&stale, cursor).map(|(number, _)| *number).collect();
+            assert_eq!(batch.len(), STALE_BATCH);
+            cursor = batch[batch.len() - 1];
+            batch.iter().for_each(|number| *looks.entry(*number).or_insert(0) += 1);
+        }
+        let each = ROUNDS * STALE_BATCH / STREAMS;
+        assert!(looks.len() == STREAMS && looks.values().all(|n| *n == each), "{looks:?}");
+        // A pool's turns go around as well, and a short list is taken whole, once.
+        let mut rounds = Rounds { stale, ..Rounds::default() };
+        let mut due = Vec::new();
+        (0..3).for_each(|_| rounds.next_for_pool(&mut due));
+        let numbers: BTreeSet<u64> = due.iter().map(|timeline| timeline.number()).collect();
+        assert_eq!((due.len(), numbers.len()), (3 * STALE_BATCH, STREAMS));
+        let few = rounds.stale.split_off(&streams[STREAMS - 3].number());
+        assert_eq!(next_stale(&few, streams[STREAMS - 2].number()).count(), 3);
+    }
+
+    #[test]
+    fn silence_makes_a_timeline_stale_and_news_makes_it_fresh() {
+        let (streams, then) = (streams(3), Instant::now());
+        let mut rounds = Rounds::default();
+        rounds.fresh.extend(streams.iter().map(|stream| listed(stream, then)));
+        let look = |rounds: &Rounds, seen: [Look; 3]| -> Vec<(Arc<Timeline>, Look)> {
+            let all = rounds.fresh.iter().chain(rounds.stale.values());
+            all.map(|listed| listed.timeline.clone()).zip(seen).collect()
+        };
+        let now = then + STALE_AFTER;
+        // The first made progress, and a thread waits for the second.
+        let seen = [Look { progress: true, ..NOTHING }, Look { waited: true, ..NOTHING }, NOTHING];
+        let looks = look(&rounds, seen);
+        assert!(rounds.note(&looks, now).is_empty());
+        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (2, 1));
+        let looks = look(&rounds, [NOTHING; 3]);
+        assert!(rounds.note(&looks, now).is_empty());
+        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (1, 2), "the wait is over");
+        let looks = look(&rounds, [NOTHING, NOTHING, Look { progress: true, ..NOTHING }]);
+        rounds.note(&looks, now);
+        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (2, 1));
+        rounds.refresh(*rounds.stale.keys().next().unwrap(), now);
+        // Idle ones leave the list, and not before they were idle for a while.
+        for n in 1..=IDLE_LOOKS {
+            let looks = look(&rounds, [Look { idle: true, ..NOTHING }; 3]);
+            let gone = rounds.note(&looks, now + 2 * STALE_AFTER);
+            assert_eq!(gone.len(), if n < IDLE_LOOKS { 0 } else { 3 }, "{n}");
+        }
+        assert!(rounds.is_empty());
+    }
 }

@@ -270,7 +270,8 @@ impl ErrorTally {
     }
 }
 
-/// Segments checked out and returned on the slow path, by class; kept under the central pool's lock. Segments without a
+/// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
+/// the central pool's lock. Segments without a
 /// class (large or aligned ones, which have a run of their own) take the slow path always.
 #[derive(Debug)]
 pub(crate) struct ClassTally {
@@ -297,6 +298,13 @@ impl ClassTally {
         if class.is_none() {
             self.large_bytes = self.large_bytes.saturating_sub(granted);
         }
+    }
+
+    /// Counts on the checkouts and returns that a thread cache has counted.
+    pub(crate) fn count_on(&mut self, class: Class, takes: u64, puts: u64) {
+        let at = class.index();
+        self.takes[at] = self.takes[at].wrapping_add(takes);
+        self.puts[at] = self.puts[at].wrapping_add(puts);
     }
 
     /// Checkouts and returns of a class.

@@ -7,7 +7,8 @@
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache nothing, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
-//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served.
+//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served, and each that was requested
+//!   as long-lived, which no cache serves.
 //! - *Looks*: a look at all segments that are out (`Pool::stuck`, a sampler) notes when it saw each of them first. A
 //!   segment has been out at least since then.
 //!
@@ -37,10 +38,22 @@ use super::counters::Histogram;
 /// One in this many of the checkouts that take the slow path is entered.
 pub(crate) const SAMPLE: u64 = 8;
 
+/// What a request says that its buffer is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tag {
+    pub(crate) name: Option<&'static str>,
+    /// To be held for long, which is no fault.
+    pub(crate) long_lived: bool,
+}
+
+impl Tag {
+    pub(crate) const NONE: Self = Self { name: None, long_lived: false };
+}
+
 /// The call that checked a segment out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CheckoutSite {
-    pub(crate) tag: Option<&'static str>,
+    pub(crate) tag: Tag,
     pub(crate) site: Option<&'static Location<'static>>,
 }
 
@@ -186,9 +199,10 @@ mod tests {
     fn what_is_entered_is_counted_once() {
         let mut ledger = Ledger::default();
         ledger.close(1);
-        ledger.enter(1, 10, CheckoutSite { tag: Some("a"), site: None });
+        let tag = Tag { name: Some("a"), long_lived: true };
+        ledger.enter(1, 10, CheckoutSite { tag, site: None });
         let entry = ledger.get(1).unwrap();
-        assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), Some("a")));
+        assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), tag));
         [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
         assert_eq!(ledger.holding().count(), 1);
         assert!(!ledger.has(1));

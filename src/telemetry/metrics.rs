@@ -13,6 +13,8 @@ use super::counters::Histogram;
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
+/// Their level: there are some ninety a poll, and a log that does not ask for them is not to have them.
+pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 
 /// Events that one poll makes of one histogram at most.
 const REPLAYED: u64 = 64;
@@ -131,7 +133,7 @@ impl Labels {
 macro_rules! event {
     ($prefix:ident, [$($part:ident).+], $value:expr, $labels:ident) => {
         // Without a message, which would become a label.
-        tracing::event!(target: TARGET, tracing::Level::INFO, {
+        tracing::event!(target: TARGET, LEVEL, {
             $prefix.$($part).+ = $value,
             pool = $labels.pool.as_deref(),
             state = $labels.state,
@@ -242,9 +244,10 @@ table! {
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
     Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
         "When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended.";
-    StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool], "Buffers out for longer than the sampler's threshold.";
+    StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool],
+        "Buffers out for longer than the sampler's threshold, long-lived ones left out.";
     StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool],
-        "Bytes of buffers out for longer than the sampler's threshold.";
+        "Bytes of buffers out for longer than the sampler's threshold, long-lived ones left out.";
     ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
     ClassOut: Gauge, [pinpool.class.out.segments], Count, [pool, stride],
@@ -268,9 +271,9 @@ table! {
     StuckStreams: Gauge, [pinpool.device.stuck.streams], Count, [device],
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
     StreamBytes: Gauge, [pinpool.stream.in_flight.bytes], Bytes, [device, stream],
-        "Bytes of segments in flight on a stream.";
+        "Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together.";
     StreamEntries: Gauge, [pinpool.stream.in_flight.entries], Count, [device, stream],
-        "Copies and holds in flight on a stream.";
+        "Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together.";
 }
 
 impl Id {

@@ -39,7 +39,7 @@
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find what keeps buffers ([`Pool::stuck`](crate::Pool::stuck)) |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
@@ -57,16 +57,23 @@
 //!
 //! # Metrics
 //!
-//! A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level INFO. The field with the value
-//! has the metric's name with `monotonic_counter.`, `gauge.` or `histogram.` before it, as `MetricsLayer` of the crate
-//! tracing-opentelemetry expects. (Gauges need that crate's feature `metrics_gauge_unstable`; the layer must see the
-//! level INFO of this target.) The other fields are the labels. With the feature `metrics` the facade's recorder gets
+//! A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so that a log has them only
+//! where it asks for them. The field with the value has the metric's name with `monotonic_counter.`, `gauge.` or
+//! `histogram.` before it, as `MetricsLayer` of the crate tracing-opentelemetry expects. (Gauges need that crate's
+//! feature `metrics_gauge_unstable`. The layer must see the level TRACE of this target: a filter
+//! `info,pinpool::metrics=trace` lets it, and a build with tracing's `release_max_level_info` or the like has no such
+//! events.) The other fields are the labels. With the feature `metrics` the facade's recorder gets
 //! the same values under the same names. In Prometheus's text the points become underscores: `pinpool_checkouts_total`.
 //!
 //! - A counter is sent as its increase since the poll before.
 //! - A histogram is sent as durations, one value for each, which stands for its [bucket](Histogram). The recorder gets
 //!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
 //!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
+//!
+//! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life of
+//! a sampler; all others are added up under the label `other`. A pool that was dropped, and a stream that has ended, are
+//! not sent any more. The facade has no call that removes a metric, so give the recorder an idle timeout of a few polls
+//! (`PrometheusBuilder::idle_timeout`): then what is gone leaves its answers.
 //!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
@@ -96,8 +103,8 @@
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
 //! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended |
-//! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold |
-//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold |
+//! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold, long-lived ones left out |
+//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold, long-lived ones left out |
 //! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
 //! | `pinpool.class.out.segments` | gauge | pool, stride | Segments of a size class that are checked out, in flight or quarantined |
 //! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free segments of a size class, those that are cached for the next checkouts |
@@ -110,8 +117,8 @@
 //! | `pinpool.device.registered.bytes` | gauge | device | Bytes of values registered with the device |
 //! | `pinpool.device.lost` | gauge | device | 1 if the device is lost, else 0 |
 //! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight of which nothing completed for longer than the sampler's threshold |
-//! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream |
-//! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream |
+//! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together |
+//! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together |
 
 // The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
 // and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),
@@ -135,9 +142,13 @@ pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Lists every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream
-    /// and the event that it waits for, and the place in the program that checked it out. A threshold of zero lists
-    /// every buffer that is out.
+    /// Lists every buffer that is known to have been out for at least `threshold`, oldest first: its size, age and
+    /// state, the stream and the event that it waits for, and the place in the program that checked it out. A threshold
+    /// of zero lists every buffer that is out.
+    ///
+    /// **Unless the pool tracks its checkouts, most ages begin with the first look.** The first call with a threshold
+    /// above zero then lists only the few buffers whose checkout was recorded, however long others have been out; a
+    /// call that comes later by the threshold lists all. A [`Sampler`] looks from time to time.
     ///
     /// # How exact ages are
     ///

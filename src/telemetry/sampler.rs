@@ -10,7 +10,7 @@
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -27,6 +27,13 @@ use crate::region::Pinning;
 
 /// Stuck buffers of a pool that one poll logs at most.
 const BUFFERS_LOGGED: usize = 8;
+/// Streams of a device that have gauges of their own at a time.
+const STREAMS_SHOWN: usize = 16;
+/// Streams of a device that ever get gauges of their own. A recorder may keep a gauge for good, so a server that makes a
+/// stream for each request must not add gauges without end.
+const STREAMS_NAMED: usize = 256;
+/// The label of the gauges of all other streams together.
+const OTHER_STREAMS: &str = "other";
 
 /// Polls pools, and sends [metrics](super::METRICS) and events about what is stuck.
 ///
@@ -41,7 +48,8 @@ const BUFFERS_LOGGED: usize = 8;
 /// let device = Device::open("host")?;
 /// let pool = Pool::builder(&device).name("weights").unpinned(Unpinned::Allow).build()?;
 /// // On a thread of its own, until `sampling` is dropped. `poll` does the same on the caller's.
-/// let sampling = Sampler::new(&pool).stuck_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
+/// let sampler = Sampler::new(&pool).stuck_buffers_after(Duration::from_secs(300));
+/// let sampling = sampler.stuck_streams_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
 /// # drop(sampling);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
@@ -55,7 +63,9 @@ pub struct Sampler {
     recorder: bool,
     #[cfg(feature = "metrics")]
     described: bool,
-    stuck_after: Option<Duration>,
+    /// `None`: never.
+    buffers_after: Option<Duration>,
+    streams_after: Option<Duration>,
     /// When the sampler last looked for stuck buffers.
     looked: Option<Instant>,
 }
@@ -81,6 +91,11 @@ struct WatchedDevice {
     flight: Histogram,
     errors: ErrorCounts,
     streams: HashMap<u64, WatchedStream>,
+    /// The streams that have gauges of their own, and the number of those that ever had.
+    shown: BTreeSet<u64>,
+    named: usize,
+    /// Whether there were other streams at any poll.
+    others: bool,
 }
 
 #[derive(Debug)]
@@ -129,7 +144,8 @@ impl Sampler {
             recorder: true,
             #[cfg(feature = "metrics")]
             described: false,
-            stuck_after: Some(Duration::from_secs(60)),
+            buffers_after: Some(Duration::from_secs(60)),
+            streams_after: Some(Duration::from_secs(60)),
             looked: None,
         };
         sampler.pool(pool)
@@ -148,7 +164,8 @@ impl Sampler {
         self
     }
 
-    /// Whether metrics are sent as events, of the level INFO. Default: yes.
+    /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not ask
+    /// for that does not have them. Default: yes.
     pub fn events(mut self, events: bool) -> Self {
         self.events = events;
         self
@@ -161,14 +178,28 @@ impl Sampler {
         self
     }
 
-    /// The time after which a buffer that is out is logged as stuck, and so is a stream that has work in flight of
-    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: a minute.
+    /// The time after which buffers and streams count as stuck: both of
+    /// [`stuck_buffers_after`](Self::stuck_buffers_after) and [`stuck_streams_after`](Self::stuck_streams_after).
+    /// Default: a minute.
+    pub fn stuck_after(self, threshold: Duration) -> Self {
+        self.stuck_buffers_after(threshold).stuck_streams_after(threshold)
+    }
+
+    /// The time after which a buffer that is out counts as stuck, and is logged, once. `Duration::MAX`: never. Default:
+    /// a minute. Buffers that are [meant](crate::Request::long_lived) to be held for long never count.
     ///
     /// Buffers are looked for at polls, four times within the threshold. An age that is not known exactly may be too
     /// short by a quarter of the threshold. One look logs at most eight buffers of a pool, the oldest first; the next
     /// looks log the others. [`Pool::stuck`] says what a look costs.
-    pub fn stuck_after(mut self, threshold: Duration) -> Self {
-        self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
+    pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
+        self.buffers_after = (threshold < Duration::MAX).then_some(threshold);
+        self
+    }
+
+    /// The time after which a stream counts as stuck that has work in flight of which nothing completes. It is logged
+    /// once. `Duration::MAX`: never. Default: a minute.
+    pub fn stuck_streams_after(mut self, threshold: Duration) -> Self {
+        self.streams_after = (threshold < Duration::MAX).then_some(threshold);
         self
     }
 
@@ -183,7 +214,7 @@ impl Sampler {
             _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         }
         let now = Instant::now();
-        let look = self.stuck_after.filter(|after| {
+        let look = self.buffers_after.filter(|after| {
             self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= *after / 4)
         });
         if look.is_some() {
@@ -205,7 +236,7 @@ impl Sampler {
         self.devices.retain(|id, _| present.contains(id));
         for device in seen {
             let watched = self.devices.entry(device.context().id()).or_default();
-            watched.send(&device.stats(), &mut sender, now, self.stuck_after);
+            watched.send(&device.stats(), &mut sender, now, self.streams_after);
         }
         !self.pools.is_empty()
     }
@@ -260,7 +291,8 @@ struct Sender {
 impl Sender {
     fn new(sampler: &Sampler) -> Self {
         Self {
-            events: sampler.events,
+            // Where no subscriber takes the level, not even the labels are looked at.
+            events: sampler.events && foreign::listens(metrics::LEVEL),
             #[cfg(feature = "metrics")]
             recorder: sampler.recorder,
         }
@@ -380,7 +412,8 @@ impl Watched {
     }
 
     fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
-        let found = stuck::find(threshold, pool.centrals(), pool.devices());
+        let mut found = stuck::find(threshold, pool.centrals(), pool.devices());
+        found.retain(|buffer| !buffer.long_lived);
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
         // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
@@ -422,25 +455,76 @@ impl WatchedDevice {
         to.level(Id::DeviceLost, usize::from(stats.lost.is_some()), labels);
         let mut stuck = 0;
         for stream in &stats.streams {
-            let labels = &Labels { stream: Some(stream.stream.to_string()), ..labels.clone() };
-            to.level(Id::StreamBytes, stream.in_flight_bytes, labels);
-            to.level(Id::StreamEntries, stream.in_flight, labels);
             stuck += usize::from(self.is_stuck(&stats.name, stream, now, stuck_after));
         }
         to.level(Id::StuckStreams, stuck, labels);
-        let ended: Vec<u64> =
-            self.streams.keys().copied().filter(|n| stats.streams.iter().all(|s| s.stream != *n)).collect();
-        for stream in ended {
-            // The last values of a stream that has ended: its gauges would otherwise stand where they were.
-            let labels = &Labels { stream: Some(stream.to_string()), ..labels.clone() };
-            to.level(Id::StreamBytes, 0, labels);
-            to.level(Id::StreamEntries, 0, labels);
-            self.streams.remove(&stream);
-        }
+        let is_there = |number: &u64| stats.streams.binary_search_by_key(number, |s| s.stream).is_ok();
+        self.streams.retain(|number, _| is_there(number));
+        self.send_streams(&stats.streams, to, labels);
         // A stream that ends between two readings is counted late, never twice.
         self.submitted = self.submitted.max(stats.submitted);
         self.completed = self.completed.max(stats.completed);
         (self.flight, self.errors) = (stats.flight, stats.errors);
+    }
+
+    /// Sends the gauges of streams: of the busiest their own, and of all others their sums. `streams` are in the order of
+    /// their numbers.
+    fn send_streams(&mut self, streams: &[StreamStats], to: &mut Sender, labels: &Labels) {
+        let mut send = |stream: String, bytes: usize, entries: usize| {
+            let labels = &Labels { stream: Some(stream), ..labels.clone() };
+            to.level(Id::StreamBytes, bytes, labels);
+            to.level(Id::StreamEntries, entries, labels);
+        };
+        for number in self.choose_shown(streams) {
+            // The last values of a stream that has ended, or is shown no more: its gauges would otherwise stand where
+            // they were.
+            send(number.to_string(), 0, 0);
+        }
+        let (mut bytes, mut entries) = (0, 0);
+        for stream in streams {
+            if self.shown.contains(&stream.stream) {
+                send(stream.stream.to_string(), stream.in_flight_bytes, stream.in_flight);
+            } else {
+                self.others = true;
+                bytes += stream.in_flight_bytes;
+                entries += stream.in_flight;
+            }
+        }
+        if self.others {
+            send(OTHER_STREAMS.into(), bytes, entries);
+        }
+    }
+
+    /// Chooses the streams that have gauges of their own. One that is shown stays for as long as it has work in flight,
+    /// or nothing else needs its place. Returns those that are shown no more.
+    fn choose_shown(&mut self, streams: &[StreamStats]) -> Vec<u64> {
+        let mut waiting: Vec<&StreamStats> =
+            streams.iter().filter(|s| s.in_flight > 0 && !self.shown.contains(&s.stream)).collect();
+        waiting.sort_by_key(|s| std::cmp::Reverse((s.in_flight_bytes, s.in_flight)));
+        waiting.truncate(STREAMS_SHOWN.min(STREAMS_NAMED - self.named));
+        let find =
+            |number: u64| streams.binary_search_by_key(&number, |s| s.stream).ok().map(|at| &streams[at]);
+        let mut gone: Vec<u64> = self.shown.iter().copied().filter(|n| find(*n).is_none()).collect();
+        gone.iter().for_each(|number| _ = self.shown.remove(number));
+        let need = (self.shown.len() + waiting.len()).saturating_sub(STREAMS_SHOWN);
+        let idle: Vec<u64> = self
+            .shown
+            .iter()
+            .copied()
+            .filter(|n| find(*n).is_some_and(|s| s.in_flight == 0))
+            .take(need)
+            .collect();
+        idle.iter().for_each(|number| _ = self.shown.remove(number));
+        gone.extend(idle);
+        // Places that are left go to streams without work, so that a server with few streams sees all of them.
+        let idle = streams.iter().filter(|s| s.in_flight == 0 && !gone.contains(&s.stream));
+        for stream in waiting.into_iter().chain(idle) {
+            if self.shown.len() >= STREAMS_SHOWN || self.named >= STREAMS_NAMED {
+                break;
+            }
+            self.named += usize::from(self.shown.insert(stream.stream));
+        }
+        gone
     }
 
     /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.

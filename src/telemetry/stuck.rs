@@ -142,6 +142,9 @@ pub struct StuckBuffer {
     /// hold over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet
     /// has none; then the queue's [`outstanding`](crate::QueueStats::outstanding) says more.
     pub awaited: Vec<Awaited>,
+    /// Whether its request said that it is going to be held for long
+    /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
+    pub long_lived: bool,
     /// The tag of its request ([`Request::tag`](crate::Request::tag)), if its checkout was recorded.
     pub tag: Option<&'static str>,
     /// The place in the program that checked it out, if its checkout was recorded.
@@ -190,7 +193,8 @@ pub(crate) fn find<'a>(
             exact: entry.exact,
             state: BufferState::of(state),
             awaited: mine.map(|(_, awaited)| awaited.clone()).collect(),
-            tag: entry.origin.tag,
+            long_lived: entry.origin.tag.long_lived,
+            tag: entry.origin.tag.name,
             site: entry.origin.site,
         }
     };
@@ -235,6 +239,7 @@ pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
         seq = at.map(|at| at.seq),
         completed = at.map(|at| at.completed),
         event = at.map(|at| at.event.name()),
+        long_lived = buffer.long_lived.then_some(true),
         tag = buffer.tag,
         site = buffer.site.map(tracing::field::display),
         "a buffer is out"

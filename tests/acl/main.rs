@@ -11,6 +11,7 @@
 mod closing;
 mod contexts;
 mod events;
+mod exits;
 mod failing;
 mod lost;
 mod memory;

@@ -25,7 +25,7 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
     let text = stdout(&output);
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     is_bench(&report);
-    assert_eq!(report["size_bytes"], 24 << 20);
+    assert_eq!((&report["size_bytes"], &report["error"]), (&(24 << 20).into(), &Value::Null));
     (text, report)
 }
 
@@ -37,13 +37,15 @@ fn is_bench(report: &Value) {
         keys,
         [
             "device",
-            "gather_gb_per_s",
+            "error",
             "memcpy_gb_per_s",
             "pageable_upload_gb_per_s",
+            "pieces_gb_per_s",
             "pinned_peak_download_gb_per_s",
             "pinned_peak_upload_gb_per_s",
             "pipeline_download_gb_per_s",
             "pipeline_upload_gb_per_s",
+            "rounds",
             "size_bytes",
             "threads",
             "unpinned"
@@ -54,7 +56,7 @@ fn is_bench(report: &Value) {
             assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
         }
     }
-    assert!(report["unpinned"].is_boolean(), "{report}");
+    assert!(report["unpinned"].is_boolean() && report["rounds"] == 5, "{report}");
 }
 
 #[test]
@@ -129,6 +131,9 @@ fn ends(command: &mut Command) -> Output {
 #[test]
 fn the_bench_takes_any_size() {
     for (size, told) in [
+        // An eighth of 5 and of 37 pieces of 16 KiB.
+        ("640KiB", "640 KiB"),
+        ("4736KiB", "4.6 MiB"),
         ("5MB", "4.8 MiB"),
         ("10MB", "9.5 MiB"),
         ("17MiB", "17 MiB"),
@@ -141,6 +146,27 @@ fn the_bench_takes_any_size() {
         assert!(text.starts_with(&format!("host:0, 2 threads, copies of {told}, best of 5\n")), "{text}");
         assert!(!text.contains("memory is small"), "nothing is: {text}");
     }
+}
+
+/// Without a size it takes about as long as it was told, on any machine: the copies are as large as fit, and rounds
+/// that do not fit are left out.
+#[test]
+fn the_bench_takes_the_time_that_it_is_given() {
+    let seconds = |given: &str| {
+        let since = std::time::Instant::now();
+        let mut command = pinpool();
+        let output = ends(command.args(["bench", "--device", "host", "--json", "--seconds", given]));
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+        assert!((1..=5).contains(&report["rounds"].as_u64().unwrap()), "{report}");
+        (since.elapsed(), report["size_bytes"].as_u64().unwrap())
+    };
+    let (short, small) = seconds("0.1");
+    assert_eq!(small, 16 << 20, "the smallest that shows a speed");
+    // By far more than it takes; copies of a gigabyte take a minute here.
+    let (long, _) = seconds("5");
+    assert!(long < Duration::from_secs(30), "{short:?} {long:?}");
+    refuses(pinpool().args(["bench", "--seconds", "3", "--size", "1MiB"]), "--size");
 }
 
 #[test]

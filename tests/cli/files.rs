@@ -13,7 +13,7 @@ use serde_json::Value;
 
 #[cfg(feature = "cuda")]
 use super::doubles;
-use super::{Files, fails, load, pinpool, refuses, report, skip, stderr, stdout, succeeds};
+use super::{Files, fails, load, pinpool, refuses, report, skip, stderr, stdout, succeeds, tells_in_json};
 
 #[test]
 fn a_file_goes_up_and_back() {
@@ -110,7 +110,7 @@ fn text_for_people() {
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 2, "{text}");
     assert!(
-        lines[0].contains("model.bin: 100.00 kB to host:0 at ") && lines[0].ends_with("all checksums equal")
+        lines[0].contains("model.bin: 97.7 KiB to host:0 at ") && lines[0].ends_with("all checksums equal")
     );
     assert!(lines[1].starts_with("pool: "), "{text}");
     // No terminal, no progress bar; at most the one warning that memory is not pinned.
@@ -161,30 +161,83 @@ fn what_cannot_be_obeyed_is_refused() {
     let neither = "neither model.safetensors.index.json nor a file that ends in .safetensors";
     refuses(&mut load([files.0.path()]), neither);
     refuses(&mut load([Path::new("/dev/null")]), "not a regular file");
-    for size in ["", "x", "64M", "12QiB", "-5", "1.5MiB", "0", "99999999999999999999"] {
+    for size in ["", "x", "64M", "12QiB", "-5", "1.5", "1..5MiB", "0", "99999999999999999999"] {
         refuses(load([file]).arg(format!("--chunk={size}")), "--chunk");
         refuses(load([file]).arg(format!("--capacity={size}")), "--capacity");
     }
     for threads in ["0", "-1", "many", "1000000"] {
         refuses(load([file]).arg(format!("--threads={threads}")), "--threads");
     }
-    refuses(load([file]).args(["--capacity", "1MiB"]), "below one segment");
+    let below = "a --capacity of 1 MiB is below one segment: a --chunk of 4 MiB takes 4.0 MiB";
+    refuses(load([file]).args(["--capacity", "1MiB"]), below);
+    refuses(load([file]).args(["--capacity", "1.5MiB"]), "1.5 MiB is below one segment");
     refuses(load([file]).args(["--capacity", "100", "--chunk", "10"]), "capacity of 100 bytes");
     refuses(load([file]).args(["--capacity", "1TiB", "--chunk", "100TiB"]), "below one segment");
     refuses(load([file]).args(["--unpinned", "maybe"]), "--unpinned");
     refuses(load([file]).arg("--fast"), "--fast");
-    for (device, cause) in [
-        ("gpu", "unknown device"),
-        ("host:99", "host:99"),
-        ("cuda:99", "cuda:99"),
-        ("acl:0", "acl"),
-        ("", "unknown device"),
-    ] {
+    for (device, cause) in [("gpu", "unknown device"), ("cuda:x", "unknown device"), ("", "unknown device")] {
         let command = &mut pinpool();
         refuses(command.args(["load", "--device", device]).arg(file), cause);
     }
+    // A device that is missing is no fault of the command line.
+    for (device, cause) in [("host:99", "host:99"), ("cuda:99", "cuda:99"), ("acl:99", "acl")] {
+        let command = &mut pinpool();
+        let output = fails(command.args(["load", "--device", device]).arg(file), cause);
+        assert_eq!((stdout(&output), stderr(&output).lines().count()), (String::new(), 1));
+    }
     // Without any command the whole help is printed, and it is an error all the same.
     assert_eq!(pinpool().output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn errors_are_told_in_json_too() {
+    let files = Files::new();
+    let file = files.make("model.bin", 10_000);
+    let object = tells_in_json(&mut load([files.path("missing")]), 2, "missing: No such file");
+    assert!(object["device"].is_null() && object["bytes"] == 0, "{object}");
+    tells_in_json(load([&file]).arg("--fast"), 2, "--fast");
+    tells_in_json(load([&file]).args(["--capacity", "1MB"]), 2, "below one segment");
+    for command in ["load", "bench"] {
+        tells_in_json(pinpool().args([command, "--device", "gpu"]), 2, "unknown device");
+        let object = tells_in_json(pinpool().args([command, "--device", "host:99"]), 1, "host:99");
+        assert!(object.as_object().unwrap().len() > 5, "its usual keys: {object}");
+    }
+    tells_in_json(pinpool().args(["doctor", "--device", "gpu"]), 2, "is no device");
+    tells_in_json(pinpool().args(["doctor", "--capacity", "x"]), 2, "--capacity");
+}
+
+/// The speed of the host device is that of the system handing out memory: the first screen says so.
+#[test]
+fn what_bounds_a_load_is_told() {
+    let files = Files::new();
+    let file = files.make("model.bin", 40 << 20);
+    let output = load([&file]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let told = stdout(&output);
+    assert!(told.contains("model.bin: 40 MiB to host:0 at "), "{told}");
+    assert!(told.lines().any(|line| line.starts_with("bound by: ")), "{told}");
+    let report = succeeds(&mut load([&file]), 64 << 20);
+    // A busy machine may drop the file from its page cache.
+    assert!(["fresh_memory", "disk"].contains(&report["bound"].as_str().unwrap()), "{report}");
+    // Too little to tell.
+    let report = succeeds(&mut load([files.make("small.bin", 1 << 20)]), 64 << 20);
+    assert!(report["bound"].is_null(), "{report}");
+}
+
+#[test]
+fn a_terminal_shows_how_far_it_is() {
+    let files = Files::new();
+    let file = files.make("model.bin", 8 << 20);
+    let pinpool = env!("CARGO_BIN_EXE_pinpool");
+    let command = format!("stty cols 120; {pinpool} load --device host --verify {}", file.display());
+    let mut script = Command::new("script");
+    let script = script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
+    let Ok(output) = script.stdin(Stdio::null()).output() else {
+        skip!("there is no script");
+        return;
+    };
+    let told = stdout(&output);
+    assert!(told.contains("bytes of 8 MiB up") && told.contains("all checksums equal"), "{told:?}");
 }
 
 #[test]
@@ -231,7 +284,11 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
             // CUDA_ERROR_OUT_OF_MEMORY.
             let fault = "cuDevicePrimaryCtxRetain:1:2";
             fails(with("cuda:0").env("PINPOOL_STANDIN_FAIL", fault), "cuDevicePrimaryCtxRetain");
-            refuses(&mut with("cuda:9"), "cuda:9");
+            fails(&mut with("cuda:9"), "cuda:9");
+            // The device is named once.
+            let full = with("cuda:0").env("PINPOOL_STANDIN_MEMORY", "500").output().unwrap();
+            let told = stderr(&full);
+            assert_eq!((full.status.code(), told.matches("cuda:0").count()), (Some(1), 1), "{told}");
         }
     }
 }

@@ -49,7 +49,7 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
     is_plain(&stdout(&output));
     assert!(
         stdout(&output)
-            .contains("a\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}\\u{200b}\\nINFO forged.bin: 5.00 kB to")
+            .contains("a\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}\\u{200b}\\nINFO forged.bin: 5000 bytes to")
     );
     // The library's log has its name too.
     let log = stderr(&output);

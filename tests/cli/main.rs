@@ -60,7 +60,7 @@ fn report(output: &Output) -> Value {
     };
     assert_eq!(
         keys(&report),
-        ["bytes", "device", "download_gb_per_s", "pool", "upload_gb_per_s", "verified"]
+        ["bound", "bytes", "device", "download_gb_per_s", "error", "pool", "upload_gb_per_s", "verified"]
     );
     assert_eq!(
         keys(&report["pool"]),
@@ -91,7 +91,9 @@ fn succeeds(command: &mut Command, capacity: u64) -> Value {
     let report = report(&output);
     let held =
         report["pool"]["pinned_bytes"].as_u64().unwrap() + report["pool"]["unpinned_bytes"].as_u64().unwrap();
-    assert!(held > 0 && held <= capacity, "{held} of {capacity}");
+    // For nothing, nothing is pinned.
+    assert!((held > 0) == (report["bytes"] != 0) && held <= capacity, "{held} of {capacity}");
+    assert!(report["error"].is_null(), "{report}");
     report
 }
 
@@ -103,6 +105,18 @@ fn refuses(command: &mut Command, cause: &str) {
     assert_eq!(text.lines().count(), 1, "{command:?}: {text}");
     assert!(text.contains(cause), "{command:?} should name {cause:?}: {text}");
     assert_eq!(stdout(&output), "", "{command:?}");
+}
+
+/// With `--json` the last line of stdout is an object whose `error` is the line on stderr.
+fn tells_in_json(command: &mut Command, code: i32, cause: &str) -> Value {
+    let output = command.arg("--json").output().unwrap();
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {}", stderr(&output));
+    let text = stdout(&output);
+    let object: Value = serde_json::from_str(text.lines().last().expect("an object")).unwrap();
+    let error = object["error"].as_str().expect("a text");
+    assert!(error.contains(cause), "{command:?} should name {cause:?}: {object}");
+    assert!(stderr(&output).lines().any(|line| line == format!("error: {error}")), "{}", stderr(&output));
+    object
 }
 
 /// A failure: exit status 1, and a last line on stderr that names the cause.

@@ -14,6 +14,7 @@
 #![allow(unsafe_code, reason = "memory by its address")]
 
 mod closing;
+mod copier;
 mod copies;
 mod ends;
 mod memories;
@@ -213,7 +214,8 @@ const TESTS: &[Test] = &[
     ("copies of a queue are awaited", queue::awaited),
     (FORGETS, queue::drops),
     ("a copy queue of many threads", queue::threads),
-    ("many pieces gathered and scattered", queue::gathers),
+    ("many pieces both ways", copier::pieces),
+    ("many pinned buffers both ways", copier::buffers),
 ];
 
 /// Tests that end with the device.

@@ -2,23 +2,8 @@
 
 use std::sync::Mutex;
 
+use super::copier::{HANG, all_back};
 use super::*;
-
-const HANG: Duration = Duration::from_secs(20);
-
-/// All of a pool is back, though the thread that completes copies may need a little longer.
-fn all_back(on: &Subject, pool: &Pool) {
-    let since = std::time::Instant::now();
-    loop {
-        let stats = pool.stats();
-        if (stats.in_flight_bytes, stats.checked_out_bytes) == (0, 0) {
-            break;
-        }
-        assert!(since.elapsed() < HANG, "{stats:?}");
-        on.pump();
-    }
-    pool.check().unwrap();
-}
 
 fn read(on: &Subject, pool: &Pool, memory: &DeviceBuffer) -> Vec<u8> {
     fetch(pool, &on.stream(), memory)
@@ -338,103 +323,6 @@ fn threads_through(on: &Subject, queue: CopyQueue) {
             assert!(all[i * 512..i * 512 + 500] == bytes(t * EACH + i, 500), "thread {t}, copy {i}");
         }
     }
-    drop(queue);
-    all_back(on, &pool);
-}
-
-pub(super) fn gathers(on: &Subject) {
-    let (pool, queue) = (on.pool(2 << 20), on.device.copy_queue().unwrap());
-    let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
-    // Neighbours, gaps, long and short ones, in no order, and one of no bytes.
-    let lens = [1, 31, 64, 65, 700, 4096, 9000, 100_001];
-    let (mut at, mut ranges) = (0, Vec::new());
-    for i in 0..90 {
-        let len = lens[i * 5 % lens.len()];
-        if at + len > 900_000 {
-            break;
-        }
-        ranges.push((at, len));
-        at += len + if i % 3 == 0 { 17 } else { 0 };
-    }
-    ranges.reverse();
-    let sources: Vec<Vec<u8>> = ranges.iter().enumerate().map(|(i, (_, len))| bytes(i, *len)).collect();
-    let target = |(at, len): (usize, usize)| memory.slice(at..at + len).unwrap();
-    let mut pieces: Vec<(&[u8], DeviceSlice)> =
-        sources.iter().zip(&ranges).map(|(bytes, range)| (&bytes[..], target(*range))).collect();
-    pieces.push((&[], other.slice(..1).unwrap()));
-    pieces.push((&sources[0], other.slice(5..5 + sources[0].len()).unwrap()));
-    drop(queue.upload(filled(&pool, &[9; 1 << 20]), &memory).unwrap().wait().unwrap());
-    queue.gather_blocking(&pool, &pieces).unwrap();
-    let expected = |piece: usize| &sources[piece];
-    let mut all = vec![9; 1 << 20];
-    for (i, (at, len)) in ranges.iter().enumerate() {
-        all[*at..at + len].copy_from_slice(expected(i));
-    }
-    assert!(read(on, &pool, &memory) == all, "and nothing beside the pieces");
-    assert!(read(on, &pool, &other)[5..5 + sources[0].len()] == sources[0]);
-    // And back, into memory of any kind.
-    let mut back: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len]).collect();
-    let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-        back.iter_mut().zip(&ranges).map(|(bytes, range)| (target(*range), &mut bytes[..])).collect();
-    queue.scatter_blocking(&pool, &mut targets).unwrap();
-    assert!(back == sources);
-    // Awaited, dropped, asked.
-    drop(queue.gather(&pool, &pieces).unwrap());
-    assert!(block_on(on, queue.gather(&pool, &pieces).unwrap()).unwrap().is_empty());
-    let gathered = queue.gather(&pool, &pieces[..20]).unwrap();
-    while !gathered.is_done().unwrap() {
-        on.pump();
-    }
-    drop(gathered);
-    // Pinned pieces come back.
-    let bufs = || -> Vec<(PinnedBuf, DeviceSlice)> {
-        (0..200)
-            .map(|i| {
-                (
-                    filled(&pool, &bytes(i, 100 + i * 13)),
-                    memory.slice(i * 4000..i * 4000 + 100 + i * 13).unwrap(),
-                )
-            })
-            .chain((0..50).map(|i| (filled(&pool, &bytes(i, 64)), other.slice(i * 64..i * 64 + 64).unwrap())))
-            .collect()
-    };
-    let came = queue.gather_pinned(&pool, bufs()).unwrap().wait().unwrap();
-    assert_eq!(came.len(), 250);
-    for (i, buf) in came.iter().enumerate() {
-        assert!(
-            if i < 200 { **buf == *bytes(i, 100 + i * 13) } else { **buf == *bytes(i - 200, 64) },
-            "piece {i}"
-        );
-    }
-    drop(came);
-    let landings = |n: usize| -> Vec<(DeviceSlice, PinnedBuf)> {
-        (0..n)
-            .map(|i| {
-                let len = 100 + i * 13;
-                (memory.slice(i * 4000..i * 4000 + len).unwrap(), pool.checkout(len).unwrap())
-            })
-            .collect()
-    };
-    let came = block_on(on, queue.scatter_pinned(&pool, landings(200)).unwrap()).unwrap();
-    for (i, buf) in came.iter().enumerate() {
-        assert!(**buf == *bytes(i, 100 + i * 13), "piece {i}");
-    }
-    drop(came);
-    assert!(
-        read(on, &pool, &other)[..50 * 64].chunks(64).enumerate().all(|(i, part)| *part == *bytes(i, 64))
-    );
-    // Refused: everything comes back, and nothing was copied.
-    let error = queue.gather(&pool, &[(&sources[0], other.slice(..3).unwrap())]).unwrap_err();
-    assert!(matches!(error, Error::TooSmall { have: 3, .. }), "{error}");
-    let mut wrong = bufs();
-    wrong.push((pool.checkout(10).unwrap(), other.slice(..10).unwrap()));
-    let refused = queue.gather_pinned(&pool, wrong).unwrap_err();
-    assert_eq!((refused.error, refused.buffer.map(|pieces| pieces.len())), (Error::Empty, Some(251)));
-    let mut short = landings(5);
-    short[3].1 = pool.checkout(7).unwrap();
-    let refused = queue.scatter_pinned(&pool, short).unwrap_err();
-    assert!(matches!(refused.error, Error::TooSmall { have: 7, .. }), "{}", refused.error);
-    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(5));
     drop(queue);
     all_back(on, &pool);
 }

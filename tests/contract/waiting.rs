@@ -27,7 +27,12 @@ pub fn timeouts(on: &Subject) {
 }
 
 /// Polls until it is ready, after each wake-up only.
-pub fn block_on<F: Future + Unpin>(on: &Subject, mut future: F) -> F::Output {
+pub fn block_on<F: Future + Unpin>(on: &Subject, future: F) -> F::Output {
+    block_on_with(|| on.pump(), future)
+}
+
+/// The same with `pump` in place of the device's own.
+pub fn block_on_with<F: Future + Unpin>(pump: impl Fn(), mut future: F) -> F::Output {
     #[derive(Default)]
     struct Wakes(AtomicUsize);
     impl Wake for Wakes {
@@ -43,7 +48,7 @@ pub fn block_on<F: Future + Unpin>(on: &Subject, mut future: F) -> F::Output {
             return output;
         }
         while wakes.0.load(Ordering::SeqCst) == before {
-            on.pump();
+            pump();
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Copies beyond a single upload: the copy queue, gather and scatter, and the pipeline between files and devices. All
+//! Copies beyond a single upload: the copy queue, pieces by a copier, and the pipeline between files and devices. All
 //! on host devices.
 
-mod gather;
+mod pieces;
 mod pipeline;
 mod queue;
 #[path = "../support/mod.rs"]

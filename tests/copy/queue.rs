@@ -4,10 +4,8 @@
 use std::future::Future as _;
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{
-    Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream, Unpinned,
-};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream};
 
 use crate::support::bytes;
 use crate::support::rig::queue::Setup;
@@ -87,15 +85,10 @@ fn a_copy_fails_alone() {
                 assert_eq!(s.pool.stats().quarantined_bytes, 0);
             }
         }
-        // Where no caller asks, nothing is kept; and a gather says what one of its copies failed with.
+        // Where no caller asks, nothing is kept.
         s.node.fail(Fault { device: 0, call: Call::Copy, nth: 3, failure: Failure::Transient });
         drop(s.push(20));
         s.queue.synchronize().unwrap();
-        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 2, failure: Failure::Transient });
-        let sources: Vec<Vec<u8>> = (0..20).map(|i| bytes(i, LEN)).collect();
-        let pieces: Vec<_> = sources.iter().enumerate().map(|(i, b)| (&b[..], s.range(i))).collect();
-        assert_eq!(s.queue.gather_blocking(&s.pool, &pieces).unwrap_err().class(), ErrorClass::Transient);
-        s.queue.gather_blocking(&s.pool, &pieces).unwrap();
         s.all_back();
     });
 }
@@ -168,7 +161,7 @@ fn a_device_hangs_under_a_queue() {
     assert!(matches!(late.error, Error::Timeout(_)));
     flights.insert(0, late.buffer.unwrap());
     let error = s.queue.shutdown(Duration::from_millis(2)).unwrap_err();
-    assert!(matches!(error, Error::Timeout(waited) if waited >= Duration::from_millis(2)), "{error}");
+    assert!(matches!(&error, Error::Timeout(waited) if *waited >= Duration::from_millis(2)), "{error}");
     let stats = s.queue.stats();
     assert_eq!((stats.outstanding, stats.copies <= 20), (20, true), "{stats:?}");
     s.node.resume(0);
@@ -230,63 +223,6 @@ fn tries() -> usize {
         assert!(s.tried() < FOR_GOOD as usize, "the stream is never given up");
     }
     s.tried()
-}
-
-/// A staged gather goes in two batches, and events fail for good between them: the last copy is refused while the first
-/// batch is in flight, on a device that is alive. The segment, which both copies read, is not taken again.
-#[test]
-fn a_segment_outlives_the_batch_that_is_refused() {
-    let tries = tries();
-    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    s.fail_events();
-    let before = s.push(1);
-    while s.tried() < tries - 1 {
-        s.device.reap();
-    }
-    assert_eq!(s.tried(), tries - 1, "one look is one event");
-    let (first, last) = (bytes(1, LEN), bytes(2, LEN));
-    // They overlap on the device, so they never share a batch.
-    let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
-    let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
-    let gathered = s.queue.gather(&s.pool, &pieces).unwrap();
-    assert_eq!(s.tried(), tries, "the first batch's event was one failure too many");
-    assert!(gathered.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
-    drop(before);
-    // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
-    assert_eq!(s.queue.stats().copies, 2, "one before, and the first of the two");
-    let mut taken = Vec::new();
-    while let Ok(mut buf) = s.pool.try_checkout(2 * LEN) {
-        buf.try_resize(2 * LEN, 0xEE).unwrap();
-        taken.push(buf);
-    }
-    assert!(!taken.is_empty() && s.pool.stats().quarantined_bytes > 0, "{:?}", s.pool.stats());
-    s.node.clear_faults();
-    while s.node.step() {}
-    drop(taken);
-    let back = s.queue.download(&places[0], s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
-    assert!(*back == *first, "the copy read what another wrote to its segment");
-    drop(back);
-    s.pool.check().unwrap();
-}
-
-/// A pool whose memory the queue's device may not reach is refused, before anything is copied.
-#[test]
-fn a_pool_of_another_device_is_refused() {
-    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
-    let other = Device::on(&other, 0).unwrap();
-    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let (sent, mut back) = (bytes(1, LEN), vec![0; LEN]);
-    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
-    wrong(s.queue.gather(&pool, &[(&sent, s.range(0))]).unwrap_err());
-    wrong(s.queue.scatter_blocking(&pool, &mut [(s.range(0), &mut back)]).unwrap_err());
-    // Neighbours, which are staged.
-    let pinned = [0, 1].map(|i| (s.filled(&sent[..8]), s.memory.slice(i * 8..i * 8 + 8).unwrap()));
-    let refused = s.queue.gather_pinned(&pool, pinned.into()).unwrap_err();
-    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
-    wrong(refused.error);
-    assert_eq!(s.queue.stats().copies, 0);
-    s.all_back();
 }
 
 /// On the thread that submits no other thread would submit the copy that a waker wants to come first.
@@ -518,56 +454,6 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
     });
 }
 
-/// Copies that go together need as much room, which single copies of other threads would take away from them for ever.
-#[test]
-fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
-    let config = HostConfig::new().late(Duration::from_micros(50), 1);
-    let s = std::sync::Arc::new(setup(config, QueueOptions::new().depth(64).threads(1)));
-    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let lanes = (std::thread::available_parallelism().unwrap().get() * 2).clamp(4, 64);
-    let others: Vec<_> = (0..2 * lanes)
-        .map(|t| {
-            let (s, stop) = (s.clone(), stop.clone());
-            std::thread::spawn(move || {
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    drop(s.queue.upload(s.filled(&[1; 64]), s.range(1000 + t % 500)).unwrap());
-                }
-            })
-        })
-        .collect();
-    let (told, hears) = std::sync::mpsc::sync_channel(10);
-    let gathers = std::thread::spawn({
-        let s = s.clone();
-        move || {
-            for _ in 0..4 {
-                // Long enough to be copied from where it is.
-                let piece = |i: usize| {
-                    let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
-                    (s.filled(&bytes(i, 4096)), place)
-                };
-                let sent = s.queue.gather_pinned(&s.pool, (0..64).map(piece).collect()).unwrap();
-                let _ = told.send(sent.wait().unwrap());
-            }
-        }
-    });
-    let all: Result<Vec<_>, _> = (0..4).map(|_| hears.recv_timeout(HANG)).collect();
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
-    let all = all.expect("it gets through");
-    gathers.join().unwrap();
-    others.into_iter().for_each(|other| other.join().unwrap());
-    for back in all {
-        assert_eq!(back.len(), 64);
-        assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, 4096)), "in their order");
-    }
-    for i in 0..64 {
-        let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
-        let back = s.queue.download(place, s.pool.checkout(4096).unwrap()).unwrap().wait().unwrap();
-        assert!(*back == *bytes(i, 4096), "piece {i}");
-    }
-    s.queue.synchronize().unwrap();
-    s.all_back();
-}
-
 /// Two threads drive one stepped device. While one of them sees copies complete, the other one has nothing to step; but
 /// its copy is about to be complete.
 #[test]
@@ -684,7 +570,7 @@ fn a_busy_pool_is_sound() {
     let until = Instant::now() + Duration::from_millis(1500);
     let busy = || Instant::now() < until;
     std::thread::scope(|scope| {
-        // One copy at a time goes to the driver by itself, many go in batches, and a group is one of its own.
+        // One copy at a time goes to the driver by itself, and many go in batches.
         scope.spawn(|| {
             while busy() {
                 s.push(1).into_iter().for_each(|flight| drop(flight.wait().unwrap()));
@@ -693,14 +579,6 @@ fn a_busy_pool_is_sound() {
         scope.spawn(|| {
             while busy() {
                 s.push(40).into_iter().skip(20).for_each(|flight| drop(flight.wait().unwrap()));
-            }
-        });
-        scope.spawn(|| {
-            while busy() {
-                let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), s.range(i))).collect();
-                let pieces: Vec<_> =
-                    pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
-                s.queue.gather_blocking(&s.pool, &pieces).unwrap();
             }
         });
         scope.spawn(|| {

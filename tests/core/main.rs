@@ -7,6 +7,7 @@ mod fork;
 mod memlock;
 mod regressions;
 mod running_out;
+mod scale;
 mod smoke;
 #[path = "../support/mod.rs"]
 mod support;

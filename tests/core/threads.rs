@@ -714,3 +714,19 @@ fn what_goes_is_unpinned_before_what_comes_is_pinned() {
     let most = most.load(Ordering::Relaxed);
     assert!(most <= 2 * REGION, "{most} bytes were pinned at once");
 }
+
+/// A server catches the panic of a request and goes on with the pool that the request used.
+#[test]
+fn a_pool_goes_through_a_caught_panic() {
+    fn survives<T: std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
+    survives::<Pool>();
+    let pool = builder(&late()).capacity(1 << 20).build().unwrap();
+    let request = || {
+        let _buf = pool.checkout(4096).unwrap();
+        // A panic that prints nothing.
+        std::panic::resume_unwind(Box::new("as told"))
+    };
+    assert!(std::panic::catch_unwind(request).is_err());
+    assert_eq!((pool.stats().checked_out_bytes, pool.stats().errors), Default::default());
+    drop(pool.checkout(4096).unwrap());
+}

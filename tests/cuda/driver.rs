@@ -94,7 +94,8 @@ fn opening_fails_with_the_cause_and_the_remedy() {
         (
             doubles::PATH,
             "/nowhere/libcuda.so.1",
-            "/nowhere/libcuda.so.1 could not be loaded|PINPOOL_LIBCUDA",
+            // The library's name is told once, and so is the device's below.
+            "/nowhere/libcuda.so.1 could not be loaded (cannot open|PINPOOL_LIBCUDA",
             false,
         ),
         (doubles::PATH, "libm.so.6", "libm.so.6 lacks cuInit|11.0", false),
@@ -106,6 +107,12 @@ fn opening_fails_with_the_cause_and_the_remedy() {
             false,
         ),
         ("PINPOOL_STANDIN_FAIL", "cuDriverGetVersion:1:999", "cuDriverGetVersion failed with 999", true),
+        (
+            "PINPOOL_STANDIN_FAIL",
+            "cuDeviceGetCount:1:999",
+            "device cuda:0 is not available: cuDeviceGetCount failed with 999",
+            true,
+        ),
         ("PINPOOL_STANDIN_FAIL", "cuInit:1:803", "cuInit failed with 803|do not fit together", true),
         ("PINPOOL_STANDIN_FAIL", "cuInit:1:123456", "cuInit failed with 123456|no name for", true),
         ("PINPOOL_STANDIN_FAIL", "cuDevicePrimaryCtxRetain:1:2", "OUT_OF_MEMORY|may succeed later", true),

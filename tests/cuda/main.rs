@@ -4,16 +4,19 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+mod copier;
 mod cudarc;
 mod driver;
 mod graphs;
 mod hardware;
 mod memory;
 mod nodes;
+mod pieces;
 mod pipeline;
 mod pointers;
 mod queue;
 mod sharing_faults;
+mod spread;
 mod standin;
 mod streams;
 #[path = "../support/mod.rs"]

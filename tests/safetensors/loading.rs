@@ -164,13 +164,13 @@ fn a_load_knows_how_many_are_left() {
     let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
     for left in (0..tensors.len()).rev() {
         // No upper bound may be promised: an error ends the load early.
-        assert_eq!((loading.left(), loading.size_hint()), (left, (0, Some(left))));
+        assert_eq!((loading.left(), loading.blocking().size_hint()), (left, (0, Some(left))));
         // A caller that takes just the tensors that are left has seen the load's end.
         assert_eq!(loading.progress().over, left == 0);
-        assert_eq!(loading.next().is_some(), left > 0);
+        assert_eq!(loading.next_blocking().is_some(), left > 0);
     }
-    assert_eq!(loading.size_hint(), (0, Some(0)));
-    assert!(loading.next().is_none() && loading.next().is_none());
+    assert_eq!(loading.blocking().size_hint(), (0, Some(0)));
+    assert!(loading.next_blocking().is_none() && loading.next_blocking().is_none());
 }
 
 #[test]
@@ -183,12 +183,12 @@ fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     pipeline.set_rate(Some(128 << 10));
     let checkpoint = Checkpoint::open(path).unwrap();
     let mut loading = checkpoint.loader(&pipeline).start().unwrap();
-    let first = loading.next().unwrap().unwrap();
+    let first = loading.next_blocking().unwrap().unwrap();
     let progress = loading.progress();
     assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
     arrived_first(&pipeline, &first, &tensors[0]);
     pipeline.set_rate(None);
-    let rest: Vec<DeviceTensor> = loading.by_ref().map(Result::unwrap).collect();
+    let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
     arrived(&pipeline, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
     let progress = loading.progress();
     assert!(
@@ -219,8 +219,8 @@ fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
     let pipeline = rig.pipeline();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut loading = checkpoint.loader(&pipeline).checksums(true).start().unwrap();
-    let got: Vec<DeviceTensor> = loading.by_ref().map(Result::unwrap).collect();
-    assert!(loading.next().is_none());
+    let got: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
+    assert!(loading.next_blocking().is_none());
     // At once, not a little later.
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
@@ -265,6 +265,15 @@ fn memory_of_the_callers_own_is_used() {
     rig.all_is_back();
 }
 
+/// What `StreamExt` of futures and of tokio-stream is for: the next item of any stream.
+trait StreamExt: futures_core::Stream + Unpin {
+    async fn next(&mut self) -> Option<Self::Item> {
+        std::future::poll_fn(|cx| std::pin::Pin::new(&mut *self).poll_next(cx)).await
+    }
+}
+
+impl<S: futures_core::Stream + Unpin> StreamExt for S {}
+
 #[test]
 fn tasks_get_tensors_as_threads_do() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
@@ -286,6 +295,17 @@ fn tasks_get_tensors_as_threads_do() {
     });
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
+    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+
+    // As a stream, by a trait like those of futures and tokio, whose `next` no other trait's is mistaken for.
+    let got = block_on(async {
+        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        let mut got = Vec::new();
+        while let Some(tensor) = loading.next().await {
+            got.push(tensor.unwrap());
+        }
+        got
+    });
     arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
 
     // Polled once, and dropped: what it had begun ends by itself.

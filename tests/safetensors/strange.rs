@@ -114,7 +114,8 @@ fn every_error_shows_what_others_said_in_plain_characters() {
         Error::Shrunk { what: evil(), end: 1, len: 2 },
         Error::Write { what: evil(), offset, kind, text: evil() },
         Error::Malformed { what: evil(), tensor: Some(evil().into()), why: evil() },
-        Error::Transfer { what: evil(), offset, cause: lost },
+        Error::Transfer { what: evil(), offset, cause: lost.clone() },
+        Error::Tensor { tensor: evil().into(), landed: 1, total: 2, cause: lost },
         Error::Cancelled { what: evil(), done: 1, total: 2 },
         Error::Device(device),
     ] {

@@ -28,19 +28,19 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
             // Slow enough for none to be whole before it is cancelled.
             pipeline.set_rate(Some(4 << 20));
             let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
-            let first: Vec<DeviceTensor> = loading.by_ref().take(after).map(Result::unwrap).collect();
+            let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
             let canceller = loading.canceller();
             std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
             let mut more = first.clone();
             let mut errors = Vec::new();
-            for next in loading.by_ref() {
+            for next in loading.blocking() {
                 match next {
                     Ok(tensor) => more.push(tensor),
                     Err(error) => errors.push(error),
                 }
             }
             assert!(matches!(errors[..], [Error::Cancelled { .. }]), "{errors:?}");
-            assert!(loading.next().is_none() && loading.progress().over);
+            assert!(loading.next_blocking().is_none() && loading.progress().over);
             drop(loading);
             pipeline.set_rate(None);
             let whole = more.len();
@@ -62,7 +62,7 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
     for round in 0..60 {
         let mut loading = checkpoint.loader(&pipeline).checksums(round % 2 == 0).start().unwrap();
         match round % 3 {
-            0 => drop(loading.by_ref().take(round % 41).collect::<Vec<_>>()),
+            0 => drop(loading.blocking().take(round % 41).collect::<Vec<_>>()),
             1 => drop(block_on(loading.next_tensor())),
             _ => std::thread::sleep(Duration::from_micros(round as u64 * 50)),
         }
@@ -104,14 +104,22 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
         cut(1_000_000);
         pipeline.set_rate(None);
         let (mut got, mut errors) = (Vec::new(), Vec::new());
-        for next in loading.by_ref() {
+        for next in loading.blocking() {
             match next {
                 Ok(tensor) => got.push(tensor),
                 Err(error) => errors.push(error),
             }
         }
-        let [Error::Shrunk { what, end: 1_000_000, .. }] = &errors[..] else { panic!("{errors:?}") };
+        // The first that is missing by its name, and how many are there; the cause has the file.
+        let [Error::Tensor { tensor, landed, total: 40, cause }] = &errors[..] else { panic!("{errors:?}") };
+        assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{errors:?}");
+        let Error::Shrunk { what, end: 1_000_000, .. } = &**cause else { panic!("{cause:?}") };
         assert!(what.ends_with("2.safetensors"));
+        let told = errors[0].to_string();
+        assert!(
+            told.starts_with(&format!("tensor \"{tensor}\"")) && told.contains("2.safetensors"),
+            "{told}"
+        );
         assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
         arrived(&pipeline, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
         drop(loading);
@@ -238,7 +246,7 @@ fn progress_never_goes_back() {
         }
         let mut last = before;
         let error = loop {
-            let next = if task { block_on(loading.next_tensor()) } else { loading.next() };
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
             let now = loading.progress();
             assert!(now.done >= last.done && now.landed_to >= last.landed_to, "{last:?}, then {now:?}");
             assert!(now.done <= now.total && now.landed_to <= now.done, "{now:?}");
@@ -248,8 +256,8 @@ fn progress_never_goes_back() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(error, Error::Cancelled { .. } | Error::Transfer { .. }), "{error}");
-        assert!(last.over && last.done < last.total && loading.next().is_none());
+        assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
+        assert!(last.over && last.done < last.total && loading.next_blocking().is_none());
         assert_eq!(loading.progress().done, last.done);
         pipeline.set_rate(None);
         drop(loading);
@@ -267,11 +275,15 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
             let pipeline = rig.pipeline();
             let checkpoint = Checkpoint::open(&path).unwrap();
             rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
-            let results: Vec<_> = checkpoint.loader(&pipeline).checksums(sums).start().unwrap().collect();
+            let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+            let results: Vec<_> = loading.blocking().collect();
+            drop(loading);
             let (last, got) = results.split_last().unwrap();
             let error = last.as_ref().unwrap_err();
+            let Error::Tensor { tensor, landed, total: 40, cause } = error else { panic!("{error:?}") };
+            assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error}");
             assert!(
-                matches!(error, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
+                matches!(**cause, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
                 "{error}"
             );
             let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
@@ -294,14 +306,14 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
         rig.node.kill(0);
         pipeline.set_rate(None);
         let error = loop {
-            let next = if task { block_on(loading.next_tensor()) } else { loading.next() };
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
             match next.expect("it does not end without an error") {
                 Ok(_) => {}
                 Err(error) => break error,
             }
         };
         assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
-        assert!(loading.next().is_none());
+        assert!(loading.next_blocking().is_none());
         assert!(checkpoint.loader(&pipeline).start().map(drop).is_err());
     }
 }
@@ -345,7 +357,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     let mut loading = checkpoint.loader(&pipeline).start().unwrap();
     write();
     pipeline.set_rate(None);
-    let results: Vec<_> = loading.by_ref().collect();
+    let results: Vec<_> = loading.blocking().collect();
     let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
     assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
     drop(results);
@@ -380,14 +392,14 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
             pipeline.set_rate(None);
             let left = loading.left();
             let results: Vec<_> = match task {
-                false => loading.by_ref().take(left).collect(),
+                false => loading.blocking().take(left).collect(),
                 true => (0..left).map_while(|_| block_on(loading.next_tensor())).collect(),
             };
             let (last, good) = results.split_last().unwrap();
             assert!(good.len() == before && good.iter().all(Result::is_ok), "{} of {left}", good.len());
             let told = |what: &str| path.ends_with(what.rsplit('/').next().unwrap());
             assert!(matches!(last, Err(Error::Malformed { what, .. }) if told(what)), "{last:?}");
-            assert!(loading.progress().over && loading.left() == 0 && loading.next().is_none());
+            assert!(loading.progress().over && loading.left() == 0 && loading.next_blocking().is_none());
             drop(results);
             rig.all_is_back();
         }

@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports, unused_macros, reason = "each executable uses a part of it")]
 
 pub mod doubles;
+pub mod exits;
 pub mod kernels;
 pub mod panicking;
 pub mod process;

@@ -2,7 +2,7 @@
 //! drop panics, or that call the pool.
 //!
 //! They unwind without calling the panic hook, which libFuzzer would take for a crash. A target calls [`behave`] before
-//! an operation and [`rest`] at the end; only `ops` does.
+//! an operation and [`rest`] at the end; `ops` and `copier` do.
 
 use std::cell::{Cell, RefCell};
 use std::panic::resume_unwind;

@@ -7,9 +7,9 @@
 
 use std::path::Path;
 
-use super::report::size;
 use super::system::System;
 use super::{Case, Fixes, Verdict, parse};
+use crate::cli::amount::Amount;
 
 /// A group at one level, with its limits and its use in bytes. `None`: no limit.
 #[derive(Debug)]
@@ -57,20 +57,20 @@ pub fn cgroup(case: &Case) -> Verdict {
     let soft = tightest(|group| group.high);
     let file = if version == 2 { "memory.max" } else { "memory.limit_in_bytes" };
     let said = |left: u64, group: &ControlGroup, file: &str, limit: Option<u64>| {
-        format!("{} left of {} ({file} of {})", size(left), size(limit.unwrap_or(0)), group.path)
+        format!("{} left of {} ({file} of {})", Amount(left), Amount(limit.unwrap_or(0)), group.path)
     };
     // The limit to recommend: use and capacity and a quarter of the capacity, in whole steps.
     let step = if case.capacity >= 1 << 30 { 1 << 30 } else { 64 << 20_u64 };
     let needed = case.capacity.saturating_add(case.capacity / 4);
     let enough = |group: &ControlGroup| group.used.saturating_add(needed).div_ceil(step).saturating_mul(step);
-    let wants = size(case.capacity);
+    let wants = Amount(case.capacity);
     if let Some((left, group)) = hard.filter(|(left, _)| left / 5 * 4 < case.capacity) {
         let bytes = enough(group);
         let mut fix = set(group, "MemoryMax", file, bytes);
         fix.extend(fixes![
             Docker: "--memory={bytes} (or docker update --memory={bytes} --memory-swap={bytes})";
             Kubernetes: "resources.limits.memory: {}Mi in the container's description", bytes.div_ceil(1 << 20);
-            Pool: "a capacity of {} or less", size(left / 5 * 4);
+            Pool: "a capacity of {} or less", Amount(left / 5 * 4);
         ]);
         let found = said(left, group, file, group.max);
         return if left < case.capacity {
@@ -86,7 +86,7 @@ pub fn cgroup(case: &Case) -> Verdict {
         fix.extend(fixes![
             Docker: "echo {bytes} into {file} of its group, on the host";
             Kubernetes: "resources.requests.memory the same as limits.memory, with which no {file} is set";
-            Pool: "a capacity of {} or less", size(left / 5 * 4);
+            Pool: "a capacity of {} or less", Amount(left / 5 * 4);
         ]);
         let found = said(left, group, file, group.high);
         let why = "above it the kernel slows the whole group down, since pinned memory cannot be reclaimed";
@@ -143,31 +143,4 @@ fn group(system: &System, version: u32, path: String) -> Option<ControlGroup> {
     let max = number(max).filter(|limit| version != 1 || *limit < NO_LIMIT);
     let high = if version == 1 { None } else { number("memory.high") };
     Some(ControlGroup { max, high, used, path })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_tightest_of_all_limits_is_what_is_left() {
-        let root = tempfile::tempdir().unwrap();
-        let system = System::new(root.path());
-        let (outer, inner) = ("/sys/fs/cgroup/pod", "/sys/fs/cgroup/pod/server");
-        assert_eq!(left(&system), None);
-        for (dir, name, text, all) in [
-            ("/proc/self", "cgroup", "0::/pod/server\n", None),
-            (inner, "memory.current", "1000\n", None),
-            (inner, "memory.max", "max\n", None),
-            (outer, "memory.current", "5000\n", None),
-            (outer, "memory.max", "9000\n", Some(4000)),
-            // Page cache that the kernel would drop at once does not count as used.
-            (outer, "memory.stat", "anon 1\ninactive_file 2000\n", Some(6000)),
-            (inner, "memory.high", "4000\n", Some(3000)),
-        ] {
-            std::fs::create_dir_all(system.at(dir)).unwrap();
-            std::fs::write(system.at(dir).join(name), text).unwrap();
-            assert_eq!(left(&system), all, "{dir}/{name}");
-        }
-    }
 }

@@ -7,8 +7,8 @@
 //! container does not count). So the limit holds for the host device. A vendor's driver may pin without counting; then
 //! the limit holds only for programs that register the same memory elsewhere, since RDMA and io_uring do count.
 
-use super::report::size;
 use super::{Case, Verdict, parse};
+use crate::cli::amount::Amount;
 
 /// CAP_IPC_LOCK.
 const IPC_LOCK: u32 = 14;
@@ -26,18 +26,18 @@ pub fn memlock(case: &Case) -> Verdict {
     let Some(soft) = soft else { return Verdict::ok("unlimited") };
     let capable = parse::capability(&status, IPC_LOCK) == Some(true);
     if capable && !inner_user(case) {
-        return Verdict::ok(format!("{}, which CAP_IPC_LOCK sets aside", size(soft)));
+        return Verdict::ok(format!("{}, which CAP_IPC_LOCK sets aside", Amount(soft)));
     }
     let locked = parse::kib(&status, "VmLck").unwrap_or(0);
     if soft.saturating_sub(locked) >= case.capacity {
-        return Verdict::ok(format!("{}, enough for the pool", size(soft)));
+        return Verdict::ok(format!("{}, enough for the pool", Amount(soft)));
     }
     let why = if capable {
         "CAP_IPC_LOCK does not count inside a user namespace"
     } else {
         "there is no CAP_IPC_LOCK to exceed it"
     };
-    let found = format!("at most {}, the pool wants {}; {why}", size(soft), size(case.capacity));
+    let found = format!("at most {}, the pool wants {}; {why}", Amount(soft), Amount(case.capacity));
     let kib = case.capacity.saturating_add(locked).div_ceil(1024);
     // A process may raise its own soft limit up to the hard one, so a command before the server's start is enough.
     let mut fix = match hard {
@@ -89,12 +89,12 @@ pub fn address_space(case: &Case) -> Verdict {
         let Some((Some(soft), _)) = parse::limit(&limits, name) else { continue };
         let left = soft.saturating_sub(parse::kib(&status, used).unwrap_or(0));
         too_small |= left < case.capacity;
-        bound.push(format!("{option} is {}, {} of it left", size(soft), size(left)));
+        bound.push(format!("{option} is {}, {} of it left", Amount(soft), Amount(left)));
     }
     if bound.is_empty() {
         return Verdict::ok("unlimited");
     }
-    let found = format!("{} (the pool wants {})", bound.join("; "), size(case.capacity));
+    let found = format!("{} (the pool wants {})", bound.join("; "), Amount(case.capacity));
     let fix = fixes![
         Systemd: "LimitAS=infinity and LimitDATA=infinity under [Service], then restart it";
         Shell: "ulimit -v unlimited; ulimit -d unlimited, then start the server from there";

@@ -4,8 +4,8 @@
 //! is copied over the link between the processors, which other traffic uses as well. A cpuset can forbid a process a
 //! node's memory, and its processors, on which the pool's threads touch the pages.
 
-use super::report::size;
 use super::{Case, Fixes, Verdict, parse};
+use crate::cli::amount::Amount;
 
 const NODE_DIR: &str = "/sys/devices/system/node";
 
@@ -30,8 +30,10 @@ fn room(case: &Case, node: u32) -> Option<u64> {
 /// Whether this process can use memory and processors next to each device.
 pub fn numa(case: &Case) -> Verdict {
     let nodes = case.system.numbered(NODE_DIR, "node");
-    let told =
-        |node: &u32| format!("node {node}: {}", room(case, *node).map_or_else(|| "unknown".to_owned(), size));
+    let told = |node: &u32| {
+        let room = room(case, *node).map(|bytes| Amount(bytes).to_string());
+        format!("node {node}: {}", room.as_deref().unwrap_or("unknown"))
+    };
     match nodes.as_slice() {
         [] => return Verdict::unseen(NODE_DIR),
         [node] => return Verdict::ok(format!("one node ({} free)", told(node))),
@@ -59,7 +61,7 @@ pub fn numa(case: &Case) -> Verdict {
             let docker = format!("--cpuset-mems={node}");
             fix.extend(cpuset(&format!("AllowedMemoryNodes={node}"), &docker, &format!("--membind={node}")));
         } else if let Some(room) = room(case, node).filter(|room| *room < case.capacity) {
-            let (room, wants) = (size(room), size(case.capacity));
+            let (room, wants) = (Amount(room), Amount(case.capacity));
             found.push(format!(
                 "{is}, which has {room} for a pool of {wants}: the rest comes from farther away"
             ));

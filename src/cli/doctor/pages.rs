@@ -7,8 +7,8 @@
 //! the pool notices that and continues with small pages.
 
 use super::environment::Environment;
-use super::report::size;
 use super::{Case, Verdict, numa, parse};
+use crate::cli::amount::Amount;
 
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
@@ -41,7 +41,7 @@ pub fn huge_pages(case: &Case) -> Verdict {
         let (file, which) = if chosen(case, "enabled").as_deref() == Some("never") {
             ("enabled".to_owned(), String::new())
         } else {
-            (format!("hugepages-{}kB/enabled", huge(case) >> 10), format!(" of {}", size(huge(case))))
+            (format!("hugepages-{}kB/enabled", huge(case) >> 10), format!(" of {}", Amount(huge(case))))
         };
         let mut fix = fixes![Kernel: "echo madvise | sudo tee {THP}/{file}"];
         fix.extend(Environment::boot("to keep it: transparent_hugepage=madvise"));
@@ -55,7 +55,7 @@ pub fn huge_pages(case: &Case) -> Verdict {
         );
     }
     let defrag = chosen(case, "defrag").map_or_else(String::new, |word| format!(", defrag {word}"));
-    Verdict::ok(format!("transparent, of {}: {mode}{defrag}", size(huge(case))))
+    Verdict::ok(format!("transparent, of {}: {mode}{defrag}", Amount(huge(case))))
 }
 
 /// The huge pages that are reserved for other programs.
@@ -81,7 +81,7 @@ pub fn hugetlb(case: &Case) -> Verdict {
             if all == 0 {
                 continue;
             }
-            parts.push(format!("{on}{all} of {}, {free} of them free", size(bytes)));
+            parts.push(format!("{on}{all} of {}, {free} of them free", Amount(bytes)));
             idle = idle.saturating_add(bytes.saturating_mul(free));
             let used = all.saturating_sub(free);
             fix.extend(fixes![Kernel: "echo {used} | sudo tee {dir}/{name}/nr_hugepages"]);
@@ -94,7 +94,7 @@ pub fn hugetlb(case: &Case) -> Verdict {
     let available = parse::kib(&case.system.text("/proc/meminfo"), "MemAvailable").unwrap_or(u64::MAX);
     // They were reserved for a reason, so there is a warning only if memory is short without them.
     if idle > 0 && available / 5 * 4 < case.capacity {
-        let found = format!("{found}, and the {} that are idle are missing for the pool", size(idle));
+        let found = format!("{found}, and the {} that are idle are missing for the pool", Amount(idle));
         return Verdict::warn(found, fix);
     }
     Verdict::ok(found)
@@ -106,14 +106,15 @@ pub fn fragmentation(case: &Case) -> Verdict {
     if zones.is_empty() {
         return Verdict::unseen("/proc/buddyinfo");
     }
-    let page = case.system.bytes("/proc/self/auxv").as_deref().and_then(parse::page_size).unwrap_or(4096);
+    // Of the first mapping, which is the program's.
+    let page = parse::kib(&case.system.text("/proc/self/smaps"), "KernelPageSize").unwrap_or(4096);
     let node = numa::device_node(case).filter(|node| zones.iter().any(|zone| zone.node == *node));
     let here = || zones.iter().filter(|zone| node.is_none_or(|node| zone.node == node));
     let bytes_in = |size| here().map(|zone| zone.bytes_in(size, page)).fold(0, u64::saturating_add);
     let (free, whole) = (bytes_in(page), bytes_in(huge(case)));
     let on = node.map_or_else(String::new, |node| format!(" on node {node}"));
     let found =
-        format!("{} of {} free{on} in pieces of {} or more", size(whole), size(free), size(huge(case)));
+        format!("{} of {} free{on} in pieces of {} or more", Amount(whole), Amount(free), Amount(huge(case)));
     if whole >= case.capacity {
         return Verdict::ok(found);
     }
@@ -127,5 +128,5 @@ pub fn fragmentation(case: &Case) -> Verdict {
     }
     fix.extend(fixes![Kernel: "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts"]);
     let why = "a part of it comes in small pages, and is pinned several times slower";
-    Verdict::warn(format!("{found}, the pool wants {}: {why}", size(case.capacity)), fix)
+    Verdict::warn(format!("{found}, the pool wants {}: {why}", Amount(case.capacity)), fix)
 }

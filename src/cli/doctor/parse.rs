@@ -137,15 +137,3 @@ pub fn transfers(text: &str) -> Option<f64> {
     let number: f64 = text.trim().split_once(' ')?.0.parse().ok()?;
     (number.is_finite() && number > 0.0).then_some(number)
 }
-
-/// The size of a page, from the list of numbers that the kernel hands a program at its start (`/proc/self/auxv`).
-pub fn page_size(auxv: &[u8]) -> Option<u64> {
-    const AT_PAGESZ: usize = 6;
-    const WORD: usize = size_of::<usize>();
-    let words = |pair: &[u8]| {
-        let (key, value) = pair.split_at(WORD);
-        Some((usize::from_ne_bytes(key.try_into().ok()?), usize::from_ne_bytes(value.try_into().ok()?)))
-    };
-    let (_, size) = auxv.chunks_exact(2 * WORD).filter_map(words).find(|(key, _)| *key == AT_PAGESZ)?;
-    size.is_power_of_two().then_some(size as u64)
-}

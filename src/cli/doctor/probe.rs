@@ -13,8 +13,9 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use pinpool::{Device, Error, InFlight, PinnedBuf, Pool, Result, Unpinned};
 
-use super::report::{size, speed};
+use super::report::speed;
 use super::{Case, Check, Measured, PATIENCE, Verdict, link, of_vendor, parse};
+use crate::cli::amount::Amount;
 use crate::cli::spread::each;
 use crate::cli::{rate, room, sample, threads};
 
@@ -106,9 +107,9 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
             measured.pin = rate(case.trial, took);
             let at = measured.pin.map_or_else(String::new, |rate| format!(" at {}", speed(rate)));
             let huge = huge_bytes().zip(before).map_or_else(String::new, |(now, before)| {
-                format!(", {} of it on huge pages", size(now.saturating_sub(before).min(case.trial)))
+                format!(", {} of it on huge pages", Amount(now.saturating_sub(before).min(case.trial)))
             });
-            let found = format!("{}{at} on {} threads{huge}", size(case.trial), threads(None));
+            let found = format!("{}{at} on {} threads{huge}", Amount(case.trial), threads(None));
             (pinned_at(case.opened(), found, bytes, measured), Some(pool))
         }
         Err(error) => {
@@ -117,7 +118,7 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
                 Error::OutOfMemory { .. } => fixes![Here: "see memory, cgroup and address-space above"],
                 _ => fixes![Here: "see the checks above; pinpool -v doctor prints the library's log"],
             };
-            let found = format!("{} could not be pinned: {}", size(case.trial), one_line(&error));
+            let found = format!("{} could not be pinned: {}", Amount(case.trial), one_line(&error));
             (Verdict::fail(found, fix), None)
         }
     }
@@ -350,38 +351,11 @@ mod tests {
         assert_eq!(pinned_at(false, "little".into(), TELLING - 1, &mut measured).status, Status::Ok);
     }
 
-    /// A new host device, and a pool of its own.
-    fn furnished(capacity: usize, extent: usize) -> (HostNode, Device, Pool) {
-        let node = HostNode::new(HostConfig::new()).unwrap();
-        let device = Device::on(&node, 0).unwrap();
-        let builder = Pool::builder(&device).capacity(capacity).initial(capacity).extent(extent);
-        let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
-        pool.wait_pinned(Some(PATIENCE)).unwrap();
-        (node, device, pool)
-    }
-
-    #[test]
-    fn copies_go_both_ways_and_are_compared() {
-        let (_, device, pool) = furnished(1 << 20, 1 << 20);
-        let mut measured = Measured::default();
-        assert_eq!(copy(&device, &pool, PATIENCE, &mut measured).unwrap(), None);
-        assert!(measured.upload.is_some() && measured.download.is_some());
-        let stats = pool.stats();
-        assert!((6..=8).contains(&stats.checkouts), "{stats:?}");
-        assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0);
-    }
-
-    #[test]
-    fn all_of_a_large_pool_is_copied() {
-        // Each extent holds one buffer and a rest.
-        let (_, device, pool) = furnished(80 << 20, 20 << 20);
-        assert_eq!(copy(&device, &pool, PATIENCE, &mut Measured::default()).unwrap(), None);
-        assert_eq!(pool.stats().checkouts, 4);
-    }
-
     #[test]
     fn a_device_that_hangs_is_given_up_on() {
-        let (node, device, pool) = furnished(1 << 20, 1 << 20);
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
         node.hang(0);
         let mut measured = Measured::default();
         let result = copy(&device, &pool, Duration::from_millis(50), &mut measured);

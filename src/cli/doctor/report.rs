@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use textwrap::{Options, WordSplitter::NoHyphenation};
 
 use super::{Check, Findings, Status};
+use crate::cli::amount::Amount;
 use crate::cli::{self, json_line};
 
 impl Status {
@@ -53,7 +54,7 @@ fn json(findings: &Findings) -> Value {
 
 fn text(findings: &Findings) -> String {
     let width = findings.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
-    let mut text = format!("device {}, a pool of {}\n\n", findings.device, size(findings.capacity));
+    let mut text = format!("device {}, a pool of {}\n\n", findings.device, Amount(findings.capacity));
     for check in &findings.checks {
         let (word, style) = check.status.look();
         text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
@@ -77,15 +78,6 @@ fn wrapped(text: &str, indent: usize) -> String {
     let indent = " ".repeat(indent);
     let options = Options::new(COLUMNS).initial_indent(&indent).subsequent_indent(&indent).break_words(false);
     format!("{}\n", textwrap::fill(text, options.word_splitter(NoHyphenation)).trim_start())
-}
-
-/// An amount of memory as text, with a binary unit and at most one decimal.
-pub fn size(bytes: u64) -> String {
-    // Each unit is ten bits.
-    let unit = (bytes.max(1).ilog2() / 10).min(4);
-    let number = format!("{:.1}", bytes as f64 / (1_u64 << (10 * unit)) as f64);
-    let name = ["B", "KiB", "MiB", "GiB", "TiB"][unit as usize];
-    format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
 }
 
 /// A speed as text.

@@ -40,7 +40,7 @@ use std::time::{Duration, Instant};
 use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
-use super::lane::{Booked, Changes, Filled, Lane, Next, Piece, Rest};
+use super::lane::{Booked, Changes, Filled, Lane, Next, Piece};
 use super::may_wait;
 use super::overlap::Overlap;
 use crate::central::Wake;
@@ -55,10 +55,10 @@ use crate::stream::timeline::{
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
-pub(super) const MOST: usize = 256;
+const MOST: usize = 256;
 /// Bytes after which a batch ends; and after which one to the device ends that has as many copies as it takes.
-pub(super) const MOST_BYTES: usize = 4 << 20;
-pub(super) const ENOUGH: (usize, usize) = (64, 1 << 20);
+const MOST_BYTES: usize = 4 << 20;
+const ENOUGH: (usize, usize) = (64, 1 << 20);
 /// Copies of one lane that a batch takes before it looks at the next lane, unless they are rows of a rectangle.
 const TURN: usize = 64;
 /// Batches in flight up to which a pushing thread submits by itself, while the queue's thread sleeps.
@@ -231,23 +231,6 @@ impl Flow {
         self.bell.ring();
     }
 
-    /// Much is about to be pushed: the thread is to be awake.
-    pub(super) fn wake(&self) {
-        if !self.is_stepped() {
-            self.bell.ring();
-        }
-    }
-
-    /// A lane was filled, and more comes, for other flows too: the thread is to submit it. (One thread that calls the
-    /// driver for several streams by turns gets a tenth of the rate to the device.)
-    pub(super) fn urge(self: &Arc<Self>) {
-        if self.is_stepped() {
-            self.rouse();
-        } else if self.bell.is_asleep() {
-            self.bell.ring();
-        }
-    }
-
     /// Submits a batch, unless somebody else submits. After this, what is filled must be looked at again.
     pub(super) fn submit(self: &Arc<Self>) -> bool {
         let Some(role) = self.role.try_take() else { return false };
@@ -264,13 +247,11 @@ impl Flow {
             let _change = self.changes.begin();
             desk.collect(&self.lanes, &self.filled, self.writes, &mut pieces)
         };
-        let count = pieces.iter().map(Piece::count).sum::<usize>();
         let is_left = desk.rest | self.filled.lanes() != 0;
-        if full && is_left && count >= ENOUGH.0 && !self.is_pressed() {
+        if full && is_left && pieces.len() >= ENOUGH.0 && !self.is_pressed() {
             self.pressed.store(true, Ordering::Relaxed);
         }
         if self.writes && pieces.len() > 1 {
-            // (A group has none in itself; should it, it is no use to look at it again and again.)
             let keep = desk.overlap.first_in_the_way(&pieces).max(1);
             while pieces.len() > keep {
                 let Some(piece) = pieces.pop() else { break };
@@ -283,13 +264,7 @@ impl Flow {
         }
         let Desk { transfers, runs, .. } = desk;
         transfers.clear();
-        transfers.reserve(count);
-        for piece in &pieces {
-            if let Some(rest) = &piece.rest {
-                transfers.extend_from_slice(&rest.transfers);
-            }
-            transfers.push(piece.transfer);
-        }
+        transfers.extend(pieces.iter().map(|piece| piece.transfer));
         find_runs(&pieces, runs);
         let booked = booked(&pieces);
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
@@ -382,16 +357,13 @@ impl Flow {
             load.for_each(|mut piece| {
                 if lives {
                     // It may keep the memory of one that was submitted before, and may be queued still: see `lose`.
-                    let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
-                    std::mem::forget((piece.memory.take(), memories));
+                    std::mem::forget(piece.memory.take());
                 }
                 // Should one of them unwind, the lanes are to hear of it all the same.
-                piece.into_loans().for_each(|loan| {
-                    _ = foreign::survive(
-                        "letting go of a refused copy's buffer panicked: it may be leaked",
-                        || loan.complete(),
-                    )
-                });
+                _ = foreign::survive(
+                    "letting go of a refused copy's buffer panicked: it may be leaked",
+                    || piece.loan.complete(),
+                );
             });
             for run in runs {
                 // Not landed: what was submitted before may be in flight, and is lost with the timeline.
@@ -427,16 +399,10 @@ impl Flow {
 
     /// The same for one of its copies; `last`: of its lane's.
     fn settle(&self, piece: Piece, last: bool) {
-        let Piece { loan, memory, number, lane, rest, .. } = piece;
+        let Piece { loan, memory, number, lane, .. } = piece;
         let lane = &self.lanes[lane as usize];
-        // (A group's handle leaves by itself.)
-        if loan.complete() && rest.is_none() {
+        if loan.complete() {
             lane.leave(&Range { first: number, last: number }, false);
-        }
-        if let Some(Rest { loans, memories, .. }) = rest.map(|rest| *rest) {
-            loans.iter().for_each(announce);
-            loans.into_iter().for_each(|loan| _ = loan.complete());
-            drop(memories);
         }
         drop(memory);
         // The words first: whoever sees the number finds them settled.
@@ -454,13 +420,12 @@ impl Flow {
         let runs = load.runs();
         let mut lost = Vec::new();
         load.for_each(|mut piece| {
-            let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
-            let memories = (piece.memory.take(), memories);
+            let memory = piece.memory.take();
             if context.poisoned().is_none() {
                 // The copy may still be queued, and the device may die of finding the memory freed.
-                std::mem::forget(memories);
+                std::mem::forget(memory);
             }
-            lost.extend(piece.into_loans().map(RetainedResource::quarantine));
+            lost.push(piece.loan.quarantine());
         });
         let gone = lost.into_iter().sum();
         runs.iter().for_each(|run| self.lanes[run.lane as usize].lose(&error));
@@ -576,43 +541,25 @@ impl Flow {
 
 /// Whether the last copies of what is before, `first` and then `second`, and the next copy are at even distances.
 fn are_rows(first: Option<&Piece>, second: &Piece, next: &Piece) -> bool {
-    let Some(a) = second.before_last().or_else(|| first.map(|first| &first.transfer)) else { return false };
-    let distance = a.distance(&second.transfer);
-    distance.is_some() && distance == second.transfer.distance(next.first())
-}
-
-/// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and
-/// of a group one after the other.
-fn announce(loan: &RetainedResource) {
-    #[cfg(target_arch = "x86_64")]
-    if let Some((segment, _)) = loan.booked() {
-        // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                std::ptr::from_ref(segment.descriptor()).cast(),
-            );
-        }
-    }
-    let _ = loan;
+    let Some(first) = first else { return false };
+    let distance = first.transfer.distance(&second.transfer);
+    distance.is_some() && distance == second.transfer.distance(&next.transfer)
 }
 
 fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
     runs.clear();
-    let mut at = 0;
-    for piece in pieces {
-        let len = piece.count();
+    for (at, piece) in pieces.iter().enumerate() {
         match runs.last_mut() {
-            Some(run) if run.lane == piece.lane => run.len += len,
-            _ => runs.push(Run { lane: piece.lane, first: piece.first_number(), at, len }),
+            Some(run) if run.lane == piece.lane => run.len += 1,
+            _ => runs.push(Run { lane: piece.lane, first: piece.number, at, len: 1 }),
         }
-        at += len;
     }
 }
 
 /// Bytes of a batch, by pools.
 fn booked(pieces: &[Piece]) -> Booked {
     let mut booked = Booked::default();
-    pieces.iter().flat_map(Piece::loans).for_each(|loan| booked.add(loan));
+    pieces.iter().for_each(|piece| booked.add(&piece.loan));
     booked
 }
 
@@ -674,10 +621,9 @@ impl Desk {
         batch: &mut Vec<Piece>,
     ) -> bool {
         let (mut copies, mut bytes) = (0, 0);
-        // Whether it is, for so many more.
-        let is_full = |copies: usize, bytes, more: usize, rows: &dyn Fn() -> bool| {
+        let is_full = |copies: usize, bytes, rows: &dyn Fn() -> bool| {
             let enough = writes && copies >= ENOUGH.0 && bytes >= ENOUGH.1;
-            copies > 0 && copies + more > MOST || bytes >= MOST_BYTES || enough && !rows()
+            copies >= MOST || bytes >= MOST_BYTES || enough && !rows()
         };
         loop {
             let there = self.rest | filled.lanes();
@@ -695,7 +641,7 @@ impl Desk {
                         lanes[at].take(filled, at, taken);
                     }
                     let before = batch.len();
-                    let (mut turn, mut turned) = (0, 0);
+                    let mut turn = 0;
                     // Rows of a rectangle, the more the better.
                     let rows = |turn: usize| {
                         let piece = |n: usize| if n < before { batch.get(n) } else { taken.get(n - before) };
@@ -708,18 +654,15 @@ impl Desk {
                         }
                     };
                     while let Some(next) = taken.get(turn) {
-                        let stays = turned < TURN || rows(turn);
-                        if !stays || is_full(copies, bytes, next.count(), &|| rows(turn)) {
+                        let stays = turn < TURN || rows(turn);
+                        if !stays || is_full(copies, bytes, &|| rows(turn)) {
                             break;
                         }
-                        bytes += next.bytes();
-                        copies += next.count();
-                        turned += next.count();
+                        bytes += next.transfer.len();
+                        copies += 1;
                         turn += 1;
                     }
                     batch.extend(taken.drain(..turn));
-                    // A group that does not fit any more is the first of the next batch, or it might never fit.
-                    let skipped = turn == 0 && !taken.is_empty();
                     if taken.is_empty() {
                         self.rest &= !(1 << at);
                     } else {
@@ -731,8 +674,8 @@ impl Desk {
                         ([b], Some(c)) => are_rows(None, b, c),
                         _ => false,
                     };
-                    if is_full(copies, bytes, next.map_or(1, Piece::count), &goes_on) {
-                        self.next = if skipped { at } else { (at + 1) % lanes.len() };
+                    if is_full(copies, bytes, &goes_on) {
+                        self.next = (at + 1) % lanes.len();
                         return true;
                     }
                 }
@@ -790,6 +733,6 @@ impl Retain for Batch {
             Some(Load::Many(pieces, _)) => &pieces[..],
             None => &[],
         };
-        pieces.iter().flat_map(Piece::loans).for_each(|loan| loan.for_each_descriptor(visit));
+        pieces.iter().for_each(|piece| piece.loan.for_each_descriptor(visit));
     }
 }

@@ -26,67 +26,16 @@ use crate::stream::awaited::Range;
 use crate::stream::timeline::{Resource, RetainedResource, WaitKey};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// One copy, or a group of copies that go in one batch and land as one.
+/// One copy.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// The last copy of a group.
     pub(super) transfer: Transfer,
     pub(super) loan: RetainedResource,
     /// What keeps the device memory. Of neighbours in a lane with the same memory only the last has it, since it lands
     /// last.
     pub(super) memory: Option<Arc<Allocation>>,
     pub(super) lane: u32,
-    /// The last copy's. Those of a group follow each other.
     pub(super) number: u64,
-    /// What a group has besides.
-    pub(super) rest: Option<Box<Rest>>,
-}
-
-/// The copies of a group before its last one, and what all of them use.
-#[derive(Debug)]
-pub(super) struct Rest {
-    pub(super) transfers: Vec<Transfer>,
-    pub(super) loans: Vec<RetainedResource>,
-    pub(super) memories: Vec<Arc<Allocation>>,
-    /// Of all of the group.
-    bytes: usize,
-}
-
-impl Piece {
-    /// Copies.
-    pub(super) fn count(&self) -> usize {
-        1 + self.rest.as_ref().map_or(0, |rest| rest.transfers.len())
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.rest.as_ref().map_or(self.transfer.len(), |rest| rest.bytes)
-    }
-
-    pub(super) fn transfers(&self) -> impl Iterator<Item = &Transfer> {
-        self.rest.iter().flat_map(|rest| &rest.transfers).chain(std::iter::once(&self.transfer))
-    }
-
-    /// The copy before the last one, in a group.
-    pub(super) fn before_last(&self) -> Option<&Transfer> {
-        self.rest.as_ref().and_then(|rest| rest.transfers.last())
-    }
-
-    pub(super) fn first(&self) -> &Transfer {
-        self.rest.as_ref().and_then(|rest| rest.transfers.first()).unwrap_or(&self.transfer)
-    }
-
-    /// The number of its first copy.
-    pub(super) fn first_number(&self) -> u64 {
-        self.number + 1 - self.count() as u64
-    }
-
-    pub(super) fn loans(&self) -> impl Iterator<Item = &RetainedResource> {
-        std::iter::once(&self.loan).chain(self.rest.iter().flat_map(|rest| &rest.loans))
-    }
-
-    pub(super) fn into_loans(self) -> impl Iterator<Item = RetainedResource> {
-        std::iter::once(self.loan).chain(self.rest.into_iter().flat_map(|rest| rest.loans))
-    }
 }
 
 /// Bytes of segments by pool, each with a name of one of the pool's segments: that one is there, and with it the pool,
@@ -151,16 +100,6 @@ impl Changes {
     }
 }
 
-/// Several copies, to be pushed as a group, which nobody has to ask for one by one.
-#[derive(Debug)]
-pub(super) struct Group {
-    /// None of them writes where another one does, and there is one at least.
-    pub(super) transfers: Vec<Transfer>,
-    /// For all of them together.
-    pub(super) resource: Vec<Resource>,
-    pub(super) memories: Vec<Arc<Allocation>>,
-}
-
 #[derive(Debug, Default)]
 struct State {
     /// The number of the last copy that was pushed.
@@ -208,7 +147,7 @@ impl Lane {
 
     // --- pushing -----------------------------------------------------------------------------------------------------
 
-    /// A place for one more copy, or several, to be filled at once: the lane is locked meanwhile.
+    /// A place for one more copy, to be filled at once: the lane is locked meanwhile.
     ///
     /// # Errors
     /// [`Error::QueueFull`], [`Error::QueueClosed`], what the lane was lost with.
@@ -227,9 +166,9 @@ impl Lane {
         Ok(Entry { state, room })
     }
 
-    /// The number that has landed when the lane has room for so many more.
-    pub(super) fn room_after(&self, depth: u64, more: u64) -> u64 {
-        (self.state.lock().pushed + more).saturating_sub(depth)
+    /// The number that has landed when the lane has room for one more.
+    pub(super) fn room_after(&self, depth: u64) -> u64 {
+        (self.state.lock().pushed + 1).saturating_sub(depth)
     }
 
     /// The number of the last copy that was pushed.
@@ -420,11 +359,6 @@ pub(super) struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// How many more copies there is room for.
-    pub(super) fn room(&self) -> u64 {
-        self.room
-    }
-
     /// A copy that is not pushed, but the lane's next to be submitted by who asks, who has the role. `None`: others are
     /// before it.
     pub(super) fn next(&mut self, lane: u32) -> Option<Next> {
@@ -460,32 +394,8 @@ impl Entry<'_> {
         }
         let loan = RetainedResource::of(resource);
         state.booked.add(&loan);
-        state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest: None });
+        state.queue.push_back(Piece { transfer, loan, memory, lane, number });
         number
-    }
-
-    /// Pushes a group, for which there must be room, and gives its numbers. `None`: it was empty.
-    pub(super) fn push_group(&mut self, filled: &Filled, lane: u32, group: Group) -> Option<Range> {
-        let Group { mut transfers, resource, mut memories } = group;
-        let bytes = transfers.iter().map(Transfer::len).sum();
-        let transfer = transfers.pop()?;
-        let mut loans: Vec<RetainedResource> = resource.into_iter().map(RetainedResource::of).collect();
-        let loan = loans.pop().unwrap_or_else(|| RetainedResource::of(Resource::Object(Box::new(()))));
-        let count = transfers.len() as u64 + 1;
-        debug_assert!(self.room >= count, "pushed where there is no room");
-        self.room = self.room.saturating_sub(count);
-        let state = &mut *self.state;
-        let first = state.pushed + 1;
-        state.pushed += count;
-        let number = state.pushed;
-        if state.queue.is_empty() {
-            filled.0.fetch_or(1 << lane, Ordering::Relaxed);
-        }
-        std::iter::once(&loan).chain(&loans).for_each(|loan| state.booked.add(loan));
-        let memory = memories.pop();
-        let rest = Some(Box::new(Rest { transfers, loans, memories, bytes }));
-        state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest });
-        Some(Range { first, last: number })
     }
 }
 
@@ -498,14 +408,7 @@ pub(super) struct Next {
 impl Next {
     pub(super) fn piece(self, transfer: Transfer, resource: Resource, memory: Arc<Allocation>) -> Piece {
         let Self { lane, number } = self;
-        Piece {
-            transfer,
-            loan: RetainedResource::of(resource),
-            memory: Some(memory),
-            lane,
-            number,
-            rest: None,
-        }
+        Piece { transfer, loan: RetainedResource::of(resource), memory: Some(memory), lane, number }
     }
 }
 

@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use super::bell::{Bell, Role};
-use super::crew::{Crew, Shared};
 use super::flow::Flow;
 use super::lane::Lane;
 use super::line::Line;
@@ -205,53 +204,6 @@ fn loom_lane_keeps_order() {
         });
         drop((flow, memory));
         setup.finish();
-    });
-}
-
-struct Part(UnsafeCell<u32>);
-
-// SAFETY: loom checks each access.
-unsafe impl Sync for Part {}
-
-impl Part {
-    fn cell(&self) -> &UnsafeCell<u32> {
-        &self.0
-    }
-}
-
-/// Whoever has borrowed work done by a crew, and its helper: nobody is at it when the borrow ends, and the helper finds
-/// the next work.
-#[test]
-fn loom_crew_lets_go() {
-    model("queue: a caller and a helper of its crew", 3, || {
-        let crew = Arc::new(Crew::new(1));
-        let start = |shared: Arc<Shared>, number| {
-            loom::thread::spawn(move || shared.serve(number));
-            true
-        };
-        for round in 0..2 {
-            // What is borrowed: loom fails the model if anyone is at it when it is the caller's again.
-            let (part, taken) = (Part(UnsafeCell::new(0)), AtomicBool::new(false));
-            let work = || {
-                step();
-                if !taken.swap(true, Ordering::Relaxed) {
-                    step();
-                    // SAFETY: only one takes it.
-                    part.cell().with_mut(|part| unsafe { *part += 1 });
-                }
-            };
-            crew.share(1, &work, start, || {
-                if round == 0 {
-                    work();
-                } else {
-                    // Nobody else does it: asleep without being woken, the helper would never come.
-                    until(|| taken.load(Ordering::Relaxed));
-                }
-            });
-            // SAFETY: as above.
-            part.cell().with(|part| assert_eq!(unsafe { *part }, 1, "done once"));
-        }
-        crew.close();
     });
 }
 

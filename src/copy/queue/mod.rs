@@ -13,13 +13,10 @@
 //!
 //! [`lane`]: where copies are pushed to, and where their handles find out; [`line`]: how these do. [`flow`]: the copies
 //! of one direction, how they are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]:
-//! what must not share a batch. [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing.
-//! Here: what users see, and the queue's thread.
+//! what must not share a batch. Here: what users see, and the queue's thread.
 
 mod bell;
-mod crew;
 mod flow;
-mod group;
 mod lane;
 mod line;
 #[cfg(all(test, loom))]
@@ -32,7 +29,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::bell::Bell;
-use self::crew::{Crew, Shared};
 use self::flow::Flow;
 use self::line::Line;
 use super::{DeviceRange, Landing, range};
@@ -66,10 +62,6 @@ const LONG_DOWN: usize = 1;
 const THREADS: usize = 8;
 /// Copies that a thread pushes to one flow under load before it turns to another.
 const STAY: usize = 64;
-/// Threads that pack one gather at most, unless somebody asks for more, and then. (Eight bring 16 KiB pieces to the
-/// link at its full speed, sixteen no faster.)
-const PACKERS: usize = 8;
-const MOST_PACKERS: usize = 64;
 /// Between two looks of a queue's thread that is about to end, and may not yet.
 const ENDING: Duration = Duration::from_millis(1);
 /// How long a queue's thread looks for copies before it sleeps.
@@ -160,7 +152,6 @@ pub struct CopyQueue(Arc<Inner>);
 pub struct QueueOptions {
     depth: usize,
     threads: Option<usize>,
-    packers: Option<usize>,
 }
 
 impl Default for QueueOptions {
@@ -173,7 +164,7 @@ impl QueueOptions {
     /// The defaults, as [`Device::copy_queue`] uses them.
     #[must_use]
     pub fn new() -> Self {
-        Self { depth: DEPTH, threads: None, packers: None }
+        Self { depth: DEPTH, threads: None }
     }
 
     /// How many copies that are not complete a lane takes before a push has to wait. Default: 1024; at least 1.
@@ -189,16 +180,6 @@ impl QueueOptions {
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
-        self
-    }
-
-    /// How many threads pack one [gather](CopyQueue::gather), or empty one [scatter](CopyQueue::scatter_blocking), at
-    /// most, 1 to 64: the caller's, and helpers of the queue, which all callers share. Default: half as many as there
-    /// are processors, at most 8. Helpers are started by the first call that is large enough (4 MiB) and sleep between
-    /// calls; where none is free the caller goes on alone. A stepped device has none.
-    #[must_use]
-    pub fn packers(mut self, packers: usize) -> Self {
-        self.packers = Some(packers);
         self
     }
 }
@@ -229,7 +210,6 @@ struct Inner {
     down: Way,
     /// Of the threads.
     bells: Vec<Arc<Bell>>,
-    crew: Crew,
 }
 
 /// A direction: a flow for each of the queue's threads, and how many of these long copies are spread over.
@@ -257,7 +237,7 @@ impl Device {
     /// # Errors
     /// As for [`copy_queue`](Self::copy_queue).
     pub fn copy_queue_with(&self, options: QueueOptions) -> Result<CopyQueue> {
-        let QueueOptions { depth, threads, packers } = options;
+        let QueueOptions { depth, threads } = options;
         let context = self.context();
         let is_stepped = context.driver().stepped().is_some();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -268,11 +248,6 @@ impl Device {
             None if processors < FEW => 1,
             None if processors < MANY => 2,
             None => 3,
-        };
-        let packers = match packers {
-            _ if is_stepped => 1,
-            Some(packers) => packers.clamp(1, MOST_PACKERS),
-            None => (processors / 2).clamp(1, PACKERS),
         };
         let bells: Vec<_> = (0..threads).map(|_| Arc::new(Bell::asleep())).collect();
         let way = |writes| -> Result<Way> {
@@ -286,8 +261,7 @@ impl Device {
             let sides = bells.iter().map(side).collect::<Result<_>>()?;
             Ok(Way(sides, if writes { LONG_UP } else { LONG_DOWN }))
         };
-        let inner =
-            Inner { up: way(true)?, down: way(false)?, bells: bells.clone(), crew: Crew::new(packers - 1) };
+        let inner = Inner { up: way(true)?, down: way(false)?, bells: bells.clone() };
         if is_stepped {
             return Ok(CopyQueue(Arc::new(inner)));
         }
@@ -353,7 +327,6 @@ impl Drop for Inner {
             return self.sides().for_each(|side| std::mem::forget(side.flow.clone()));
         }
         self.bells.iter().for_each(|bell| bell.close());
-        self.crew.close();
     }
 }
 
@@ -372,7 +345,7 @@ enum Patience {
 
 /// Whether this thread may wait for copies: those that find out what is done may not, be it for good or, in a waker,
 /// just now.
-pub(super) fn may_wait() -> bool {
+fn may_wait() -> bool {
     !crate::sync::finds_out() && crate::sync::own() != Some(Own::Submitter)
 }
 
@@ -382,15 +355,15 @@ impl Way {
         if len < LONG { &self.0[..] } else { &self.0[..self.0.len().min(self.1)] }
     }
 
-    /// Where this thread pushes its next `count` copies, of so many bytes: the first flow, until more comes in there
-    /// than goes out.
-    fn side(&self, len: usize, count: usize) -> &Side {
+    /// Where this thread pushes its next copy, of so many bytes: the first flow, until more comes in there than goes
+    /// out.
+    fn side(&self, len: usize) -> &Side {
         let sides = self.of(len);
         if sides.len() == 1 || !sides[0].flow.is_pressed() {
             return &sides[0];
         }
         // Not one here and one there: batches are to find neighbours.
-        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(count)));
+        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)));
         &sides[(number() + turn / STAY) % sides.len()]
     }
 }
@@ -416,7 +389,7 @@ impl Side {
             match lane.enter(flow.depth()) {
                 Ok(entry) => break entry,
                 Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
-                    let last = lane.room_after(flow.depth(), 1);
+                    let last = lane.room_after(flow.depth());
                     // Whether that one failed is its own handle's affair.
                     let lost = flow.wait(lane, &Range::whole(last), None);
                     lost?;
@@ -428,40 +401,6 @@ impl Side {
         let quiet = !matches!(resource, Resource::Segment(_));
         let number = line.submit(entry, transfer, resource, memory.into_allocation());
         Ok((Place { line: line.clone(), range: Range { first: number, last: number }, quiet }, left))
-    }
-
-    /// Pushes several copies, each of which has its own share of what all of them use: one that cannot be submitted any
-    /// more lets go at once, while those before it may be in flight.
-    fn push_all(
-        &self,
-        copies: &[(Transfer, &DeviceSlice)],
-        lend: impl Fn() -> Resource,
-    ) -> Result<Vec<Place>> {
-        let line = self.line();
-        let (lane, flow) = (line.lane(), &line.flow);
-        let (mut places, mut left) = (Vec::new(), copies);
-        while !left.is_empty() {
-            let mut entry = match lane.enter(flow.depth()) {
-                Ok(entry) => entry,
-                Err(Error::QueueFull { .. }) if may_wait() => {
-                    flow.wait(lane, &Range::whole(lane.room_after(flow.depth(), 1)), None)?;
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
-            let turn = usize::try_from(entry.room()).unwrap_or(usize::MAX).min(left.len());
-            let (now, later) = left.split_at(turn);
-            let mut range = Range { first: u64::MAX, last: 0 };
-            for (transfer, memory) in now {
-                let number = entry.push(flow.filled(), line.lane, *transfer, lend(), memory.allocation());
-                range = Range { first: range.first.min(number), last: number };
-            }
-            drop(entry);
-            flow.rouse();
-            places.push(Place { line: line.clone(), range, quiet: true });
-            left = later;
-        }
-        Ok(places)
     }
 
     /// Device memory of this queue's device, and there for its stream.
@@ -525,7 +464,7 @@ impl CopyQueue {
     ) -> Result<InFlight<B>, SubmitError<B>> {
         // Asked once: a value of the caller's may answer otherwise the next time.
         let all = src.bytes(KEY);
-        let side = self.0.up.side(all.len(), 1);
+        let side = self.0.up.side(all.len());
         let pushed = (|| {
             let dst = side.own(dst)?;
             if !src.serves(side.flow.timeline().context(), KEY) {
@@ -579,7 +518,7 @@ impl CopyQueue {
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let src = range::Sealed::resolve(src, KEY);
-        let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len), 1);
+        let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len));
         let checked = side.own(src).and_then(|src| {
             let (target, capacity) = landing.target(&side.stream, KEY)?;
             if src.len() > capacity {
@@ -605,55 +544,6 @@ impl CopyQueue {
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
             Err(error) => Err(SubmitError { error, buffer: landing }),
         }
-    }
-
-    /// A stream of the queue's, for landings to look at.
-    pub(super) fn stream(&self) -> &Stream {
-        &self.0.down.0[0].stream
-    }
-
-    /// How many helpers there can be.
-    pub(super) fn helpers(&self) -> usize {
-        self.0.crew.most()
-    }
-
-    /// Does `own`, while up to `hands` helpers are at `work`, which returns when nothing is left to do.
-    pub(super) fn share<R>(
-        &self,
-        hands: usize,
-        work: &(dyn Fn() + Sync),
-        own: impl FnOnce() -> R,
-    ) -> Result<R> {
-        crate::os::check_fork()?;
-        let start = |shared: Arc<Shared>, number| {
-            let device = self.device().clone();
-            let pack = move || {
-                foreign::live("a copy queue's packing thread panicked: it goes on", || {
-                    device.context().driver().enter_thread();
-                    shared.serve(number);
-                });
-            };
-            let name = format!("pinpool-pack-{}", self.device().name());
-            crate::os::thread::spawn(name, pack).is_ok()
-        };
-        Ok(self.0.crew.share(hands, work, start, own))
-    }
-
-    /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They
-    /// are within memory of the queue's device.
-    pub(super) fn push_all(
-        &self,
-        copies: &[(Transfer, &DeviceSlice)],
-        lend: impl Fn() -> Resource,
-    ) -> Result<Vec<Place>> {
-        let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
-        let longest = copies.iter().map(|(transfer, _)| transfer.len()).max().unwrap_or(0);
-        let side = if downloads { self.0.down.side(longest, 1) } else { self.0.up.side(longest, 1) };
-        let timeline = side.flow.timeline();
-        crate::os::check_fork()?;
-        timeline.context().alive()?;
-        copies.iter().try_for_each(|(_, memory)| memory.admit(timeline.stream()))?;
-        side.push_all(copies, lend)
     }
 
     /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait;

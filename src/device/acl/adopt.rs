@@ -27,6 +27,8 @@ use super::error::AclCode;
 use super::{Acl, AclCurrent, FoundContext, check, host, on_other_thread, stream};
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
+use crate::exit;
+use crate::os;
 
 /// Handles of adopted streams.
 #[derive(Debug, Default)]
@@ -55,14 +57,15 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         ));
     }
     let api = AclApi::get(&name)?;
+    os::watch_exit();
     let theirs = FoundContext { context, on_device: false };
     let (ordinal, found) = on_other_thread(&name, || {
         // Captured as a whole: only the whole struct may be sent to the thread.
         let theirs = { theirs };
-        let _current = AclCurrent::enter(api, &name, theirs.context, None)?;
+        let _current = AclCurrent::enter(api, &name, theirs.context, exit::pass())?;
         let mut ordinal = -1;
         // SAFETY: writes a number.
-        check(api, &name, "aclrtGetDevice", unsafe { (api.get_device)(&raw mut ordinal) })?;
+        check(api, &name, "aclrtGetDevice", unsafe { api.get_device.call(&raw mut ordinal) })?;
         Ok((ordinal, FoundContext::current(api, &name)?))
     })?;
     let known = u32::try_from(ordinal).map_err(|_| Error::Unavailable {
@@ -123,7 +126,7 @@ impl Acl {
         let version = api.version.and_then(|ask| {
             let (mut major, mut minor, mut patch) = (0, 0, 0);
             // SAFETY: writes three numbers.
-            let code = unsafe { ask(&raw mut major, &raw mut minor, &raw mut patch) };
+            let code = unsafe { ask.call(&raw mut major, &raw mut minor, &raw mut patch) };
             (code == AclCode::SUCCESS).then_some((major, minor, patch))
         });
         ContextFacts {

@@ -25,7 +25,9 @@ use std::sync::OnceLock;
 use libloading::Library;
 
 use super::error::AclCode;
+use crate::device::gate::Entry;
 use crate::error::{Error, Result};
+use crate::escape::unnamed;
 
 // As in acl_rt.h: all handles are pointers.
 pub(super) type AclContext = *mut c_void;
@@ -93,8 +95,8 @@ macro_rules! table {
         pub(super) struct AclApi {
             /// The file that was loaded.
             pub(super) path: PathBuf,
-            $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> AclCode, )*
-            $( $(#[$odoc])* pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> table!(@ret $($oret)?)>, )*
+            $( pub(super) $name: Entry<unsafe extern "C" fn($($arg),*) -> AclCode>, )*
+            $( $(#[$odoc])* pub(super) $oname: Option<Entry<unsafe extern "C" fn($($oarg),*) -> table!(@ret $($oret)?)>>, )*
         }
 
         impl AclApi {
@@ -105,8 +107,8 @@ macro_rules! table {
                 unsafe {
                     Ok(Self {
                         path,
-                        $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
-                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol), )*
+                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
+                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| Entry::new(*symbol)), )*
                     })
                 }
             }
@@ -232,12 +234,12 @@ impl AclApi {
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success the call does nothing, and after a failure the cause may have been mended. SAFETY:
         // no configuration is given, which is allowed.
-        match unsafe { (api.init)(std::ptr::null()) } {
+        match unsafe { api.init.call(std::ptr::null()) } {
             code @ (AclCode::SUCCESS | AclCode::REPEAT_INITIALIZE) => {
                 if code == AclCode::REPEAT_INITIALIZE {
                     api.expected();
                 }
-                super::gate::watch();
+                crate::os::watch_exit();
                 Ok(api)
             }
             code => Err(unavailable(format!(
@@ -270,7 +272,8 @@ impl AclApi {
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {
-                    tried.push(format!("{} could not be loaded ({error})", file.display()));
+                    let (name, text) = (file.display().to_string(), error.to_string());
+                    tried.push(format!("{name} could not be loaded ({})", unnamed(&text, &name)));
                     continue;
                 }
             };
@@ -289,7 +292,7 @@ impl AclApi {
     /// The library's own message about the last error on this thread. Reading the message removes it.
     pub(super) fn recent(&self) -> Option<String> {
         // SAFETY: the call takes nothing.
-        let text = unsafe { self.recent_message?() };
+        let text = unsafe { self.recent_message?.call() };
         if text.is_null() {
             return None;
         }
@@ -306,7 +309,7 @@ impl AclApi {
     /// The chip's name, such as `Ascend910B4`.
     pub(super) fn soc(&self) -> Option<String> {
         // SAFETY: the call takes nothing.
-        let text = unsafe { self.soc_name?() };
+        let text = unsafe { self.soc_name?.call() };
         // SAFETY: null, or a string that lives as long as the library.
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }

@@ -81,7 +81,7 @@ impl Acl {
         let _current = self.current()?;
         let CopyCall { dst, src, len, kind } = call;
         // SAFETY: the caller promises the host memory, which is page-locked; the device's is within its allocation.
-        let code = unsafe { (self.api.copy_async)(dst, len, src, len, kind, stream(on)) };
+        let code = unsafe { self.api.copy_async.call(dst, len, src, len, kind, stream(on)) };
         self.said("aclrtMemcpyAsync", code)
     }
 
@@ -167,7 +167,7 @@ impl Acl {
             let len = to - from;
             from = to;
             // SAFETY: the caller promises the host memory; the device's is within its allocation.
-            self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
+            self.said("aclrtMemcpy", unsafe { self.api.copy.call(dst, len, src, len, call.kind) })
         })
     }
 
@@ -203,7 +203,7 @@ impl Acl {
         let (run, place) = callback::copy(src, dst, len);
         let on: AclStream = stream(on);
         // SAFETY: the function finds its copy by the key `place`; the caller promises both ranges.
-        self.said("aclrtLaunchHostFunc", unsafe { launch(on, run, place) })
+        self.said("aclrtLaunchHostFunc", unsafe { launch.call(on, run, place) })
     }
 
     /// # Safety

@@ -11,6 +11,8 @@
 use std::ffi::c_int;
 
 use super::names::NAMES;
+use crate::amount::Amount;
+use crate::device::gate::Refused;
 use crate::error::ErrorClass;
 use crate::os;
 
@@ -18,6 +20,12 @@ use crate::os;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub(crate) struct AclCode(pub c_int);
+
+impl Refused for AclCode {
+    fn refused() -> Self {
+        Self::UNINITIALIZED
+    }
+}
 
 impl AclCode {
     pub(super) const SUCCESS: Self = Self(0);
@@ -75,12 +83,13 @@ impl AclCode {
 
 /// The limits of host memory, for the message of an allocation that was refused (207001).
 pub(super) fn host_memory_limits(wanted: usize) -> String {
-    let bytes =
-        |bytes: Option<u64>, none: &str| bytes.map_or_else(|| none.to_owned(), |n| format!("{n} bytes"));
-    let available = bytes(os::available_memory(), "an unknown number of bytes");
-    let memlock = bytes(os::memlock_limit(), "unlimited");
+    let shown =
+        |bytes: Option<u64>, none: &str| bytes.map_or_else(|| none.to_owned(), |n| Amount(n).to_string());
+    let available = shown(os::available_memory(), "an unknown amount");
+    let memlock = shown(os::memlock_limit(), "unlimited");
+    let wanted = Amount(wanted as u64);
     format!(
-        "{wanted} bytes of page-locked host memory were asked for; look at the host's memory ({available} available here: \
+        "{wanted} of page-locked host memory were asked for; look at the host's memory ({available} available here: \
          MemAvailable, and memory.max of the container), the memlock limit ({memlock}: ulimit -l, LimitMEMLOCK), the \
          container's access to the driver, and the size of a single allocation, since some 200 GB in one piece are known to \
          be refused whatever is free (PoolBuilder::extent makes them smaller)"

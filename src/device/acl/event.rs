@@ -33,6 +33,7 @@ use slab::Slab;
 use super::api::{AclApi, AclEvent};
 use super::error::AclCode;
 use super::{Acl, stream};
+use crate::device::gate::Entry;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 
@@ -47,7 +48,7 @@ const RECORDED_COMPLETE: c_int = 1;
 const STATUS_COMPLETE: c_int = 0;
 const STATUS_NOT_READY: c_int = 1;
 
-type Create = unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode;
+type Create = Entry<unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode>;
 
 #[derive(Clone, Copy, Debug)]
 enum EventKind {
@@ -149,7 +150,7 @@ impl Acl {
                 let _current = self.current()?;
                 self.event_make(|event| {
                     // SAFETY: writes a handle.
-                    unsafe { create(event, SYNC | CAPTURE_STREAM_PROGRESS) }
+                    unsafe { create.call(event, SYNC | CAPTURE_STREAM_PROGRESS) }
                 })
                 .map(handle)
             }
@@ -183,7 +184,7 @@ impl Acl {
             EventKind::Lasting(_) => {
                 let _pass = self.alive()?;
                 // SAFETY: created by this driver, destroyed once.
-                self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(raw(handle)) })
+                self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(raw(handle)) })
             }
             EventKind::Flagged(_) | EventKind::Plain => {
                 let last = self.events.brief.lock().slots.try_remove(handle.0 as usize).flatten();
@@ -196,7 +197,7 @@ impl Acl {
     fn event_drop(&self, event: Raw) -> Result<()> {
         let _pass = self.alive()?;
         // SAFETY: created by this driver, destroyed once.
-        self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(event.0) })?;
+        self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(event.0) })?;
         // Only now: an event that is not destroyed keeps its resource.
         self.events.brief.lock().made -= 1;
         Ok(())
@@ -208,15 +209,15 @@ impl Acl {
             EventKind::Lasting(_) => raw(handle),
             EventKind::Flagged(create) => self.event_renew(handle, |event| {
                 // SAFETY: writes a handle.
-                unsafe { create(event, SYNC) }
+                unsafe { create.call(event, SYNC) }
             })?,
             EventKind::Plain => self.event_renew(handle, |event| {
                 // SAFETY: writes a handle.
-                unsafe { (self.api.event_create)(event) }
+                unsafe { self.api.event_create.call(event) }
             })?,
         };
         // SAFETY: an event and a stream that are alive, and the stream's context is current.
-        self.said("aclrtRecordEvent", unsafe { (self.api.event_record)(event, stream(on)) })
+        self.said("aclrtRecordEvent", unsafe { self.api.event_record.call(event, stream(on)) })
     }
 
     /// A new event behind a handle.
@@ -302,12 +303,12 @@ impl Acl {
         if let Some(ask) = self.api.event_query_status {
             let mut status = RECORDED_NOT_READY;
             // SAFETY: an event that is alive, and a place for a number.
-            self.said("aclrtQueryEventStatus", unsafe { ask(event, &raw mut status) })?;
+            self.said("aclrtQueryEventStatus", unsafe { ask.call(event, &raw mut status) })?;
             return Ok(status == RECORDED_COMPLETE);
         }
         let mut status = STATUS_NOT_READY;
         // SAFETY: as above.
-        self.said("aclrtQueryEvent", unsafe { (self.api.event_query)(event, &raw mut status) })?;
+        self.said("aclrtQueryEvent", unsafe { self.api.event_query.call(event, &raw mut status) })?;
         Ok(status == STATUS_COMPLETE)
     }
 
@@ -324,7 +325,7 @@ impl Acl {
             }
         };
         // SAFETY: a stream and an event that are alive, and the stream's context is current.
-        self.said("aclrtStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event) })
+        self.said("aclrtStreamWaitEvent", unsafe { self.api.stream_wait_event.call(stream(on), event) })
     }
 }
 

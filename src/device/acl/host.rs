@@ -178,7 +178,7 @@ impl Acl {
             let mut one_address = MallocAttribute { attr: VA_FLAG, value: [1, 0] };
             let mut config = MallocConfig { attrs: &raw mut one_address, count: 1 };
             // SAFETY: writes an address; the configuration lives until the call returns.
-            code = unsafe { allocate(&raw mut at, len as u64, &raw mut config) };
+            code = unsafe { allocate.call(&raw mut at, len as u64, &raw mut config) };
         }
         if code == AclCode::NOT_SUPPORTED {
             if with_cfg.is_some() {
@@ -187,7 +187,7 @@ impl Acl {
             self.host.plain.store(true, Ordering::Relaxed);
             call = "aclrtMallocHost";
             // SAFETY: writes an address.
-            code = unsafe { (self.api.host_malloc)(&raw mut at, len) };
+            code = unsafe { self.api.host_malloc.call(&raw mut at, len) };
         }
         self.said(call, code).map_err(|error| match code {
             AclCode::MEMORY_ALLOCATION => advise(error, &host_memory_limits(len)),
@@ -225,7 +225,7 @@ impl Acl {
     unsafe fn host_free_at(&self, at: NonNull<u8>) -> Result<()> {
         let _current = self.current()?;
         // SAFETY: the caller promises that the library allocated it, that it is freed once, and that it is not in use.
-        self.said("aclrtFreeHost", unsafe { (self.api.host_free)(at.as_ptr().cast()) })
+        self.said("aclrtFreeHost", unsafe { self.api.host_free.call(at.as_ptr().cast()) })
     }
 
     /// Waits until no device of this process has anything to do, but not for a lost one: what was in flight there is
@@ -301,7 +301,7 @@ impl Acl {
             // SAFETY: the caller promises the range; the rest of the pages at both ends is mapped, since a system page
             // is mapped as a whole.
             let code =
-                unsafe { register(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
+                unsafe { register.call(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
             self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
         }
         let device = (!device.is_null()).then(|| device.addr() as u64 + (start - from) as u64);
@@ -324,7 +324,7 @@ impl Acl {
             let _current = self.current()?;
             let pages = base.as_ptr().map_addr(|_| from);
             // SAFETY: the caller promises that no copy uses it; `pages` is the address that was registered.
-            self.said("aclrtHostUnregister", unsafe { unregister(pages.cast()) })?;
+            self.said("aclrtHostUnregister", unsafe { unregister.call(pages.cast()) })?;
         }
         // After the call: on an error the pages are still registered. The addresses are given to no other caller before
         // this returns.
@@ -361,7 +361,7 @@ impl Acl {
         }
         let _current = self.current()?;
         // SAFETY: the caller promises that the range can be written and is not in use.
-        self.said("aclrtMemset", unsafe { (self.api.memset)(at.as_ptr().cast(), len, 0, len) })
+        self.said("aclrtMemset", unsafe { self.api.memset.call(at.as_ptr().cast(), len, 0, len) })
     }
 }
 

@@ -62,7 +62,7 @@ impl Acl {
         let _current = self.current()?;
         let mut at = std::ptr::null_mut();
         // SAFETY: writes an address.
-        self.said("aclrtMalloc", unsafe { (self.api.malloc)(&raw mut at, len, HUGE_FIRST) })?;
+        self.said("aclrtMalloc", unsafe { self.api.malloc.call(&raw mut at, len, HUGE_FIRST) })?;
         match at.expose_provenance() {
             0 => Err(Error::OutOfMemory { wanted: len, text: "aclrtMalloc gave no address".into() }),
             address => Ok(address as u64),
@@ -81,7 +81,9 @@ impl Acl {
     fn free_at(&self, at: u64) -> Result<()> {
         let _pass = self.alive()?;
         // SAFETY: allocated by this driver, freed once, and by the contract no longer in use. It needs no context.
-        self.said("aclrtFree", unsafe { (self.api.free)(std::ptr::with_exposed_provenance_mut(at as usize)) })
+        self.said("aclrtFree", unsafe {
+            self.api.free.call(std::ptr::with_exposed_provenance_mut(at as usize))
+        })
     }
 
     /// Whether copies of this device can use memory that the crate did not allocate.
@@ -118,7 +120,7 @@ impl Acl {
         let mut found = PointerAttributes::unknown();
         let _current = self.current()?;
         // SAFETY: writes the attributes.
-        let code = unsafe { ask(std::ptr::without_provenance(address as usize), &raw mut found) };
+        let code = unsafe { ask.call(std::ptr::without_provenance(address as usize), &raw mut found) };
         match self.said("aclrtPointerGetAttributes", code) {
             Err(error) if error.is_device_lost() => return Err(error),
             // Some versions return an error for memory that they do not know.

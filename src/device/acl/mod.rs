@@ -15,7 +15,6 @@
 //! | `copy.rs` | copies, and which of them may be asynchronous |
 //! | `event.rs` | events of three kinds, by what the library has |
 //! | `adopt.rs` | contexts and streams that the program made |
-//! | `gate.rs` | the end of the process |
 //!
 //! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has: by
 //! [`Driver::as_any`] it gets the [`Acl`] itself.
@@ -40,7 +39,6 @@ mod api;
 mod copy;
 mod error;
 mod event;
-mod gate;
 mod host;
 mod memory;
 mod names;
@@ -56,9 +54,12 @@ pub(crate) use self::api::{library_candidates, use_library};
 use self::error::AclCode;
 use self::event::AclEvents;
 use super::ending::{Ending, KeepAlive};
+use super::gate;
 use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
+use crate::exit::{self, Pass};
+use crate::os;
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
@@ -107,7 +108,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let api = AclApi::get(&name)?;
     let mut count = 0;
     // SAFETY: writes a number.
-    match unsafe { (api.device_count)(&raw mut count) } {
+    match unsafe { api.device_count.call(&raw mut count) } {
         // Some versions answer with this code where there is no device.
         AclCode::NO_DEVICE => {
             // Here and below: the refusal is no error, so its message is removed.
@@ -116,13 +117,15 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         }
         // Not an error of this device: `auto` need not try the next ordinal.
         code => check(api, &name, "aclrtGetDeviceCount", code)
-            .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
+            .map_err(|error| Error::unavailable(&name, &error))?,
     }
     if ordinal >= count {
         return Err(no_such(&name, count));
     }
     let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
     let found = FoundContext::default_of(api, &name, ordinal)?;
+    // Making the context may have registered exit handlers of the library's.
+    os::watch_exit();
     let driver = Arc::new(Acl::new(api, name, ordinal, found, true));
     host::opened(&driver);
     Ok(driver)
@@ -156,7 +159,7 @@ impl FoundContext {
     fn default_of(api: &'static AclApi, name: &Arc<str>, ordinal: i32) -> Result<Self> {
         on_other_thread(name, || {
             // SAFETY: the call takes a number.
-            check(api, name, "aclrtSetDevice", unsafe { (api.set_device)(ordinal) })?;
+            check(api, name, "aclrtSetDevice", unsafe { api.set_device.call(ordinal) })?;
             let found = Self::current(api, name);
             if found.is_err() {
                 reset(api, name, ordinal);
@@ -169,10 +172,10 @@ impl FoundContext {
     fn current(api: &AclApi, name: &Arc<str>) -> Result<Self> {
         let mut context = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        check(api, name, "aclrtGetCurrentContext", unsafe { (api.context_get)(&raw mut context) })?;
+        check(api, name, "aclrtGetCurrentContext", unsafe { api.context_get.call(&raw mut context) })?;
         let mut mode: c_int = -1;
         // SAFETY: writes a number.
-        check(api, name, "aclrtGetRunMode", unsafe { (api.run_mode)(&raw mut mode) })?;
+        check(api, name, "aclrtGetRunMode", unsafe { api.run_mode.call(&raw mut mode) })?;
         Ok(Self { context, on_device: mode == RUN_ON_DEVICE })
     }
 }
@@ -189,10 +192,8 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
 
 /// Undoes one `aclrtSetDevice`, on one of the crate's threads. Whether it succeeded.
 fn reset(api: &AclApi, name: &Arc<str>, ordinal: i32) -> bool {
-    gate::enter();
-    let Some(_pass) = gate::pass() else { return false };
     // SAFETY: the call takes a number, and there is one such call for each `aclrtSetDevice`.
-    let reset = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) });
+    let reset = check(api, name, "aclrtResetDevice", unsafe { api.reset_device.call(ordinal) });
     if let Err(error) = &reset {
         crate::foreign::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
     }
@@ -207,6 +208,7 @@ fn check(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> 
 #[cold]
 fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> DeviceError {
     let text = match api.recent() {
+        _ if exit::exiting() => gate::ENDING.to_owned(),
         Some(said) => format!("{}: {said}", code.name()),
         None => code.name().to_owned(),
     };
@@ -230,20 +232,15 @@ struct AclCurrent<'a> {
     api: &'a AclApi,
     theirs: Option<AclContext>,
     /// Dropped last.
-    _pass: Option<gate::Pass>,
+    _pass: Option<Pass>,
 }
 
 impl<'a> AclCurrent<'a> {
     /// Makes a context current.
-    fn enter(
-        api: &'a AclApi,
-        name: &Arc<str>,
-        context: AclContext,
-        pass: Option<gate::Pass>,
-    ) -> Result<Self> {
+    fn enter(api: &'a AclApi, name: &Arc<str>, context: AclContext, pass: Option<Pass>) -> Result<Self> {
         let mut current: AclContext = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        let theirs = match unsafe { (api.context_get)(&raw mut current) } {
+        let theirs = match unsafe { api.context_get.call(&raw mut current) } {
             AclCode::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
             AclCode::SUCCESS => Some(current),
             AclCode::CONTEXT_NULL => {
@@ -253,7 +250,7 @@ impl<'a> AclCurrent<'a> {
             code => return Err(Error::Device(failed(api, name, "aclrtGetCurrentContext", code))),
         };
         // SAFETY: a context that exists for as long as the driver does.
-        check(api, name, "aclrtSetCurrentContext", unsafe { (api.context_set)(context) })?;
+        check(api, name, "aclrtSetCurrentContext", unsafe { api.context_set.call(context) })?;
         Ok(Self { api, theirs, _pass: pass })
     }
 }
@@ -263,7 +260,7 @@ impl Drop for AclCurrent<'_> {
         if let Some(theirs) = self.theirs {
             // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when
             // this was made.
-            if unsafe { (self.api.context_set)(theirs) } != AclCode::SUCCESS {
+            if unsafe { self.api.context_set.call(theirs) } != AclCode::SUCCESS {
                 self.api.expected();
             }
         }
@@ -300,16 +297,16 @@ impl Acl {
     }
 
     /// A pass to make a call. An error, if the device was lost or the process ends.
-    fn alive(&self) -> Result<gate::Pass> {
+    fn alive(&self) -> Result<Pass> {
         if let Some(error) = self.lost.get() {
             return Err(Error::Device(error.clone()));
         }
-        gate::pass().ok_or_else(|| {
+        exit::pass().ok_or_else(|| {
             Error::Device(DeviceError {
                 device: self.name.clone(),
                 call: "a call",
                 code: AclCode::UNINITIALIZED.0.into(),
-                text: "not made, since the process ends".into(),
+                text: gate::ENDING.into(),
                 class: ErrorClass::Shutdown,
             })
         })
@@ -336,13 +333,13 @@ impl Acl {
     fn drained(&self) -> Result<()> {
         let _current = self.current()?;
         // SAFETY: the call takes nothing.
-        self.said("aclrtSynchronizeDevice", unsafe { (self.api.device_synchronize)() })
+        self.said("aclrtSynchronizeDevice", unsafe { self.api.device_synchronize.call() })
     }
 
     /// Waits until the stream has nothing to do.
     fn drained_stream(&self, handle: StreamHandle) -> Result<()> {
         // SAFETY: a stream that is alive.
-        self.said("aclrtSynchronizeStream", unsafe { (self.api.stream_synchronize)(stream(handle)) })
+        self.said("aclrtSynchronizeStream", unsafe { self.api.stream_synchronize.call(stream(handle)) })
     }
 
     /// Waits for the last work on a stream that is to be destroyed: the program may have left some there.
@@ -350,7 +347,7 @@ impl Acl {
         if let Some(query) = self.api.stream_query {
             let mut status = !STREAM_COMPLETE;
             // SAFETY: a stream of this driver that is alive, and a place for a number.
-            self.said("aclrtStreamQuery", unsafe { query(stream(handle), &raw mut status) })?;
+            self.said("aclrtStreamQuery", unsafe { query.call(stream(handle), &raw mut status) })?;
             if status == STREAM_COMPLETE {
                 return Ok(());
             }
@@ -358,7 +355,7 @@ impl Acl {
         match self.api.stream_synchronize_timeout {
             Some(wait) => {
                 // SAFETY: a stream of this driver that is alive.
-                let code = unsafe { wait(stream(handle), LAST_WAIT_MS) };
+                let code = unsafe { wait.call(stream(handle), LAST_WAIT_MS) };
                 self.said("aclrtSynchronizeStreamWithTimeout", code)
             }
             None => self.drained_stream(handle),
@@ -392,11 +389,9 @@ impl Driver for Acl {
     }
 
     fn enter_thread(&self) {
-        gate::enter();
-        let Some(_pass) = gate::pass() else { return };
         // Where it fails the thread is like any other, and each call sets the context itself. SAFETY: the driver's
         // context, which exists for as long as the driver does.
-        if unsafe { (self.api.context_set)(self.context) } != AclCode::SUCCESS {
+        if unsafe { self.api.context_set.call(self.context) } != AclCode::SUCCESS {
             self.api.expected();
         }
     }
@@ -479,7 +474,7 @@ impl Driver for Acl {
         let _current = self.current()?;
         let mut stream: AclStream = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        self.said("aclrtCreateStream", unsafe { (self.api.stream_create)(&raw mut stream) })?;
+        self.said("aclrtCreateStream", unsafe { self.api.stream_create.call(&raw mut stream) })?;
         let handle = StreamHandle(stream as usize as u64);
         // An adopted stream with that handle has been destroyed.
         self.foreign.forget(handle);
@@ -490,7 +485,7 @@ impl Driver for Acl {
         let _current = self.current()?;
         self.last_work(handle)?;
         // SAFETY: created by this driver, destroyed once, and its context is current.
-        self.said("aclrtDestroyStream", unsafe { (self.api.stream_destroy)(stream(handle)) })
+        self.said("aclrtDestroyStream", unsafe { self.api.stream_destroy.call(stream(handle)) })
     }
 
     unsafe fn copy(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {

@@ -19,13 +19,15 @@
 //! refused.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, check, memory, numa_node, stream};
 use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
+use crate::exit;
+use crate::os;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
 const LEGACY: usize = 1;
@@ -47,14 +49,17 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         ));
     }
     let api = CudaApi::get(&name)?;
+    os::watch_exit();
     let said = |call, code| check(api, &name, call, code);
     let device = {
+        // One pass for all of it: the context that is pushed is popped.
+        let _pass = exit::pass();
         // SAFETY: the caller promises that it is a context.
-        said("cuCtxPushCurrent", unsafe { (api.ctx_push)(context) })?;
+        said("cuCtxPushCurrent", unsafe { api.ctx_push.call(context) })?;
         let _current = CudaCurrent::relaxed(api, true);
         let mut device: CUdevice = 0;
         // SAFETY: writes a handle.
-        said("cuCtxGetDevice", unsafe { (api.ctx_get_device)(&raw mut device) })?;
+        said("cuCtxGetDevice", unsafe { api.ctx_get_device.call(&raw mut device) })?;
         device
     };
     let ordinal = ordinal(api, &name, device)?;
@@ -74,6 +79,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         device,
         context,
         primary: false,
+        kernels: OnceLock::new(),
         ending: Ending::new(),
     };
     Ok(AdoptedContext::Other { key, driver: Arc::new(driver) })
@@ -83,11 +89,11 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
 fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
     let mut count: c_int = 0;
     // SAFETY: writes a number.
-    check(api, name, "cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })?;
+    check(api, name, "cuDeviceGetCount", unsafe { api.device_count.call(&raw mut count) })?;
     for index in 0..count {
         let mut handle: CUdevice = 0;
         // SAFETY: writes a handle.
-        check(api, name, "cuDeviceGet", unsafe { (api.device_get)(&raw mut handle, index) })?;
+        check(api, name, "cuDeviceGet", unsafe { api.device_get.call(&raw mut handle, index) })?;
         if handle == device {
             return Ok(index.unsigned_abs());
         }
@@ -101,7 +107,7 @@ fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
 fn is_primary(api: &CudaApi, name: &Arc<str>, device: CUdevice, context: CUcontext) -> Result<bool> {
     let (mut flags, mut active): (c_uint, c_int) = (0, 0);
     // SAFETY: writes two numbers.
-    let code = unsafe { (api.primary_state)(device, &raw mut flags, &raw mut active) };
+    let code = unsafe { api.primary_state.call(device, &raw mut flags, &raw mut active) };
     check(api, name, "cuDevicePrimaryCtxGetState", code)?;
     if active == 0 {
         // No further question: retaining the primary context would create it.
@@ -110,10 +116,10 @@ fn is_primary(api: &CudaApi, name: &Arc<str>, device: CUdevice, context: CUconte
     let _relaxed = CudaCurrent::relaxed(api, false);
     let mut primary: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
-    let code = unsafe { (api.primary_retain)(&raw mut primary, device) };
+    let code = unsafe { api.primary_retain.call(&raw mut primary, device) };
     check(api, name, "cuDevicePrimaryCtxRetain", code)?;
     // SAFETY: retained above. It was active before, so another reference remains.
-    let code = unsafe { (api.primary_release)(device) };
+    let code = unsafe { api.primary_release.call(device) };
     check(api, name, "cuDevicePrimaryCtxRelease", code)?;
     Ok(primary == context)
 }
@@ -127,7 +133,7 @@ impl Cuda {
         let _current = self.current()?;
         let mut status: c_uint = 0;
         // SAFETY: a stream that is alive, and a place for a number.
-        let code = unsafe { (self.api.stream_is_capturing)(stream(on), &raw mut status) };
+        let code = unsafe { self.api.stream_is_capturing.call(stream(on), &raw mut status) };
         // A spoiled capture is one too: nothing can be submitted before it is ended.
         self.said("cuStreamIsCapturing", code).map(|()| status != 0)
     }
@@ -156,7 +162,7 @@ impl Cuda {
             let _current = self.relaxed()?;
             let mut context: CUcontext = std::ptr::null_mut();
             // SAFETY: a stream that is alive, as the caller promises, and a place for a handle.
-            let code = unsafe { (self.api.stream_context)(stream(handle), &raw mut context) };
+            let code = unsafe { self.api.stream_context.call(stream(handle), &raw mut context) };
             self.said("cuStreamGetCtx", code)?;
             if context != self.context {
                 return Err(Error::WrongContext { device: self.name.to_string() });
@@ -177,7 +183,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut id = 0_u64;
         // SAFETY: a stream that is alive, and a place for a number.
-        match unsafe { ask(stream(on), &raw mut id) } {
+        match unsafe { ask.call(stream(on), &raw mut id) } {
             NOT_SUPPORTED => Ok(None),
             code => self.said("cuStreamGetId", code).map(|()| Some(id)),
         }

@@ -18,7 +18,9 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use crate::device::gate::{self, Entry, Refused};
 use crate::error::{Error, ErrorClass, Result};
+use crate::escape::unnamed;
 
 // As in cuda.h.
 pub(crate) type CUdevice = c_int;
@@ -29,6 +31,8 @@ pub(crate) type CUdeviceptr = u64;
 pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 pub(crate) type CUgraph = *mut c_void;
 pub(crate) type CUuserObject = *mut c_void;
+pub(crate) type CUmodule = *mut c_void;
+pub(crate) type CUfunction = *mut c_void;
 
 /// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`. Each location is a type and a number.
 #[derive(Clone, Copy, Debug)]
@@ -77,8 +81,15 @@ const NO_GPU: &str =
 #[repr(transparent)]
 pub(crate) struct CudaCode(pub u32);
 
+impl Refused for CudaCode {
+    fn refused() -> Self {
+        Self::DEINITIALIZED
+    }
+}
+
 impl CudaCode {
     pub(crate) const SUCCESS: Self = Self(0);
+    pub(crate) const DEINITIALIZED: Self = Self(4);
     pub(crate) const NOT_READY: Self = Self(600);
 
     /// The class of the error. The numbers are those of cuda.h; one that is not listed concerns the one call only.
@@ -104,8 +115,8 @@ macro_rules! table {
         /// The entry points. Those of the second part exist only on newer drivers.
         #[derive(Debug)]
         pub(crate) struct CudaApi {
-            $( $(#[$doc])* pub(crate) $name: unsafe extern "C" fn($($arg),*) -> CudaCode, )*
-            $( $(#[$odoc])* pub(crate) $oname: Option<unsafe extern "C" fn($($oarg),*) -> CudaCode>, )*
+            $( $(#[$doc])* pub(super) $name: Entry<unsafe extern "C" fn($($arg),*) -> CudaCode>, )*
+            $( $(#[$odoc])* pub(super) $oname: Option<Entry<unsafe extern "C" fn($($oarg),*) -> CudaCode>>, )*
         }
 
         impl CudaApi {
@@ -115,8 +126,8 @@ macro_rules! table {
                 // library.
                 unsafe {
                     Ok(Self {
-                        $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
-                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol), )*
+                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
+                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| Entry::new(*symbol)), )*
                     })
                 }
             }
@@ -187,6 +198,20 @@ table! {
     );
     /// The rows of a rectangle.
     copy_rows = "cuMemcpy2DAsync_v2": fn(*const CUDA_MEMCPY2D, CUstream);
+    /// Kernels: a module of PTX, its functions, and launches. Function; blocks and threads of a block, in three
+    /// dimensions each; shared memory; the stream; parameters in either of two ways.
+    module_load = "cuModuleLoadData": fn(*mut CUmodule, *const c_void);
+    module_unload = "cuModuleUnload": fn(CUmodule);
+    module_function = "cuModuleGetFunction": fn(*mut CUfunction, CUmodule, *const c_char);
+    launch_kernel = "cuLaunchKernel": fn(
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+        *mut *mut c_void, *mut *mut c_void,
+    );
+    /// 12.4: loads a function whose loading was put off.
+    function_load = "cuFuncLoad": fn(CUfunction);
+    /// The least priority and the greatest, and streams of one of them.
+    priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
+    stream_create_with_priority = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
     /// 11.3, and not declared in CUDA 13's header any more: status, id, graph, dependencies and their number.
@@ -218,6 +243,7 @@ impl CudaApi {
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
+        crate::os::watch_exit();
         Ok(api)
     }
 
@@ -236,8 +262,10 @@ impl CudaApi {
         let shown = file.to_string_lossy().into_owned();
         // SAFETY: libcuda's initialisers have no preconditions; the environment vouches for any other library, and is
         // trusted (`crate::cuda` says so).
-        let library = unsafe { Library::new(&file) }
-            .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
+        let library = unsafe { Library::new(&file) }.map_err(|error| {
+            let text = error.to_string();
+            format!("{shown} could not be loaded ({}): {remedy}", unnamed(&text, &shown))
+        })?;
         // Never unloaded: the driver may have threads and exit handlers of its own by now.
         let library = ManuallyDrop::new(library);
         Self::resolve(&library).map_err(|symbol| {
@@ -252,7 +280,7 @@ impl CudaApi {
     fn start(&self) -> std::result::Result<(), String> {
         let mut found: c_int = 0;
         // SAFETY: writes a number; may be called before cuInit.
-        let code = unsafe { (self.driver_version)(&raw mut found) };
+        let code = unsafe { self.driver_version.call(&raw mut found) };
         if code != CudaCode::SUCCESS {
             return Err(format!("cuDriverGetVersion failed with {}", self.explain(code)));
         }
@@ -263,7 +291,7 @@ impl CudaApi {
             ));
         }
         // SAFETY: the call takes no pointers.
-        match unsafe { (self.init)(0) } {
+        match unsafe { self.init.call(0) } {
             CudaCode::SUCCESS => Ok(()),
             code => Err(format!("cuInit failed with {}", self.explain(code))),
         }
@@ -271,11 +299,15 @@ impl CudaApi {
 
     /// The driver's words for a code.
     pub(crate) fn text(&self, code: CudaCode) -> String {
-        let ask = |call: unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode| {
+        if crate::exit::exiting() {
+            return gate::ENDING.into();
+        }
+        type Ask = unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode;
+        let ask = |entry: Entry<Ask>| {
             let mut text: *const c_char = std::ptr::null();
             // SAFETY: the call writes null or a string of the library's to `text`, and the library is never unloaded.
             unsafe {
-                call(code, &raw mut text);
+                entry.call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
             }
         };

@@ -11,10 +11,11 @@
 //!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 //!
-//! Batches of many very short copies from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`,
-//! reported by a later query (seen on driver 580, an H200, two or three threads with a stream each: copies of 1 KiB, in
-//! batches of 256 in 13 of 36 runs, of 2,048 in 5 of 9, of 64 in none of 9; copies of 2 KiB in none of 6; from one
-//! thread in none of 19). The cause is not known. So calls with short copies are limited to 64 of them.
+//! Batches of many short copies from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by
+//! a later query (seen on driver 580, on an H200 and an H100, never from one thread: copies of 1 KiB from two or three
+//! threads in batches of 256 in 13 of 36 runs, of 2,048 in 5 of 9, of 64 in none of 9; copies of 16 KiB from nine
+//! threads in batches of 256 in each of 3). The cause is not known. So a call has 64 copies at most, which is hardly
+//! slower.
 
 #![allow(unsafe_code)]
 
@@ -28,15 +29,8 @@ use crate::error::{Error, Result};
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order, not earlier.
 const IN_STREAM_ORDER: i32 = 1;
 
-/// Copies of one call at most, where they are shorter than this on average: see the module's page.
-const MOST_SHORT: usize = 64;
-const SHORT: usize = 4 << 10;
-
-/// The most copies of these that one call takes.
-fn most(transfers: &[Transfer]) -> usize {
-    let bytes: usize = transfers.iter().map(Transfer::len).sum();
-    if bytes < transfers.len() * SHORT { MOST_SHORT } else { transfers.len().max(1) }
-}
+/// Copies of one call at most: see the module's page.
+const MOST: usize = 64;
 
 /// The call's three lists of arguments.
 #[derive(Default)]
@@ -111,10 +105,9 @@ impl Cuda {
             if done {
                 continue;
             }
-            let most = most(part);
-            for (n, call) in part.chunks(most).enumerate() {
+            for (n, call) in part.chunks(MOST).enumerate() {
                 // SAFETY: as above.
-                unsafe { self.copy_part(handle, call, &mut |place, error| failed(n * most + place, error)) };
+                unsafe { self.copy_part(handle, call, &mut |place, error| failed(n * MOST + place, error)) };
             }
         }
     }
@@ -179,7 +172,7 @@ impl Cuda {
             let code = if let Some(call) = newer {
                 // SAFETY: the caller promises the copies; the lists are read before the call returns.
                 unsafe {
-                    call(
+                    call.call(
                         targets.as_ptr(),
                         sources.as_ptr(),
                         lengths.as_ptr(),
@@ -194,7 +187,7 @@ impl Cuda {
                 let mut fault = 0;
                 // SAFETY: as above.
                 unsafe {
-                    call(
+                    call.call(
                         targets.as_mut_ptr(),
                         sources.as_mut_ptr(),
                         lengths.as_mut_ptr(),

@@ -51,7 +51,7 @@ impl Cuda {
             // SAFETY: a stream that is alive, and places for all results. The lists stay the driver's, and are not
             // read.
             let code = unsafe {
-                ask(
+                ask.call(
                     stream(on),
                     &raw mut status,
                     &raw mut id,
@@ -65,7 +65,14 @@ impl Cuda {
         } else if let Some(ask) = v2 {
             // SAFETY: as above.
             let code = unsafe {
-                ask(stream(on), &raw mut status, &raw mut id, &raw mut graph, &raw mut nodes, &raw mut count)
+                ask.call(
+                    stream(on),
+                    &raw mut status,
+                    &raw mut id,
+                    &raw mut graph,
+                    &raw mut nodes,
+                    &raw mut count,
+                )
             };
             self.said("cuStreamGetCaptureInfo_v2", code)?;
         } else {
@@ -86,15 +93,16 @@ impl Cuda {
         let mut object: CUuserObject = std::ptr::null_mut();
         let boxed = Box::into_raw(Box::new(call));
         // SAFETY: `graph_ended` takes such a box, once.
-        let code = unsafe { create(&raw mut object, boxed.cast(), graph_ended, 1, NO_DESTRUCTOR_SYNC) };
+        let code = unsafe { create.call(&raw mut object, boxed.cast(), graph_ended, 1, NO_DESTRUCTOR_SYNC) };
         self.said("cuUserObjectCreate", code).inspect_err(|_| {
             // SAFETY: there is no object, so the callback never takes the box.
             drop(unsafe { Box::from_raw(boxed) });
         })?;
         // SAFETY: the graph of an active capture may be given references, by the manual on cuStreamGetCaptureInfo.
-        let retained = self.said("cuGraphRetainUserObject", unsafe { retain(capture.graph, object, 1, 0) });
+        let retained =
+            self.said("cuGraphRetainUserObject", unsafe { retain.call(capture.graph, object, 1, 0) });
         // SAFETY: the reference that the object was made with. Where the graph has none, the callback comes now.
-        let released = self.said("cuUserObjectRelease", unsafe { release(object, 1) });
+        let released = self.said("cuUserObjectRelease", unsafe { release.call(object, 1) });
         if let Err(error) = released {
             crate::foreign::warn!(
                 target: "pinpool::device::leak", device = &*self.name, %error,

@@ -53,7 +53,7 @@ impl Cuda {
     fn has(&self, attribute: c_int) -> Result<bool> {
         let mut value: c_int = 0;
         // SAFETY: writes a number.
-        match unsafe { (self.api.device_attribute)(&raw mut value, attribute, self.device) } {
+        match unsafe { self.api.device_attribute.call(&raw mut value, attribute, self.device) } {
             INVALID_VALUE => Ok(false),
             code => self.said("cuDeviceGetAttribute", code).map(|()| value != 0),
         }
@@ -69,7 +69,7 @@ impl Cuda {
             false => REGISTER_PORTABLE,
         };
         // SAFETY: the caller promises that the range is mapped, and stays so.
-        let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, flags) };
+        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
         self.said("cuMemHostRegister", code).map_err(|error| advise(error, remedy(code, read_only)))
     }
 
@@ -78,7 +78,7 @@ impl Cuda {
     pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: the caller promises that it is registered, and that no copy uses it.
-        let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
+        let code = unsafe { self.api.host_unregister.call(base.as_ptr().cast()) };
         self.said("cuMemHostUnregister", code)
     }
 
@@ -104,14 +104,14 @@ impl Cuda {
                     | flag(write_combined, ALLOC_WRITE_COMBINED);
                 let mut at = std::ptr::null_mut();
                 // SAFETY: writes an address.
-                let code = unsafe { (self.api.host_alloc)(&raw mut at, len, flags) };
+                let code = unsafe { self.api.host_alloc.call(&raw mut at, len, flags) };
                 self.said("cuMemHostAlloc", code)?;
                 ("cuMemHostAlloc", at.cast())
             }
             HostKind::Managed => {
                 let mut at = 0;
                 // SAFETY: writes an address.
-                let code = unsafe { (self.api.managed_alloc)(&raw mut at, len, ATTACH_GLOBAL) };
+                let code = unsafe { self.api.managed_alloc.call(&raw mut at, len, ATTACH_GLOBAL) };
                 self.said("cuMemAllocManaged", code)?;
                 // One address, for the host and the device.
                 ("cuMemAllocManaged", std::ptr::with_exposed_provenance_mut(at as usize))
@@ -128,12 +128,12 @@ impl Cuda {
         match kind {
             HostKind::Locked(_) => {
                 // SAFETY: the caller promises that it is host memory of the driver's, freed once and not in use.
-                self.said("cuMemFreeHost", unsafe { (self.api.host_free)(base.as_ptr().cast()) })
+                self.said("cuMemFreeHost", unsafe { self.api.host_free.call(base.as_ptr().cast()) })
             }
             HostKind::Managed => {
                 let address = base.as_ptr().expose_provenance() as u64;
                 // SAFETY: the caller promises that it is managed memory, freed once and not in use.
-                self.said("cuMemFree", unsafe { (self.api.mem_free)(address) })
+                self.said("cuMemFree", unsafe { self.api.mem_free.call(address) })
             }
         }
     }
@@ -142,7 +142,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut address = 0;
         // SAFETY: writes an address; one that the driver does not know is refused.
-        let code = unsafe { (self.api.host_device_pointer)(&raw mut address, at.as_ptr().cast(), 0) };
+        let code = unsafe { self.api.host_device_pointer.call(&raw mut address, at.as_ptr().cast(), 0) };
         check(self.api, &self.name, "cuMemHostGetDevicePointer", code).map(|()| address).map_err(|error| {
             if code == INVALID_VALUE && self.has(CAN_MAP_HOST_MEMORY) == Ok(false) {
                 return Error::Unsupported(format!(

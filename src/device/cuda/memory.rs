@@ -31,7 +31,7 @@ pub(super) fn has_pools(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Res
     }
     let mut supported: c_int = 0;
     // SAFETY: writes a number.
-    let code = unsafe { (api.device_attribute)(&raw mut supported, MEMORY_POOLS_SUPPORTED, device) };
+    let code = unsafe { api.device_attribute.call(&raw mut supported, MEMORY_POOLS_SUPPORTED, device) };
     check(api, name, "cuDeviceGetAttribute", code).map(|()| supported != 0)
 }
 
@@ -47,7 +47,7 @@ impl Cuda {
     ) -> Result<()> {
         let (run, place) = callback::copy(src, dst, len);
         // SAFETY: the function finds its copy by the key `place`; the caller promises both ranges.
-        self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run, place) })
+        self.said("cuLaunchHostFunc", unsafe { self.api.launch_host.call(stream, run, place) })
     }
 
     pub(super) fn pool_allocate(&self, stream: CUstream, len: usize) -> Result<DevicePtr> {
@@ -55,14 +55,15 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut ptr = 0;
         // SAFETY: writes an address.
-        self.said("cuMemAllocAsync", unsafe { allocate(&raw mut ptr, len, stream) }).map(|()| DevicePtr(ptr))
+        self.said("cuMemAllocAsync", unsafe { allocate.call(&raw mut ptr, len, stream) })
+            .map(|()| DevicePtr(ptr))
     }
 
     pub(super) fn pool_free(&self, stream: CUstream, ptr: DevicePtr) -> Result<()> {
         let Some(free) = self.api.mem_free_async else { return Err(self.no_pools()) };
         let _current = self.relaxed()?;
         // SAFETY: allocated by this driver on this stream, freed once, and by the contract no longer in use.
-        self.said("cuMemFreeAsync", unsafe { free(ptr.0, stream) })
+        self.said("cuMemFreeAsync", unsafe { free.call(ptr.0, stream) })
     }
 
     fn no_pools(&self) -> Error {
@@ -77,7 +78,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut bytes = 0;
         // SAFETY: writes a number.
-        let code = unsafe { (self.api.ctx_get_limit)(&raw mut bytes, MALLOC_HEAP_SIZE) };
+        let code = unsafe { self.api.ctx_get_limit.call(&raw mut bytes, MALLOC_HEAP_SIZE) };
         self.said("cuCtxGetLimit", code).map(|()| bytes)
     }
 
@@ -85,7 +86,7 @@ impl Cuda {
     pub(crate) fn set_heap_limit(&self, bytes: usize) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: takes numbers only.
-        let code = unsafe { (self.api.ctx_set_limit)(MALLOC_HEAP_SIZE, bytes) };
+        let code = unsafe { self.api.ctx_set_limit.call(MALLOC_HEAP_SIZE, bytes) };
         match self.said("cuCtxSetLimit", code) {
             Err(Error::Device(e)) if e.code == INVALID_VALUE => Err(Error::Config(format!(
                 "{e}: the device heap's limit cannot become {bytes} bytes now: a module whose kernels use the heap (malloc, \

@@ -9,6 +9,7 @@
 //! | `host.rs` | host memory: registered, allocated by the driver, managed |
 //! | `memory.rs` | device memory in a stream's order, copies from host to host, the limit of the heap on the device |
 //! | `batch.rs`, `rows.rs` | many copies by one call: any copies, and the rows of a rectangle |
+//! | `spread/` | kernels that spread bytes over device memory and collect them, and streams of high priority |
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
 //!
@@ -43,20 +44,24 @@ mod host;
 mod memory;
 mod pointers;
 mod rows;
+mod spread;
 
 use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
-use super::{DevicePtr, Driver, EventHandle, GraphEnd, HostKind, StreamHandle, Transfer};
+use super::{
+    DevicePtr, Driver, EventHandle, GraphEnd, HostKind, SpreadRun, SpreadWay, StreamHandle, Transfer,
+};
 use crate::error::{DeviceError, Error, Result};
+use crate::exit::{self, Pass};
 use crate::os;
 
 /// cuda.h: CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream.
@@ -88,6 +93,8 @@ pub(crate) struct Cuda {
     pools: bool,
     /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
+    /// The kernels that spread and collect, or why there are none; empty until they were asked for.
+    kernels: OnceLock<Result<spread::Kernels>>,
     ending: Ending,
 }
 
@@ -108,20 +115,22 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let said = |call, code| check(api, &name, call, code);
     let mut count: c_int = 0;
     // SAFETY: writes a number.
-    said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })
+    said("cuDeviceGetCount", unsafe { api.device_count.call(&raw mut count) })
         // Not an error of this device: `auto` need not try the next ordinal.
-        .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?;
+        .map_err(|error| Error::unavailable(&name, &error))?;
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     if index >= count {
         return Err(api::no_such(&name, count));
     }
     let mut device: CUdevice = 0;
     // SAFETY: writes a handle.
-    said("cuDeviceGet", unsafe { (api.device_get)(&raw mut device, index) })?;
+    said("cuDeviceGet", unsafe { api.device_get.call(&raw mut device, index) })?;
     let pools = memory::has_pools(api, &name, device)?;
     let mut context: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
-    said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
+    said("cuDevicePrimaryCtxRetain", unsafe { api.primary_retain.call(&raw mut context, device) })?;
+    // Making the context may have registered exit handlers of the driver's.
+    os::watch_exit();
     let numa_node = numa_node(api, device);
     Ok(Arc::new(Cuda {
         api,
@@ -132,6 +141,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         numa_node,
         pools,
         primary: true,
+        kernels: OnceLock::new(),
         ending: Ending::new(),
     }))
 }
@@ -140,7 +150,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
 fn numa_node(api: &CudaApi, device: CUdevice) -> Option<u32> {
     let mut node: c_int = -1;
     // SAFETY: writes a number.
-    let code = unsafe { (api.device_attribute)(&raw mut node, HOST_NUMA_ID, device) };
+    let code = unsafe { api.device_attribute.call(&raw mut node, HOST_NUMA_ID, device) };
     if code == CudaCode::SUCCESS && node >= 0 {
         return u32::try_from(node).ok();
     }
@@ -152,7 +162,7 @@ fn pci_address(api: &CudaApi, device: CUdevice) -> Option<String> {
     // The driver writes domain:bus:device.function, and a zero.
     let mut bus = [0_u8; 32];
     // SAFETY: writes at most as many characters as the array has.
-    let code = unsafe { (api.device_pci_bus_id)(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
+    let code = unsafe { api.device_pci_bus_id.call(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
     let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == CudaCode::SUCCESS)?;
     Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
@@ -184,13 +194,15 @@ struct CudaCurrent<'a> {
     pushed: bool,
     /// The caller's capture mode, where it was changed.
     mode: Option<u32>,
+    /// Dropped last: the process's exit waits for all of it. `None`: the exit has begun, and every call is refused.
+    _pass: Option<Pass>,
 }
 
 impl<'a> CudaCurrent<'a> {
     /// Relaxed mode, for calls that a capture on another thread could forbid, or that could spoil it. `pushed`: whether
     /// the caller has pushed a context, which the drop is to pop.
     fn relaxed(api: &'a CudaApi, pushed: bool) -> Self {
-        let mut current = Self { api, pushed, mode: None };
+        let mut current = Self { api, pushed, mode: None, _pass: exit::pass() };
         current.relax();
         current
     }
@@ -199,7 +211,7 @@ impl<'a> CudaCurrent<'a> {
         if let (Some(exchange), false) = (self.api.exchange_capture_mode, CUDA_THREAD.get()) {
             let mut mode = RELAXED;
             // SAFETY: exchanges this thread's mode with a number.
-            if unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS {
+            if unsafe { exchange.call(&raw mut mode) } == CudaCode::SUCCESS {
                 self.mode = Some(mode);
             }
         }
@@ -210,12 +222,12 @@ impl Drop for CudaCurrent<'_> {
     fn drop(&mut self) {
         if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
             // SAFETY: exchanges this thread's mode with a number.
-            unsafe { exchange(&raw mut *mode) };
+            unsafe { exchange.call(&raw mut *mode) };
         }
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();
             // SAFETY: pops the context that was pushed when this was made.
-            unsafe { (self.api.ctx_pop)(&raw mut popped) };
+            unsafe { self.api.ctx_pop.call(&raw mut popped) };
         }
     }
 }
@@ -233,15 +245,16 @@ impl Cuda {
 
     /// Makes this context current.
     fn current(&self) -> Result<CudaCurrent<'_>> {
+        let pass = exit::pass();
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        self.said("cuCtxGetCurrent", unsafe { (self.api.ctx_get)(&raw mut current) })?;
+        self.said("cuCtxGetCurrent", unsafe { self.api.ctx_get.call(&raw mut current) })?;
         let pushed = current != self.context;
         if pushed {
             // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
-            self.said("cuCtxPushCurrent", unsafe { (self.api.ctx_push)(self.context) })?;
+            self.said("cuCtxPushCurrent", unsafe { self.api.ctx_push.call(self.context) })?;
         }
-        Ok(CudaCurrent { api: self.api, pushed, mode: None })
+        Ok(CudaCurrent { api: self.api, pushed, mode: None, _pass: pass })
     }
 
     /// Makes this context current, for a call that a capture on another thread could forbid, or that could spoil it.
@@ -261,7 +274,7 @@ impl Cuda {
         loop {
             let waited = self.relaxed().and_then(|_current| {
                 // SAFETY: a stream of this context that is alive.
-                self.said("cuStreamSynchronize", unsafe { (self.api.stream_synchronize)(stream(handle)) })
+                self.said("cuStreamSynchronize", unsafe { self.api.stream_synchronize.call(stream(handle)) })
             });
             match waited {
                 Err(error) if !error.is_device_lost() => {
@@ -310,15 +323,16 @@ impl Driver for Cuda {
     }
 
     fn enter_thread(&self) {
+        let _pass = exit::pass();
         // Where one of these fails the thread is like any other, and each call sets its context and mode itself.
         // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
-        if unsafe { (self.api.ctx_set)(self.context) } != CudaCode::SUCCESS {
+        if unsafe { self.api.ctx_set.call(self.context) } != CudaCode::SUCCESS {
             return;
         }
         if let Some(exchange) = self.api.exchange_capture_mode {
             let mut mode = RELAXED;
             // SAFETY: exchanges this thread's mode with a number.
-            CUDA_THREAD.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
+            CUDA_THREAD.set(unsafe { exchange.call(&raw mut mode) } == CudaCode::SUCCESS);
         }
     }
 
@@ -377,14 +391,14 @@ impl Driver for Cuda {
         let _current = self.relaxed()?;
         let mut ptr = 0;
         // SAFETY: writes an address.
-        let code = unsafe { (self.api.mem_alloc)(&raw mut ptr, len) };
+        let code = unsafe { self.api.mem_alloc.call(&raw mut ptr, len) };
         self.said("cuMemAlloc", code).map(|()| DevicePtr(ptr))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: allocated by this driver, freed once, and by the contract no longer in use.
-        let code = unsafe { (self.api.mem_free)(ptr.0) };
+        let code = unsafe { self.api.mem_free.call(ptr.0) };
         self.said("cuMemFree", code)
     }
 
@@ -408,14 +422,18 @@ impl Driver for Cuda {
         let _current = self.relaxed()?;
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        let code = unsafe { (self.api.stream_create)(&raw mut stream, NON_BLOCKING) };
+        let code = unsafe { self.api.stream_create.call(&raw mut stream, NON_BLOCKING) };
         self.said("cuStreamCreate", code).map(|()| StreamHandle(stream as usize as u64))
+    }
+
+    fn create_urgent_stream(&self) -> Result<StreamHandle> {
+        self.urgent_stream()
     }
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: created by this driver, destroyed once.
-        self.said("cuStreamDestroy", unsafe { (self.api.stream_destroy)(stream(handle)) })
+        self.said("cuStreamDestroy", unsafe { self.api.stream_destroy.call(stream(handle)) })
     }
 
     unsafe fn copy(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
@@ -427,16 +445,18 @@ impl Driver for Cuda {
                 // SAFETY: the caller promises the source; the target is within an allocation that the copy's handle
                 // keeps.
                 self.said("cuMemcpyHtoDAsync", unsafe {
-                    (api.copy_to_device)(dst.0, src.cast(), len, stream)
+                    api.copy_to_device.call(dst.0, src.cast(), len, stream)
                 })
             }
             Transfer::Download { src, dst, len } => {
                 // SAFETY: as above, the other way round.
-                self.said("cuMemcpyDtoHAsync", unsafe { (api.copy_to_host)(dst.cast(), src.0, len, stream) })
+                self.said("cuMemcpyDtoHAsync", unsafe {
+                    api.copy_to_host.call(dst.cast(), src.0, len, stream)
+                })
             }
             Transfer::OnDevice { src, dst, len } => {
                 // SAFETY: both are within allocations that the copy's handles keep.
-                self.said("cuMemcpyDtoDAsync", unsafe { (api.copy_on_device)(dst.0, src.0, len, stream) })
+                self.said("cuMemcpyDtoDAsync", unsafe { api.copy_on_device.call(dst.0, src.0, len, stream) })
             }
             // SAFETY: the caller promises both.
             Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
@@ -453,7 +473,18 @@ impl Driver for Cuda {
         unsafe { self.copy_batch(handle, transfers, failed) }
     }
 
+    fn load_spread(&self) -> Result<()> {
+        self.load_kernels()
+    }
+
+    unsafe fn spread(&self, handle: StreamHandle, way: SpreadWay, runs: &[SpreadRun]) -> Result<()> {
+        // SAFETY: the caller promises what `launch` asks for: its contract is this function's.
+        unsafe { self.launch(handle, way, runs) }
+    }
+
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
+        // One pass for both: the process's exit waits until the copy is complete.
+        let _pass = exit::pass();
         // SAFETY: the caller's promise holds until this returns, and `drain` waits until the copy is complete.
         let copied = unsafe { self.copy(handle, transfer) };
         // After an error too: the copy may be under way all the same.
@@ -464,26 +495,26 @@ impl Driver for Cuda {
         let _current = self.relaxed()?;
         let mut event: CUevent = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        let code = unsafe { (self.api.event_create)(&raw mut event, DISABLE_TIMING) };
+        let code = unsafe { self.api.event_create.call(&raw mut event, DISABLE_TIMING) };
         self.said("cuEventCreate", code).map(|()| EventHandle(event as usize as u64))
     }
 
     fn destroy_event(&self, handle: EventHandle) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: created by this driver, destroyed once.
-        self.said("cuEventDestroy", unsafe { (self.api.event_destroy)(event(handle)) })
+        self.said("cuEventDestroy", unsafe { self.api.event_destroy.call(event(handle)) })
     }
 
     fn record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
         let _current = self.current()?;
         // SAFETY: an event and a stream of this context, both alive.
-        self.said("cuEventRecord", unsafe { (self.api.event_record)(event(handle), stream(on)) })
+        self.said("cuEventRecord", unsafe { self.api.event_record.call(event(handle), stream(on)) })
     }
 
     fn query(&self, handle: EventHandle) -> Result<bool> {
         let _current = self.relaxed()?;
         // SAFETY: an event of this context that is alive.
-        match unsafe { (self.api.event_query)(event(handle)) } {
+        match unsafe { self.api.event_query.call(event(handle)) } {
             CudaCode::NOT_READY => Ok(false),
             code => self.said("cuEventQuery", code).map(|()| true),
         }
@@ -492,7 +523,9 @@ impl Driver for Cuda {
     fn wait_event(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
         let _current = self.current()?;
         // SAFETY: as in `record`.
-        self.said("cuStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event(handle), 0) })
+        self.said("cuStreamWaitEvent", unsafe {
+            self.api.stream_wait_event.call(stream(on), event(handle), 0)
+        })
     }
 
     fn capturing(&self, on: StreamHandle) -> Result<bool> {
@@ -510,16 +543,28 @@ impl Driver for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if crate::os::forked() || !self.primary {
+        if crate::os::forked() {
             return;
         }
-        let (api, device) = (self.api, self.device);
-        // The call may block. On one of the crate's own threads it is made right here, else on a thread of its own.
+        let kernels = self.kernels.get().and_then(|loaded| loaded.as_ref().ok()).copied();
+        if !self.primary && kernels.is_none() {
+            return;
+        }
+        let (api, device, primary) = (self.api, self.device, self.primary);
+        // A number, so that the closure can go to another thread.
+        let (context, kernels) = (self.context as usize, kernels);
+        // The calls may block. On one of the crate's own threads they are made right here, else on a thread of its own.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
+            if let Some(kernels) = kernels {
+                kernels.unload(api, context as CUcontext);
+            }
+            if !primary {
+                return true;
+            }
             let _relaxed = CudaCurrent::relaxed(api, false);
             // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this
             // was made.
-            unsafe { (api.primary_release)(device) == CudaCode::SUCCESS }
+            unsafe { api.primary_release.call(device) == CudaCode::SUCCESS }
         });
     }
 }

@@ -67,7 +67,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         // SAFETY: as many names as places, and each place is of the type that cuda.h gives for its name.
         let code = unsafe {
-            (self.api.pointer_attributes)(names.len() as c_uint, names.as_ptr(), places.as_ptr(), ptr.0)
+            self.api.pointer_attributes.call(names.len() as c_uint, names.as_ptr(), places.as_ptr(), ptr.0)
         };
         self.said("cuPointerGetAttributes", code).map(|()| found)
     }

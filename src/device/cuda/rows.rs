@@ -86,7 +86,7 @@ impl Cuda {
         };
         // SAFETY: the caller promises each row, and no byte between the rows is touched; the description is read before
         // the call returns.
-        let code = unsafe { call(&raw const rectangle, stream(handle)) };
+        let code = unsafe { call.call(&raw const rectangle, stream(handle)) };
         Some(self.said("cuMemcpy2DAsync", code))
     }
 }

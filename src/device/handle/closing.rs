@@ -11,6 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Device, DeviceInner};
+use crate::amount::amount;
 use crate::device::holds::{HeldPool, Holds};
 use crate::error::Error;
 use crate::stream::reaper::Listing;
@@ -103,7 +104,10 @@ impl fmt::Display for HeldBy {
             let never = match quarantined {
                 0 => String::new(),
                 n => {
-                    format!(", {n} of them quarantined with {quarantined_bytes} bytes, which never come back")
+                    format!(
+                        ", {n} of them quarantined with {}, which never come back",
+                        amount(*quarantined_bytes)
+                    )
                 }
             };
             part(true, format!("the pool {name} ({open}{buffers} buffers out{never})"));
@@ -112,8 +116,8 @@ impl fmt::Display for HeldBy {
             self.streams > 0,
             format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams),
         );
-        part(self.memory_bytes > 0, format!("{} bytes of device memory", self.memory_bytes));
-        part(self.registered_bytes > 0, format!("{} bytes of registered values", self.registered_bytes));
+        part(self.memory_bytes > 0, format!("{} of device memory", amount(self.memory_bytes)));
+        part(self.registered_bytes > 0, format!("{} of registered values", amount(self.registered_bytes)));
         part(self.handles > 0, format!("{} handles to it in all", self.handles));
         part(self.jobs > 0, format!("{} jobs of its worker thread", self.jobs));
         if parts.is_empty() {
@@ -223,7 +227,7 @@ impl HeldWatch {
         HeldBy {
             handles: self.device.strong_count(),
             streams: streams.len(),
-            busy_streams: streams.iter().filter(|timeline| !timeline.is_idle()).count(),
+            busy_streams: streams.iter().filter(|timeline| !timeline.rest().0).count(),
             pools: self.holds.pools(self.context),
             memory_bytes: self.holds.memory(),
             registered_bytes: self.holds.registered(),

@@ -22,6 +22,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::amount::amount;
 use crate::locks::RwLock;
 
 use super::Refusal;
@@ -244,18 +245,23 @@ impl HostMemory {
         let mut table = self.table.write();
         let left = self.capacity - table.used;
         if len > left {
-            let text = format!("out of device memory: {len} bytes wanted, {left} of {} left", self.capacity);
+            let [len, left, all] = [len, left, self.capacity].map(amount);
+            let text = format!("out of device memory: {len} wanted, {left} of {all} left");
             return Err(Refusal::out_of_memory(text));
         }
         let Some(address) = table.place(self.ordinal, len as u64) else {
             return Err(Refusal::out_of_memory(format!(
-                "no gap of {len} bytes among the device's addresses"
+                "no gap of {} among the device's addresses",
+                amount(len)
             )));
         };
         // Under the lock, or another allocation could take the gap. Large memory is only mapped here; the first use
         // pages it in.
         let Some(allocation) = HostAllocation::new(address, len, unborn) else {
-            return Err(Refusal::out_of_memory(format!("the system has no {len} bytes for device memory")));
+            return Err(Refusal::out_of_memory(format!(
+                "the system has no {} for device memory",
+                amount(len)
+            )));
         };
         table.used += len;
         let allocation = Arc::new(allocation);

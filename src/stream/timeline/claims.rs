@@ -65,7 +65,7 @@ impl Timeline {
         else {
             return None;
         };
-        state.flight_of(central.number()).claimed += bytes;
+        state.flights.change(segment.central(), 0, bytes as isize);
         let alias = segment.alias();
         let claim = Claim { seq, segment, word, memory, bytes, since, completed: false };
         Some((state.claims.insert(claim), alias))
@@ -102,7 +102,7 @@ impl Timeline {
         if !completed
             && segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::DETACHED).is_ok()
         {
-            state.flight_of(segment.central().number()).claimed -= bytes;
+            state.flights.change(segment.central(), 0, -(bytes as isize));
             state.insert(
                 seq,
                 TimelineEntry { retained: Retained::Segment { segment, word }, memory, bytes, since },

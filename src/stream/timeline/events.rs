@@ -333,9 +333,10 @@ impl Timeline {
         idle
     }
 
-    /// Whether nothing is in flight.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.state.lock().is_idle()
+    /// Whether nothing is in flight, and whether a thread or a task waits for anything.
+    pub(crate) fn rest(&self) -> (bool, bool) {
+        let state = self.state.lock();
+        (state.is_idle(), !state.waiting.is_empty())
     }
 }
 

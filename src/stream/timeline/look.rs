@@ -107,7 +107,7 @@ impl Timeline {
     pub(crate) fn look(&self) -> TimelineLook {
         let state = self.state.lock();
         let mut flight = Flight::default();
-        for (_, part) in &state.flights {
+        for (_, part) in &state.flights.by_central {
             flight.bytes += part.bytes;
             flight.claimed += part.claimed;
         }

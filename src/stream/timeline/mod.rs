@@ -110,6 +110,32 @@ pub(crate) struct Flight {
     pub(crate) claimed: usize,
 }
 
+/// What is in flight on a timeline. The central pools count the sums over all timelines.
+#[derive(Debug, Default)]
+struct Flights {
+    /// By the central pool's number.
+    by_central: Vec<(u64, Flight)>,
+    /// Counts changes, so that a reader that looks twice knows whether anything changed in between.
+    moves: u64,
+}
+
+impl Flights {
+    /// Counts a change of the bytes of a central pool that are in flight, and of those that are claimed.
+    fn change(&mut self, central: &CentralPool, bytes: isize, claimed: isize) {
+        self.moves += 1;
+        let number = central.number();
+        let at = self.by_central.iter().position(|f| f.0 == number).unwrap_or_else(|| {
+            self.by_central.retain(|f| f.1 != Flight::default());
+            self.by_central.push((number, Flight::default()));
+            self.by_central.len() - 1
+        });
+        let flight = &mut self.by_central[at].1;
+        flight.bytes = flight.bytes.wrapping_add_signed(bytes);
+        flight.claimed = flight.claimed.wrapping_add_signed(claimed);
+        central.change_flight(bytes, claimed);
+    }
+}
+
 #[derive(Debug)]
 struct TimelineState {
     /// The open sequence number. They start at 1, so that `completed` = 0 covers nothing.
@@ -135,11 +161,7 @@ struct TimelineState {
     events: VecDeque<(u64, EventHandle)>,
     waiting: Slab<Waiting>,
     next_wait: u64,
-    /// What is in flight, by the central pool's number.
-    flights: Vec<(u64, Flight)>,
-    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in
-    /// between.
-    moves: u64,
+    flights: Flights,
     /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
     submitted: u64,
     completed: u64,
@@ -250,8 +272,7 @@ impl Timeline {
                 events: VecDeque::new(),
                 waiting: Slab::new(),
                 next_wait: 0,
-                flights: Vec::new(),
-                moves: 0,
+                flights: Flights::default(),
                 submitted: 0,
                 completed: 0,
                 lost: None,
@@ -277,7 +298,9 @@ impl Timeline {
 
     /// Sets the queue that submits to this timeline, once.
     pub(crate) fn fed_by(&self, upstream: Weak<dyn Upstream>) {
-        let _ = self.upstream.set(upstream);
+        if self.upstream.set(upstream.clone()).is_ok() {
+            self.reaper.feed(upstream);
+        }
     }
 
     /// Whether the whole device is lost, and not only this stream.
@@ -287,7 +310,7 @@ impl Timeline {
 
     /// A thread or a task begins to wait: makes the reaper look again soon.
     pub(crate) fn expedite(&self) {
-        self.reaper.expedite();
+        self.reaper.expedite(self.number);
     }
 
     /// An error if nothing can be submitted.
@@ -357,17 +380,16 @@ impl Timeline {
             Resource::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.descriptor().depart();
-                state.flight(segment.central()).bytes += bytes;
+                state.flights.change(segment.central(), bytes as isize, 0);
                 (Retained::Segment { segment, word }, bytes)
             }
             Resource::Claimed(key) => {
                 let claim = state.claims.remove(key);
-                let central = claim.segment.central().number();
                 let word = claim.segment.descriptor().depart();
                 if claim.completed {
-                    state.flight_of(central).bytes += claim.bytes;
+                    state.flights.change(claim.segment.central(), claim.bytes as isize, 0);
                 } else {
-                    state.flight_of(central).claimed -= claim.bytes;
+                    state.flights.change(claim.segment.central(), 0, -(claim.bytes as isize));
                     // What the claim follows is still to be seen complete, and may use device memory.
                     let earlier = TimelineEntry {
                         retained: Retained::Nothing,
@@ -382,7 +404,7 @@ impl Timeline {
             Resource::Joint(joint) => (Retained::Joint(joint), 0),
             Resource::Object(object) => (Retained::Object(InUse::new(object)), 0),
         };
-        state.moves += 1;
+        state.flights.moves += 1;
         // Loom's models take no time.
         let timed = !cfg!(loom) && state.submitted % TIMED == 0;
         state.submitted += 1;
@@ -444,11 +466,12 @@ impl Timeline {
         let upstream = self.upstream.get().and_then(Weak::upgrade);
         let (queued, queue_changes) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(central));
         let state = self.state.lock();
-        let mut flight = state.flights.iter().find(|f| f.0 == central).map_or_else(Flight::default, |f| f.1);
+        let known = state.flights.by_central.iter().find(|f| f.0 == central);
+        let mut flight = known.map_or_else(Flight::default, |f| f.1);
         flight.bytes += queued;
         // Acquire: pairs with the releases that lower `accounting`.
         let accounted = self.accounting.load(std::sync::atomic::Ordering::Acquire) == 0;
-        (flight, queue_changes.filter(|_| accounted).map(|changes| state.moves + changes))
+        (flight, queue_changes.filter(|_| accounted).map(|changes| state.flights.moves + changes))
     }
 
     /// The sequence number of everything submitted so far, for a caller that has nothing to submit.
@@ -467,6 +490,7 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
+        self.reaper.forget(self.number);
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
         if !self.state.get_mut().is_idle() {
@@ -513,20 +537,6 @@ impl TimelineState {
             && self.claims.iter().all(|(_, c)| c.completed)
     }
 
-    fn flight(&mut self, central: &CentralPool) -> &mut Flight {
-        self.flight_of(central.number())
-    }
-
-    fn flight_of(&mut self, central: u64) -> &mut Flight {
-        self.moves += 1;
-        let at = self.flights.iter().position(|f| f.0 == central).unwrap_or_else(|| {
-            self.flights.retain(|f| f.1 != Flight::default());
-            self.flights.push((central, Flight::default()));
-            self.flights.len() - 1
-        });
-        &mut self.flights[at].1
-    }
-
     /// Inserts in the order of sequence numbers; nearly always at the end.
     fn insert(&mut self, seq: u64, entry: TimelineEntry) {
         let at = self.entries.iter().rposition(|(t, _)| *t <= seq).map_or(0, |i| i + 1);
@@ -542,7 +552,7 @@ impl TimelineState {
             after.timed.extend(since);
             match retained {
                 Retained::Segment { segment, word } => {
-                    self.flight(segment.central()).bytes -= bytes;
+                    self.flights.change(segment.central(), -(bytes as isize), 0);
                     after.returned.extend(complete_segment(&segment, word));
                     after.dropped.push((None, memory.release()));
                 }
@@ -554,20 +564,15 @@ impl TimelineState {
                 Retained::Nothing => after.dropped.push((None, memory.release())),
             }
         }
-        let mut completed = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
             claim.completed = true;
             self.completed += 1;
             after.timed.extend(claim.since);
             // The holder of the claim reads `completed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
-            completed.push((claim.segment.central().number(), claim.bytes));
+            let bytes = claim.bytes as isize;
+            self.flights.change(claim.segment.central(), -bytes, -bytes);
             after.dropped.push((None, claim.memory.take().release()));
-        }
-        for (central, bytes) in completed {
-            let flight = self.flight_of(central);
-            flight.bytes -= bytes;
-            flight.claimed -= bytes;
         }
     }
 
@@ -588,7 +593,7 @@ impl TimelineState {
         for (_, TimelineEntry { retained, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
             match retained {
                 Retained::Segment { segment, word } => {
-                    self.flight(segment.central()).bytes -= bytes;
+                    self.flights.change(segment.central(), -(bytes as isize), 0);
                     quarantined.extend(quarantine_segment(&segment, word));
                 }
                 Retained::Joint(joint) => quarantined.extend(joint.quarantine()),
@@ -597,17 +602,12 @@ impl TimelineState {
             }
             let_go(memory);
         }
-        let mut lost = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.completed) {
             claim.completed = true;
             quarantined.extend(quarantine_segment(&claim.segment, claim.word));
-            lost.push((claim.segment.central().number(), claim.bytes));
+            let bytes = claim.bytes as isize;
+            self.flights.change(claim.segment.central(), -bytes, -bytes);
             let_go(claim.memory.take());
-        }
-        for (central, bytes) in lost {
-            let flight = self.flight_of(central);
-            flight.bytes -= bytes;
-            flight.claimed -= bytes;
         }
         (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
     }

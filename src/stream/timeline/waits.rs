@@ -171,7 +171,7 @@ impl Timeline {
                 }
             };
             if let Some(key) = key {
-                self.reaper.expedite();
+                self.reaper.expedite(self.number);
                 thread::park_until(deadline);
                 let _thread = self.state.lock().stop_waiting(key);
             }
@@ -207,7 +207,7 @@ impl Timeline {
             }
         }
         if key.is_some() {
-            self.reaper.expedite();
+            self.reaper.expedite(self.number);
             return Ok(false);
         }
         self.is_complete(seq)

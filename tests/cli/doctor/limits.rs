@@ -221,7 +221,7 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     let found = findings(&mut limited(libc::RLIMIT_MEMLOCK, 65_536));
     found
         .is("memlock", "fail", &["64 KiB", "no CAP_IPC_LOCK"], &[])
-        .is("pin", "fail", &["could not be pinned", "65536 bytes"], &["see memlock"])
+        .is("pin", "fail", &["could not be pinned", "limit is 64 KiB"], &["see memlock"])
         .is("copy", "warn", &["nothing could be pinned"], &[])
         .is("device", "ok", &["host:0"], &[]);
     let fix = found.check("memlock")["fix"].as_str().unwrap();
@@ -282,7 +282,7 @@ fn without_the_right_to_lock_a_user_namespace_gives_none() {
     findings(&mut command).is("memlock", "fail", &["user namespace"], &[]).is(
         "pin",
         "fail",
-        &["65536 bytes"],
+        &["limit is 64 KiB"],
         &[],
     );
 }

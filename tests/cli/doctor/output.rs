@@ -86,12 +86,14 @@ fn long_findings_are_wrapped_between_words() {
 fn sizes_are_read() {
     let machine = Machine::healthy();
     let good = [("1", 1), ("4096", 4096), ("64MiB", 64 << 20), ("2 GiB", 2 << 30), ("3kb", 3000), ("7B", 7)];
-    for (text, bytes) in
-        good.into_iter().chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000_u64)])
+    for (text, bytes) in good
+        .into_iter()
+        .chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000_u64)])
+        .chain([("1.5GiB", 3 << 29), ("0.1 mib", 104_857), ("2.50KB", 2500)])
     {
         assert_eq!(machine.host(text).0["capacity_bytes"], bytes, "{text:?}");
     }
-    let bad = ",MiB,-1,1.5GiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
+    let bad = ",MiB,-1,1.5,1.5B,1.GiB,.5GiB,1.5.5GiB,0.0001KiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
     for text in bad.split(',') {
         let output = doctor().arg(format!("--capacity={text}")).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{text:?}");
@@ -103,7 +105,7 @@ fn sizes_are_read() {
 fn sizes_are_told() {
     let machine = Machine::healthy();
     for (bytes, told) in [
-        (1023, "1023 B"),
+        (1023, "1023 bytes"),
         (64 << 10, "64 KiB"),
         (256 << 20, "256 MiB"),
         ((3 << 30) + (1 << 29), "3.5 GiB"),
@@ -116,7 +118,7 @@ fn sizes_are_told() {
     let most = u64::MAX >> 10;
     let text = format!("Node 0 MemFree: {most} kB\nNode 0 Inactive(file): {most} kB\n");
     machine.file("/sys/devices/system/node/node0/meminfo", &text);
-    machine.host("1MiB").is("numa", "ok", &["16777216 TiB"], &[]);
+    machine.host("1MiB").is("numa", "ok", &["16777216.0 TiB"], &[]);
 }
 
 #[test]
@@ -285,8 +287,8 @@ fn sums_of_nonsense_end_at_the_largest_number() {
     );
     machine
         .gpu("1GiB")
-        .is("numa", "ok", &["node 1: 16777216 TiB"], &[])
-        .is("fragmentation", "ok", &["16777216 TiB"], &[])
+        .is("numa", "ok", &["node 1: 16777216.0 TiB"], &[])
+        .is("fragmentation", "ok", &["16777216.0 TiB"], &[])
         .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
 }
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::pipeline::Pipeline;
 use pinpool::telemetry::Sampler;
-use pinpool::{Device, Error, Pool, QueueOptions, Request, Result, Stream, Unpinned};
+use pinpool::{Copier, Device, Error, Pool, QueueOptions, Request, Result, Stream, Unpinned};
 
 use crate::support::{own_process, process, skip};
 
@@ -368,6 +368,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
     let pipeline =
         Pipeline::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let filled = |len: usize| {
         let mut buf = pool.checkout(len).unwrap();
         buf.try_resize(len, 1).unwrap();
@@ -387,8 +388,8 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let feed = || Cell::new(Some(pipeline.feed(at(400_000..500_000)).unwrap()));
     let (feed, other_feed) = (feed(), feed());
     let pieces = [(&[1_u8; 100][..], at(0..100))];
-    let gathered = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
-    let gathered_too = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
+    let copying = || Cell::new(Some(copier.upload_buffers(vec![(filled(100), at(0..100))]).unwrap()));
+    let (copying, copying_too, cancelled) = (copying(), copying(), copying());
     // Left with a waker each, where that can be done.
     let mut idle = Context::from_waker(Waker::noop());
     let (mut awaited, mut polled) = (awaited.take().unwrap(), polled.take().unwrap());
@@ -423,16 +424,49 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         ("a hold", Box::new(|| is_forked(stream.hold(())))),
         ("a queue", Box::new(|| is_forked(queue.synchronize()) && is_forked(queue.shutdown(Duration::MAX)))),
         ("a push", Box::new(|| is_forked(queue.try_upload((), at(0..10))))),
-        ("a gather", Box::new(|| is_forked(gathered.take().unwrap().wait()))),
+        ("a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().wait()))),
         (
-            "a gather, by a task",
+            "a copier's transfer, for a while",
             Box::new(|| {
-                let mut gathered = gathered_too.take().unwrap();
-                is_forked(gathered.is_done())
-                    && poll(&mut |cx| Pin::new(&mut gathered).poll(cx).map(is_forked))
+                let waited = copying.take().unwrap().wait_timeout(Duration::MAX);
+                waited.is_err_and(|waited| waited.error == Error::Forked && waited.buffer.is_none())
             }),
         ),
-        ("a new gather", Box::new(|| is_forked(queue.gather_blocking(&pool, &pieces)))),
+        ("order behind a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().order(&stream)))),
+        ("a part of a copier's transfer", Box::new(|| !copying.take().unwrap().wait_landed(1))),
+        (
+            "a copier's transfer, by a task",
+            Box::new(|| {
+                let mut copying = copying_too.take().unwrap();
+                copying.is_over() && poll(&mut |cx| Pin::new(&mut copying).poll(cx).map(is_forked))
+            }),
+        ),
+        (
+            "a copier's transfer that is cancelled",
+            Box::new(|| {
+                let copying = cancelled.take().unwrap();
+                copying.cancel();
+                is_forked(copying.wait())
+            }),
+        ),
+        (
+            "new pieces",
+            Box::new(|| {
+                let mut back = [0; 100];
+                is_forked(copier.upload_pieces(&pieces))
+                    && is_forked(copier.download_pieces(&mut [(at(0..100), &mut back[..])]))
+            }),
+        ),
+        (
+            "new buffers",
+            Box::new(|| {
+                is_forked(copier.upload_buffers(vec![((), at(0..100))]).map_err(|refused| refused.error))
+                    && is_forked(copier.wait_for(&stream))
+                    && !copier.reap()
+                    && copier.stats().chunks <= 3
+            }),
+        ),
+        ("a new copier", Box::new(|| is_forked(Copier::builder(&pool, &device).build()))),
         ("a transfer", Box::new(|| is_forked(ticket.take().unwrap().wait()))),
         (
             "a transfer, for a while",
@@ -531,7 +565,9 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             "a load",
             Box::new(|| {
                 let mut loading = loading.take().unwrap();
-                loading.next().is_some_and(is_forked) && loading.next().is_none() && loading.left() == 0
+                loading.next_blocking().is_some_and(is_forked)
+                    && loading.next_blocking().is_none()
+                    && loading.left() == 0
             }),
         ));
         cases.push((

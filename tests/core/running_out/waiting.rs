@@ -9,7 +9,9 @@ fn it_fails_at_once_if_told_so() {
     let all = pool.checkout(pages(16)).unwrap();
     for _ in 0..3 {
         let error = pool.try_checkout(100).unwrap_err();
-        let Error::Exhausted { len: 100, capacity: 0x10000, growth: None, .. } = error else { panic!("{error}") };
+        let Error::Exhausted { len: 100, capacity: 0x10000, growth: None, .. } = error else {
+            panic!("{error}")
+        };
         assert!(error.is_retryable());
     }
     let stats = checked(&pool);

@@ -34,7 +34,7 @@ fn what_a_large_request_waits_for_is_all_that_others_go_without() {
         assert_eq!((shortage.requested, shortage.withheld_for), (4 * MIB, 5 << 20));
         assert!(shortage.withheld >= MIB - 4096 && shortage.largest < 4 * MIB, "{shortage:?}");
         assert!(shortage.free >= 4 * MIB - 4096 && shortage.pool == pool.name(), "{shortage:?}");
-        assert!(error.to_string().contains("withheld for a request of 5242880 that waits"), "{error}");
+        assert!(error.to_string().contains("withheld for a request of 5 MiB that waits"), "{error}");
         checked(&pool);
         drop(held);
         assert_eq!(waiter.join().unwrap().unwrap(), 5 << 20);
@@ -151,7 +151,7 @@ fn a_quarantined_buffer_ends_a_window() {
     let (sent, kept) = (pool.checkout(pages(14)).unwrap(), pool.checkout(pages(18)).unwrap());
     let waiter = Waiter::new(pool.checkout_async(pages(12)));
     send(&stream, sent);
-    rig.node.inject(0, Fault::new(Call::Query, Failure::DeviceLost));
+    rig.node.kill(0);
     drain(&rig);
     assert!(checked(&pool).quarantined_bytes > 0);
     drop(kept);

@@ -1,12 +1,14 @@
 //! Processes that end in the middle: nothing crashes and nothing hangs, whatever is under way.
 //!
-//! Each test starts itself again, twenty times, with `PINPOOL_HARDWARE_EXIT` saying how soon to end.
+//! Each test starts itself again, twenty times, with `PINPOOL_HARDWARE_EXIT` saying how soon to end. The ways in which a
+//! program can end are those of `tests/support/exits.rs`, which says how often and under which command they are tried.
 
 use std::time::Duration;
 
 use pinpool::Pool;
 
 use super::{Gpu, doubles, filled, open};
+use crate::support::exits::{self, Way};
 
 const EXIT: &str = "PINPOOL_HARDWARE_EXIT";
 const TIMES: u64 = 20;
@@ -79,4 +81,36 @@ pub fn growing(gpu: &Gpu) {
     std::thread::sleep(Duration::from_millis(number));
     println!("{} bytes are pinned", pool.stats().pinned_bytes);
     end(number)
+}
+
+pub fn returns(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_its_main_returning", "cuda:0", &[Way::Return], &[]);
+}
+
+pub fn returns_busy(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_its_main_returning_from_work", "cuda:0", &[Way::ReturnBusy], &[]);
+}
+
+pub fn exits(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_exit", "cuda:0", &[Way::Exit], &[]);
+}
+
+pub fn exits_elsewhere(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_exit_on_another_thread", "cuda:0", &[Way::ExitElsewhere], &[]);
+}
+
+pub fn panics(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_a_panic", "cuda:0", &[Way::Panic], &[]);
+}
+
+pub fn signalled(_gpu: &Gpu) {
+    exits::all("a_process_may_end_by_a_signal", "cuda:0", &[Way::Signal], &[]);
+}
+
+pub fn unloads(_gpu: &Gpu) {
+    exits::all("a_process_may_end_after_a_library_was_unloaded", "cuda:0", &[Way::Unload], &[]);
+}
+
+pub fn forks(_gpu: &Gpu) {
+    exits::all("a_process_may_end_after_its_child_of_a_fork", "cuda:0", &[Way::Fork], &[]);
 }

@@ -202,4 +202,12 @@ tests! {
     a_handle_that_comes_again_is_another_stream (Driver) adopted::recreated;
     a_process_may_end_while_copies_are_in_flight (Driver) exit::copies;
     a_process_may_end_while_the_pool_grows (Driver) exit::growing;
+    a_process_may_end_by_its_main_returning (Driver) exit::returns;
+    a_process_may_end_by_its_main_returning_from_work (Driver) exit::returns_busy;
+    a_process_may_end_by_exit (Driver) exit::exits;
+    a_process_may_end_by_exit_on_another_thread (Driver) exit::exits_elsewhere;
+    a_process_may_end_by_a_panic (Driver) exit::panics;
+    a_process_may_end_by_a_signal (Driver) exit::signalled;
+    a_process_may_end_after_a_library_was_unloaded (Driver) exit::unloads;
+    a_process_may_end_after_its_child_of_a_fork (Driver) exit::forks;
 }

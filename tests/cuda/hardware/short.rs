@@ -1,6 +1,6 @@
-//! Very short copies by several threads at once, which a driver was seen to lose the device over (`device/cuda/batch.rs`).
+//! Very short pieces by several threads at once, which a driver was seen to lose the device over (`device/cuda/batch.rs`).
 
-use pinpool::{DeviceSlice, QueueOptions};
+use pinpool::{Copier, DeviceSlice};
 
 use super::{Needs, on_gpu, open};
 
@@ -11,7 +11,10 @@ fn thousands_of_very_short_copies_leave_the_device_alive() {
         let (count, rounds) = if gpu.real { (1 << 18, 24) } else { (1 << 10, 2) };
         let device = open(0);
         let pool = pinpool::Pool::builder(&device).capacity(64 << 20).build().unwrap();
-        let queue = device.copy_queue_with(QueueOptions::new().threads(3).packers(8)).unwrap();
+        // By the device ring, and in batches.
+        let copiers = [64 << 20, 0].map(|ring| {
+            Copier::builder(&pool, &device).threads(8).share(32 << 20).ring(ring).build().unwrap()
+        });
         let memory = device.alloc(2 * count * LEN).unwrap();
         let sources: Vec<[u8; LEN]> = (0..count).map(|i| [i as u8; LEN]).collect();
         // Every second place or so, in the order of a multiplication.
@@ -21,15 +24,21 @@ fn thousands_of_very_short_copies_leave_the_device_alive() {
             .enumerate()
             .map(|(i, source)| (&source[..], memory.slice(place(i) * LEN..(place(i) + 1) * LEN).unwrap()))
             .collect();
-        for _ in 0..rounds {
-            queue.gather_blocking(&pool, &pieces).unwrap();
+        for copier in &copiers {
+            device.stream().unwrap().upload_blocking(&vec![255; memory.len()], &memory).unwrap();
+            for _ in 0..rounds {
+                copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+            }
+            let mut back = vec![[255_u8; LEN]; count];
+            let mut targets: Vec<(DeviceSlice, &mut [u8])> = back
+                .iter_mut()
+                .zip(&pieces)
+                .map(|(bytes, (_, place))| (place.clone(), &mut bytes[..]))
+                .collect();
+            copier.download_pieces(&mut targets).unwrap();
+            assert!(back == sources, "a piece is elsewhere");
         }
-        let mut back = vec![[255_u8; LEN]; count];
-        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-            back.iter_mut().zip(&pieces).map(|(bytes, (_, place))| (place.clone(), &mut bytes[..])).collect();
-        queue.scatter_blocking(&pool, &mut targets).unwrap();
-        assert!(back == sources, "a piece is elsewhere");
-        drop((queue, memory, pool, device));
+        drop((copiers, pieces, memory, pool, device));
         gpu.no_violations();
     });
 }

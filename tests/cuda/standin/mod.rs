@@ -13,6 +13,7 @@ mod probe;
 mod rules {
     pub mod batches;
     pub mod host;
+    pub mod kernels;
     pub mod pointers;
     pub mod streams;
 }
@@ -445,6 +446,7 @@ const ALL: &[&[Rule]] = &[
     rules::batches::BATCHES,
     rules::batches::ROWS,
     rules::host::HOST,
+    rules::kernels::KERNELS,
     rules::pointers::POINTERS,
     rules::streams::STREAMS,
 ];

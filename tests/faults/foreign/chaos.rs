@@ -21,8 +21,8 @@ use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::pipeline::{Fill, Pipeline, Priority, Sink, Source, Staging};
 use pinpool::telemetry::Sampler;
 use pinpool::{
-    CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request, Stream,
-    SubmitError, Unpinned,
+    Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
+    Stream, SubmitError, Unpinned,
 };
 
 use super::hostile::{Bomb, Quiet, Turn, Value, waker};
@@ -320,6 +320,7 @@ struct Worker<'a> {
     device: &'a Device,
     pool: &'a Pool,
     queue: &'a CopyQueue,
+    copier: &'a Copier,
     pipeline: &'a Pipeline,
     stream: Stream,
     random: Random,
@@ -347,7 +348,7 @@ impl Worker<'_> {
         const LENGTHS: [usize; 6] = [1, 64, 700, 4096, 20_000, 120_000];
         let len = LENGTHS[self.random.below(6) as usize];
         let byte = self.random.below(250) as u8;
-        self.what = self.random.below(14);
+        self.what = self.random.below(15);
         match self.what {
             0 | 1 => {
                 let (buf, stamped) = self.filled(len)?;
@@ -463,9 +464,44 @@ impl Worker<'_> {
                 let pieces: Vec<(&[u8], DeviceSlice)> = (0..60)
                     .map(|i| (&bytes[..1 + i * 11], memory.slice(i * 1024..i * 1024 + 1000).unwrap()))
                     .collect();
-                self.queue.gather_blocking(self.pool, &pieces)?;
+                self.copier.upload_pieces(&pieces)?.wait()?;
+                let mut back = vec![0; 700];
+                let last = memory.slice(59 * 1024..59 * 1024 + 650)?;
+                self.copier.download_pieces(&mut [(last, &mut back[..])])?;
+                if !self.faults {
+                    assert_eq!(back[..650], bytes[..650], "pieces");
+                }
             }
             12 => {
+                // Packed, or copied from where it is; beside a value of the program's.
+                let (buf, stamped) = self.filled(len)?;
+                let memory = self.device.alloc(2 * len)?;
+                let value = self.device.register(self.value(len, byte)).map_err(refused)?;
+                let (first, second) = (memory.slice(..len)?, memory.slice(len..)?);
+                drop(self.copier.upload_buffers(vec![(value, second)]).map_err(refused)?);
+                let sent = self.copier.upload_buffers(vec![(buf, first.clone())]).map_err(refused)?;
+                if self.random.below(3) == 0 {
+                    sent.cancel();
+                }
+                let came = match self.random.below(3) {
+                    0 => {
+                        drop(sent);
+                        return Ok(());
+                    }
+                    1 => sent.wait()?,
+                    _ => match awaited(self.mischief, sent, HANG) {
+                        Some(came) => came?,
+                        None => return Ok(()),
+                    },
+                };
+                came.iter().for_each(|buf| stamped.check(buf, "a packed buffer"));
+                let landings = came.into_iter().map(|buf| (first.clone(), buf)).collect();
+                let back = self.copier.download_buffers(landings).map_err(refused)?.wait()?;
+                if !self.faults {
+                    stamped.check(&back[0], "a buffer that was downloaded by a copier");
+                }
+            }
+            13 => {
                 let mut sampler = Sampler::new(self.pool);
                 sampler.poll();
             }
@@ -502,6 +538,7 @@ fn chaos(faults: bool) {
         .build()
         .unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
+    let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let pipeline = Pipeline::builder(&pool, &device)
         .threads(2)
         .chunk(64 << 10)
@@ -520,12 +557,23 @@ fn chaos(faults: bool) {
     std::thread::scope(|scope| {
         for (at, beat) in beats.iter().enumerate() {
             let stream = device.stream().unwrap();
-            let (mischief, device, pool, queue, pipeline) = (&mischief, &device, &pool, &queue, &pipeline);
+            let (mischief, device, pool, pipeline) = (&mischief, &device, &pool, &pipeline);
+            let (queue, copier) = (&queue, &copier);
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
                 let random = Random::new(seed ^ (at as u64 + 1) << 40);
-                let mut worker =
-                    Worker { mischief, device, pool, queue, pipeline, stream, random, faults, what: 0 };
+                let mut worker = Worker {
+                    mischief,
+                    device,
+                    pool,
+                    queue,
+                    copier,
+                    pipeline,
+                    stream,
+                    random,
+                    faults,
+                    what: 0,
+                };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
                     // A refusal by the pool, the device or a source is an error, never a panic.
@@ -588,7 +636,7 @@ fn chaos(faults: bool) {
     turn.quiet();
     #[cfg(feature = "metrics")]
     recorder::set(None);
-    drop((pipeline, queue, mischief));
+    drop((pipeline, queue, copier, mischief));
     let shutdown = pool.shutdown(HANG);
     pool.check().unwrap();
     let stats = pool.stats();

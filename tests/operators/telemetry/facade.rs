@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
 };
 use pinpool::host::HostConfig;
 use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
+use pinpool::{Pool, Unpinned};
 
 use super::Bench;
 use super::record::{clear, events, record};
@@ -152,4 +154,43 @@ fn either_can_be_left_out() {
     clear();
     metrics::with_local_recorder(&kept, || Sampler::new(&bench.pool).events(false).poll());
     assert!(!kept.values.lock().unwrap().is_empty() && events("pinpool::metrics").is_empty());
+}
+
+/// What an exporter answers does not grow with the streams and pools that have come and gone.
+#[test]
+fn what_is_gone_leaves_the_answers() {
+    own_process!();
+    const TIMEOUT: Duration = Duration::from_millis(300);
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("stays"));
+    let builder = metrics_exporter_prometheus::PrometheusBuilder::new();
+    let recorder = builder.idle_timeout(metrics_util::MetricKindMask::ALL, Some(TIMEOUT)).build_recorder();
+    let mut sampler = Sampler::new(&bench.pool).events(false);
+    let gone: Vec<Pool> = (0..20)
+        .map(|n| {
+            let builder = Pool::builder(&bench.device).name(format!("gone-{n}")).capacity(1 << 20);
+            builder.unpinned(Unpinned::Allow).build().unwrap()
+        })
+        .collect();
+    sampler = gone.iter().fold(sampler, Sampler::pool);
+    let mut poll = |streams: usize| {
+        let streams: Vec<_> = (0..streams).map(|_| bench.device.stream().unwrap()).collect();
+        metrics::with_local_recorder(&recorder, || sampler.poll());
+        drop(streams);
+        recorder.handle().render()
+    };
+    let gauges =
+        |text: &str| text.lines().filter(|line| line.contains("pinpool_stream_in_flight_bytes{")).count();
+    assert!(poll(100).contains("pool=\"gone-19\""), "as long as it is there");
+    drop(gone);
+    for _ in 0..19 {
+        poll(100);
+    }
+    let text = poll(100);
+    let most = 256 + 1;
+    assert!((17..=most).contains(&gauges(&text)), "2,100 streams have lived: {} gauges", gauges(&text));
+    assert!(text.contains("stream=\"other\""), "the others' sum");
+    std::thread::sleep(2 * TIMEOUT);
+    let text = poll(3);
+    assert!(gauges(&text) <= 4, "{} gauges, three streams", gauges(&text));
+    assert!(text.contains("pool=\"stays\"") && !text.contains("gone-"), "{text}");
 }

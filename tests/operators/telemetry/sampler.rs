@@ -60,7 +60,7 @@ fn every_metric_is_sent_as_the_table_says() {
     assert!(sampler.poll());
     let found = events("pinpool::metrics");
     for record in &found {
-        assert_eq!(record.level, Level::INFO);
+        assert_eq!(record.level, Level::TRACE, "a log has them only where it asks for them");
         assert!(!record.fields.contains_key("message"), "a text would be a label: {record:?}");
         let (prefix, name, _, labels) = metric(record);
         let known = METRICS.iter().find(|metric| metric.name == name);
@@ -195,6 +195,71 @@ fn a_stream_that_hangs_is_told_once() {
     std::thread::sleep(threshold);
     sampler.poll();
     assert_eq!(events("pinpool::stream::stuck").len(), 1);
+    bench.node.resume(0);
+    drop(sent.wait().unwrap());
+}
+
+/// A cache holds its buffers for as long as it likes; a kernel that takes as long hangs.
+#[test]
+fn buffers_that_are_meant_to_be_held_are_not_told_of() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let pool = &bench.pool;
+    let cache = Request::new(1000).tag("kv-cache").long_lived();
+    // Of a size that the thread's cache has: it would serve a plain request.
+    drop(pool.checkout(1000).unwrap());
+    let stream = bench.device.stream().unwrap();
+    let mut held = pool.checkout_many(&[cache, cache], None).unwrap();
+    held.extend([pool.checkout(cache).unwrap(), pool.try_checkout(cache).unwrap()]);
+    held.push(pool.checkout_on(&stream, cache).unwrap().wait().unwrap());
+    let mut sampler = Sampler::new(pool).stuck_after(Duration::ZERO);
+    sampler.poll();
+    assert!(events("pinpool::pool::stuck").is_empty(), "{:#?}", events("pinpool::pool::stuck"));
+    assert_eq!((sum("pinpool.stuck.buffers", &[]), sum("pinpool.stuck.bytes", &[])), (0.0, 0.0));
+    // Asked for, they are there, with tag, place and exact age though the pool does not track.
+    let listed = pool.stuck(Duration::ZERO);
+    assert_eq!(listed.len(), held.len());
+    for buffer in &listed {
+        assert!(buffer.long_lived && buffer.exact && buffer.site.is_some(), "{buffer:?}");
+        assert_eq!((buffer.tag, buffer.requested), (Some("kv-cache"), Some(1000)));
+    }
+    // Its segment's next buffer is one like others.
+    drop(held);
+    let leaked = pool.checkout(1000).unwrap();
+    sampler.poll();
+    let told = events("pinpool::pool::stuck");
+    assert!(told.len() == 1 && !told[0].fields.contains_key("long_lived"), "{told:#?}");
+    drop(leaked);
+    // A report on a pool without room is about whatever takes the room.
+    clear();
+    let _most = pool.checkout(Request::new(900 << 10).long_lived()).unwrap();
+    assert!(pool.checkout_timeout(512 << 10, Duration::from_millis(1)).is_err());
+    assert!(events("pinpool::pool::stuck").iter().any(|record| record.field("long_lived") == "true"));
+}
+
+#[test]
+fn buffers_and_streams_have_thresholds_of_their_own() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    bench.node.hang(0);
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = stream.upload(buf, &memory).unwrap();
+    let told = |mut sampler: Sampler| {
+        clear();
+        (0..2).for_each(|_| _ = sampler.poll());
+        (events("pinpool::pool::stuck").len(), events("pinpool::stream::stuck").len())
+    };
+    let new = || Sampler::new(&bench.pool);
+    assert_eq!(told(new()), (0, 0), "within a minute");
+    assert_eq!(told(new().stuck_buffers_after(Duration::ZERO)), (1, 0));
+    assert_eq!(told(new().stuck_streams_after(Duration::ZERO)), (0, 1));
+    assert_eq!(told(new().stuck_after(Duration::ZERO).stuck_buffers_after(Duration::MAX)), (0, 1));
+    assert_eq!(told(new().stuck_after(Duration::ZERO).stuck_streams_after(Duration::MAX)), (1, 0));
     bench.node.resume(0);
     drop(sent.wait().unwrap());
 }

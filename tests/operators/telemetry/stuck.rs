@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::HostConfig;
 use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
-use pinpool::{PoolBuilder, Request, Stream};
+use pinpool::{Copier, PoolBuilder, Request, Stream};
 
 use super::Bench;
 use super::record::{events, record};
@@ -115,7 +115,7 @@ fn a_hold_over_two_streams_waits_for_both() {
     assert!(all(&bench).is_empty());
 }
 
-/// One by itself, several in a batch, a group, and one that is shared.
+/// One by itself, and one that is shared.
 #[test]
 fn what_went_through_a_queue_waits_for_its_stream() {
     own_process!();
@@ -129,23 +129,12 @@ fn what_went_through_a_queue_waits_for_its_stream() {
         buf
     };
     let place = |i: usize| memory.slice(i * 4096..(i + 1) * 4096).unwrap();
-    let tags = ["piece-0", "piece-1", "piece-2"];
-    let pieces = tags.iter().enumerate().map(|(i, tag)| (filled(tag), place(i))).collect();
-    let gathered = queue.gather_pinned(&bench.pool, pieces).unwrap();
     let alone = queue.upload(filled("alone"), place(3)).unwrap();
     drop(queue.upload(filled("returning"), place(4)).unwrap());
     let shared = Arc::new(filled("shared"));
     let lent = queue.upload(shared.clone(), place(5)).unwrap();
-    // Parts of one buffer, which waits for its stream once.
-    let thrice = Arc::new(filled("thrice"));
-    let parts = (6..9).map(|i| (thrice.clone(), place(i))).collect();
-    let of_one = queue.gather_pinned(&bench.pool, parts).unwrap();
     let mut streams: Vec<u64> = Vec::new();
     for (tag, state) in [
-        ("thrice", BufferState::CheckedOut),
-        ("piece-0", BufferState::InFlight),
-        ("piece-1", BufferState::InFlight),
-        ("piece-2", BufferState::InFlight),
         ("alone", BufferState::InFlight),
         ("returning", BufferState::Returning),
         ("shared", BufferState::CheckedOut),
@@ -160,8 +149,61 @@ fn what_went_through_a_queue_waits_for_its_stream() {
     streams.dedup();
     assert_eq!(streams.len(), 1, "all are of one direction");
     bench.settle();
+    drop((alone, shared, lent));
+    assert!(all(&bench).is_empty());
+}
+
+/// Buffers that a copier copies from where they are, one of them in parts; and those that it packs, which wait for
+/// nothing, beside the segment that they are packed in.
+#[test]
+fn what_a_copier_moves_waits_for_its_stream() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let copier = Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
+    let memory = bench.device.alloc(1 << 20).unwrap();
+    let filled = |tag, len| {
+        let mut buf = bench.pool.checkout(Request::new(len).tag(tag)).unwrap();
+        buf.try_resize(len, 1).unwrap();
+        buf
+    };
+    let place = |i: usize, len| memory.slice(i * LONG..i * LONG + len).unwrap();
+    const LONG: usize = 64 << 10;
+    let tags = ["piece-0", "piece-1", "piece-2"];
+    let pieces = tags.iter().enumerate().map(|(i, tag)| (filled(tag, LONG), place(i, LONG))).collect();
+    let sent = copier.upload_buffers(pieces).unwrap();
+    // Parts of one buffer, which waits for its stream once.
+    let thrice = Arc::new(filled("thrice", LONG));
+    let parts = (3..6).map(|i| (thrice.clone(), place(i, LONG))).collect();
+    let of_one = copier.upload_buffers(parts).unwrap();
+    let packed = copier.upload_buffers(vec![(filled("packed", 1000), place(6, 1000))]).unwrap();
+    let mut streams: Vec<u64> = Vec::new();
+    for (tag, state) in [
+        ("thrice", BufferState::CheckedOut),
+        ("piece-0", BufferState::InFlight),
+        ("piece-1", BufferState::InFlight),
+        ("piece-2", BufferState::InFlight),
+    ] {
+        let found = tagged(&bench, tag);
+        assert_eq!(found.state, state, "{tag}");
+        let [at] = &found.awaited[..] else { panic!("{found:#?}") };
+        assert_eq!((&*at.device, at.event), ("host:0", EventState::Recorded), "{tag}");
+        assert!(at.seq > at.completed, "{at:?}");
+        streams.push(at.stream);
+    }
+    assert!(streams[1..].iter().all(|stream| *stream == streams[1]), "of one batch: {streams:?}");
+    let found = tagged(&bench, "packed");
+    assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 0));
+    let mut segments = all(&bench);
+    segments.retain(|buffer| buffer.tag.is_none());
+    let [segment] = &segments[..] else { panic!("{segments:#?}") };
+    assert_eq!((segment.state, segment.awaited.len()), (BufferState::InFlight, 1));
+    while bench.node.queued(0) > 0 {
+        bench.settle();
+        copier.reap();
+    }
     assert!(tags.iter().all(|tag| tagged(&bench, tag).awaited.is_empty()));
-    drop((gathered, alone, shared, lent, thrice, of_one));
+    drop((sent.wait().unwrap(), of_one.wait().unwrap(), packed.wait().unwrap(), thrice));
     assert!(all(&bench).is_empty());
 }
 

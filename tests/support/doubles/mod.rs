@@ -163,8 +163,13 @@ impl Ended {
 /// end is returned, not judged.
 pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
     let mut command = process::command(test);
+    ended(command.envs(environment.iter().copied()), limit)
+}
+
+/// The same for any command.
+pub fn ended(command: &mut Command, limit: Duration) -> Ended {
     // Its last output is to be the reason.
-    command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied()).stdin(Stdio::null());
+    command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("this executable can be started again");
     // Read on threads, so that neither pipe fills up.
@@ -349,6 +354,13 @@ impl StandIn {
     pub fn reuse(&self, reuse: bool) {
         // SAFETY: as above.
         unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
+    }
+
+    /// Makes kernels start that long after their launch.
+    pub fn kernel_delay(&self, delay: Duration) {
+        let delay = delay.as_micros() as u64;
+        // SAFETY: `kernels.rs` has the signature.
+        unsafe { self.get::<extern "C" fn(u64)>("standin_kernel_delay")(delay) }
     }
 
     /// Gives the devices another value of an attribute, until the next reset.

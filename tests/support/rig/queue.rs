@@ -1,4 +1,4 @@
-//! What the tests of the copy queue, and of gather and scatter, share: a host device of its own with a pool, a queue,
+//! What the tests of the copy queue share: a host device of its own with a pool, a queue,
 //! and memory to copy to.
 
 use pinpool::host::{HostConfig, HostNode};

@@ -270,7 +270,7 @@ fn memory_runs_out_and_comes_back() {
     assert_eq!(class(rig.driver.allocate(usize::MAX)), ErrorClass::Transient);
     let a = rig.memory(600);
     let refused = text(rig.driver.allocate(401));
-    assert!(refused.contains("401 bytes wanted, 400 of 1000 left"), "{refused}");
+    assert!(refused.contains("401 bytes wanted, 400 bytes of 1000 bytes left"), "{refused}");
     let b = rig.memory(400);
     assert_eq!((rig.node.live(0).allocations, rig.node.live(0).allocated_bytes), (2, 1000));
     assert!(a.0 % 256 == 0 && b.0 % 256 == 0);

@@ -51,6 +51,8 @@ impl Listed {
 
 const CALLBACK: &str = "a call from the driver's own callback: undefined there, and it may never come back";
 const CAPTURING: &str = "a graph that is still being captured belongs to the capture: undefined there";
+const MEETING: &str = "threads that write the same bytes without order: undefined there";
+const UNLOADING: &str = "a module is unloaded while its kernel may run: undefined there";
 const OVERLAP: &str = "copies of a batch that are in each other's way: undefined there";
 const STALE: &str = "a handle of something destroyed: undefined there";
 const OTHER_CURRENT: &str = "a stream or event carries its context, so another one may be current";
@@ -104,6 +106,12 @@ pub const LISTED: &[Listed] = &[
         why: "more references than there are: the driver does not look",
     },
     not_tried("gra_4_references_are_counted", 4, "cuGraphDestroy", 1, CAPTURING),
+    // kernels
+    not_tried("ker_2_modules_and_functions_that_are_gone", 4, "cuModuleUnload", 400, STALE),
+    not_tried("ker_2_modules_and_functions_that_are_gone", 5, "cuModuleGetFunction", 400, STALE),
+    not_tried("ker_2_modules_and_functions_that_are_gone", 6, "cuLaunchKernel", 400, STALE),
+    not_tried("ker_6_no_row_meets_what_another_one_writes", 0, ALL_OF_IT, 0, MEETING),
+    not_tried("ker_8_a_module_whose_kernel_is_queued", 0, ALL_OF_IT, 0, UNLOADING),
     // pointers
     not_tried("host_1_host_functions_make_no_calls", 0, ALL_OF_IT, 0, CALLBACK),
 ];

@@ -30,6 +30,7 @@ fn needs_no_init(name: &str) -> bool {
 
 /// Counts the call, fails it if a test asked for that, and else makes it.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
+    let Some(_inside) = crate::shared::Inside::begin(name) else { return UNINITIALIZE };
     let code = match crate::reports::refused(name) {
         Some(code) => code,
         None => locked(name, body),
@@ -108,6 +109,9 @@ unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
         }
         w.ended = false;
         w.ready += 1;
+        if w.ready == 1 {
+            crate::shared::end_with_process();
+        }
         if w.ready > 1 {
             w.note("REPEATED-INIT");
             return Err(REPEAT_INITIALIZE);
@@ -174,6 +178,7 @@ unsafe extern "C" fn aclrtGetVersion(major: *mut c_int, minor: *mut c_int, patch
 
 #[unsafe(no_mangle)]
 extern "C" fn aclrtGetSocName() -> *const c_char {
+    let Some(_inside) = crate::shared::Inside::begin("aclrtGetSocName") else { return std::ptr::null() };
     static NAMED: std::sync::OnceLock<Option<std::ffi::CString>> = std::sync::OnceLock::new();
     let named =
         || std::env::var("PINPOOL_STANDIN_SOC").ok().and_then(|name| std::ffi::CString::new(name).ok());
@@ -184,6 +189,7 @@ extern "C" fn aclrtGetSocName() -> *const c_char {
 /// text.
 #[unsafe(no_mangle)]
 extern "C" fn aclGetRecentErrMsg() -> *const c_char {
+    let Some(_inside) = crate::shared::Inside::begin("aclGetRecentErrMsg") else { return std::ptr::null() };
     if let Some(world) = world().as_mut() {
         *world.counts.entry("aclGetRecentErrMsg").or_default() += 1;
     }

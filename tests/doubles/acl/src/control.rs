@@ -4,8 +4,8 @@
 use std::fmt::Write;
 
 use crate::calls::forget;
-use crate::shared::with;
-use crate::world::{CURRENT, World, idle_world, overlaps};
+use crate::shared::{late, with};
+use crate::world::{CURRENT, World, overlaps};
 
 /// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their
 /// own, only the calling thread's part is reset.
@@ -63,7 +63,7 @@ extern "C" fn standin_abilities(register: bool, va: bool) {
 /// destroyed), `note what count`, `call name count`, `last name`, which call came last; and `over` when every device
 /// that was set was reset and every context that was made was destroyed, or was to be.
 pub fn report(w: &World) -> String {
-    let mut all = String::new();
+    let mut all = late();
     for violation in &w.violations {
         let _ = writeln!(all, "violation {violation}");
     }
@@ -95,24 +95,3 @@ pub fn report(w: &World) -> String {
     }
     all
 }
-
-/// The same at the process's end, into the file that the environment names: what a program did that has no test in it.
-/// No error could be reported to it; a missing file shows that.
-extern "C" fn at_the_end() {
-    let Some(path) = std::env::var_os("PINPOOL_STANDIN_REPORT").filter(|path| !path.is_empty()) else {
-        return;
-    };
-    for _ in 0..1000 {
-        if let Some(guard) = idle_world() {
-            let text = guard.as_ref().map(report).unwrap_or_default();
-            let _ = std::fs::write(path, text);
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-}
-
-/// The loader calls what is listed here when the process exits.
-#[used]
-#[unsafe(link_section = ".fini_array")]
-static AT_THE_END: extern "C" fn() = at_the_end;

@@ -107,6 +107,13 @@
 //! Captures and models, values written and waited for, batched copies, events between processes, memory of the virtual
 //! address calls. Host functions and callbacks run when a call finds out about their stream, on the calling thread.
 //!
+//! # The end of the process
+//!
+//! The library takes itself down in an exit handler, which is registered when it is loaded, and again when it is
+//! initialised. A call that comes later is refused with 100001 and written down as END-1, and calls that are under way at
+//! that moment as END-2: the vendor's library may crash then. The report of a process that ends so is written to the file
+//! that `PINPOOL_STANDIN_REPORT` names, and then the handler takes some time, in which late calls can come.
+//!
 //! # Control
 //!
 //! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`

@@ -9,6 +9,7 @@ use crate::world::*;
 
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
+    let Some(_inside) = crate::shared::Inside::begin(name) else { return DEINITIALIZED };
     if let Some(code) = crate::hostfn::refused(name) {
         return code;
     }
@@ -79,7 +80,9 @@ extern "C" fn cuInit(flags: c_uint) -> u32 {
         if w.devices.is_empty() {
             return Err(NO_DEVICE);
         }
-        w.ready = true;
+        if !std::mem::replace(&mut w.ready, true) {
+            crate::shared::end_with_process();
+        }
         Ok(())
     })
 }
@@ -130,6 +133,7 @@ unsafe extern "C" fn cuDeviceGetPCIBusId(text: *mut c_char, len: c_int, device: 
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 {
+    let Some(_inside) = crate::shared::Inside::begin("cuGetErrorName") else { return DEINITIALIZED };
     let name: &CStr = match code {
         0 => c"CUDA_SUCCESS",
         1 => c"CUDA_ERROR_INVALID_VALUE",
@@ -140,12 +144,15 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         101 => c"CUDA_ERROR_INVALID_DEVICE",
         201 => c"CUDA_ERROR_INVALID_CONTEXT",
         215 => c"CUDA_ERROR_UNSUPPORTED_LIMIT",
+        218 => c"CUDA_ERROR_INVALID_PTX",
         400 => c"CUDA_ERROR_INVALID_HANDLE",
+        500 => c"CUDA_ERROR_NOT_FOUND",
         600 => c"CUDA_ERROR_NOT_READY",
         700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
         709 => c"CUDA_ERROR_CONTEXT_IS_DESTROYED",
         712 => c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
         713 => c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+        716 => c"CUDA_ERROR_MISALIGNED_ADDRESS",
         719 => c"CUDA_ERROR_LAUNCH_FAILED",
         800 => c"CUDA_ERROR_NOT_PERMITTED",
         803 => c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
@@ -371,23 +378,27 @@ extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> u32 {
         w.unsafe_call(NAME)?;
         not_captured(w, NAME, stream as usize)?;
         let upto = w.stream(NAME, stream as usize)?.submitted;
-        hung = w.hung;
+        let stream = w.resolved(stream as usize);
+        hung = w.hung || w.is_slow(stream, upto);
         if !hung {
-            let stream = w.resolved(stream as usize);
             w.run(stream, upto);
         }
-        Ok(())
+        // What ran may have ended the context.
+        w.current(NAME).map(drop)
     });
     // Not under the lock, and not as another call.
     while hung {
         std::thread::sleep(std::time::Duration::from_millis(1));
         if let Some(world) = world().as_mut().filter(|w| !w.hung) {
-            hung = false;
-            if let Err(code) = world.stream(NAME, stream as usize).map(|s| s.submitted) {
-                return code;
-            }
+            let waited = world.stream(NAME, stream as usize).map(|s| s.submitted);
             let stream = world.resolved(stream as usize);
-            world.run(stream, u64::MAX);
+            hung = waited.is_ok_and(|upto| world.is_slow(stream, upto));
+            if !hung {
+                world.run(stream, u64::MAX);
+                if let Err(code) = waited.and_then(|_| world.current(NAME)) {
+                    return code;
+                }
+            }
         }
         crate::graphs::run_due();
     }

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use crate::shared::with;
+use crate::shared::{late, with};
 use crate::world::World;
 
 /// Everything as when the library was loaded; handles from before name nothing any more.
@@ -26,7 +26,7 @@ extern "C" fn standin_kill(device: usize, code: u32) {
 /// destroyed), `note what count`, `call name count`; and `over` when every context that was retained was released, or
 /// was to be.
 pub fn report(w: &World) -> String {
-    let mut all = String::new();
+    let mut all = late();
     for violation in &w.violations {
         let _ = writeln!(all, "violation {violation}");
     }

@@ -21,8 +21,10 @@
 //! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order
 //! with blocking streams: so a test sees whether a program relies on that order.
 //!
+//! Of kernels it knows pinpool's two (`kernels.rs`), by their names. They run in stream order, as late as copies do.
+//!
 //! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and the question into
-//! which graph a stream is captured; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has
+//! which graph a stream is captured; with `cuda12` what 12.0 lacked, batches of copies and `cuFuncLoad` among it; with `cuda13` it has
 //! what 13.0 added, the newer form of that call.
 //!
 //! # Rules
@@ -87,6 +89,14 @@
 //! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in no fixed order |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
+//! | KER-1 | loads a module without pinpool's two kernels | 218 |
+//! | KER-2 | names a module or function that does not exist, or no more | 400 |
+//! | KER-3 | asks for a function that the module does not have | 500 |
+//! | KER-4 | launches a kernel in another shape than pinpool's | 1 |
+//! | KER-5 | has a kernel touch what is no device memory of its context, or hands it more runs than it takes | the context is lost when it runs: 700, and 716 for a table that is not aligned |
+//! | KER-6 | has a row of a launch meet what another row writes | they run, in no fixed order |
+//! | KER-7 | launches on a stream that is captured (the driver makes it a node, pinpool does not) | it is no part of the graph |
+//! | KER-8 | unloads a module whose kernel is queued | the kernel runs first |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are
@@ -121,14 +131,27 @@
 //! | GRA-3 | 8: cuUserObjectRelease | 1 | not tried | - | a handle of something destroyed: undefined there |
 //! | GRA-4 | 1: cuUserObjectRelease | 1 | 0 | 580.159.04 | more references than there are: the driver does not look |
 //! | GRA-4 | 4: cuGraphDestroy | 1 | not tried | - | a graph that is still being captured belongs to the capture: undefined there |
+//! | KER-2 | 4: cuModuleUnload | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | KER-2 | 5: cuModuleGetFunction | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | KER-2 | 6: cuLaunchKernel | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | KER-6 | 0: all of it | 0 | not tried | - | threads that write the same bytes without order: undefined there |
+//! | KER-8 | 0: all of it | 0 | not tried | - | a module is unloaded while its kernel may run: undefined there |
 //! | HOST-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
+//!
+//! # The end of the process
+//!
+//! The library takes itself down in an exit handler, which is registered when it is loaded, and again when it is
+//! initialised. A call that comes later is refused with 4 and written down as END-1, and calls that are under way at
+//! that moment as END-2: the vendor's library may crash then. The report of a process that ends so is written to the file
+//! that `PINPOOL_STANDIN_REPORT` names, and then the handler takes some time, in which late calls can come.
 //!
 //! # Control
 //!
 //! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
 //! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
 //! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
-//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
+//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
+//! `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older drivers have fewer calls.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]
@@ -139,6 +162,7 @@ mod control;
 mod graphs;
 mod host;
 mod hostfn;
+mod kernels;
 mod others;
 mod pointers;
 mod pools;

@@ -129,6 +129,49 @@ unsafe extern "C" fn cuStreamGetId(stream: *mut c_void, id: *mut u64) -> u32 {
     })
 }
 
+/// What `cuCtxGetStreamPriorityRange` says: the greatest priority is the lowest number.
+const PRIORITIES: [c_int; 2] = [0, -5];
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> u32 {
+    const NAME: &str = "cuCtxGetStreamPriorityRange";
+    call(NAME, |w| {
+        w.current(NAME)?;
+        // SAFETY: as above.
+        unsafe {
+            write(w, NAME, least, PRIORITIES[0])?;
+            write(w, NAME, greatest, PRIORITIES[1])
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreateWithPriority(
+    stream: *mut *mut c_void,
+    flags: c_uint,
+    priority: c_int,
+) -> u32 {
+    const NAME: &str = "cuStreamCreateWithPriority";
+    call(NAME, |w| {
+        let context = w.current(NAME)?;
+        let made = w.create_stream(context, flags & 1 == 0);
+        let [least, greatest] = PRIORITIES;
+        w.stream(NAME, made)?.priority = priority.clamp(greatest, least);
+        // SAFETY: as above.
+        unsafe { write(w, NAME, stream, made as *mut c_void) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamGetPriority(stream: *mut c_void, priority: *mut c_int) -> u32 {
+    const NAME: &str = "cuStreamGetPriority";
+    call(NAME, |w| {
+        let of = w.stream(NAME, stream as usize)?.priority;
+        // SAFETY: as above.
+        unsafe { write(w, NAME, priority, of) }
+    })
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     const NAME: &str = "cuStreamIsCapturing";

@@ -14,11 +14,15 @@ pub const NO_DEVICE: u32 = 100;
 pub const INVALID_DEVICE: u32 = 101;
 pub const INVALID_CONTEXT: u32 = 201;
 pub const UNSUPPORTED_LIMIT: u32 = 215;
+pub const INVALID_PTX: u32 = 218;
 pub const INVALID_HANDLE: u32 = 400;
+pub const NOT_FOUND: u32 = 500;
 pub const NOT_READY: u32 = 600;
+pub const ILLEGAL_ADDRESS: u32 = 700;
 pub const CONTEXT_IS_DESTROYED: u32 = 709;
 pub const ALREADY_REGISTERED: u32 = 712;
 pub const NOT_REGISTERED: u32 = 713;
+pub const MISALIGNED_ADDRESS: u32 = 716;
 pub const NOT_PERMITTED: u32 = 800;
 pub const CAPTURE_UNSUPPORTED: u32 = 900;
 pub const CAPTURE_INVALIDATED: u32 = 901;
@@ -104,6 +108,7 @@ pub enum Op {
     },
     Record,
     Host(crate::hostfn::Task),
+    Kernel(crate::kernels::Launch),
     /// Memory in stream order begins, and ends.
     Allocate(u64),
     Free(u64),
@@ -125,6 +130,7 @@ pub struct Stream {
     pub id: u64,
     /// In order with the legacy default stream.
     pub blocking: bool,
+    pub priority: i32,
     pub queue: VecDeque<Op>,
     /// Operations run so far, and submitted so far.
     pub done: u64,
@@ -172,6 +178,7 @@ pub struct World {
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
     pub pointers: crate::pointers::Pointers,
+    pub modules: crate::kernels::Modules,
     /// Host memory that the driver knows more about.
     pub hosts: crate::host::Hosts,
     pub violations: Vec<String>,
@@ -202,6 +209,11 @@ pub fn world() -> MutexGuard<'static, Option<World>> {
         world.configure();
     }
     guard
+}
+
+/// The world if no thread has it locked: for when the process ends and other threads do not go on.
+pub fn idle_world() -> Option<MutexGuard<'static, Option<World>>> {
+    WORLD.try_lock().ok()
 }
 
 /// The calling thread's number.
@@ -343,18 +355,25 @@ impl World {
         self.events.retain(|_, e| e.context != context);
         self.blocks.retain(|_, b| b.context != context);
         self.hosts.forget(context);
+        self.modules.forget(context);
     }
 
     /// What a context has, or all of them together.
-    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 4] {
+    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 5] {
         let is = |context: usize| of.is_none_or(|of| of == context);
         let legacy = |handle: &usize| self.legacy.values().any(|h| h == handle);
         let there = |(handle, s): &(&usize, &Stream)| is(s.context) && !s.destroyed && !legacy(handle);
         let streams = self.streams.iter().filter(there).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
         let blocks = self.blocks.values().filter(|b| is(b.context)).count();
-        let hosts = self.hosts.count(is);
-        [("streams", streams), ("events", events), ("allocations", blocks), ("hosts", hosts)]
+        let (hosts, modules) = (self.hosts.count(is), self.modules.count(is));
+        [
+            ("streams", streams),
+            ("events", events),
+            ("allocations", blocks),
+            ("hosts", hosts),
+            ("modules", modules),
+        ]
     }
 
     /// The current context, which must be alive.
@@ -463,6 +482,7 @@ impl World {
             context,
             id: self.stream_ids,
             blocking,
+            priority: 0,
             queue: VecDeque::new(),
             done: submitted,
             submitted,
@@ -515,10 +535,12 @@ impl World {
                     self.write(dst, &bytes);
                 }
                 Op::Host(task) => self.run_host(task),
+                Op::Kernel(launch) => self.run_kernel(&launch),
                 Op::Allocate(at) => self.run_allocate(at),
                 Op::Free(at) => self.run_free(at),
             }
-            if let Some(stream) = self.streams.get_mut(&handle) {
+            // A kernel may have ended its context, and with it all that is queued.
+            if let Some(stream) = self.streams.get_mut(&handle).filter(|s| s.done < s.submitted) {
                 stream.done += 1;
             }
         }
@@ -530,6 +552,7 @@ impl World {
             let last = s.queue.iter().rposition(|op| match op {
                 Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
                 Op::Staged { bytes, dst } => uses(dst, bytes.len()),
+                Op::Kernel(launch) => self.kernel_uses(launch, &uses),
                 _ => false,
             });
             last.map(|at| s.done + at as u64 + 1)
@@ -554,7 +577,7 @@ impl World {
     }
 
     /// What is there now.
-    pub fn bytes(&mut self, src: Place, len: usize) -> Vec<u8> {
+    pub fn bytes(&self, src: Place, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         match src {
             // SAFETY: the call that submitted it promised that the range stays valid until the copy was seen complete.
@@ -570,7 +593,7 @@ impl World {
         bytes
     }
 
-    fn write(&mut self, dst: Place, bytes: &[u8]) {
+    pub fn write(&mut self, dst: Place, bytes: &[u8]) {
         let len = bytes.len();
         match dst {
             // SAFETY: as above.
@@ -634,6 +657,10 @@ impl World {
             if hung {
                 return Err(NOT_READY);
             }
+            if self.is_slow(stream, upto) {
+                return Err(NOT_READY);
+            }
+            let event = self.event("cuEventQuery", handle)?;
             if event.patience > 0 {
                 event.patience -= 1;
                 return Err(NOT_READY);
@@ -661,7 +688,7 @@ impl World {
         let copies = stream
             .queue
             .iter()
-            .filter(|op| matches!(op, Op::Copy { .. } | Op::Staged { .. } | Op::Host(_)))
+            .filter(|op| matches!(op, Op::Copy { .. } | Op::Staged { .. } | Op::Host(_) | Op::Kernel(_)))
             .count();
         let upto = stream.submitted;
         if copies > 0 {
@@ -747,8 +774,8 @@ impl World {
         Ok(())
     }
 
-    pub fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
-        let (start, block) = self.blocks.range_mut(..=at).next_back()?;
+    pub fn block(&self, at: u64, len: usize) -> Option<(&Block, usize)> {
+        let (start, block) = self.blocks.range(..=at).next_back()?;
         let offset = (at - start) as usize;
         (offset.checked_add(len)? <= block.len).then_some((block, offset))
     }

@@ -1,0 +1,132 @@
+//! Thousands of pieces by one call of a copier, beside packing alone and the driver's own batches.
+//!
+//! # Files
+//!
+//! This file has the options of all parts; read it first. `pieces.rs`: pieces that are neighbours on the device, and
+//! rows. `scattered.rs`: pieces at random places on both sides. `../driver` calls the driver, `../measure` has rounds,
+//! gates and options.
+//!
+//! Each figure is over the pinned peak, measured just before: the best of five copies of 64 MiB in the same direction.
+//! All bytes are compared after each measurement.
+//!
+//! # Pageable pieces (`--only pageable`)
+//!
+//! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where
+//! they were: `Copier::upload_pieces` and `download_pieces`, by one caller with the copier's threads, and by 4 and 8
+//! callers with a part of the pieces each. Beside it the figure over packing alone, by as many threads as pack for one
+//! caller.
+//!
+//! # Packing (`--only packing`)
+//!
+//! Packing alone, without the device, from pageable and from pinned memory: a bound of what threads can reach.
+//!
+//! # Pinned neighbours (`--only pinned`)
+//!
+//! The same pieces in pinned buffers, by one caller: as buffers, for which the copier chooses the way, and as borrowed
+//! memory.
+//!
+//! # Rows (`--only rows`)
+//!
+//! Pinned pieces of 4 and 16 KiB at even distances on both sides, as a cache's blocks are, by one call each way.
+//!
+//! # Scattered pieces (`--only scattered`)
+//!
+//! Pieces of 1 to 64 KiB between random places of pinned buffers and random places of device memory, in both
+//! directions, by one call. Beside it the best of bare batches by 1, 2 and 3 threads with a stream each.
+//!
+//! # Running it
+//!
+//! `cargo bench --bench copier`, or the executable by itself. `--threads`, `--chunk` (KiB) and `--ringless` set the
+//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count` and `--packing 1,8` (threads) what
+//! is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
+//! host device, which only shows that it runs.
+#![allow(missing_docs, unsafe_code)]
+
+#[path = "../driver/batches.rs"]
+mod batches;
+#[path = "../driver/mod.rs"]
+mod driver;
+#[path = "../measure/mod.rs"]
+mod measure;
+mod pieces;
+mod scattered;
+#[path = "../measure/small.rs"]
+mod small;
+
+use measure::{flag, number, wanted};
+use pinpool::{Copier, Device, DeviceBuffer, Pool, Stream};
+use small::{peak, pool};
+
+/// Bytes of the copies that give the peak.
+const WHOLE: usize = 64 << 20;
+/// Bytes of the pool beside what the pieces and the peak take: for the copier's segments.
+const SEGMENTS: usize = 256 << 20;
+
+/// What all turns of a part use.
+struct Setup {
+    pool: Pool,
+    copier: Copier,
+    stream: Stream,
+    memory: DeviceBuffer,
+}
+
+impl Setup {
+    /// With room for so many bytes of pieces in the pool and on the device.
+    fn new(device: &Device, pinned: usize, memory: usize) -> Self {
+        let pool = pool(device, pinned + WHOLE + SEGMENTS);
+        let mut builder = Copier::builder(&pool, device).share(SEGMENTS / 2);
+        if let n @ 1.. = number("threads", 0) {
+            builder = builder.threads(n);
+        }
+        if let kib @ 1.. = number("chunk", 0) {
+            builder = builder.chunk(kib << 10);
+        }
+        if flag("ringless") {
+            builder = builder.ring(0);
+        }
+        Self {
+            copier: builder.build().expect("a copier"),
+            pool,
+            stream: device.stream().expect("a stream"),
+            memory: device.alloc(memory.max(WHOLE)).expect("device memory"),
+        }
+    }
+
+    fn peak(&self, upload: bool) -> f64 {
+        peak(&self.pool, &self.stream, &self.memory, WHOLE, upload)
+    }
+
+    /// Bytes by each way since it was built, for whoever reads the figures.
+    fn say_ways(&self) {
+        let stats = self.copier.stats();
+        println!(
+            "{} MiB by the ring ({} launches of {} chunks), {} in batches, {} in place",
+            stats.ring_bytes >> 20,
+            stats.launches,
+            stats.launched_chunks,
+            stats.batch_bytes >> 20,
+            stats.in_place_bytes >> 20
+        );
+    }
+}
+
+fn main() {
+    let driver = driver::find();
+    let device = Device::open(if driver.is_some() { "cuda:0" } else { "host" }).expect("a device");
+    if wanted("pageable") {
+        pieces::pageable(&device);
+    }
+    if wanted("packing") {
+        pieces::packing(&device);
+    }
+    if wanted("pinned") {
+        pieces::pinned(&device);
+    }
+    if wanted("rows") {
+        pieces::rows(&device);
+    }
+    if wanted("scattered") {
+        scattered::scattered(driver.filter(|driver| driver.can_batch()), &device);
+    }
+    measure::used();
+}

@@ -1,0 +1,764 @@
+//! Any transfers by a copier: pieces of any lengths, alignments, overlaps and allocations, both ways, borrowed and
+//! owned, on a device that the input steps, stalls, fails and loses.
+//!
+//! Most inputs run on a stepped device, whose copier has no threads, so that the input determines the whole run. The
+//! others run on a late device, with threads.
+//!
+//! # What is checked
+//!
+//! A plain model has the bytes of the device's memory, or that they are unknown: where a transfer is under way, where
+//! two of them or two pieces of one met, and where one has failed.
+//!
+//! - A transfer that ends well has moved every byte, and so has one that ends otherwise in the pieces before
+//!   [`landed_to`](pinpool::CopyProgress::landed_to). Nothing beside the pieces is written, on either side.
+//! - Buffers come back in their order with their bytes, from a call that is refused too.
+//! - A call has read what it borrows when it returns: the source is overwritten then.
+//! - Without a fault of the input's there is no error.
+//! - At the end nothing is in use, and without faults nothing is quarantined, and the device has everything back.
+#![no_main]
+
+mod foreign;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use arbitrary::Arbitrary;
+use libfuzzer_sys::fuzz_target;
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{Copier, Copying, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, Unpinned};
+
+/// The most operations of one input, so that it takes a few milliseconds.
+const OPS: usize = 24;
+const FLIGHTS: usize = 6;
+/// Allocations of device memory, and the bytes of each.
+const MEMORIES: usize = 3;
+const MEMORY: usize = 160 << 10;
+/// The most pieces and bytes of a call.
+const PIECES: usize = 500;
+const BYTES: usize = 256 << 10;
+/// Longer than anything takes.
+const HANG: Duration = Duration::from_secs(20);
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+struct Setup {
+    seed: u8,
+    late: u8,
+    chunk: u8,
+    segments: u8,
+    mood: u8,
+}
+
+/// Pieces at even distances, or one.
+#[derive(Arbitrary, Debug, Clone, Copy)]
+struct Row {
+    memory: u8,
+    at: u16,
+    len: u16,
+    kind: u8,
+    gap: i8,
+    times: u8,
+    shift: u8,
+}
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+enum Then {
+    Wait,
+    Keep,
+    Drop,
+    Cancel,
+}
+
+#[derive(Arbitrary, Debug, Clone)]
+enum Op {
+    Upload { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
+    Download { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
+    Wait { at: u8 },
+    WaitFor { at: u8, micros: u8 },
+    Poll { at: u8 },
+    Landed { at: u8, piece: u8 },
+    Order { at: u8 },
+    Cancel { at: u8 },
+    Forget { at: u8 },
+    Step { count: u8 },
+    Reap,
+    Resume,
+    Fail { call: u8, nth: u8, failure: u8 },
+    FailAny { nth: u8, failure: u8 },
+    Kill { sure: u8 },
+}
+
+/// A byte of device memory.
+#[derive(Clone, Copy, Default)]
+struct Cell {
+    /// `None`: unknown.
+    value: Option<u8>,
+    /// Pieces under way that write it.
+    writers: u16,
+    /// Two of these met here.
+    torn: bool,
+    /// A transfer has failed that writes it: a copy may still do so, at any time.
+    lost: bool,
+}
+
+/// A place on the device.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    memory: usize,
+    at: usize,
+    len: usize,
+    /// Of the host's side, from a multiple of 16.
+    shift: usize,
+}
+
+/// What a transfer does, as the model knows it.
+struct Plan {
+    spans: Vec<Span>,
+    /// The bytes of each piece: those that are sent, or those that are expected.
+    bytes: Vec<Vec<Option<u8>>>,
+    cancelled: bool,
+}
+
+enum Flight {
+    Up(Copying, Plan),
+    UpOwned(Copying<Vec<PinnedBuf>>, Plan),
+    DownOwned(Copying<Vec<PinnedBuf>>, Plan),
+}
+
+struct World {
+    node: HostNode,
+    device: Device,
+    pool: Pool,
+    /// Where buffers of the program's come from.
+    from: Pool,
+    copier: Copier,
+    stream: Stream,
+    memories: Vec<DeviceBuffer>,
+    cells: Vec<Vec<Cell>>,
+    flights: Vec<Flight>,
+    /// Transfers without a handle.
+    detached: Vec<Plan>,
+    stepped: bool,
+    faults: bool,
+    next: u32,
+}
+
+fn known(bytes: &[u8]) -> Vec<Option<u8>> {
+    bytes.iter().copied().map(Some).collect()
+}
+
+fn compare(bytes: &[u8], expected: &[Option<u8>], what: &str) {
+    assert_eq!(bytes.len(), expected.len(), "{what}: length");
+    for (i, (byte, expected)) in bytes.iter().zip(expected).enumerate() {
+        assert!(expected.is_none_or(|e| e == *byte), "{what}: byte {i} is {byte}, not {expected:?}");
+    }
+}
+
+fn spans(rows: &[Row]) -> Vec<Span> {
+    let (mut spans, mut bytes) = (Vec::new(), 0);
+    for row in rows {
+        let len = usize::from(row.len);
+        let len = match row.kind % 8 {
+            0 => 0,
+            1..=3 => len % 300,
+            4..=6 => len % 5000,
+            _ => len,
+        };
+        let times = if row.kind / 8 % 4 == 0 { 1 } else { usize::from(row.times) + 1 };
+        let mut at = (usize::from(row.at) * 3) as isize;
+        for _ in 0..times {
+            let fits = usize::try_from(at).is_ok_and(|at| at + len <= MEMORY);
+            if !fits || spans.len() == PIECES || bytes + len > BYTES {
+                break;
+            }
+            let memory = usize::from(row.memory) % MEMORIES;
+            spans.push(Span { memory, at: at as usize, len, shift: usize::from(row.shift % 16) });
+            bytes += len;
+            at += len as isize + isize::from(row.gap) / if row.kind / 32 % 2 == 0 { 1 } else { 128 };
+        }
+    }
+    spans
+}
+
+impl World {
+    fn new(setup: Setup) -> Option<Self> {
+        let stepped = setup.late % 8 != 0;
+        let config = HostConfig::new().memory(1 << 20);
+        let config = match stepped {
+            true => config.stepped(setup.seed.into()),
+            false => config.late(Duration::from_micros(u64::from(setup.late)), setup.seed.into()),
+        };
+        let node = HostNode::new(config).ok()?;
+        let device = Device::on(&node, 0).ok()?;
+        let chunk = (16 << 10) << (setup.chunk % 4);
+        let segments = 1 + usize::from(setup.segments % 5);
+        let pool = |capacity: usize| {
+            let pool = Pool::builder(&device).capacity(capacity).initial(capacity).unpinned(Unpinned::Allow);
+            pool.pin_threads(1).build().expect("a sane configuration")
+        };
+        let from = pool(1 << 20);
+        let pool = pool(segments * (chunk + chunk / 4) + (64 << 10));
+        foreign::behave(setup.mood, &pool);
+        let copier = Copier::builder(&pool, &device).threads(3).chunk(chunk).share(segments * chunk);
+        let copier = copier.build().expect("a sane configuration");
+        let memories = (0..MEMORIES).map(|_| device.alloc(MEMORY).expect("nothing fails yet")).collect();
+        Some(Self {
+            stream: device.stream().expect("nothing fails yet"),
+            node,
+            device,
+            pool,
+            from,
+            copier,
+            memories,
+            cells: vec![vec![Cell::default(); MEMORY]; MEMORIES],
+            flights: Vec::new(),
+            detached: Vec::new(),
+            stepped,
+            faults: false,
+            next: 0,
+        })
+    }
+
+    fn slice(&self, span: &Span, less: usize) -> DeviceSlice {
+        let Span { memory, at, len, .. } = *span;
+        self.memories[memory].slice(at..at + len - less.min(len)).expect("within")
+    }
+
+    fn fresh(&mut self, len: usize) -> Vec<u8> {
+        self.next += 1;
+        let mut x = self.next.wrapping_mul(0x9E37_79B9);
+        let mut byte = || {
+            x = x.wrapping_mul(0x0019_660D).wrapping_add(0x3C6E_F35F);
+            (x >> 24) as u8
+        };
+        (0..len).map(|_| byte()).collect()
+    }
+
+    fn cell(&mut self, span: &Span) -> &mut [Cell] {
+        &mut self.cells[span.memory][span.at..span.at + span.len]
+    }
+
+    // --- the model ---------------------------------------------------------------------------------------------------
+
+    /// An upload begins.
+    fn begins(&mut self, spans: &[Span]) {
+        for span in spans {
+            for cell in self.cell(span) {
+                cell.torn |= cell.writers > 0;
+                cell.writers += 1;
+                cell.value = None;
+            }
+            for flight in &mut self.flights {
+                let Flight::DownOwned(_, plan) = flight else { continue };
+                for (read, bytes) in plan.spans.iter().zip(&mut plan.bytes) {
+                    let (start, end) = (read.at.max(span.at), (read.at + read.len).min(span.at + span.len));
+                    if read.memory == span.memory && start < end {
+                        bytes[start - read.at..end - read.at].fill(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// An upload has ended, and the first so many of its pieces are there.
+    fn ends(&mut self, plan: &Plan, landed: usize) {
+        for (n, (span, bytes)) in plan.spans.iter().zip(&plan.bytes).enumerate() {
+            for (cell, byte) in self.cell(span).iter_mut().zip(bytes) {
+                cell.writers -= 1;
+                cell.lost |= n >= landed;
+                if cell.writers > 0 {
+                    // In this call, or in another one.
+                    continue;
+                }
+                cell.value = if cell.torn || cell.lost { None } else { *byte };
+                cell.torn = false;
+            }
+        }
+    }
+
+    fn expected(&self, spans: &[Span]) -> Vec<Vec<Option<u8>>> {
+        let values = |span: &Span| {
+            let cells = &self.cells[span.memory][span.at..span.at + span.len];
+            cells.iter().map(|cell| cell.value).collect()
+        };
+        spans.iter().map(values).collect()
+    }
+
+    /// An error of a transfer that was started.
+    fn failed(&self, error: &Error, cancelled: bool) {
+        match error {
+            Error::Cancelled { .. } => assert!(cancelled, "not cancelled"),
+            Error::Internal(_) | Error::Unsupported(_) => panic!("{error}"),
+            _ => assert!(self.faults, "without a fault: {error:?}"),
+        }
+    }
+
+    // --- operations --------------------------------------------------------------------------------------------------
+
+    /// All that the copier's pool has, so that buffers stay where they are.
+    fn all(&self) -> Vec<PinnedBuf> {
+        let mut taken = Vec::new();
+        for len in [256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10] {
+            taken.extend(std::iter::from_fn(|| self.pool.try_checkout(len).ok()));
+        }
+        taken
+    }
+
+    /// Takes a buffer for each piece, or for the first of them.
+    fn bufs(&mut self, spans: &mut Vec<Span>, fill: bool) -> Vec<PinnedBuf> {
+        let mut bufs = Vec::new();
+        for span in spans.iter() {
+            let Ok(mut buf) = self.from.try_checkout(span.len.max(1)) else { break };
+            if fill {
+                let bytes = self.fresh(span.len);
+                buf.try_extend_from_slice(&bytes).expect("it fits");
+            }
+            bufs.push(buf);
+        }
+        spans.truncate(bufs.len());
+        bufs
+    }
+
+    fn upload(&mut self, mut spans: Vec<Span>, owned: bool, full: bool, wrong: u8, then: Then) {
+        // The piece whose place is too short, if any.
+        let wrong = usize::from(wrong);
+        if !owned {
+            let sources: Vec<Vec<u8>> = spans.iter().map(|span| self.fresh(span.shift + span.len)).collect();
+            let mut lent = sources.clone();
+            let pieces: Vec<(&[u8], DeviceSlice)> = lent
+                .iter()
+                .zip(&spans)
+                .enumerate()
+                .map(|(n, (bytes, span))| (&bytes[span.shift..], self.slice(span, usize::from(n + 200 == wrong))))
+                .collect();
+            let refused = pieces.iter().any(|(bytes, place)| bytes.len() > place.len());
+            self.begins(&spans);
+            let sent = self.copier.upload_pieces(&pieces);
+            drop(pieces);
+            lent.iter_mut().for_each(|bytes| bytes.fill(0xEE));
+            let bytes = sources.iter().zip(&spans).map(|(bytes, span)| known(&bytes[span.shift..])).collect();
+            let plan = Plan { spans, bytes, cancelled: false };
+            match sent {
+                Ok(sent) => {
+                    assert!(!refused, "a piece is longer than its place");
+                    self.started(Flight::Up(sent, plan), then);
+                }
+                Err(error) if refused && matches!(error, Error::TooSmall { .. }) => self.untouched(&plan),
+                Err(error) => {
+                    self.failed(&error, false);
+                    self.ends(&plan, 0);
+                }
+            }
+            return;
+        }
+        let bufs = self.bufs(&mut spans, true);
+        let bytes: Vec<_> = bufs.iter().map(|buf| known(buf)).collect();
+        let pieces: Vec<_> = bufs
+            .into_iter()
+            .zip(&spans)
+            .enumerate()
+            .map(|(n, (buf, span))| (buf, self.slice(span, usize::from(n + 200 == wrong))))
+            .collect();
+        let refused = pieces.iter().any(|(buf, place)| buf.is_empty() || buf.len() > place.len());
+        let taken = if full { self.all() } else { Vec::new() };
+        self.begins(&spans);
+        let sent = self.copier.upload_buffers(pieces);
+        drop(taken);
+        let plan = Plan { spans, bytes, cancelled: false };
+        match sent {
+            Ok(sent) => {
+                assert!(!refused, "a piece is empty, or longer than its place");
+                self.started(Flight::UpOwned(sent, plan), then);
+            }
+            Err(said) => {
+                if !(refused && matches!(said.error, Error::TooSmall { .. } | Error::Empty)) {
+                    self.failed(&said.error, false);
+                }
+                let back = said.buffer.expect("refused before anything was copied");
+                assert_eq!(back.len(), plan.spans.len());
+                for ((buf, place), (bytes, span)) in back.iter().zip(plan.bytes.iter().zip(&plan.spans)) {
+                    compare(buf, bytes, "a buffer that was refused");
+                    assert_eq!(place.address(), self.slice(span, 0).address(), "in their order");
+                }
+                self.untouched(&plan);
+            }
+        }
+    }
+
+    /// An upload was refused: nothing was written. (What was there before is forgotten.)
+    fn untouched(&mut self, plan: &Plan) {
+        let unknown = plan.bytes.iter().map(|bytes| vec![None; bytes.len()]).collect();
+        let plan = Plan { spans: plan.spans.clone(), bytes: unknown, cancelled: false };
+        self.ends(&plan, usize::MAX);
+    }
+
+    fn download(&mut self, mut spans: Vec<Span>, owned: bool, full: bool, wrong: u8, then: Then) {
+        let wrong = usize::from(wrong);
+        if !owned {
+            let expected = self.expected(&spans);
+            let mut back: Vec<Vec<u8>> =
+                spans.iter().map(|span| vec![0xA5; span.shift + span.len + 3]).collect();
+            let target = |(n, (bytes, span)): (usize, (&'_ mut Vec<u8>, &Span))| -> (DeviceSlice, *mut [u8]) {
+                let end = if n + 200 == wrong { span.shift + span.len.saturating_sub(1) } else { bytes.len() };
+                (self.slice(span, 0), &raw mut bytes[span.shift..end])
+            };
+            let targets: Vec<(DeviceSlice, *mut [u8])> =
+                back.iter_mut().zip(&spans).enumerate().map(target).collect();
+            // SAFETY: parts of vectors that nothing else uses before the call has returned.
+            let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+                targets.into_iter().map(|(place, target)| (place, unsafe { &mut *target })).collect();
+            let refused = targets.iter().any(|(place, target)| place.len() > target.len());
+            let said = self.copier.download_pieces(&mut targets);
+            drop(targets);
+            match said {
+                Err(Error::TooSmall { .. }) if refused => {
+                    assert!(back.iter().flatten().all(|byte| *byte == 0xA5), "written to, and refused");
+                }
+                Err(error) => self.failed(&error, false),
+                Ok(()) => {
+                    assert!(!refused, "a piece is longer than its target");
+                    for ((bytes, span), expected) in back.iter().zip(&spans).zip(&expected) {
+                        compare(&bytes[span.shift..span.shift + span.len], expected, "a piece");
+                    }
+                }
+            }
+            for (bytes, Span { shift, len, .. }) in back.iter().zip(&spans) {
+                let beside = bytes[..*shift].iter().chain(&bytes[shift + len..]);
+                assert!({ beside }.all(|byte| *byte == 0xA5), "written beside a target");
+            }
+            return;
+        }
+        let bufs = self.bufs(&mut spans, false);
+        let bytes = self.expected(&spans);
+        let mut pieces: Vec<_> =
+            bufs.into_iter().zip(&spans).map(|(buf, span)| (self.slice(span, 0), buf)).collect();
+        if let Some((place, buf)) = wrong.checked_sub(200).and_then(|n| pieces.get_mut(n)) {
+            if let (true, Ok(short)) = (place.len() > 1, self.from.try_checkout(place.len() - 1)) {
+                *buf = short;
+            }
+        }
+        let refused = pieces.iter().any(|(place, buf)| place.len() > buf.capacity());
+        let taken = if full { self.all() } else { Vec::new() };
+        let sent = self.copier.download_buffers(pieces);
+        drop(taken);
+        let plan = Plan { spans, bytes, cancelled: false };
+        match sent {
+            Ok(sent) => {
+                assert!(!refused, "a piece is longer than its target");
+                self.started(Flight::DownOwned(sent, plan), then);
+            }
+            Err(said) => {
+                if !(refused && matches!(said.error, Error::TooSmall { .. })) {
+                    self.failed(&said.error, false);
+                }
+                let back = said.buffer.expect("refused before anything was copied");
+                assert_eq!(back.len(), plan.spans.len());
+                for ((place, buf), span) in back.iter().zip(&plan.spans) {
+                    assert!(buf.is_empty());
+                    assert_eq!(place.address(), self.slice(span, 0).address(), "in their order");
+                }
+            }
+        }
+    }
+
+    fn started(&mut self, flight: Flight, then: Then) {
+        self.flights.push(flight);
+        let at = self.flights.len() - 1;
+        match then {
+            Then::Wait => self.wait(at),
+            Then::Keep if self.flights.len() > FLIGHTS => self.wait(0),
+            Then::Keep => {}
+            Then::Drop => self.detach(at),
+            Then::Cancel => self.cancel(at),
+        }
+    }
+
+    fn cancel(&mut self, at: usize) {
+        match &mut self.flights[at] {
+            Flight::Up(handle, plan) => {
+                handle.cancel();
+                plan.cancelled = true;
+            }
+            Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan) => {
+                handle.cancel();
+                plan.cancelled = true;
+            }
+        }
+    }
+
+    /// Drops a handle. The transfer goes on.
+    fn detach(&mut self, at: usize) {
+        match self.flights.swap_remove(at) {
+            Flight::Up(handle, plan) => {
+                drop(handle);
+                self.detached.push(plan);
+            }
+            Flight::UpOwned(handle, plan) => {
+                drop(handle);
+                self.detached.push(plan);
+            }
+            Flight::DownOwned(..) => {}
+        }
+    }
+
+    fn wait(&mut self, at: usize) {
+        match self.flights.swap_remove(at) {
+            Flight::Up(mut handle, plan) => {
+                // Waited for first, so that what has landed is known after an error as well.
+                let landed = self.over(&mut handle);
+                self.came_up(handle.wait(), plan, landed);
+            }
+            Flight::UpOwned(mut handle, plan) => {
+                let landed = self.over(&mut handle);
+                let came = handle.wait();
+                self.came_up_owned(came, plan, landed);
+            }
+            Flight::DownOwned(handle, plan) => {
+                let came = handle.wait();
+                self.came_down(came, &plan);
+            }
+        }
+    }
+
+    /// Waits until a transfer is over: how many of its pieces have arrived.
+    fn over<T>(&self, handle: &mut Copying<T>) -> usize {
+        let _ = handle.wait_landed(usize::MAX);
+        assert!(handle.is_over());
+        handle.progress().landed_to
+    }
+
+    fn came_up(&mut self, came: Result<(), Error>, plan: Plan, landed: usize) {
+        match came {
+            Ok(()) => self.ends(&plan, usize::MAX),
+            Err(error) => {
+                self.failed(&error, plan.cancelled);
+                self.ends(&plan, landed);
+            }
+        }
+    }
+
+    fn came_up_owned(&mut self, came: Result<Vec<PinnedBuf>, Error>, plan: Plan, landed: usize) {
+        if let Ok(came) = &came {
+            assert_eq!(came.len(), plan.bytes.len());
+            came.iter().zip(&plan.bytes).for_each(|(buf, sent)| compare(buf, sent, "a buffer that was sent"));
+        }
+        self.came_up(came.map(drop), plan, landed);
+    }
+
+    fn came_down(&self, came: Result<Vec<PinnedBuf>, Error>, plan: &Plan) {
+        match came {
+            Ok(came) => {
+                assert_eq!(came.len(), plan.bytes.len());
+                came.iter().zip(&plan.bytes).for_each(|(buf, bytes)| compare(buf, bytes, "a buffer that came"));
+            }
+            Err(error) => self.failed(&error, plan.cancelled),
+        }
+    }
+
+    fn poll(&mut self, at: usize) {
+        match self.flights.swap_remove(at) {
+            Flight::Up(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
+                Poll::Ready(came) => {
+                    let landed = handle.progress().landed_to;
+                    self.came_up(came, plan, landed);
+                }
+                Poll::Pending => self.flights.push(Flight::Up(handle, plan)),
+            },
+            Flight::UpOwned(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
+                Poll::Ready(came) => {
+                    let landed = handle.progress().landed_to;
+                    self.came_up_owned(came, plan, landed);
+                }
+                Poll::Pending => self.flights.push(Flight::UpOwned(handle, plan)),
+            },
+            Flight::DownOwned(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
+                Poll::Ready(came) => self.came_down(came, &plan),
+                Poll::Pending => self.flights.push(Flight::DownOwned(handle, plan)),
+            },
+        }
+    }
+
+    /// Waits for a short time.
+    fn wait_for(&mut self, at: usize, time: Duration) {
+        match self.flights.swap_remove(at) {
+            Flight::DownOwned(handle, plan) => match handle.wait_timeout(time) {
+                Err(late) if late.buffer.is_some() => {
+                    assert!(matches!(late.error, Error::Timeout(_)));
+                    self.flights.extend(late.buffer.map(|handle| Flight::DownOwned(handle, plan)));
+                }
+                came => self.came_down(came.map_err(|said| said.error), &plan),
+            },
+            other => self.flights.push(other),
+        }
+    }
+
+    fn failure(&self, n: u8) -> Failure {
+        let failures = [
+            Failure::Transient,
+            Failure::RunsAnyway,
+            Failure::Argument,
+            Failure::Capture,
+            Failure::DeviceLost,
+            Failure::Stall,
+        ];
+        // With threads a wait for a device that stalls lasts.
+        failures[usize::from(n) % if self.stepped { 6 } else { 5 }]
+    }
+
+    fn apply(&mut self, op: Op) {
+        let nth = |flights: &[Flight], at: u8| (!flights.is_empty()).then(|| usize::from(at) % flights.len());
+        match op {
+            Op::Upload { rows, owned, full, wrong, then } => {
+                self.upload(spans(&rows), owned, full, wrong, then)
+            }
+            Op::Download { rows, owned, full, wrong, then } => {
+                self.download(spans(&rows), owned, full, wrong, then);
+            }
+            Op::Wait { at } => _ = nth(&self.flights, at).map(|at| self.wait(at)),
+            Op::WaitFor { at, micros } => {
+                let time = Duration::from_micros(micros.into());
+                _ = nth(&self.flights, at).map(|at| self.wait_for(at, time));
+            }
+            Op::Poll { at } => _ = nth(&self.flights, at).map(|at| self.poll(at)),
+            Op::Landed { at, piece } => {
+                let Some(at) = nth(&self.flights, at) else { return };
+                let piece = usize::from(piece);
+                let (there, progress) = match &self.flights[at] {
+                    Flight::Up(handle, _) => (handle.wait_landed(piece), handle.progress()),
+                    Flight::UpOwned(handle, _) | Flight::DownOwned(handle, _) => {
+                        (handle.wait_landed(piece), handle.progress())
+                    }
+                };
+                assert!(if there { progress.landed_to >= piece } else { progress.over }, "{progress:?}");
+            }
+            Op::Order { at } => {
+                let Some(at) = nth(&self.flights, at) else { return };
+                let (said, cancelled) = match &self.flights[at] {
+                    Flight::Up(handle, plan) => (handle.order(&self.stream), plan.cancelled),
+                    Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan) => {
+                        (handle.order(&self.stream), plan.cancelled)
+                    }
+                };
+                if let Err(error) = said {
+                    self.failed(&error, cancelled);
+                }
+            }
+            Op::Cancel { at } => _ = nth(&self.flights, at).map(|at| self.cancel(at)),
+            Op::Forget { at } => _ = nth(&self.flights, at).map(|at| self.detach(at)),
+            Op::Step { count } => {
+                for _ in 0..count % 32 {
+                    self.node.step();
+                }
+            }
+            Op::Reap => {
+                self.copier.reap();
+                self.device.reap();
+            }
+            Op::Resume => self.node.resume(0),
+            Op::Fail { call, nth, failure } => {
+                self.faults = true;
+                let call = Call::ALL[usize::from(call) % Call::ALL.len()];
+                let failure = self.failure(failure);
+                self.node.fail(Fault { device: 0, call, nth: u64::from(nth % 32), failure });
+            }
+            Op::FailAny { nth, failure } => {
+                self.faults = true;
+                self.node.fail_any(u64::from(nth % 64), self.failure(failure));
+            }
+            Op::Kill { sure } => {
+                if sure % 16 == 3 {
+                    self.faults = true;
+                    self.node.kill(0);
+                }
+            }
+        }
+    }
+
+    /// Until nothing is in use.
+    fn wait_for_idle(&self) {
+        let since = Instant::now();
+        let mut rounds = 0;
+        let in_use = |pool: &Pool| {
+            let stats = pool.stats();
+            stats.in_flight_bytes + stats.checked_out_bytes
+        };
+        loop {
+            while self.node.step() {}
+            let moved = self.copier.reap() | self.device.reap();
+            if !moved && self.node.queued(0) == 0 && in_use(&self.pool) + in_use(&self.from) == 0 {
+                return;
+            }
+            rounds += 1;
+            let late = if self.stepped { rounds > 1000 } else { since.elapsed() > HANG };
+            assert!(!late, "in use: {:?}, {:?}", self.pool.stats(), self.from.stats());
+            std::thread::yield_now();
+        }
+    }
+
+    fn end(mut self) {
+        self.node.clear_faults();
+        self.node.resume(0);
+        while !self.flights.is_empty() {
+            self.wait(0);
+        }
+        self.wait_for_idle();
+        for plan in std::mem::take(&mut self.detached) {
+            let landed = if self.faults || plan.cancelled { 0 } else { usize::MAX };
+            self.ends(&plan, landed);
+        }
+        for (memory, cells) in self.memories.iter().zip(&self.cells) {
+            let mut bytes = vec![0; MEMORY];
+            if self.stream.download_blocking(memory, &mut bytes).is_ok() {
+                let expected: Vec<_> = cells.iter().map(|cell| cell.value).collect();
+                compare(&bytes, &expected, "device memory");
+            }
+        }
+        self.wait_for_idle();
+        let Self { node, device, pool, from, copier, stream, memories, stepped, faults, .. } = self;
+        drop((copier, stream, memories));
+        for pool in [pool, from] {
+            pool.check().unwrap_or_else(|wrong| panic!("{wrong}"));
+            let stats = pool.stats();
+            assert!(faults || stats.quarantined_bytes == 0, "{stats:?}");
+            let down = pool.shutdown(Duration::ZERO);
+            assert!(down.drained || stats.quarantined_bytes > 0, "{down:?} after {stats:?}");
+            let regions = pool.regions();
+            drop(pool);
+            if down.outstanding > 0 {
+                // A quarantined segment keeps its pool's memory mapped, as it must. Millions of inputs would fill the
+                // machine's memory.
+                for region in regions {
+                    // SAFETY: the pool never unmaps this mapping, and no handle of it is left, so no code uses it any
+                    // more.
+                    unsafe { libc::munmap(region.base.as_ptr().cast(), region.len) };
+                }
+            }
+        }
+        drop(device);
+        if !faults {
+            let since = Instant::now();
+            loop {
+                let live = node.live(0);
+                let left = (live.streams, live.events, live.allocations, live.pinned_bytes, live.queued);
+                if left == (0, 0, 0, 0, 0) {
+                    break;
+                }
+                // Threads of a copier may be about to end.
+                assert!(!stepped && since.elapsed() < HANG, "the device was not given everything back: {left:?}");
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+fuzz_target!(|input: (Setup, Vec<Op>)| {
+    let (setup, mut ops) = input;
+    ops.truncate(OPS);
+    let Some(mut world) = World::new(setup) else { return };
+    for op in ops {
+        world.apply(op);
+    }
+    foreign::rest();
+    world.end();
+});

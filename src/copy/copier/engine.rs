@@ -1,0 +1,432 @@
+//! What the workers of a copier share, and how they submit copies.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::config::Settings;
+use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
+use super::lent::Lent;
+use super::pieces::LEAST;
+use super::ring::{Ring, Slot};
+use super::scheduler::{Scheduler, Takes};
+use super::spreader::{Entry, Spreader};
+use super::stats::Counters;
+use super::worker::{Holdings, Worker};
+use crate::buffer::{InFlight, PinnedBuf};
+use crate::copy::NOT_YET;
+use crate::copy::overlap::first_in_the_way;
+use crate::device::handle::Device;
+use crate::device::memory::{Allocation, DeviceSlice};
+use crate::device::{SpreadWay, Transfer};
+use crate::error::{Error, Result};
+use crate::foreign;
+use crate::locks::Mutex;
+use crate::pool::{Pool, Request};
+use crate::sealed::KEY;
+use crate::stream::Stream;
+use crate::stream::timeline::{Resource, Submission, Ticket};
+
+/// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
+/// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
+const RUNS: [usize; 2] = [2, 8];
+
+impl Takes for Arc<Job> {
+    fn may_take(&self) -> bool {
+        Job::may_take(self)
+    }
+}
+
+/// The streams of one direction, which chunks use by turns, and the copies in flight there.
+struct Lane {
+    streams: Vec<Stream>,
+    turn: AtomicUsize,
+    flying: Mutex<Flying>,
+}
+
+/// The copies of chunks in one direction. At most so many are in flight as the copier is deep, so that a copy of the
+/// program's own waits for no more than these.
+///
+/// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
+/// submitted a copy may be busy filling its next segment.
+#[derive(Default)]
+struct Flying {
+    /// Copies that are about to be submitted.
+    reserved: usize,
+    sent: Vec<Sent>,
+    /// How many of those a thread has taken out to ask about them.
+    asked: usize,
+}
+
+struct Sent {
+    ticket: Ticket,
+    then: Then,
+}
+
+/// What follows a chunk's copy.
+pub(super) enum Then {
+    Nothing,
+    /// The slot is free.
+    Give(Slot),
+    /// The bytes are in a slot, and the kernel spreads them.
+    Spread(Entry),
+}
+
+/// See the module's page.
+pub(super) struct Engine {
+    pub(super) pool: Pool,
+    pub(super) device: Device,
+    pub(super) settings: Settings,
+    pub(super) scheduler: Scheduler<Arc<Job>>,
+    pub(super) ring: Ring,
+    /// One for each direction. `None`: the device has no kernels.
+    pub(super) spreaders: Option<[Spreader; 2]>,
+    pub(super) counters: Counters,
+    lanes: [Lane; 2],
+    /// Segments that workers have.
+    segments: AtomicUsize,
+    /// Threads that were started.
+    started: Mutex<usize>,
+    /// What the one worker of a copier without threads has, while no thread is that worker.
+    pub(super) inline: Mutex<Option<Holdings>>,
+}
+
+impl Engine {
+    pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
+        crate::os::check_fork()?;
+        let lane = || -> Result<Lane> {
+            let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
+            Ok(Lane { streams, turn: AtomicUsize::new(0), flying: Mutex::default() })
+        };
+        let lanes = [lane()?, lane()?];
+        let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
+        Ok(Arc::new(Self {
+            ring: Ring::new(settings.chunk, settings.ring),
+            pool,
+            device,
+            settings,
+            scheduler: Scheduler::new(),
+            spreaders,
+            counters: Counters::default(),
+            lanes,
+            segments: AtomicUsize::new(0),
+            started: Mutex::new(0),
+            inline: Mutex::new(Some(Holdings::default())),
+        }))
+    }
+
+    /// The spreaders, if the device has the kernels.
+    fn spreaders(device: &Device) -> Result<Option<[Spreader; 2]>> {
+        let context = device.context().clone();
+        let loading = context.clone();
+        // On the region thread: the driver may wait for other work of the process while it loads code.
+        match context.worker().call(move || loading.driver().load_spread()) {
+            Ok(()) => {}
+            Err(error) if error.is_device_lost() => return Err(error),
+            // The host device's copies are the CPU's own.
+            Err(Error::Unsupported(_)) if context.driver().takes_ordinary_memory() => return Ok(None),
+            Err(error) => {
+                foreign::info!(
+                    target: "pinpool::copier", device = device.name(), %error,
+                    "the kernels that spread pieces cannot be loaded: pieces are copied in batches instead"
+                );
+                return Ok(None);
+            }
+        }
+        let spreader = |way| Ok::<_, Error>(Spreader::new(way, device.urgent_stream()?));
+        Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
+    }
+
+    /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
+    pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
+        let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
+        let mut streams = self.lanes.iter().flat_map(|lane| &lane.streams).chain(spreading);
+        streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
+    }
+
+    /// Starts a job on the copier's threads.
+    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>) -> Result<()> {
+        if job.is_over() {
+            return Ok(());
+        }
+        self.start_threads()?;
+        let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
+        self.scheduler.add(job.clone(), chunks);
+        if self.settings.threads == 0 {
+            Worker::advance(self);
+        }
+        Ok(())
+    }
+
+    /// Makes a job of work that the caller lends.
+    ///
+    /// # Safety
+    /// As for [`LentWork::new`].
+    pub(super) unsafe fn lend(
+        &self,
+        direction: Direction,
+        total: u64,
+        work: &(dyn Work + '_),
+        memories: Vec<Arc<Allocation>>,
+    ) -> Arc<Job> {
+        // SAFETY: the caller's promise.
+        let body = Body::Lent(unsafe { LentWork::new(work) });
+        Job::new(direction, total, body, memories)
+    }
+
+    fn start_threads(self: &Arc<Self>) -> Result<()> {
+        let mut started = self.started.lock();
+        while *started < self.settings.threads {
+            let engine = self.clone();
+            let name = format!("pinpool-copy-{}", self.device.name());
+            let spawned = crate::os::thread::spawn(name, move || {
+                crate::sync::enter(crate::sync::Own::Copier);
+                engine.device.context().driver().enter_thread();
+                foreign::live("a thread of a copier panicked: it goes on", || Worker::new(&engine).serve());
+            });
+            match spawned {
+                Ok(_) => *started += 1,
+                Err(_) if *started > 0 => return Ok(()),
+                Err(error) => {
+                    return Err(Error::Unavailable {
+                        device: self.device.name().into(),
+                        why: format!("no thread could be started: {error}"),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // --- segments and permits ----------------------------------------------------------------------------------------
+
+    pub(super) fn request(&self) -> Request<'_> {
+        Request::new(self.settings.chunk).near(&self.device)
+    }
+
+    /// Counts a segment that a worker is about to have. `false`: the copier's share is in use.
+    pub(super) fn count_segment(&self) -> bool {
+        // Relaxed, here and below: a bound, not a signal.
+        let more = |count: usize| (count < self.settings.segments).then_some(count + 1);
+        self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Whether any worker has a segment.
+    pub(super) fn has_segments(&self) -> bool {
+        self.segments.load(Ordering::Relaxed) > 0
+    }
+
+    pub(super) fn segment_gone(&self) {
+        self.segments.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
+    pub(super) fn may_send(&self, direction: Direction) -> bool {
+        let reserve = || {
+            let mut flying = self.lanes[direction as usize].flying.lock();
+            let room = flying.reserved + flying.sent.len() + flying.asked < self.settings.depth;
+            flying.reserved += usize::from(room);
+            room
+        };
+        reserve() || self.land(direction) && reserve()
+    }
+
+    /// A copy was submitted, or (`None`) was not.
+    pub(super) fn sent(&self, direction: Direction, sent: Option<(Ticket, Then)>) {
+        let mut flying = self.lanes[direction as usize].flying.lock();
+        flying.reserved -= 1;
+        flying.sent.extend(sent.map(|(ticket, then)| Sent { ticket, then }));
+    }
+
+    /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
+    fn land(&self, direction: Direction) -> bool {
+        let lane = &self.lanes[direction as usize];
+        let asked = {
+            let mut flying = lane.flying.lock();
+            if flying.asked > 0 || flying.sent.is_empty() {
+                // Another thread is asking.
+                return false;
+            }
+            flying.asked = flying.sent.len();
+            std::mem::take(&mut flying.sent)
+        };
+        let mut asking = Asking { lane, left: asked };
+        let mut any = false;
+        let mut n = 0;
+        while n < asking.left.len() {
+            let ticket = &asking.left[n].ticket;
+            let said = match ticket.timeline.poll_complete(ticket.seq) {
+                Ok(false) => {
+                    n += 1;
+                    continue;
+                }
+                Ok(true) => Ok(()),
+                Err(error) => Err(error),
+            };
+            any = true;
+            let Sent { then, .. } = asking.left.remove(n);
+            match (then, said) {
+                (Then::Nothing, _) => {}
+                (Then::Give(slot), Ok(())) => self.ring.give(slot),
+                (Then::Give(slot), Err(_)) => self.ring.lose(slot),
+                (Then::Spread(entry), said) => match (&self.spreaders, said) {
+                    (Some(both), Ok(())) => both[direction as usize].add(entry),
+                    (_, said) => {
+                        let _ = entry.done.set(said);
+                        entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
+                    }
+                },
+            }
+        }
+        any
+    }
+
+    /// The stream of the next chunk in this direction.
+    pub(super) fn stream(&self, direction: Direction) -> &Stream {
+        let Lane { streams, turn, .. } = &self.lanes[direction as usize];
+        // Relaxed: only to spread chunks over streams.
+        let turn = turn.fetch_add(1, Ordering::Relaxed);
+        &streams[turn / RUNS[direction as usize] % streams.len()]
+    }
+
+    /// All streams on which the copies of a direction go.
+    pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
+        let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
+        self.lanes[direction as usize].streams.iter().chain(spreader)
+    }
+
+    /// Lets all that is on the device go on. Whether anything has changed.
+    pub(super) fn advance(&self) -> bool {
+        let landed = self.land(Direction::Up) | self.land(Direction::Down);
+        let spreaders = self.spreaders.iter().flatten();
+        spreaders.fold(landed, |changed, spreader| spreader.advance(&self.ring) | changed)
+    }
+
+    // --- submitting --------------------------------------------------------------------------------------------------
+
+    /// Submits copies out of a buffer or into it, and gives what is in flight. `written`: the length that the buffer
+    /// has when the copies are complete. After an error the buffer returns by itself when the device is known to be
+    /// done with it.
+    ///
+    /// # Safety
+    /// The transfers stay within the buffer and within `memories`.
+    pub(super) unsafe fn submit(
+        &self,
+        stream: &Stream,
+        buf: PinnedBuf,
+        transfers: &[Transfer],
+        memories: &Kept<'_>,
+        written: Option<usize>,
+    ) -> Result<InFlight<PinnedBuf>> {
+        let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
+        let timeline = stream.timeline();
+        let (one, all) = memories.split();
+        let first = timeline.begin(resource, one).map_err(|(error, _)| error)?;
+        let mut flight = InFlight::new(Ticket { timeline: timeline.clone(), seq: NOT_YET }, buf, written);
+        let second = match all {
+            Some(all) => {
+                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            }
+            None => None,
+        };
+        // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
+        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
+        flight.submitted(seq);
+        said.map(|()| flight)
+    }
+
+    /// Submits copies of memory that `lent` keeps.
+    ///
+    /// # Safety
+    /// The transfers stay within what `lent` and `memories` keep.
+    pub(super) unsafe fn submit_in_place(
+        &self,
+        stream: &Stream,
+        transfers: &[Transfer],
+        lent: Lent,
+        memories: &Kept<'_>,
+    ) -> Result<Ticket> {
+        let timeline = stream.timeline();
+        let (one, all) = memories.split();
+        let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
+        let second = match all {
+            Some(all) => {
+                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            }
+            None => None,
+        };
+        // SAFETY: as in `submit`.
+        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
+        said.map(|()| Ticket { timeline: timeline.clone(), seq })
+    }
+
+    /// # Safety
+    /// The submissions keep all that the transfers name.
+    unsafe fn copy_all(
+        &self,
+        stream: &Stream,
+        transfers: &[Transfer],
+        first: Submission<'_>,
+        second: Option<Submission<'_>>,
+    ) -> (u64, Result<()>) {
+        let context = self.device.context();
+        let mut failed = None;
+        let mut spans = Vec::new();
+        let mut rest = transfers;
+        while !rest.is_empty() {
+            // Copies of one call have no order, so those that write the same bytes are in different calls.
+            let count = first_in_the_way(rest, &mut spans).max(1);
+            let (call, later) = rest.split_at(count);
+            // SAFETY: the caller's promise.
+            unsafe {
+                context.driver().copy_many(stream.timeline().stream(), call, &mut |_, error| {
+                    failed.get_or_insert(error);
+                });
+            }
+            rest = later;
+        }
+        // Both are covered by an event after the copies.
+        let seq = first.commit();
+        let seq = second.map_or(seq, |second| second.commit().max(seq));
+        match failed {
+            Some(error) => (seq, context.noting(Err(error))),
+            None => {
+                context.count_copied(transfers);
+                (seq, Ok(()))
+            }
+        }
+    }
+}
+
+/// The device memory that copies use.
+pub(super) enum Kept<'a> {
+    /// The ring.
+    Ring(Arc<Allocation>),
+    Job(&'a Arc<Memories>),
+}
+
+impl Kept<'_> {
+    fn split(&self) -> (Option<Arc<Allocation>>, Option<KeptMemories>) {
+        match self {
+            Self::Ring(ring) => (Some(ring.clone()), None),
+            Self::Job(memories) => match &memories.0[..] {
+                [one] => (Some(one.clone()), None),
+                _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
+            },
+        }
+    }
+}
+
+/// A thread asks about the copies of a lane. Its end puts back those that are in flight.
+struct Asking<'a> {
+    lane: &'a Lane,
+    left: Vec<Sent>,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        let mut flying = self.lane.flying.lock();
+        flying.asked = 0;
+        let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
+        flying.sent.extend(later);
+    }
+}

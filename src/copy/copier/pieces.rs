@@ -1,0 +1,631 @@
+//! Pieces: any number of (host bytes, device range), of any lengths and alignments, as the work of one job.
+//!
+//! A call is looked at once before anything is copied ([`Survey`]): whether each piece can be copied, and which
+//! allocations the job keeps. Chunks are cut as workers take them, in the order of the call, so that the first copy
+//! starts while most of a long call is not cut yet.
+
+use std::cell::UnsafeCell;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::engine::Engine;
+use super::job::{Chunk, Cursor, Cut, Direction, Needs, Work};
+use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
+use super::lent::{Block, Lent};
+use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, transfer};
+use super::way::IN_PLACE;
+use crate::buffer::Lend;
+use crate::buffer::sealed::Lend as _;
+use crate::copy::Landing;
+use crate::device::DevicePtr;
+use crate::device::memory::{Allocation, DeviceSlice};
+use crate::error::{Error, Result};
+use crate::sealed::KEY;
+use crate::stream::timeline::RetainedResource;
+
+/// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
+/// there is nothing to be done beside the last ones: chunks there are short.
+pub(super) const LEAST: usize = 256 << 10;
+/// Copies and bytes of a chunk whose pieces are in place; and copies, where they are the rows of a rectangle, which the
+/// device copies by one call.
+const MOST_IN_PLACE: (usize, usize) = (256, 32 << 20);
+const MOST_ROWS: usize = 1024;
+/// Windows of three pieces that tell whether all are rows.
+const SAMPLES: usize = 256;
+
+/// How the chunks of a call grow and shrink.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ramp {
+    /// Bytes of a segment.
+    most: usize,
+    /// Threads that take chunks.
+    hands: usize,
+}
+
+impl Ramp {
+    pub(super) fn new(engine: &Engine) -> Self {
+        Self { most: engine.settings.chunk, hands: engine.settings.threads + 1 }
+    }
+
+    /// Bytes of the next chunk's segment that are used.
+    fn next(&self, cursor: &Cursor) -> usize {
+        let Self { most, hands } = *self;
+        let least = LEAST.min(most);
+        let growing = least + (most - least) / hands * cursor.chunks.min(hands);
+        let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
+        even.clamp(least, growing.min(most).max(least))
+    }
+}
+
+/// What was found before anything is copied.
+#[derive(Default)]
+pub(super) struct Survey {
+    pub(super) bytes: u64,
+    pub(super) memories: Vec<Arc<Allocation>>,
+    known: HashSet<u64>,
+}
+
+impl Survey {
+    /// Looks at a piece's device memory.
+    #[inline]
+    pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
+        if len > memory.len() {
+            return Err(Error::TooSmall { need: len, have: memory.len() });
+        }
+        self.bytes += len as u64;
+        let number = memory.allocation_number();
+        if self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number) {
+            return Ok(());
+        }
+        if !memory.is_of(engine.device.context()) {
+            return Err(Error::WrongDevice { device: engine.device.name().into() });
+        }
+        if self.memories.is_empty() || self.known.insert(number) {
+            if self.memories.is_empty() {
+                self.known.insert(number);
+            }
+            engine.admit(memory)?;
+            self.memories.push(memory.allocation());
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a chunk: each piece, and the bytes of it from where to where.
+fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = (Piece, usize, usize)> {
+    let Chunk { start, end, .. } = *chunk;
+    (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
+        let found = piece(n);
+        let from = if n == start.piece { start.from } else { 0 };
+        let to = if n == end.piece { end.from } else { found.len };
+        (found, from, to)
+    })
+}
+
+/// Cuts a chunk off that goes through a segment, of pieces for which `fits` holds.
+fn cut(
+    count: usize,
+    piece: impl Fn(usize) -> Piece,
+    fits: impl Fn(&Piece) -> bool,
+    cursor: &mut Cursor,
+    most: usize,
+) -> Chunk {
+    let start = cursor.at;
+    let mut layout = Layout::new(most);
+    let (mut at, mut bytes) = (start, 0);
+    while at.piece < count {
+        let next = piece(at.piece);
+        if at.from == next.len {
+            at = Cut { piece: at.piece + 1, from: 0 };
+            continue;
+        }
+        if !fits(&next) && bytes > 0 {
+            break;
+        }
+        let device = next.device.wrapping_add(at.from as u64);
+        let Some(part) = layout.put(next.memory, device, next.len - at.from) else { break };
+        bytes += part.len;
+        at.from += part.len;
+    }
+    finish(cursor, at, bytes, Some(most))
+}
+
+fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
+    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, most };
+    cursor.at = end;
+    cursor.chunks += 1;
+    cursor.left -= bytes as u64;
+    chunk
+}
+
+/// Fills or lays out a chunk that goes through a segment.
+///
+/// # Safety
+/// For an upload the pieces can be read, and no thread writes them meanwhile.
+unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, is_read: bool, piece: impl Fn(usize) -> Piece) {
+    let mut parts = parts(chunk, piece).peekable();
+    while let Some((this, from, to)) = parts.next() {
+        if let (true, Some((next, ..))) = (is_read, parts.peek()) {
+            announce(next);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { packing.put(&this, from, to) };
+    }
+}
+
+/// Empties a chunk's segment.
+///
+/// # Safety
+/// The pieces can be written, and no other thread uses their bytes in this chunk.
+unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
+    let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
+    for (this, from, to) in parts(chunk, piece) {
+        // SAFETY: the caller's promise.
+        unsafe { unpacking.put(&this, from, to, bytes)? };
+    }
+    Ok(())
+}
+
+// --- borrowed --------------------------------------------------------------------------------------------------------
+
+/// Borrowed bytes on their way to the device.
+pub(super) struct Slices<'a> {
+    pub(super) pieces: &'a [(&'a [u8], DeviceSlice)],
+    pub(super) ramp: Ramp,
+}
+
+impl Slices<'_> {
+    fn get(&self, n: usize) -> Piece {
+        let (bytes, memory) = &self.pieces[n];
+        piece(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+    }
+}
+
+fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
+    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
+}
+
+impl Work for Slices<'_> {
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: shared borrows of bytes.
+        unsafe { pack(chunk, packing, true, |n| self.get(n)) };
+        Ok(Content::Packed)
+    }
+
+    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Borrowed memory that bytes from the device go to.
+pub(super) struct Targets<'a> {
+    first: *mut (DeviceSlice, &'a mut [u8]),
+    count: usize,
+    pub(super) ramp: Ramp,
+}
+
+// SAFETY: the list is borrowed exclusively for as long as this exists. Each byte of the targets is written by one
+// thread, and the list itself is only read.
+unsafe impl Send for Targets<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Targets<'_> {}
+
+impl<'a> Targets<'a> {
+    pub(super) fn new(pieces: &mut [(DeviceSlice, &'a mut [u8])], ramp: Ramp) -> Self {
+        Self { first: pieces.as_mut_ptr(), count: pieces.len(), ramp }
+    }
+
+    fn get(&self, n: usize) -> Piece {
+        debug_assert!(n < self.count);
+        // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
+        // target, whose bytes another thread may be writing.
+        let (memory, target) = unsafe {
+            let entry = self.first.add(n);
+            (&(*entry).0, &raw mut *(*entry).1)
+        };
+        piece(target.cast(), memory.len(), memory)
+    }
+}
+
+impl Work for Targets<'_> {
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        cut(self.count, |n| self.get(n), |_| true, cursor, most)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: a download's chunk is laid out only.
+        unsafe { pack(chunk, packing, false, |n| self.get(n)) };
+        Ok(Content::Packed)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        // SAFETY: borrowed exclusively, each as long as its range at least, and each byte is in one chunk.
+        unsafe { unpack(chunk, bytes, |n| self.get(n)) }
+    }
+}
+
+// --- owned -----------------------------------------------------------------------------------------------------------
+
+/// What a handle gives back when its job is over.
+pub(super) trait Values: Send + Sync {
+    type Back;
+
+    /// # Safety
+    /// The job is over. Called at most once.
+    unsafe fn take(&self) -> Result<Self::Back>;
+}
+
+impl Values for () {
+    type Back = ();
+
+    unsafe fn take(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A pinned buffer of a job.
+pub(super) trait Buffer: Send {
+    /// What comes back.
+    type Back;
+
+    /// Lends it to the device, which then reads it, or writes so many bytes to it.
+    fn lend(&mut self, written: usize) -> RetainedResource;
+
+    /// The job is over: gives it back, with so many bytes written by the CPU where it was not lent.
+    fn back(self, written: usize) -> Result<Self::Back>;
+
+    /// The same where no handle asks for it.
+    fn abandon(self);
+}
+
+/// A buffer on its way to the device.
+pub(super) struct Up<B: Lend> {
+    pub(super) value: B,
+    lent: bool,
+}
+
+impl<B: Lend> Up<B> {
+    pub(super) fn new(value: B) -> Self {
+        Self { value, lent: false }
+    }
+}
+
+impl<B: Lend> Buffer for Up<B> {
+    type Back = B;
+
+    fn lend(&mut self, _: usize) -> RetainedResource {
+        self.lent = true;
+        RetainedResource::of(self.value.lend(KEY))
+    }
+
+    fn back(self, _: usize) -> Result<B> {
+        if self.lent { self.value.finish(None, KEY) } else { Ok(self.value) }
+    }
+
+    fn abandon(self) {
+        if self.lent {
+            self.value.abandon(KEY);
+        }
+    }
+}
+
+/// A buffer that bytes from the device go to.
+pub(super) enum Down<L: Landing> {
+    Here(L),
+    Lent(L::Landed, usize),
+    /// Between the two.
+    Moving,
+}
+
+impl<L: Landing> Buffer for Down<L> {
+    type Back = L::Landed;
+
+    fn lend(&mut self, written: usize) -> RetainedResource {
+        match std::mem::replace(self, Self::Moving) {
+            Self::Here(landing) => {
+                let (resource, half) = landing.lend(KEY);
+                *self = Self::Lent(L::Landed::from(half), written);
+                RetainedResource::of(resource)
+            }
+            // Not so: a piece in place is in one chunk.
+            other => {
+                *self = other;
+                RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
+            }
+        }
+    }
+
+    fn back(self, written: usize) -> Result<L::Landed> {
+        match self {
+            // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
+            Self::Here(landing) => match unsafe { landing.filled(written, KEY) } {
+                Some(half) => Ok(L::Landed::from(half)),
+                None => Err(Error::Internal("a buffer cannot be written by the CPU")),
+            },
+            Self::Lent(value, written) => value.finish(Some(written), KEY),
+            Self::Moving => Err(Error::Internal("a buffer was lost while it was lent")),
+        }
+    }
+
+    fn abandon(self) {
+        if let Self::Lent(value, _) = self {
+            value.abandon(KEY);
+        }
+    }
+}
+
+/// Pinned buffers that a job owns.
+pub(super) struct Buffers<V: Buffer> {
+    direction: Direction,
+    pieces: Vec<Piece>,
+    /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
+    /// handle.
+    values: UnsafeCell<Vec<V>>,
+    /// The pieces are the rows of rectangles, nearly all of them.
+    rows: bool,
+    ramp: Ramp,
+}
+
+// SAFETY: see `values`; what a chunk's worker reads of a packed buffer is its address alone.
+unsafe impl<V: Buffer> Sync for Buffers<V> {}
+// SAFETY: buffers and addresses.
+unsafe impl<V: Buffer> Send for Buffers<V> {}
+
+impl<V: Buffer> Buffers<V> {
+    /// `pieces`: where each buffer's bytes are, in the order of the values.
+    pub(super) fn new(direction: Direction, pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
+        let rows = are_rows(&pieces);
+        Self { direction, pieces, values: UnsafeCell::new(values), rows, ramp }
+    }
+
+    /// Whether a piece is copied from or to where it is.
+    fn stays(&self, piece: &Piece) -> bool {
+        self.rows || piece.len >= IN_PLACE
+    }
+
+    /// The values, none of which was lent: the job was never started.
+    pub(super) fn into_values(mut self) -> Vec<V> {
+        std::mem::take(self.values.get_mut())
+    }
+}
+
+/// Whether pieces are mostly rows of rectangles, which the device copies at full speed from where they are: equally
+/// long, and at even distances on both sides, in the order of the call.
+fn are_rows(pieces: &[Piece]) -> bool {
+    let windows = pieces.len().saturating_sub(2);
+    let step = (windows / SAMPLES).max(1);
+    let far = |a: &Piece, b: &Piece| {
+        let follows = a.host.addr() < b.host.addr() && a.device < b.device && a.len == b.len;
+        follows.then(|| (b.host.addr() - a.host.addr(), b.device - a.device))
+    };
+    let mut sampled = pieces.windows(3).step_by(step).peekable();
+    if sampled.peek().is_none() {
+        return false;
+    }
+    let (mut seen, mut even) = (0, 0);
+    for window in sampled {
+        let [a, b, c] = window else { continue };
+        seen += 1;
+        even += usize::from(far(a, b).is_some() && far(a, b) == far(b, c));
+    }
+    even >= seen - seen / 4
+}
+
+impl<V: Buffer> Work for Buffers<V> {
+    fn needs(&self, cursor: &Cursor) -> Needs {
+        let stays = self.pieces.get(cursor.at.piece).is_some_and(|piece| self.stays(piece));
+        match (stays, cursor.at.from) {
+            (true, 0) => Needs::Nothing,
+            (false, 0) => Needs::SegmentIfAny,
+            // The rest of a piece whose other part was packed.
+            _ => Needs::Segment,
+        }
+    }
+
+    fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        let needs = self.needs(cursor);
+        if has_segment && needs != Needs::Nothing {
+            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
+        }
+        let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
+        let (mut end, mut bytes) = (cursor.at.piece, 0);
+        while end < self.pieces.len() && end - cursor.at.piece < most && bytes < MOST_IN_PLACE.1 {
+            // A short one joins only where there is no segment for it.
+            if needs == Needs::Nothing && !self.stays(&self.pieces[end]) {
+                break;
+            }
+            bytes += self.pieces[end].len;
+            end += 1;
+        }
+        finish(cursor, Cut { piece: end, from: 0 }, bytes, None)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        if chunk.most.is_some() {
+            let is_read = self.direction == Direction::Up;
+            // SAFETY: the job owns the buffers, and no device writes to those that are packed.
+            unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
+            return Ok(Content::Packed);
+        }
+        let range = chunk.start.piece..chunk.end.piece;
+        let mut transfers = Vec::with_capacity(range.len());
+        let mut retained = Vec::with_capacity(range.len());
+        for n in range {
+            let Piece { host, len, device, .. } = self.pieces[n];
+            // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
+            let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
+            retained.push(value.lend(len));
+            if len > 0 {
+                transfers.push(transfer(self.direction, host, DevicePtr(device), len));
+            }
+        }
+        Ok(Content::InPlace(transfers, Lent::buffers(retained)))
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the job owns the buffers, each of which can be written and is long enough; each byte is in one chunk.
+        unsafe { unpack(chunk, bytes, |n| self.pieces[n]) }
+    }
+}
+
+impl<V: Buffer> Values for Buffers<V> {
+    type Back = Vec<V::Back>;
+
+    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+        // SAFETY: the job is over, so no worker uses the list, and the caller is the only one that takes it.
+        let values = std::mem::take(unsafe { &mut *self.values.get() });
+        let mut left = values.into_iter().zip(&self.pieces);
+        let mut back = Vec::with_capacity(left.len());
+        while let Some((value, piece)) = left.next() {
+            match value.back(piece.len) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<V: Buffer> Drop for Buffers<V> {
+    fn drop(&mut self) {
+        std::mem::take(self.values.get_mut()).into_iter().for_each(Buffer::abandon);
+    }
+}
+
+// --- pages -----------------------------------------------------------------------------------------------------------
+
+/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
+pub(super) struct Paged<V: Buffer> {
+    /// The pages of all blocks, block after block.
+    pages: Vec<Piece>,
+    /// The block of each page.
+    owners: Vec<u32>,
+    /// The blocks' values, with the bytes that belong to each; the job's shares of what is lent, until it is over.
+    values: UnsafeCell<Vec<(V, usize)>>,
+    blocks: UnsafeCell<Vec<Arc<Block>>>,
+    ramp: Ramp,
+}
+
+// SAFETY: the cells are changed before the job starts and after it is over, and `blocks` is only read meanwhile.
+unsafe impl<V: Buffer> Sync for Paged<V> {}
+// SAFETY: buffers and addresses.
+unsafe impl<V: Buffer> Send for Paged<V> {}
+
+impl<V: Buffer> Paged<V> {
+    /// `pages`: with the block that each belongs to. All blocks are lent from here on.
+    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<(V, usize)>, ramp: Ramp) -> Self {
+        let blocks = values.iter_mut().map(|(value, len)| Block::new(value.lend(*len))).collect();
+        let (pages, owners) = pages.into_iter().unzip();
+        Self { pages, owners, values: UnsafeCell::new(values), blocks: UnsafeCell::new(blocks), ramp }
+    }
+
+    /// The values: the job was never started, so no copy uses them.
+    pub(super) fn into_values(mut self) -> Vec<Result<V::Back>> {
+        self.blocks.get_mut().clear();
+        let values = std::mem::take(self.values.get_mut());
+        values.into_iter().map(|(value, len)| value.back(len)).collect()
+    }
+}
+
+impl<V: Buffer> Work for Paged<V> {
+    fn needs(&self, _: &Cursor) -> Needs {
+        Needs::Nothing
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let most = self.ramp.next(cursor);
+        let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
+        while let Some(page) = self.pages.get(at.piece) {
+            let left = page.len - at.from;
+            // Its row or rows, and what may be lost to alignment where a block begins.
+            let room = (most - used).saturating_sub(3 * ROW);
+            let len = left.min(room - room / (LONGEST_ROW / ROW));
+            if len < left && used > 0 || len == 0 {
+                break;
+            }
+            bytes += len;
+            used += len + (2 + len / LONGEST_ROW) * ROW;
+            at = if len == left {
+                Cut { piece: at.piece + 1, from: 0 }
+            } else {
+                Cut { from: at.from + len, ..at }
+            };
+            if at.from > 0 {
+                break;
+            }
+        }
+        finish(cursor, at, bytes, None)
+    }
+
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
+        // SAFETY: changed only before the job starts and after it is over.
+        let blocks = unsafe { &*self.blocks.get() };
+        let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
+        let mut lent = Lent::default();
+        let (mut data, mut last) = (0_usize, None);
+        let numbers = chunk.start.piece..;
+        for (n, (page, from, to)) in numbers.zip(parts(chunk, |n| self.pages[n])) {
+            let (owner, len) = (self.owners[n], to - from);
+            let host = page.host.wrapping_add(from);
+            if last != Some(owner) {
+                lent.blocks.extend(blocks.get(owner as usize).cloned());
+                last = Some(owner);
+            }
+            match runs.last_mut() {
+                Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
+                _ => {
+                    data = data.next_multiple_of(ROW);
+                    runs.push(Run { host, offset: data, len });
+                }
+            }
+            let place = DevicePtr(page.device.wrapping_add(from as u64));
+            stretches.push(Stretch { place, offset: data, len });
+            data += len;
+        }
+        Ok(Content::Pages(Pages { runs, stretches, data, lent }))
+    }
+
+    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl<V: Buffer> Values for Paged<V> {
+    type Back = Vec<V::Back>;
+
+    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+        // SAFETY: the job is over, so no worker uses the lists, and the caller is the only one that takes them.
+        let (blocks, values) =
+            unsafe { (std::mem::take(&mut *self.blocks.get()), std::mem::take(&mut *self.values.get())) };
+        // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        drop(blocks);
+        let mut left = values.into_iter();
+        let mut back = Vec::with_capacity(left.len());
+        while let Some((value, len)) = left.next() {
+            match value.back(len) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<V: Buffer> Drop for Paged<V> {
+    fn drop(&mut self) {
+        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon());
+    }
+}

@@ -1,0 +1,192 @@
+//! Kernels that move bytes between the ring's slots and their places on the device.
+//!
+//! There is one spreader for each direction. A chunk that is in a slot joins the list of those that wait. At most one
+//! kernel of a spreader is in flight, and each launch takes all chunks that wait when it starts: beside other work that
+//! fills the device, a launch waits for some of that work to end, and a launch for each chunk would wait as often.
+//!
+//! No thread belongs to a spreader. [`Spreader::advance`] does what can be done now: it asks whether the launch is
+//! complete, and starts the next one. Doing so is a role that one thread has at a time. Workers call it in their loop.
+//!
+//! Where launches take long all the same, the device is busy with long-running work. Then chunks go without the ring
+//! for a while ([`Spreader::is_slow`]).
+
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::job::{KeptMemories, Memories};
+use super::ring::{Ring, Slot};
+use crate::device::memory::Allocation;
+use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};
+use crate::error::{Error, Result};
+use crate::locks::Mutex;
+use crate::stream::Stream;
+use crate::stream::timeline::{Resource, Ticket};
+
+/// A launch that takes so long has waited for other work.
+const SLOW: Duration = Duration::from_millis(4);
+/// For how many times as long chunks then go without the ring.
+const AVOID: u32 = 8;
+
+/// A chunk's bytes in a slot, and the places on the device that they belong to.
+pub(super) struct Entry {
+    pub(super) run: SpreadRun,
+    pub(super) memories: Arc<Memories>,
+    pub(super) ring: Arc<Allocation>,
+    /// Given back to the ring when the kernel is complete, for a chunk that is there then.
+    pub(super) slot: Option<Slot>,
+    pub(super) done: Arc<OnceLock<Result<()>>>,
+}
+
+struct Launch {
+    ticket: Ticket,
+    entries: Vec<Entry>,
+    since: Instant,
+}
+
+#[derive(Default)]
+struct SpreadState {
+    waiting: VecDeque<Entry>,
+    flying: Option<Launch>,
+    /// A thread has the role of advancing, and may have taken the launch out.
+    advancing: bool,
+    /// Since when a launch is in flight, and until when the ring is avoided.
+    since: Option<Instant>,
+    avoid: Option<Instant>,
+    launches: u64,
+    runs: u64,
+}
+
+/// See the module's page.
+pub(super) struct Spreader {
+    way: SpreadWay,
+    stream: Stream,
+    state: Mutex<SpreadState>,
+}
+
+/// The role of advancing. Its end puts the launch back.
+struct Advancing<'a> {
+    spreader: &'a Spreader,
+    launch: Option<Launch>,
+}
+
+impl Drop for Advancing<'_> {
+    fn drop(&mut self) {
+        let mut state = self.spreader.state.lock();
+        state.since = self.launch.as_ref().map(|launch| launch.since);
+        state.flying = self.launch.take();
+        state.advancing = false;
+    }
+}
+
+impl Spreader {
+    /// `stream`: one of the crate's own, for the kernels alone.
+    pub(super) fn new(way: SpreadWay, stream: Stream) -> Self {
+        Self { way, stream, state: Mutex::default() }
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// A chunk waits for the next launch.
+    pub(super) fn add(&self, entry: Entry) {
+        self.state.lock().waiting.push_back(entry);
+    }
+
+    /// Whether launches take so long that chunks are copied faster without.
+    pub(super) fn is_slow(&self) -> bool {
+        let state = self.state.lock();
+        state.since.is_some_and(|since| since.elapsed() > SLOW)
+            || state.avoid.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Launches so far, and chunks in them.
+    pub(super) fn stats(&self) -> (u64, u64) {
+        let state = self.state.lock();
+        (state.launches, state.runs)
+    }
+
+    /// Does what can be done now. Whether anything has changed.
+    pub(super) fn advance(&self, ring: &Ring) -> bool {
+        let mut role = {
+            let mut state = self.state.lock();
+            if state.advancing || (state.flying.is_none() && state.waiting.is_empty()) {
+                return false;
+            }
+            state.advancing = true;
+            Advancing { spreader: self, launch: state.flying.take() }
+        };
+        let mut changed = false;
+        if let Some(launch) = &role.launch {
+            let said = match launch.ticket.timeline.poll_complete(launch.ticket.seq) {
+                Ok(false) => return false,
+                Ok(true) => Ok(()),
+                Err(error) => Err(error),
+            };
+            changed = true;
+            if let Some(Launch { entries, since, .. }) = role.launch.take() {
+                let took = since.elapsed();
+                if took > SLOW {
+                    self.state.lock().avoid = Instant::now().checked_add(took * AVOID);
+                }
+                finish(entries, &said, ring);
+            }
+        }
+        let entries: Vec<Entry> = {
+            let mut state = self.state.lock();
+            let count = state.waiting.len().min(SPREAD_RUNS);
+            state.waiting.drain(..count).collect()
+        };
+        if entries.is_empty() {
+            return changed;
+        }
+        match self.launch(entries) {
+            Ok(launch) => role.launch = Some(launch),
+            Err((entries, error)) => finish(entries, &Err(error), ring),
+        }
+        true
+    }
+
+    /// Starts a kernel for these. An error after which nothing was submitted gives the entries back.
+    fn launch(&self, entries: Vec<Entry>) -> std::result::Result<Launch, (Vec<Entry>, Error)> {
+        let timeline = self.stream.timeline();
+        let memories = entries.iter().map(|entry| entry.memories.clone()).collect();
+        let keep = Resource::Object(Box::new(KeptMemories(memories)));
+        let ring = entries.first().map(|entry| entry.ring.clone());
+        let submission = match timeline.begin(keep, ring) {
+            Ok(submission) => submission,
+            Err((error, _)) => return Err((entries, error)),
+        };
+        let runs: Vec<SpreadRun> = entries.iter().map(|entry| entry.run).collect();
+        let context = timeline.context();
+        // SAFETY: the entry on the timeline keeps the ring, and the memory that the rows name, until an event after
+        // this call is seen complete; the slots are not given back before. The tables were copied to the slots, and
+        // that was seen complete. The kernels were loaded before there was a spreader.
+        let said = context.noting(unsafe { context.driver().spread(timeline.stream(), self.way, &runs) });
+        let ticket = Ticket { timeline: timeline.clone(), seq: submission.commit() };
+        let mut state = self.state.lock();
+        state.launches += 1;
+        state.runs += runs.len() as u64;
+        drop(state);
+        if let Err(error) = said {
+            // The kernel may run all the same: the slots stay in use until an event after it is complete.
+            for entry in &entries {
+                let _ = entry.done.set(Err(error.clone()));
+            }
+        }
+        Ok(Launch { ticket, entries, since: Instant::now() })
+    }
+}
+
+/// The kernel is complete, or was never submitted, or will never be known to be complete.
+fn finish(entries: Vec<Entry>, said: &Result<()>, ring: &Ring) {
+    for Entry { slot, done, .. } in entries {
+        match (slot, said) {
+            (Some(slot), Ok(())) => ring.give(slot),
+            (Some(slot), Err(_)) => ring.lose(slot),
+            (None, _) => {}
+        }
+        let _ = done.set(said.clone());
+    }
+}

@@ -1,0 +1,61 @@
+//! The way into a vendor's library: every entry point is an [`Entry`], and calling one takes a pass.
+//!
+//! [`crate::exit`] says why, and when no pass is given any more. A call that is refused then returns a code of the
+//! class [`Shutdown`](crate::ErrorClass::Shutdown), as the library itself does when it has shut down, so callers need no
+//! case of their own.
+//!
+//! Calls that belong together (a context is made current, a call is made in it, the caller's context is restored) take
+//! one pass around all of them.
+
+/// What a refused call says.
+pub(super) const ENDING: &str = "not called, since the process ends";
+
+/// What a call returns that was not made, since the process ends.
+pub(super) trait Refused {
+    fn refused() -> Self;
+}
+
+impl<T> Refused for *const T {
+    fn refused() -> Self {
+        std::ptr::null()
+    }
+}
+
+/// An entry point of a vendor's library.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry<F>(F);
+
+impl<F> Entry<F> {
+    pub(super) fn new(function: F) -> Self {
+        Self(function)
+    }
+}
+
+macro_rules! callable {
+    ($($arg:ident: $ty:ident),*) => {
+        impl<R: Refused, $($ty),*> Entry<unsafe extern "C" fn($($ty),*) -> R> {
+            /// Makes the call, unless the process ends.
+            ///
+            /// # Safety
+            /// That of the entry point.
+            #[allow(clippy::too_many_arguments, reason = "as many as the entry point has")]
+            pub(super) unsafe fn call(&self, $($arg: $ty),*) -> R {
+                let Some(_pass) = crate::exit::pass() else { return R::refused() };
+                // SAFETY: the caller's promise.
+                unsafe { (self.0)($($arg),*) }
+            }
+        }
+    };
+}
+
+callable!();
+callable!(a: A);
+callable!(a: A, b: B);
+callable!(a: A, b: B, c: C);
+callable!(a: A, b: B, c: C, d: D);
+callable!(a: A, b: B, c: C, d: D, e: E);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J);
+callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J, j: K, k: L);

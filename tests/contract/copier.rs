@@ -1,0 +1,192 @@
+//! Many pieces by a copier, on every device: each byte in its place, borrowed or owned, and what is refused.
+
+use pinpool::Copier;
+
+use super::waiting::block_on_with;
+use super::*;
+
+pub(super) const HANG: Duration = Duration::from_secs(20);
+
+/// All of a pool is back, though the thread that completes copies may need a little longer.
+pub(super) fn all_back(on: &Subject, pool: &Pool) {
+    let since = std::time::Instant::now();
+    loop {
+        let stats = pool.stats();
+        if (stats.in_flight_bytes, stats.checked_out_bytes) == (0, 0) {
+            break;
+        }
+        assert!(since.elapsed() < HANG, "{stats:?}");
+        on.pump();
+    }
+    pool.check().unwrap();
+}
+
+fn read(on: &Subject, pool: &Pool, memory: &DeviceBuffer) -> Vec<u8> {
+    fetch(pool, &on.stream(), memory)
+}
+
+/// Makes a device and a copier that do not move by themselves do a step.
+fn pump(on: &Subject, copier: &Copier) {
+    on.pump();
+    copier.reap();
+}
+
+/// With the device ring, where there is one, and without.
+fn copiers(on: &Subject, test: impl Fn(&Pool, Copier)) {
+    for ring in [64 << 20, 0] {
+        let pool = on.pool(2 << 20);
+        test(&pool, Copier::builder(&pool, &on.device).threads(3).ring(ring).build().unwrap());
+        all_back(on, &pool);
+    }
+}
+
+pub(super) fn pieces(on: &Subject) {
+    copiers(on, |pool, copier| {
+        let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
+        // Neighbours, gaps, long and short ones, in no order, and one of no bytes.
+        let lens = [1, 31, 64, 65, 700, 4096, 9000, 100_001];
+        let (mut at, mut ranges) = (0, Vec::new());
+        for i in 0..90 {
+            let len = lens[i * 5 % lens.len()];
+            if at + len > 900_000 {
+                break;
+            }
+            ranges.push((at, len));
+            at += len + if i % 3 == 0 { 17 } else { 0 };
+        }
+        ranges.reverse();
+        let sources: Vec<Vec<u8>> = ranges.iter().enumerate().map(|(i, (_, len))| bytes(i, *len)).collect();
+        let target = |(at, len): (usize, usize)| memory.slice(at..at + len).unwrap();
+        let mut pieces: Vec<(&[u8], DeviceSlice)> =
+            sources.iter().zip(&ranges).map(|(bytes, range)| (&bytes[..], target(*range))).collect();
+        pieces.push((&[], other.slice(..1).unwrap()));
+        pieces.push((&sources[0], other.slice(5..5 + sources[0].len()).unwrap()));
+        on.stream().upload_blocking(&[9; 1 << 20], &memory).unwrap();
+        let sent = copier.upload_pieces(&pieces).unwrap();
+        assert_eq!(sent.progress().total, pieces.iter().map(|(bytes, _)| bytes.len() as u64).sum::<u64>());
+        sent.wait().unwrap();
+        let mut all = vec![9; 1 << 20];
+        for (source, (at, len)) in sources.iter().zip(&ranges) {
+            all[*at..at + len].copy_from_slice(source);
+        }
+        assert!(read(on, pool, &memory) == all, "and nothing beside the pieces");
+        assert!(read(on, pool, &other)[5..5 + sources[0].len()] == sources[0]);
+        // And back, into memory of any kind.
+        let mut back: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len]).collect();
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            back.iter_mut().zip(&ranges).map(|(bytes, range)| (target(*range), &mut bytes[..])).collect();
+        copier.download_pieces(&mut targets).unwrap();
+        assert!(back == sources);
+        // Awaited, dropped, asked.
+        drop(copier.upload_pieces(&pieces).unwrap());
+        block_on_with(|| pump(on, &copier), copier.upload_pieces(&pieces).unwrap()).unwrap();
+        let sent = copier.upload_pieces(&pieces[..20]).unwrap();
+        while !sent.is_over() {
+            pump(on, &copier);
+        }
+        assert_eq!(sent.progress().landed_to, 20);
+        drop(sent);
+        // After a stream's work, and before it.
+        let stream = on.stream();
+        drop(stream.upload(filled(pool, &[5; 1000]), memory.slice(..1000)).unwrap());
+        copier.wait_for(&stream).unwrap();
+        let sent = copier.upload_pieces(&[(&[6; 1000], memory.slice(..1000).unwrap())]).unwrap();
+        sent.order(&stream).unwrap();
+        let back = stream.download(memory.slice(..1000), pool.checkout(1000).unwrap()).unwrap();
+        assert!(*back.wait().unwrap() == [6; 1000]);
+        drop(sent);
+        // Refused, and nothing was copied.
+        let error = copier.upload_pieces(&[(&sources[0], other.slice(..3).unwrap())]).unwrap_err();
+        assert!(matches!(error, Error::TooSmall { have: 3, .. }), "{error}");
+        let error = copier.download_pieces(&mut [(target((0, 8)), &mut [0; 7][..])]).unwrap_err();
+        assert!(matches!(error, Error::TooSmall { need: 8, have: 7 }), "{error}");
+        if let Some(wrong) = &on.other {
+            let wrong = DeviceSlice::from(&wrong.alloc(10).unwrap());
+            let error = copier.upload_pieces(&[(&[1; 10], wrong.clone())]).unwrap_err();
+            assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+            let error = copier.download_pieces(&mut [(wrong, &mut [0; 10][..])]).unwrap_err();
+            assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+        }
+        assert!(read(on, pool, &other)[5..5 + sources[0].len()] == sources[0]);
+    });
+}
+
+pub(super) fn buffers(on: &Subject) {
+    copiers(on, |pool, copier| {
+        let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
+        // Pinned pieces come back.
+        let bufs = || -> Vec<(PinnedBuf, DeviceSlice)> {
+            let apart = (0..200).map(|i| {
+                let len = 100 + i * 13;
+                (filled(pool, &bytes(i, len)), memory.slice(i * 4000..i * 4000 + len).unwrap())
+            });
+            let neighbours =
+                (0..50).map(|i| (filled(pool, &bytes(i, 64)), other.slice(i * 64..i * 64 + 64).unwrap()));
+            apart.chain(neighbours).collect()
+        };
+        let came = copier.upload_buffers(bufs()).unwrap().wait().unwrap();
+        assert_eq!(came.len(), 250);
+        for (i, buf) in came.iter().enumerate() {
+            let sent = if i < 200 { bytes(i, 100 + i * 13) } else { bytes(i - 200, 64) };
+            assert!(**buf == *sent, "piece {i}");
+        }
+        drop(came);
+        let landings = |n: usize| -> Vec<(DeviceSlice, PinnedBuf)> {
+            (0..n)
+                .map(|i| {
+                    let len = 100 + i * 13;
+                    (memory.slice(i * 4000..i * 4000 + len).unwrap(), pool.checkout(len).unwrap())
+                })
+                .collect()
+        };
+        let came =
+            block_on_with(|| pump(on, &copier), copier.download_buffers(landings(200)).unwrap()).unwrap();
+        for (i, buf) in came.iter().enumerate() {
+            assert!(**buf == *bytes(i, 100 + i * 13), "piece {i}");
+        }
+        drop(came);
+        let neighbours = read(on, pool, &other);
+        assert!(neighbours[..50 * 64].chunks(64).enumerate().all(|(i, part)| *part == *bytes(i, 64)));
+        // Long ones, which are not packed, and values of the program's own where the device takes them.
+        let sent: Vec<_> = (0..3).map(|i| bytes(i, 70_000)).collect();
+        let place = |i: usize| memory.slice(i * 70_001..i * 70_001 + 70_000).unwrap();
+        let long = sent.iter().enumerate().map(|(i, sent)| (filled(pool, sent), place(i))).collect();
+        drop(copier.upload_buffers(long).unwrap());
+        let stream = on.stream();
+        while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+            pump(on, &copier);
+        }
+        for (i, sent) in sent.iter().enumerate() {
+            let back = stream.download(place(i), pool.checkout(70_000).unwrap()).unwrap().wait().unwrap();
+            assert!(*back == **sent, "long piece {i}");
+        }
+        match on.device.register(vec![0; 70_000].into_boxed_slice()) {
+            Ok(value) => {
+                let came = copier.download_buffers(vec![(place(1), value)]).unwrap().wait().unwrap();
+                assert!(*came[0] == *sent[1]);
+            }
+            Err(error) => assert!(on.cannot(&error.error), "{}", error.error),
+        }
+        // Refused: everything comes back, and nothing was copied.
+        let before = copier.stats().chunks;
+        let mut wrong = bufs();
+        wrong.push((pool.checkout(10).unwrap(), other.slice(..10).unwrap()));
+        let refused = copier.upload_buffers(wrong).unwrap_err();
+        assert_eq!((refused.error, refused.buffer.map(|pieces| pieces.len())), (Error::Empty, Some(251)));
+        let mut short = landings(5);
+        short[3].1 = pool.checkout(7).unwrap();
+        let refused = copier.download_buffers(short).unwrap_err();
+        assert!(matches!(refused.error, Error::TooSmall { have: 7, .. }), "{}", refused.error);
+        assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(5));
+        let ready = vec![(place(0), pool.checkout_on(&stream, 70_000).unwrap())];
+        let refused = copier.download_buffers(ready).unwrap_err();
+        assert!(matches!(refused.error, Error::WrongStream), "{}", refused.error);
+        if let Some(wrong) = &on.other {
+            let wrong = wrong.alloc(10).unwrap();
+            let refused = copier.upload_buffers(vec![(filled(pool, &[1; 10]), (&wrong).into())]).unwrap_err();
+            assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+            assert_eq!(refused.buffer.map(|pieces| pieces[0].0.to_vec()), Some(vec![1; 10]));
+        }
+        assert_eq!(copier.stats().chunks, before);
+    });
+}

@@ -1,0 +1,928 @@
+//! Pieces moved by a copier's threads, on host devices: every byte is in its place whichever thread packed it, in pools
+//! that have room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
+
+#![allow(unsafe_code, reason = "a promise about a value of its own")]
+
+use std::future::Future as _;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Stream, Unpinned,
+};
+
+use crate::support::own_process;
+
+const HANG: Duration = Duration::from_secs(20);
+const THREADS: usize = 4;
+
+struct Setup {
+    node: HostNode,
+    device: Device,
+    pool: Pool,
+    copier: Copier,
+    memory: DeviceBuffer,
+}
+
+impl Setup {
+    fn up(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<()> {
+        self.copier.upload_pieces(pieces)?.wait()
+    }
+}
+
+fn setup(config: HostConfig, capacity: usize) -> Setup {
+    let node = HostNode::new(config.memory(160 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
+    let copier = Copier::builder(&pool, &device).threads(THREADS).build().unwrap();
+    let memory = device.alloc(32 << 20).unwrap();
+    Setup { node, device, pool, copier, memory }
+}
+
+/// `len` bytes, different ones for each seed.
+fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    static NOISE: OnceLock<Vec<u8>> = OnceLock::new();
+    let noise =
+        NOISE.get_or_init(|| (0..65_537_u32).map(|i| (i.wrapping_mul(0x9E37_79B1) >> 13) as u8).collect());
+    let mut made = noise[seed * 61 % 60_000..].to_vec();
+    while made.len() < len {
+        made.extend_from_slice(noise);
+    }
+    made.truncate(len);
+    made
+}
+
+/// Pieces that are neighbours on the device, or nearly so, in no order.
+struct Pieces {
+    sources: Vec<Vec<u8>>,
+    places: Vec<DeviceSlice>,
+}
+
+impl Pieces {
+    fn new(memory: &DeviceBuffer, first: usize, lens: impl Iterator<Item = usize>) -> Self {
+        let mut at = first;
+        let mut made: Vec<_> = lens
+            .enumerate()
+            .map(|(i, len)| {
+                let place = memory.slice(at..at + len).unwrap();
+                at += len + if i % 7 == 0 { 13 } else { 0 };
+                (bytes(i + first, len), place)
+            })
+            .collect();
+        // Shuffled, the same way each time.
+        let count = made.len();
+        (0..count).for_each(|i| made.swap(i, (i * 7919 + 13) % count));
+        let (sources, places) = made.into_iter().unzip();
+        Self { sources, places }
+    }
+
+    fn all(&self) -> Vec<(&[u8], DeviceSlice)> {
+        self.sources.iter().zip(&self.places).map(|(bytes, place)| (&bytes[..], place.clone())).collect()
+    }
+
+    fn come_back(&self, s: &Setup) {
+        let mut back: Vec<Vec<u8>> = self.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            self.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
+        s.copier.download_pieces(&mut targets).unwrap();
+        for (i, (there, here)) in back.iter().zip(&self.sources).enumerate() {
+            assert!(there == here, "piece {i} of {} bytes", here.len());
+        }
+    }
+}
+
+fn short(count: usize) -> impl Iterator<Item = usize> {
+    (0..count).map(|i| [16_384, 1, 9000, 64, 20_000, 4095][i % 6])
+}
+
+fn all_back(s: &Setup) {
+    let since = Instant::now();
+    while s.pool.stats().in_flight_bytes + s.pool.stats().checked_out_bytes > 0 {
+        assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
+        s.node.step();
+        s.copier.reap();
+        s.device.reap();
+        std::thread::yield_now();
+    }
+    s.pool.check().unwrap();
+}
+
+/// Threads of copiers in this process.
+fn threads() -> usize {
+    let comm =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    tasks.map(comm).filter(|name| name.starts_with("pinpool-copy-")).count()
+}
+
+/// Pools with room for many segments, a few, or one at a time.
+#[test]
+fn every_byte_is_in_its_place() {
+    own_process!();
+    for capacity in [32 << 20, 5 << 20, 1 << 20] {
+        for config in [HostConfig::new(), HostConfig::new().late(Duration::from_micros(200), 3)] {
+            let s = setup(config, capacity);
+            // Short ones, which are planned by the thread that packs them; and long ones beside them. No two overlap:
+            // calls have no order.
+            for pieces in [
+                Pieces::new(&s.memory, 5, short(1200)),
+                Pieces::new(&s.memory, 12 << 20, short(60).chain([3 << 20, 700_000, 5 << 20])),
+                Pieces::new(&s.memory, (22 << 20) + 64, [9 << 20].into_iter()),
+            ] {
+                s.up(&pieces.all()).unwrap();
+                pieces.come_back(&s);
+                drop(s.copier.upload_pieces(&pieces.all()[..pieces.places.len() / 2]).unwrap());
+            }
+            all_back(&s);
+        }
+    }
+    // Without threads.
+    let s = setup(HostConfig::new().stepped(3), 3 << 20);
+    let pieces = Pieces::new(&s.memory, 5, short(1200));
+    s.up(&pieces.all()).unwrap();
+    pieces.come_back(&s);
+}
+
+/// Callers share the copier's threads: no more of them than the settings say, none before the first transfer, and none
+/// after the copier is dropped.
+#[test]
+fn callers_share_the_threads() {
+    own_process!();
+    let s = setup(HostConfig::new(), 8 << 20);
+    assert_eq!(threads(), 0, "before anything is copied");
+    std::thread::scope(|scope| {
+        for caller in 0..3 {
+            let s = &s;
+            scope.spawn(move || {
+                let pieces = Pieces::new(&s.memory, caller * (10 << 20), short(1000));
+                for _ in 0..3 {
+                    s.up(&pieces.all()).unwrap();
+                    pieces.come_back(s);
+                    assert_eq!(threads(), THREADS);
+                }
+            });
+        }
+    });
+    all_back(&s);
+    drop(s.copier);
+    let since = Instant::now();
+    while threads() > 0 {
+        assert!(since.elapsed() < HANG, "threads outlive their copier");
+        std::thread::yield_now();
+    }
+}
+
+/// Pinned pieces at the given places, each `LEN` bytes, numbered.
+fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
+    let piece = |(i, at): (usize, usize)| {
+        let mut buf = from.checkout(LEN).unwrap();
+        buf.try_extend_from_slice(&bytes(i, LEN)).unwrap();
+        (buf, s.memory.slice(at..at + LEN).unwrap())
+    };
+    places.enumerate().map(piece).collect()
+}
+
+const LEN: usize = 8 << 10;
+
+/// Checks that the bytes of pinned pieces are there, by a download to other buffers, which come back in order.
+fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
+    let landing = |place: &DeviceSlice| {
+        let mut landing = from.checkout(LEN).unwrap();
+        landing.try_resize(LEN, 0xEE).unwrap();
+        (place.clone(), landing)
+    };
+    let landings = places.iter().map(landing).collect();
+    let came = s.copier.download_buffers(landings).unwrap().wait().unwrap();
+    assert_eq!(came.len(), places.len());
+    for (i, buf) in came.iter().enumerate() {
+        assert!(**buf == *bytes(i, LEN), "piece {i}");
+    }
+}
+
+/// Short pinned buffers are packed, both ways, where the pool has segments for it, and are copied from where they are
+/// where it has none. Either way the buffers come back in their order, with their bytes.
+#[test]
+fn pinned_buffers_are_packed_or_stay_in_place() {
+    const COUNT: usize = 2048;
+    own_process!();
+    let s = setup(HostConfig::new(), 16 << 20);
+    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
+    let from = builder.build().unwrap();
+    let mixed = |i: usize| i * 7919 % COUNT;
+    for (stride, room, sorted) in
+        [(LEN, true, false), (LEN + 512, true, false), (LEN, false, false), (LEN, true, true)]
+    {
+        let pieces =
+            pinned(&s, &from, (0..COUNT).map(|i| if sorted { i * stride } else { mixed(i) * stride }));
+        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
+        let taken = if room { Vec::new() } else { no_room(&s) };
+        let before = s.copier.stats();
+        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
+        drop(came);
+        pinned_come_back(&s, &from, &places);
+        let after = s.copier.stats();
+        let moved = 2 * (COUNT * LEN) as u64;
+        let expected = if room { (moved, 0) } else { (0, moved) };
+        assert_eq!(
+            (after.batch_bytes - before.batch_bytes, after.in_place_bytes - before.in_place_bytes),
+            expected,
+            "stride {stride}, room {room}, sorted {sorted}"
+        );
+        drop(taken);
+        all_back(&s);
+    }
+    assert_eq!(from.stats().checked_out_bytes + from.stats().in_flight_bytes, 0);
+}
+
+/// Long buffers stay in place beside short ones that are packed.
+#[test]
+fn long_buffers_stay_in_place() {
+    own_process!();
+    for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
+        let s = setup(config, 40 << 20);
+        let len = |i: usize| if i % 5 == 4 { 64 << 10 } else { 5000 };
+        let mut at = 0;
+        let piece = |i: usize| {
+            let mut buf = s.pool.checkout(len(i)).unwrap();
+            buf.try_extend_from_slice(&bytes(i, len(i))).unwrap();
+            at += len(i) + 100;
+            (buf, s.memory.slice(at - len(i)..at).unwrap())
+        };
+        let pieces: Vec<_> = (0..300).map(piece).collect();
+        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
+        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        assert_eq!(s.copier.stats().in_place_bytes, 60 * (64 << 10));
+        assert_eq!(s.copier.stats().batch_bytes, 240 * 5000);
+        drop(came);
+        let landings = places.iter().map(|place| (place.clone(), s.pool.checkout(place.len()).unwrap()));
+        let came = s.copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
+        for (i, buf) in came.iter().enumerate() {
+            assert!(**buf == *bytes(i, len(i)), "piece {i}");
+        }
+        drop(came);
+        all_back(&s);
+    }
+}
+
+/// Pieces that stay in place, with gaps between them on the device.
+fn apart(s: &Setup, from: &Pool, count: usize) -> Vec<(PinnedBuf, DeviceSlice)> {
+    pinned(s, from, (0..count).map(|i| i * (LEN + 64)))
+}
+
+/// Takes all that a copier could pack in, so that buffers stay in place.
+fn no_room(s: &Setup) -> Vec<PinnedBuf> {
+    let mut taken = Vec::new();
+    for len in [4 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
+        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    taken
+}
+
+/// With threads, some late; and without any threads. The buffers are of a pool of their own, and the copier's pool has
+/// room for segments or none.
+fn both_ways(test: impl Fn(&Setup, &Pool)) {
+    let late = HostConfig::new().late(Duration::from_micros(100), 3);
+    for config in [late, HostConfig::new(), HostConfig::new().stepped(3)] {
+        for room in [true, false] {
+            let s = setup(config.clone(), 24 << 20);
+            let from = Pool::builder(&s.device).capacity(40 << 20).unpinned(Unpinned::Allow).build().unwrap();
+            let taken = if room { Vec::new() } else { no_room(&s) };
+            test(&s, &from);
+            drop(taken);
+            all_back(&s);
+            let since = Instant::now();
+            while from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0 {
+                assert!(since.elapsed() < HANG, "{:?}", from.stats());
+                s.node.step();
+                s.copier.reap();
+                s.device.reap();
+            }
+            from.check().unwrap();
+        }
+    }
+}
+
+/// Buffers come back in whichever way the handle ends, and a dropped handle's transfer goes on.
+#[test]
+fn buffers_return_whichever_way_the_handle_ends() {
+    const COUNT: usize = 1500;
+    own_process!();
+    both_ways(|s, from| {
+        let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
+        drop(s.copier.upload_buffers(apart(s, from, COUNT)).unwrap());
+        let since = Instant::now();
+        while s.copier.stats().batch_bytes + s.copier.stats().in_place_bytes < (COUNT * LEN) as u64
+            || from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0
+        {
+            assert!(since.elapsed() < HANG, "{:?}", from.stats());
+            s.node.step();
+            s.copier.reap();
+            s.device.reap();
+        }
+        pinned_come_back(s, from, &places);
+        let sent = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap();
+        while !sent.is_over() {
+            s.node.step();
+            s.copier.reap();
+        }
+        let came = sent.wait().unwrap();
+        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
+    });
+}
+
+/// One copy fails: the handle says so, and all buffers return.
+#[test]
+fn a_copy_of_buffers_fails() {
+    const COUNT: usize = 300;
+    own_process!();
+    both_ways(|s, from| {
+        let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
+        for nth in [0, 63, 170] {
+            for failure in [Failure::Argument, Failure::RunsAnyway] {
+                let fault = || s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                fault();
+                let error = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap_err();
+                assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
+                assert_eq!(s.node.clear_faults(), 0);
+                s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap();
+                // And back.
+                fault();
+                let landings = |place: &DeviceSlice| (place.clone(), from.checkout(LEN).unwrap());
+                let down = s.copier.download_buffers(places.iter().map(landings).collect()).unwrap();
+                drop(down.wait().unwrap_err());
+                assert_eq!(s.node.clear_faults(), 0);
+                pinned_come_back(s, from, &places);
+            }
+        }
+        assert_eq!(from.stats().quarantined_bytes, 0);
+    });
+}
+
+/// The device dies with buffers in flight, with a handle that waits or a dropped one: nothing stays in use
+/// for good, and no wait lasts for ever.
+#[test]
+fn a_device_dies_under_buffers() {
+    own_process!();
+    for after in [0, 200, 800] {
+        for waits in [true, false] {
+            let s = setup(HostConfig::new().late(Duration::from_micros(200), 3), 24 << 20);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_micros(after));
+                    s.node.kill(0);
+                });
+                let error = (0..100_000).find_map(|_| {
+                    let pieces: Vec<_> = (0..1500)
+                        .map_while(|i| {
+                            let mut buf = s.pool.try_checkout(LEN).ok()?;
+                            buf.try_extend_from_slice(&bytes(i, LEN)).ok()?;
+                            Some((buf, s.memory.slice(i * (LEN + 64)..i * (LEN + 64) + LEN).ok()?))
+                        })
+                        .collect();
+                    match s.copier.upload_buffers(pieces) {
+                        Ok(sent) if waits => sent.wait().err(),
+                        Ok(sent) => {
+                            drop(sent);
+                            s.device.lost()
+                        }
+                        Err(refused) => Some(refused.error),
+                    }
+                });
+                assert!(error.as_ref().is_some_and(Error::is_device_lost), "{error:?}");
+            });
+            all_back(&s);
+        }
+    }
+}
+
+/// Buffers of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
+#[test]
+fn buffers_of_a_call_may_overlap() {
+    own_process!();
+    both_ways(|s, from| {
+        let mut pieces = pinned(s, from, (0..300).map(|i| (i % 7) * LEN + 7));
+        // Long ones over all of them.
+        pieces.extend(pinned(s, from, [3, 1000].into_iter()));
+        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        assert_eq!(came.len(), 302);
+        drop(came);
+        let pieces = pinned(s, from, (0..300).map(|i| (i % 7) * (LEN + 1)));
+        drop(s.copier.upload_buffers(pieces).unwrap().wait().unwrap());
+        for place in 0..7 {
+            let mut back = vec![0; LEN];
+            let at = place * (LEN + 1);
+            s.device.stream().unwrap().download_blocking(s.memory.slice(at..at + LEN), &mut back).unwrap();
+            let sources: Vec<Vec<u8>> = (place..300).step_by(7).map(|i| bytes(i, LEN)).collect();
+            for (n, byte) in back.iter().enumerate() {
+                assert!(sources.iter().any(|source| source[n] == *byte), "place {place}, byte {n}");
+            }
+        }
+    });
+}
+
+/// Values of the program's own, short neighbours that are staged among others that stay in place, both ways.
+#[test]
+fn registered_values_are_packed_and_come_back_in_order() {
+    const SHORT: usize = 700;
+    own_process!();
+    for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
+        let s = setup(config, 8 << 20);
+        // Every third is alone and longer.
+        let len = |i: usize| if i % 3 == 2 { 5000 } else { SHORT };
+        let mut at = 0;
+        let places: Vec<DeviceSlice> = (0..90)
+            .map(|i| {
+                at += if i % 3 == 2 { 100 } else { 0 };
+                let place = s.memory.slice(at..at + len(i)).unwrap();
+                at += len(i) + if i % 3 == 2 { 100 } else { 0 };
+                place
+            })
+            .collect();
+        let value = |bytes: Vec<u8>| s.device.register(bytes.into_boxed_slice()).unwrap();
+        let up =
+            places.iter().enumerate().map(|(i, place)| (value(bytes(i, len(i))), place.clone())).collect();
+        let came = s.copier.upload_buffers(up).unwrap().wait().unwrap();
+        assert!(came.iter().enumerate().all(|(i, value)| **value == *bytes(i, len(i))));
+        drop(came);
+        let down = places.iter().map(|place| (place.clone(), value(vec![0; place.len() + 9]))).collect();
+        let came = s.copier.download_buffers(down).unwrap().wait().unwrap();
+        for (i, value) in came.iter().enumerate() {
+            assert!(value[..len(i)] == bytes(i, len(i)) && value[len(i)..] == [0; 9], "piece {i}");
+        }
+        drop(came);
+        all_back(&s);
+    }
+}
+
+/// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
+#[test]
+fn empty_pieces_wait_for_nothing() {
+    own_process!();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let place = s.memory.slice(..1).unwrap();
+    let one = [7_u8];
+    s.up(&[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())]).unwrap();
+    let mut taken = Vec::new();
+    for len in [64 << 10, 4 << 10, 64] {
+        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    let (send, receive) = std::sync::mpsc::channel();
+    let copier = s.copier.clone();
+    std::thread::spawn(move || {
+        let up =
+            copier.upload_pieces(&[(&[], place.clone()), (&[], place.clone())]).and_then(|sent| sent.wait());
+        send.send(up).unwrap();
+    });
+    assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
+    drop(taken);
+    all_back(&s);
+}
+
+/// Pinned pieces that leave no room: there is no segment to pack them in, nor to wait for.
+#[test]
+fn pinned_pieces_may_be_all_that_the_pool_has() {
+    own_process!();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let mut pieces = Vec::new();
+    while let Ok(mut buf) = s.pool.try_checkout(1000) {
+        buf.extend_from_slice(&bytes(pieces.len(), 1000));
+        let at = 1000 * pieces.len();
+        pieces.push((buf, s.memory.slice(at..at + 1000).unwrap()));
+    }
+    let places: Vec<DeviceSlice> = pieces.iter().map(|piece| piece.1.clone()).collect();
+    let (send, receive) = std::sync::mpsc::channel();
+    let copier = s.copier.clone();
+    std::thread::spawn(move || {
+        let back = copier.upload_buffers(pieces).expect("in place").wait();
+        send.send(back.is_ok()).unwrap();
+    });
+    assert!(receive.recv_timeout(HANG).expect("it waits for its own buffers"));
+    for (seed, place) in places.iter().enumerate().step_by(97) {
+        let back = s.device.stream().unwrap().download(place, s.pool.checkout(1000).unwrap()).unwrap();
+        assert!(back.wait().unwrap()[..] == bytes(seed, 1000)[..], "piece {seed}");
+    }
+    all_back(&s);
+}
+
+/// Of thousands of pieces one is refused: all come back in their order, and nothing was copied.
+#[test]
+fn a_refused_piece_comes_back_with_all_others() {
+    const COUNT: usize = 4096;
+    own_process!();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
+    let from = builder.build().unwrap();
+    for wrong in [0, 255, 256, 3000, COUNT - 1] {
+        let landing = |i: usize| {
+            let len = if i == wrong { 64 } else { LEN };
+            (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
+        };
+        let refused = s.copier.download_buffers((0..COUNT).map(landing).collect()).unwrap_err();
+        assert!(matches!(refused.error, Error::TooSmall { .. }), "{}", refused.error);
+        let back = refused.buffer.unwrap();
+        let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();
+        assert!(places.is_sorted() && places.len() == COUNT);
+        assert_eq!(s.copier.stats().chunks, 0);
+        let first = s.memory.slice(wrong * 4096..).unwrap().address();
+        assert!(places.contains(&first), "the piece that was refused is among them");
+        assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);
+        drop(back);
+        let since = Instant::now();
+        while from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0 {
+            assert!(since.elapsed() < HANG, "{:?}", from.stats());
+            s.device.reap();
+        }
+        from.check().unwrap();
+    }
+}
+
+/// A copy fails: the call or its handle says so, whichever thread packed it.
+#[test]
+fn a_copy_of_pieces_fails() {
+    own_process!();
+    let late = HostConfig::new().late(Duration::from_micros(100), 3);
+    for config in [HostConfig::new(), late, HostConfig::new().stepped(5)] {
+        let s = setup(config, 8 << 20);
+        let pieces = Pieces::new(&s.memory, 0, short(1200));
+        for nth in [0, 3, 9] {
+            for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let class = s.up(&pieces.all()).unwrap_err().class();
+                let due =
+                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
+                assert_eq!(class, due, "{failure:?}");
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                drop(s.copier.upload_pieces(&pieces.all()));
+                all_back(&s);
+                s.node.clear_faults();
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let mut back: Vec<Vec<u8>> =
+                    pieces.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
+                let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+                    pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
+                s.copier.download_pieces(&mut targets).unwrap_err();
+                assert_eq!(s.node.clear_faults(), 0);
+                s.up(&pieces.all()).unwrap();
+                pieces.come_back(&s);
+            }
+        }
+        all_back(&s);
+        assert_eq!(s.pool.stats().quarantined_bytes, 0);
+    }
+}
+
+/// The device dies at any point of an upload or a download of pieces: both end, with that error, and nothing is in use.
+#[test]
+fn a_device_dies_under_pieces() {
+    own_process!();
+    for after in [0, 300, 1000, 3000] {
+        let s = setup(HostConfig::new().late(Duration::from_micros(100), 3), 4 << 20);
+        let pieces = Pieces::new(&s.memory, 0, short(1200));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_micros(after));
+                s.node.kill(0);
+            });
+            // One or the other is under way.
+            let ended = (0..100_000).find_map(|_| {
+                let mut back: Vec<Vec<u8>> = pieces.sources.iter().map(|b| vec![0; b.len()]).collect();
+                let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+                    pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
+                s.up(&pieces.all()).and_then(|()| s.copier.download_pieces(&mut targets)).err()
+            });
+            let error = ended.unwrap();
+            assert!(error.is_device_lost(), "{error}");
+        });
+        all_back(&s);
+    }
+}
+
+/// A waker runs on a thread that finds out what is done, and must not wait for what only that thread does.
+#[test]
+fn a_waker_that_waits_is_refused() {
+    struct Waits {
+        copier: Copier,
+        memory: DeviceBuffer,
+        told: std::sync::mpsc::SyncSender<Result<()>>,
+    }
+    impl std::task::Wake for Waits {
+        fn wake(self: std::sync::Arc<Self>) {
+            let mut bytes = vec![0; self.memory.len()];
+            let result = self.copier.download_pieces(&mut [((&self.memory).into(), &mut bytes[..])]);
+            let _ = self.told.send(result);
+        }
+    }
+    own_process!();
+    let s = setup(HostConfig::new().late(Duration::from_micros(100), 3), 32 << 20);
+    let (told, hears) = std::sync::mpsc::sync_channel(1000);
+    let (mut refused, since) = (0, Instant::now());
+    while refused < 3 && since.elapsed() < HANG {
+        let memory = s.device.alloc(1 << 20).unwrap();
+        let waits = Waits { copier: s.copier.clone(), memory, told: told.clone() };
+        let waker = std::task::Waker::from(std::sync::Arc::new(waits));
+        let mut sent = s.copier.upload_buffers(apart(&s, &s.pool, 1000)).unwrap();
+        let polled = std::pin::Pin::new(&mut sent).poll(&mut std::task::Context::from_waker(&waker));
+        drop(waker);
+        if polled.is_pending() {
+            let result = hears.recv_timeout(HANG).expect("it waits for itself");
+            assert!(matches!(result, Err(Error::Unsupported(_))), "{result:?}");
+            refused += 1;
+            drop(sent.wait().unwrap());
+        }
+    }
+    assert!(refused > 0, "never woken");
+    all_back(&s);
+}
+
+/// Bytes that are more each time the crate asks for them.
+struct Grows {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Grows {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if asked < self.steady { &self.bytes[..1000] } else { &self.bytes }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are added.
+unsafe impl pinpool::StableDeref for Grows {}
+
+#[test]
+fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
+    own_process!();
+    let s = setup(HostConfig::new(), 1 << 20);
+    for steady in 0..40 {
+        let stream = s.device.stream().unwrap();
+        let mut guard = s.pool.checkout(8000).unwrap();
+        guard.extend_from_slice(&[9; 8000]);
+        stream.upload(guard, s.memory.slice(..8000).unwrap()).unwrap().wait().unwrap();
+        let piece = |i: usize| {
+            let bytes = vec![5; 1500];
+            let grows = Grows { bytes, asked: 0.into(), steady: steady + 100 * usize::from(i != 3) };
+            let place = s.memory.slice(i * 1000..(i + 1) * 1000).unwrap();
+            (s.device.register(grows).unwrap(), place)
+        };
+        let all = (0..4).map(piece).collect();
+        // Taken as it was, or refused.
+        if let Ok(sent) = s.copier.upload_buffers(all) {
+            let _ = sent.wait();
+        }
+        let back = stream.download(s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
+        let back = back.unwrap().wait().unwrap();
+        assert!(back[4000..].iter().all(|byte| *byte == 9), "beyond all of them, asked {steady} times");
+    }
+    all_back(&s);
+}
+
+/// A segment for short neighbours is longer than they are, by the gaps between them.
+#[test]
+fn a_segment_that_is_there_is_long_enough() {
+    own_process!();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let mut pieces = Vec::new();
+    for i in 0..200 {
+        let mut buf = s.pool.checkout(8).unwrap();
+        buf.extend_from_slice(&[i as u8; 8]);
+        // Pairs of neighbours, with gaps.
+        let at = i / 2 * 100 + i % 2 * 8;
+        pieces.push((buf, s.memory.slice(at..at + 8).unwrap()));
+    }
+    // All that is left, but for one that would do for the bytes alone.
+    let one = s.pool.checkout(1600).unwrap();
+    let mut rest: Vec<PinnedBuf> = Vec::new();
+    for len in [1 << 18, 1 << 14, 1 << 12, 1600, 512, 8] {
+        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    drop(one);
+    assert!(s.pool.try_checkout(6352).is_err() && s.pool.try_checkout(1600).is_ok());
+    let (send, receive) = std::sync::mpsc::channel();
+    let copier = s.copier.clone();
+    std::thread::spawn(move || {
+        let back = copier.upload_buffers(pieces).expect("one way or another").wait();
+        send.send(back.map(|back| back.len())).unwrap();
+    });
+    assert_eq!(receive.recv_timeout(HANG).expect("it waits for its own buffers").unwrap(), 200);
+    drop(rest);
+    all_back(&s);
+}
+
+/// A call keeps the segments that it has to its end, so it goes on while other requests wait for them, and for the
+/// call.
+#[test]
+fn a_call_goes_on_with_the_segment_that_it_has() {
+    own_process!();
+    let s = setup(HostConfig::new(), 4 << 20);
+    let mut pieces = Vec::new();
+    let mut expected = Vec::new();
+    for i in 0..2400 {
+        let mut buf = s.pool.checkout(1000).unwrap();
+        buf.extend_from_slice(&bytes(i, 1000));
+        expected.extend_from_slice(&bytes(i, 1000));
+        pieces.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
+    }
+    // All but one segment, whatever length that has.
+    let one =
+        [1_500_000, 1 << 20, 600_000].into_iter().find_map(|len| s.pool.try_checkout(len).ok()).unwrap();
+    let mut rest: Vec<PinnedBuf> = Vec::new();
+    for len in [1 << 18, 1 << 16, 1 << 14, 1 << 12, 1000, 64] {
+        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    drop(one);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (send, receive) = std::sync::mpsc::channel();
+    let copier = s.copier.clone();
+    let done = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(5));
+            let mut kept = Vec::new();
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                kept.extend(s.pool.checkout_timeout(1000, Duration::from_millis(20)));
+            }
+        });
+        std::thread::spawn(move || {
+            let back = copier.upload_buffers(pieces).expect("one way or another").wait();
+            send.send(back.map(|back| back.len())).unwrap();
+        });
+        let done = receive.recv_timeout(HANG);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        done
+    });
+    assert_eq!(done.expect("the call waits for a request that waits for the call").unwrap(), 2400);
+    drop(rest);
+    let stream = s.device.stream().unwrap();
+    let back =
+        stream.download(s.memory.slice(..expected.len()).unwrap(), s.pool.checkout(expected.len()).unwrap());
+    assert!(back.unwrap().wait().unwrap()[..] == expected[..]);
+    all_back(&s);
+}
+
+/// More failures than there are attempts to record an event.
+const FOR_GOOD: u64 = 10_000;
+
+/// Events fail for good, so the copier's stream is given up while its copies are queued, on a device that is alive. The
+/// segment, which the copies read, is not taken again.
+#[test]
+fn a_segment_outlives_copies_whose_end_is_never_known() {
+    const LEN: usize = 300;
+    own_process!();
+    let s = setup(HostConfig::new().stepped(5), 4 << 20);
+    for _ in 0..FOR_GOOD {
+        s.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
+    }
+    let (first, last) = (bytes(1, LEN), bytes(2, LEN));
+    // They overlap on the device, so they never share a batch.
+    let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
+    let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
+    let sent = s.copier.upload_pieces(&pieces).unwrap();
+    assert!(!sent.is_over(), "nothing has been copied yet");
+    let since = Instant::now();
+    while !sent.is_over() {
+        assert!(since.elapsed() < HANG, "the stream is never given up");
+        s.copier.reap();
+        s.device.reap();
+    }
+    assert!(sent.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
+    // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
+    assert!(s.node.queued(0) > 0);
+    let mut taken = no_room(&s);
+    for buf in &mut taken {
+        buf.try_resize(buf.capacity(), 0xEE).unwrap();
+    }
+    assert!(!taken.is_empty() && s.pool.stats().quarantined_bytes > 0, "{:?}", s.pool.stats());
+    s.node.clear_faults();
+    while s.node.step() {}
+    drop(taken);
+    let stream = s.device.stream().unwrap();
+    for (place, sent) in places.iter().zip([&first, &last]) {
+        let back = stream.download(place, s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+        // Where they overlap, either wins.
+        let own = if std::ptr::eq(sent, &raw const first) { 0..100 } else { 200..LEN };
+        assert!(back[own.clone()] == sent[own], "the copy read what another wrote to its segment");
+    }
+    s.pool.check().unwrap();
+}
+
+/// A pool whose memory the copier's device may not reach is refused, and so are its buffers, before anything is copied.
+#[test]
+fn a_pool_of_another_device_is_refused() {
+    own_process!();
+    let s = setup(HostConfig::new().stepped(5), 4 << 20);
+    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
+    let other = Device::on(&other, 0).unwrap();
+    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    wrong(Copier::builder(&pool, &s.device).build().unwrap_err());
+    let filled = |pool: &Pool| {
+        let mut buf = pool.checkout(8).unwrap();
+        buf.extend_from_slice(b"neighbor");
+        buf
+    };
+    // The last of two.
+    let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
+    let refused =
+        s.copier.upload_buffers(vec![(filled(&s.pool), place(0)), (filled(&pool), place(1))]).unwrap_err();
+    let back = refused.buffer.unwrap();
+    assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
+    wrong(refused.error);
+    let refused =
+        s.copier.download_buffers(vec![(place(0), filled(&s.pool)), (place(1), filled(&pool))]).unwrap_err();
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    wrong(refused.error);
+    assert_eq!(s.copier.stats().chunks, 0);
+    drop(back);
+    all_back(&s);
+}
+
+/// A long call ends, though other callers start short ones all the time.
+#[test]
+fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
+    own_process!();
+    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 4 << 20);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (told, hears) = std::sync::mpsc::channel();
+    let all: std::result::Result<Vec<_>, _> = std::thread::scope(|scope| {
+        for t in 0..8 {
+            let (s, stop) = (&s, &stop);
+            scope.spawn(move || {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
+                    let mut buf = s.pool.checkout(64).unwrap();
+                    buf.extend_from_slice(&[1; 64]);
+                    drop(s.copier.upload_buffers(vec![(buf, place)]).unwrap());
+                }
+            });
+        }
+        scope.spawn(|| {
+            for _ in 0..4 {
+                let pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
+                told.send(s.copier.upload_buffers(pieces).unwrap().wait()).unwrap();
+            }
+        });
+        let all = (0..4).map(|_| hears.recv_timeout(HANG)).collect();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        all
+    });
+    for back in all.expect("it gets through") {
+        let back = back.unwrap();
+        assert_eq!(back.len(), 64);
+        assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
+    }
+    let places: Vec<_> = (0..64).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap()).collect();
+    pinned_come_back(&s, &s.pool, &places);
+    all_back(&s);
+}
+
+/// Checks of a pool that copiers, queues and streams use meanwhile find nothing wrong.
+#[test]
+fn a_busy_pool_is_sound() {
+    own_process!();
+    let s = setup(HostConfig::new(), 4 << 20);
+    let queue = s.device.copy_queue().unwrap();
+    let streams = [(); 2].map(|()| s.device.stream().unwrap());
+    let until = Instant::now() + Duration::from_millis(1500);
+    let busy = || Instant::now() < until;
+    let place = |i: usize| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while busy() {
+                let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), place(i))).collect();
+                let pieces: Vec<_> =
+                    pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
+                s.up(&pieces).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let sent = s.copier.upload_buffers(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
+                drop(sent.wait().unwrap());
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
+                let (buf, place) = sent.remove(0);
+                drop(queue.upload(buf, place).unwrap().wait().unwrap());
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let buf = s.pool.checkout(LEN).unwrap();
+                drop(Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap().wait().unwrap());
+            }
+        });
+        let mut checks = 0;
+        while busy() {
+            checks += 1;
+            s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
+        }
+    });
+    all_back(&s);
+}

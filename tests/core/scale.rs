@@ -1,0 +1,120 @@
+//! What must not grow with the number of threads that have ended, of pools, sizes and streams. Times are the bench
+//! `streams`'s; here is what can be counted.
+
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::telemetry::ClassStats;
+use pinpool::{Device, Pool, Unpinned};
+
+const HANG: Duration = Duration::from_secs(30);
+
+fn pool_of(device: &Device, capacity: usize) -> Pool {
+    Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap()
+}
+
+fn pool(capacity: usize) -> Pool {
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    pool_of(&Device::on(&node, 0).unwrap(), capacity)
+}
+
+/// The thread caches of most ended threads leave their pool, and what they had counted stays.
+#[test]
+fn what_ended_threads_have_counted_stays() {
+    const THREADS: u64 = 100;
+    let pool = pool(64 << 20);
+    let all = Arc::new(Barrier::new(THREADS as usize));
+    let threads: Vec<_> = (0..THREADS)
+        .map(|n| {
+            let (pool, all) = (pool.clone(), all.clone());
+            std::thread::spawn(move || {
+                for len in [100, 3000, 100] {
+                    drop(pool.checkout(len).unwrap());
+                }
+                let kept = pool.checkout(2000 + n as usize).unwrap();
+                // So that no thread gets the cache of one that has ended.
+                all.wait();
+                kept
+            })
+        })
+        .collect();
+    let kept: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    let stats = pool.stats();
+    assert_eq!((stats.checkouts, stats.returns), (4 * THREADS, 3 * THREADS));
+    assert_eq!(stats.requested_bytes as u64, (0..THREADS).map(|n| 2000 + n).sum::<u64>());
+    let classes = pool.snapshot().classes;
+    let sum = |of: fn(&ClassStats) -> u64| classes.iter().map(of).sum::<u64>();
+    assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (4 * THREADS, 3 * THREADS));
+    assert_eq!(classes.iter().map(|c| c.out_bytes).sum::<usize>(), stats.checked_out_bytes);
+    assert_eq!(pool.check().unwrap().checked_out, stats.checked_out_bytes);
+    drop(kept);
+    let stats = pool.stats();
+    assert_eq!((stats.checked_out_bytes, stats.requested_bytes), (0, 0));
+    pool.check().unwrap();
+}
+
+/// Large sizes that have no room in a thread cache together take the room of each other, and not that of small ones.
+#[test]
+fn many_large_sizes_leave_the_small_ones_their_room() {
+    let pool = pool(256 << 20);
+    for round in 0..20 {
+        for size in 0..9 {
+            drop(pool.checkout((128 << 10) * (size + 4) / 4).unwrap());
+            for len in [100, 1000, 4096, 10_000] {
+                let before = pool.stats().misses;
+                drop(pool.checkout(len).unwrap());
+                assert!(round < 2 || pool.stats().misses == before, "round {round}: {len} bytes missed");
+            }
+        }
+    }
+    pool.check().unwrap();
+}
+
+/// A thread finds its caches of four pools at once. With more it takes a longer way, but its own cache serves all the
+/// same.
+#[test]
+fn a_fifth_pool_of_a_thread_has_no_misses_either() {
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pools: Vec<Pool> = (0..9).map(|_| pool_of(&device, 1 << 20)).collect();
+    let round = || pools.iter().for_each(|pool| drop(pool.checkout(1000).unwrap()));
+    (0..3).for_each(|_| round());
+    let misses = || pools.iter().map(|pool| pool.stats().misses).collect::<Vec<_>>();
+    let before = misses();
+    (0..100).for_each(|_| round());
+    assert_eq!(misses(), before);
+}
+
+/// Streams that have hung for long are looked at by turns. When they go on, all that is complete comes back.
+#[test]
+fn hundreds_of_streams_that_hung_come_back() {
+    const STREAMS: usize = 300;
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = pool_of(&device, 16 << 20);
+    let memory = device.alloc(1000).unwrap();
+    let streams: Vec<_> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
+    node.hang(0);
+    let mut sent = Vec::new();
+    for stream in &streams {
+        let mut buf = pool.checkout(1000).unwrap();
+        buf.extend_from_slice(&[1; 1000]);
+        sent.push(stream.upload(buf, &memory).unwrap());
+    }
+    // Half of them come back by themselves, of the others one is waited for.
+    sent.truncate(STREAMS / 2);
+    let stats = pool.stats();
+    assert!(stats.in_flight_bytes >= STREAMS * 1000, "{stats:?}");
+    pool.check().unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    node.resume(0);
+    drop(sent.pop().unwrap().wait().unwrap());
+    let since = Instant::now();
+    while pool.stats().in_flight_bytes > 0 {
+        assert!(since.elapsed() < HANG, "{:?}", pool.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(sent);
+    pool.check().unwrap();
+}

@@ -1,0 +1,270 @@
+//! The copier on a GPU: pieces through the device ring and the kernels, against a plain model; and what only a GPU's
+//! driver can do to it.
+//!
+//! What needs no kernel is in `copy/pieces.rs`, on host devices.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+use std::time::{Duration, Instant};
+
+use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, PinnedBuf, Pool, Unpinned};
+
+use crate::support::doubles::gpu::{on_gpu, on_stand_in, until};
+use crate::support::doubles::{HANG, StandIn};
+
+const MEMORY: usize = 24 << 20;
+
+/// Random numbers, the same in each run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound as u64) as usize
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let seed = self.below(1 << 30) as u32;
+        (0..len as u32).map(|i| ((i ^ seed).wrapping_mul(0x9E37_79B1) >> 11) as u8).collect()
+    }
+}
+
+struct Bench {
+    device: Device,
+    pool: Pool,
+    copier: Copier,
+    memory: DeviceBuffer,
+    /// What is there.
+    model: Vec<u8>,
+}
+
+impl Bench {
+    fn new(ring: usize) -> Self {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = Pool::builder(&device).capacity(96 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let copier = Copier::builder(&pool, &device).threads(3).ring(ring).build().unwrap();
+        let memory = device.alloc(MEMORY).unwrap();
+        let model = vec![0xEE; MEMORY];
+        device.stream().unwrap().upload_blocking(&model, &memory).unwrap();
+        Self { device, pool, copier, memory, model }
+    }
+
+    /// Places on the device that do not overlap: `len` gives their lengths, until the memory is full.
+    fn places(
+        &self,
+        random: &mut Random,
+        count: usize,
+        len: impl Fn(&mut Random) -> usize,
+    ) -> Vec<(usize, usize)> {
+        let mut places = Vec::new();
+        let mut at = random.below(64);
+        while places.len() < count {
+            let len = len(random);
+            if at + len > MEMORY {
+                break;
+            }
+            places.push((at, len));
+            // Neighbours now and then.
+            at += len + if random.below(4) == 0 { 0 } else { random.below(200) };
+        }
+        for i in (1..places.len()).rev() {
+            places.swap(i, random.below(i + 1));
+        }
+        places
+    }
+
+    fn slice(&self, (at, len): (usize, usize)) -> DeviceSlice {
+        self.memory.slice(at..at + len).unwrap()
+    }
+
+    fn is_as_modelled(&self, case: &str) {
+        let mut there = vec![0; MEMORY];
+        self.device.stream().unwrap().download_blocking(&self.memory, &mut there).unwrap();
+        let wrong = there.iter().zip(&self.model).filter(|(a, b)| a != b).count();
+        let first = there.iter().zip(&self.model).position(|(a, b)| a != b);
+        assert_eq!(wrong, 0, "{case}: wrong bytes, the first at {first:?}");
+    }
+
+    fn all_back(&self) {
+        let all = || self.pool.stats().in_flight_bytes + self.pool.stats().checked_out_bytes == 0;
+        until("all is back", || self.device.reap() | all());
+        until("all is back", all);
+        self.pool.check().unwrap();
+    }
+
+    /// Uploads and downloads borrowed pieces.
+    fn pieces(&mut self, random: &mut Random, places: &[(usize, usize)], case: &str) {
+        let sources: Vec<Vec<u8>> = places.iter().map(|(_, len)| random.bytes(*len)).collect();
+        let pieces: Vec<(&[u8], DeviceSlice)> =
+            sources.iter().zip(places).map(|(bytes, place)| (&bytes[..], self.slice(*place))).collect();
+        self.copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+        for (bytes, (at, len)) in sources.iter().zip(places) {
+            self.model[*at..at + len].copy_from_slice(bytes);
+        }
+        self.is_as_modelled(case);
+        let mut back: Vec<Vec<u8>> = places.iter().map(|(_, len)| vec![0x11; len + 3]).collect();
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            places.iter().zip(&mut back).map(|(place, bytes)| (self.slice(*place), &mut bytes[..])).collect();
+        self.copier.download_pieces(&mut targets).unwrap();
+        for (n, (there, here)) in back.iter().zip(&sources).enumerate() {
+            assert!(
+                there[..here.len()] == here[..],
+                "{case}: piece {n} of {} bytes came back wrong",
+                here.len()
+            );
+            assert!(there[here.len()..] == [0x11; 3], "{case}: piece {n}: written behind its end");
+        }
+        self.is_as_modelled(case);
+    }
+
+    /// Uploads and downloads pinned blocks of pages.
+    fn pages(&mut self, random: &mut Random, places: &[(usize, usize)], per_block: usize, case: &str) {
+        let blocks: Vec<&[(usize, usize)]> = places.chunks(per_block).collect();
+        let filled: Vec<(PinnedBuf, Vec<DeviceSlice>)> = blocks
+            .iter()
+            .map(|places| {
+                let bytes = random.bytes(places.iter().map(|(_, len)| len).sum());
+                let mut at = 0;
+                for (place, len) in places.iter() {
+                    self.model[*place..place + len].copy_from_slice(&bytes[at..at + len]);
+                    at += len;
+                }
+                let mut buf = self.pool.checkout(bytes.len()).unwrap();
+                buf.extend_from_slice(&bytes);
+                (buf, places.iter().map(|place| self.slice(*place)).collect())
+            })
+            .collect();
+        let came = self.copier.upload_pages(filled).unwrap().wait().unwrap();
+        assert_eq!(came.len(), blocks.len());
+        let expected: Vec<Vec<u8>> = came.iter().map(|buf| buf.to_vec()).collect();
+        drop(came);
+        self.is_as_modelled(case);
+        let landings = blocks
+            .iter()
+            .zip(&expected)
+            .map(|(places, bytes)| {
+                let landing = self.pool.checkout(bytes.len() + 5).unwrap();
+                (places.iter().map(|place| self.slice(*place)).collect(), landing)
+            })
+            .collect();
+        let came = self.copier.download_pages(landings).unwrap().wait().unwrap();
+        for (n, (buf, bytes)) in came.iter().zip(&expected).enumerate() {
+            assert!(**buf == **bytes, "{case}: block {n} of {} bytes came back wrong", bytes.len());
+        }
+    }
+}
+
+/// Pieces of all lengths and alignments, by the ring and without it.
+#[test]
+fn pieces_and_pages_of_any_length_are_in_their_places() {
+    on_gpu("pieces_and_pages_of_any_length_are_in_their_places", |_| {
+        for ring in [64 << 20, 0] {
+            let mut b = Bench::new(ring);
+            let mut random = Random(7);
+            type Length = fn(&mut Random) -> usize;
+            let cases: [(&str, usize, Length); 5] = [
+                ("short", 4000, |random| 1 + random.below(200)),
+                ("of 1 KiB", 8000, |_| 1 << 10),
+                ("of any length", 600, |random| 1 + random.below(40_000)),
+                ("of 16 KiB", 1000, |_| 16 << 10),
+                ("long among short ones", 300, |random| {
+                    if random.below(20) == 0 { 300_000 } else { 1 + random.below(5000) }
+                }),
+            ];
+            for (case, count, len) in cases {
+                let case = format!("{case}, ring of {ring}");
+                let places = b.places(&mut random, count, len);
+                b.pieces(&mut random, &places, &case);
+                b.pages(&mut random, &places, 37, &case);
+            }
+            // One block that is longer than a chunk.
+            let places = b.places(&mut random, 900, |_| 12_000);
+            b.pages(&mut random, &places, 900, "a long block");
+            let stats = b.copier.stats();
+            if ring == 0 {
+                assert_eq!((stats.ring_bytes, stats.launches), (0, 0), "{stats:?}");
+            } else {
+                assert!(stats.has_kernels, "{stats:?}");
+                assert!(stats.ring_bytes > 40 << 20 && stats.launches > 0, "{stats:?}");
+                assert!(stats.ring <= 64 << 20, "{stats:?}");
+            }
+            b.all_back();
+            drop(b.copier);
+        }
+    });
+}
+
+/// Several threads at once.
+#[test]
+fn callers_share_a_copier() {
+    on_gpu("callers_share_a_copier", |_| {
+        const CALLERS: usize = 4;
+        let b = Bench::new(64 << 20);
+        std::thread::scope(|scope| {
+            for caller in 0..CALLERS {
+                let b = &b;
+                scope.spawn(move || {
+                    let mut random = Random(caller as u64 + 1);
+                    let part = MEMORY / CALLERS;
+                    for _ in 0..5 {
+                        let sources: Vec<Vec<u8>> = (0..1200).map(|_| random.bytes(4096)).collect();
+                        let place = |n: usize| b.slice((caller * part + n * 4999, 4096));
+                        let pieces: Vec<(&[u8], DeviceSlice)> =
+                            sources.iter().enumerate().map(|(n, bytes)| (&bytes[..], place(n))).collect();
+                        b.copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+                        let mut back = vec![vec![0; 4096]; sources.len()];
+                        let mut targets: Vec<(DeviceSlice, &mut [u8])> = back
+                            .iter_mut()
+                            .enumerate()
+                            .map(|(n, bytes)| (place(n), &mut bytes[..]))
+                            .collect();
+                        b.copier.download_pieces(&mut targets).unwrap();
+                        assert!(back == sources, "caller {caller}");
+                    }
+                });
+            }
+        });
+        b.all_back();
+    });
+}
+
+/// The ring is given back when it was unused for a while, and taken again.
+#[test]
+fn an_idle_ring_is_given_back() {
+    on_gpu("an_idle_ring_is_given_back", |_| {
+        let mut b = Bench::new(32 << 20);
+        let mut random = Random(3);
+        let places = b.places(&mut random, 2000, |_| 1 << 10);
+        for round in 0..2 {
+            b.pieces(&mut random, &places, "idle ring");
+            assert!(b.copier.stats().ring > 0, "round {round}");
+            let since = Instant::now();
+            while b.copier.stats().ring > 0 {
+                assert!(since.elapsed() < HANG, "the ring is never given back");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+    });
+}
+
+fn fault(d: &StandIn, call: &str, nth: u64, code: u32) {
+    d.fail(call, nth, code, false);
+}
+
+/// Kernels that cannot be loaded, and device memory that is too short for the ring: pieces go in batches.
+#[test]
+fn without_kernels_or_memory_pieces_go_in_batches() {
+    on_stand_in("without_kernels_or_memory_pieces_go_in_batches", |_, d| {
+        let mut random = Random(5);
+        let _ = Device::open("cuda:0").unwrap();
+        fault(d, "cuModuleLoadData", 1, 218);
+        let mut b = Bench::new(64 << 20);
+        let places = b.places(&mut random, 3000, |_| 1 << 10);
+        b.pieces(&mut random, &places, "no kernels");
+        let stats = b.copier.stats();
+        assert!(!stats.has_kernels && stats.ring_bytes == 0 && stats.batch_bytes > 0, "{stats:?}");
+        b.all_back();
+    });
+}

@@ -1,0 +1,124 @@
+//! Pieces by a copier on a GPU, without the kernels that spread them: how its copies go to the driver.
+//!
+//! What every device does is in `contract/copier.rs`. Here is what only a GPU's driver has: rectangles, and batches that
+//! it refuses.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+use pinpool::{Copier, Device, PinnedBuf, Pool};
+
+use crate::support::doubles::StandIn;
+use crate::support::doubles::gpu::{bytes, filled, on_gpu, pool, until};
+
+const LEN: usize = 500;
+const PIECE: usize = 512;
+
+fn open() -> Device {
+    Device::open("cuda:0").unwrap()
+}
+
+fn copier(pool: &Pool, device: &Device) -> Copier {
+    Copier::builder(pool, device).ring(0).build().unwrap()
+}
+
+fn calls(d: &StandIn, name: &str) -> u64 {
+    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+fn all_back(pool: &Pool) {
+    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    pool.check().unwrap();
+}
+
+/// Pieces at even distances on both sides go as rows of rectangles, from where they are.
+#[test]
+fn rows_of_one_call_go_as_rectangles() {
+    on_gpu("rows_of_one_call_go_as_rectangles", |gpu| {
+        const ROWS: usize = 200;
+        let device = open();
+        let (pool, memory) = (pool(&device, 4 << 20), device.alloc(2 * ROWS * PIECE).unwrap());
+        let copier = copier(&pool, &device);
+        let place = |i: usize| memory.slice(2 * i * PIECE..2 * i * PIECE + LEN).unwrap();
+        let mut bufs: Vec<PinnedBuf> = (0..ROWS).map(|i| filled(&pool, &bytes(i, LEN))).collect();
+        bufs.sort_by_key(|buf| buf.as_ptr().addr());
+        let expected: Vec<Vec<u8>> = bufs.iter().map(|buf| buf.to_vec()).collect();
+        // Only the stand-in counts.
+        let rectangles = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpy2DAsync_v2"));
+        let before = rectangles();
+        let pieces = bufs.into_iter().enumerate().map(|(i, buf)| (buf, place(i))).collect();
+        let bufs = copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        assert!(before.is_none() || rectangles() > before, "no rectangle");
+        let before = rectangles();
+        let landings = bufs.into_iter().enumerate().map(|(i, mut buf)| {
+            buf.fill(0);
+            (place(i), buf)
+        });
+        let bufs = copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
+        assert!(before.is_none() || rectangles() > before, "no rectangle");
+        assert!(bufs.iter().zip(&expected).all(|(buf, expected)| **buf == **expected));
+        assert_eq!(copier.stats().in_place_bytes, 2 * (ROWS * LEN) as u64);
+        if let Some(d) = &gpu.stand_in {
+            assert_eq!(d.report().violations, Vec::<String>::new());
+        }
+        drop((bufs, copier));
+        all_back(&pool);
+    });
+}
+
+/// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where
+/// batches, or some of their copies, are refused, the handle says so and every buffer returns. Packed, and from where
+/// they are.
+#[test]
+fn pieces_of_one_call_go_in_batches() {
+    on_gpu("pieces_of_one_call_go_in_batches", |gpu| {
+        const COUNT: usize = 900;
+        const ROW: usize = 4096;
+        let device = open();
+        let (from, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
+        for (overlap, fails, room) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
+            let pool = pool(&device, 4 << 20);
+            let copier = copier(&pool, &device);
+            let mut taken = Vec::new();
+            for len in [1 << 20, 64 << 10, 4 << 10, 64] {
+                taken.extend(std::iter::from_fn(|| pool.try_checkout(len).ok().filter(|_| !room)));
+            }
+            let place = |i: usize| if overlap && i % 5 == 0 { i / 10 * 513 } else { i * 7919 % COUNT * ROW };
+            let pieces = || -> Vec<_> {
+                (0..COUNT)
+                    .map(|i| (filled(&from, &bytes(i, LEN)), memory.slice(place(i)..place(i) + LEN).unwrap()))
+                    .collect()
+            };
+            let batches = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpyBatchAsync"));
+            let before = batches();
+            if let (true, Some(d)) = (fails, &gpu.stand_in) {
+                (1..=40).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, false));
+                d.fail("cuMemcpyHtoDAsync_v2", 77, 1, false);
+            }
+            let came = copier.upload_buffers(pieces()).unwrap().wait();
+            assert_eq!(came.is_err(), fails && gpu.stand_in.is_some(), "{:?}", came.as_ref().err());
+            drop(came);
+            if let Some(d) = &gpu.stand_in {
+                d.calm();
+                assert!(batches() > before);
+                assert_eq!(d.report().violations, Vec::<String>::new());
+            }
+            all_back(&from);
+            if !overlap {
+                if fails {
+                    drop(copier.upload_buffers(pieces()).unwrap().wait().unwrap());
+                }
+                let landings = (0..COUNT)
+                    .map(|i| (memory.slice(place(i)..place(i) + LEN).unwrap(), from.checkout(LEN).unwrap()));
+                let came = copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
+                let wrong = came.iter().enumerate().filter(|(i, buf)| ***buf != *bytes(*i, LEN)).count();
+                assert_eq!(wrong, 0, "overlap {overlap}, fails {fails}, room {room}");
+            }
+            let stats = copier.stats();
+            let (packed, in_place) = (stats.batch_bytes > 0, stats.in_place_bytes > 0);
+            assert_eq!((packed, in_place), (room, !room), "{stats:?}");
+            drop((copier, taken));
+            all_back(&from);
+            all_back(&pool);
+        }
+    });
+}

@@ -1,0 +1,561 @@
+//! The kernels that spread packed bytes over device memory and collect them: each byte compared with a plain model, on a
+//! real GPU and on the stand-in; and their trouble, on the stand-in. They are reached by `pinpool::cuda::spread`, which
+//! is for these tests.
+
+#![allow(unsafe_code, reason = "launching kernels and calling the driver")]
+
+use std::ffi::c_void;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pinpool::cuda::{self, spread};
+use pinpool::{Device, Error, ErrorClass};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+
+use crate::support::doubles::gpu::{Gpu, on_gpu, on_stand_in, until};
+use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::kernels::{Kernels, Raw};
+use crate::support::{bytes, skip};
+
+/// Where a row is among the places, where among the packed bytes, and how long it is.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    place: usize,
+    offset: usize,
+    len: usize,
+}
+
+/// Rows of several runs, in memory of their own: one block with all places, one with the packed bytes of all runs. What
+/// no row names guards what is beside it.
+#[derive(Debug)]
+struct Case {
+    places: usize,
+    packed: usize,
+    /// Where its packed bytes begin, and its rows.
+    runs: Vec<(usize, Vec<Row>)>,
+}
+
+impl Case {
+    /// Lays rows out without overlap. Of each: its length, and the remainders modulo 64 of where its place and its packed
+    /// bytes begin. The places are in another order than the packed bytes. The rows are dealt out to that many runs.
+    fn new(rows: &[(usize, usize, usize)], runs: usize) -> Self {
+        // Behind what is before, with a guard of a byte at least.
+        let next = |end: usize, remainder: usize| {
+            let at = (end + 1) / 64 * 64 + remainder;
+            if at > end { at } else { at + 64 }
+        };
+        let (mut places, mut packed) = (0, 0);
+        let mut all: Vec<Row> = rows.iter().map(|&(len, ..)| Row { place: 0, offset: 0, len }).collect();
+        // A permutation, since 7919 is a prime that divides no number of rows used here.
+        assert!(rows.len() % 7919 != 0);
+        for i in 0..rows.len() {
+            let of = i * 7919 % rows.len();
+            all[of].place = next(places, rows[of].1);
+            places = all[of].place + all[of].len;
+        }
+        for (row, (len, _, remainder)) in all.iter_mut().zip(rows) {
+            row.offset = next(packed, *remainder);
+            packed = row.offset + len;
+        }
+        let share = all.len().div_ceil(runs).max(1);
+        let runs = all.chunks(share).map(|rows| {
+            // Some bytes before its first row's.
+            let start = rows[0].offset - rows[0].offset.min(rows[0].place % 5);
+            let rows = rows.iter().map(|row| Row { offset: row.offset - start, ..*row }).collect();
+            (start, rows)
+        });
+        Self { runs: runs.collect(), places: places + 64, packed: packed + 64 }
+    }
+
+    fn rows(&self) -> impl Iterator<Item = Row> + '_ {
+        let absolute = |start: usize| move |row: &Row| Row { offset: start + row.offset, ..*row };
+        self.runs.iter().flat_map(move |(start, rows)| rows.iter().map(absolute(*start)))
+    }
+}
+
+/// An open GPU with its kernels.
+struct Spreader<'a> {
+    gpu: &'a Gpu,
+    device: Device,
+    stream: usize,
+}
+
+impl<'a> Spreader<'a> {
+    fn new(gpu: &'a Gpu) -> Self {
+        let device = Device::open("cuda:0").unwrap();
+        spread::load(&device).unwrap();
+        let stream = spread::urgent_stream(&device).unwrap() as usize;
+        Self { gpu, device, stream }
+    }
+
+    fn launch(&self, collect: bool, runs: &[(u64, u64, u32)]) -> Result<(), Error> {
+        // SAFETY: what the tests name is there until they have waited for the stream, except where the stand-in is to
+        // find that it is not.
+        unsafe { spread::launch(&self.device, self.stream as *mut c_void, collect, runs) }
+    }
+
+    /// A new allocation with these bytes.
+    fn memory(&self, bytes: &[u8]) -> usize {
+        let at = self.gpu.memory(bytes.len());
+        self.gpu.upload(at, bytes.as_ptr(), bytes.len(), self.stream);
+        at
+    }
+
+    fn free(&self, memory: &[usize]) {
+        memory.iter().for_each(|at| self.gpu.ok("cuMemFree_v2", &[*at]));
+    }
+
+    /// Both ways, each on fresh bytes: every byte of both sides is as the model has it.
+    fn check(&self, case: &Case) {
+        for collect in [false, true] {
+            let (mut places, mut packed) = (bytes(3, case.places), bytes(7, case.packed));
+            let at = [self.memory(&places), self.memory(&packed)];
+            let (mut tables, mut runs) = (Vec::new(), Vec::new());
+            for (start, rows) in &case.runs {
+                let place = |row: &Row| (at[0] + row.place) as u64;
+                let text =
+                    rows.iter().flat_map(|row| spread::row(place(row), row.offset as u32, row.len as u32));
+                tables.push(self.memory(&text.collect::<Vec<_>>()));
+                runs.push(((at[1] + start) as u64, tables[tables.len() - 1] as u64, rows.len() as u32));
+            }
+            self.launch(collect, &runs).unwrap();
+            for Row { place, offset, len } in case.rows() {
+                if collect {
+                    packed[offset..][..len].copy_from_slice(&places[place..][..len]);
+                } else {
+                    places[place..][..len].copy_from_slice(&packed[offset..][..len]);
+                }
+            }
+            for (name, at, expected) in [("places", at[0], &places), ("packed", at[1], &packed)] {
+                let found = self.gpu.read(at, expected.len(), self.stream);
+                if let Some(wrong) = (0..found.len()).find(|i| found[*i] != expected[*i]) {
+                    let is_in = |row: &Row| {
+                        let start = if name == "places" { row.place } else { row.offset };
+                        (start..start + row.len).contains(&wrong)
+                    };
+                    panic!("collect {collect}: {name} {wrong} is wrong, of {:?}", case.rows().find(is_in));
+                }
+            }
+            self.free(&at);
+            self.free(&tables);
+        }
+    }
+
+    fn end(self) {
+        self.gpu.ok("cuStreamDestroy_v2", &[self.stream]);
+    }
+}
+
+#[test]
+fn rows_of_all_alignments_and_short_lengths() {
+    on_gpu("rows_of_all_alignments_and_short_lengths", |gpu| {
+        let spreader = Spreader::new(gpu);
+        // In parts, so that the blocks of memory stay small.
+        for place in 0..32 {
+            let rows: Vec<_> =
+                (0..32).flat_map(|offset| (0..=100).map(move |len| (len, place, offset))).collect();
+            spreader.check(&Case::new(&rows, 1 + place % 3));
+        }
+        spreader.end();
+    });
+}
+
+#[test]
+fn rows_of_all_alignments_and_long_lengths() {
+    on_gpu("rows_of_all_alignments_and_long_lengths", |gpu| {
+        let spreader = Spreader::new(gpu);
+        // Around what the lanes of a warp copy at once, in bytes, words of 4 and of 16 bytes.
+        let around = [127, 128, 256, 384, 512, 1536, 2047, 2048, 2080, 4096]
+            .map(|len| [len - 1, len, len + 1, len + 17]);
+        let alignments = [0, 1, 2, 3, 4, 8, 12, 13, 15, 16, 17, 30];
+        let mut rows = Vec::new();
+        for len in around.into_iter().flatten() {
+            rows.extend(alignments.iter().flat_map(|place| alignments.map(|offset| (len, *place, offset))));
+        }
+        rows.extend(
+            [(0, 0), (5, 21), (5, 9), (7, 1), (3, 2)].map(|(place, offset)| (1_000_003, place, offset)),
+        );
+        spreader.check(&Case::new(&rows, 5));
+        spreader.end();
+    });
+}
+
+#[test]
+fn thousands_of_rows_in_several_runs() {
+    on_gpu("thousands_of_rows_in_several_runs", |gpu| {
+        let spreader = Spreader::new(gpu);
+        let rows = |count, len| (0..count).map(|i| (len + i % 7, i % 3 * 16, i % 5 * 4)).collect::<Vec<_>>();
+        // One run, as many runs as there may be, and numbers of rows around that of the warps and their lanes.
+        for (count, runs) in
+            [(20_000, 1), (20_000, 32), (5, 5), (255, 2), (256, 32), (257, 3), (8192, 7), (8193, 31)]
+        {
+            spreader.check(&Case::new(&rows(count, 200), runs));
+        }
+        spreader.check(&Case::new(&rows(1000, 4000), 4));
+        spreader.end();
+    });
+}
+
+#[test]
+fn any_rows_in_any_runs() {
+    on_gpu("any_rows_in_any_runs", |gpu| {
+        let spreader = Spreader::new(gpu);
+        let len = prop_oneof![4 => 0..40_usize, 3 => 0..700_usize, 1 => 0..9000_usize];
+        let rows = prop::collection::vec((len, 0..64_usize, 0..64_usize), 1..400);
+        let config = Config { cases: 64, failure_persistence: None, ..Config::default() };
+        let ran = TestRunner::new(config).run(&(rows, 1..=32_usize), |(rows, runs)| {
+            spreader.check(&Case::new(&rows, runs));
+            Ok(())
+        });
+        if let Err(error) = ran {
+            panic!("{error}");
+        }
+        spreader.end();
+    });
+}
+
+/// Numbers of more than 31 bits: an offset, and a length. On a real GPU, which has room for them.
+#[test]
+fn rows_beyond_two_gib() {
+    on_gpu("rows_beyond_two_gib", |gpu| {
+        if gpu.stand_in.is_some() {
+            return skip!("the stand-in has no room for gigabytes");
+        }
+        const LONG: usize = (1 << 31) + 77;
+        const LAST: usize = 3 << 30;
+        const SHORT: usize = 1000;
+        let spreader = Spreader::new(gpu);
+        let (packed, places) = (gpu.memory(LAST + SHORT), gpu.memory(LONG + 64 + SHORT));
+        let stream = spreader.stream;
+        gpu.ok("cuMemsetD8Async", &[packed, 0x11, LAST + SHORT, stream]);
+        gpu.ok("cuMemsetD8Async", &[places, 0xEE, LONG + 64 + SHORT, stream]);
+        let ends = [bytes(1, SHORT), bytes(2, SHORT), bytes(3, SHORT)];
+        for (at, bytes) in [3, LONG + 3 - SHORT, LAST].iter().zip(&ends) {
+            gpu.upload(packed + at, bytes.as_ptr(), SHORT, stream);
+        }
+        let short = places + LONG + 40;
+        let rows = [
+            spread::row((places + 3) as u64, 3, LONG as u32),
+            spread::row(short as u64, LAST as u32, SHORT as u32),
+        ];
+        let table = spreader.memory(rows.as_flattened());
+        spreader.launch(false, &[(packed as u64, table as u64, 2)]).unwrap();
+        let read = |at: usize| gpu.read(at, SHORT, stream);
+        assert!(
+            read(places + 3) == ends[0]
+                && read(places + LONG + 3 - SHORT) == ends[1]
+                && read(short) == ends[2]
+        );
+        assert!(read(places + LONG / 2).iter().all(|byte| *byte == 0x11));
+        assert_eq!(gpu.read(places, 3, stream), [0xEE; 3]);
+        assert_eq!(gpu.read(places + LONG + 3, 37, stream), [0xEE; 37]);
+        // And back.
+        gpu.ok("cuMemsetD8Async", &[packed, 0x22, LAST + SHORT, stream]);
+        spreader.launch(true, &[(packed as u64, table as u64, 2)]).unwrap();
+        assert!(
+            read(packed + 3) == ends[0]
+                && read(packed + LONG + 3 - SHORT) == ends[1]
+                && read(packed + LAST) == ends[2]
+        );
+        assert!(read(packed + LONG + 3).iter().all(|byte| *byte == 0x22));
+        spreader.free(&[packed, places, table]);
+        spreader.end();
+    });
+}
+
+#[test]
+fn a_launch_takes_no_more_runs_than_there_may_be() {
+    on_gpu("a_launch_takes_no_more_runs_than_there_may_be", |gpu| {
+        let spreader = Spreader::new(gpu);
+        // Nothing to do: no memory is looked at.
+        spreader.launch(false, &[]).unwrap();
+        spreader.launch(true, &[(0, 0, 0); 40]).unwrap();
+        let refused = spreader.launch(false, &[(0, 0, 1); 33]).unwrap_err();
+        assert!(
+            matches!(&refused, Error::Unsupported(text) if text.contains("32 runs at most, not 33")),
+            "{refused}"
+        );
+        // And nothing was launched, which would have ended the context.
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        spreader.end();
+    });
+}
+
+#[test]
+fn an_urgent_stream_has_the_greatest_priority() {
+    on_gpu("an_urgent_stream_has_the_greatest_priority", |gpu| {
+        let spreader = Spreader::new(gpu);
+        let (mut least, mut greatest, mut priority) = (0_i32, 0_i32, 0_i32);
+        let range = [(&raw mut least) as usize, (&raw mut greatest) as usize];
+        gpu.ok("cuCtxGetStreamPriorityRange", &range);
+        gpu.ok("cuStreamGetPriority", &[spreader.stream, (&raw mut priority) as usize]);
+        assert_eq!(priority, greatest);
+        println!("priorities from {least} to {greatest}");
+        spreader.end();
+    });
+}
+
+/// The functions are loaded before their first launch: a driver that loads one then waits for whatever runs.
+#[test]
+fn a_first_launch_waits_for_no_other_kernel() {
+    on_gpu("a_first_launch_waits_for_no_other_kernel", |gpu| {
+        if gpu.stand_in.is_some() {
+            return skip!("the stand-in has no kernels that run for long");
+        }
+        let path = std::env::var_os(doubles::PATH).unwrap_or_else(|| "libcuda.so.1".into());
+        let raw = Raw::new(Path::new(&path));
+        let (kernels, busy) = (Kernels::load(&raw), gpu.stream());
+        kernels.spin(1000, busy);
+        gpu.ok("cuStreamSynchronize", &[busy]);
+        let spreader = Spreader::new(gpu);
+        let memory = spreader.memory(&bytes(1, 4096));
+        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        let since = Instant::now();
+        kernels.spin(2_000_000_000, busy);
+        for collect in [false, true] {
+            spreader.launch(collect, &[(memory as u64, table as u64, 1)]).unwrap();
+        }
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        let took = since.elapsed();
+        gpu.ok("cuStreamSynchronize", &[busy]);
+        println!("beside a kernel of {:?} two launches took {took:?}", since.elapsed());
+        assert!(took < Duration::from_secs(1) && since.elapsed() > Duration::from_secs(2));
+        spreader.free(&[memory, table]);
+        gpu.ok("cuStreamDestroy_v2", &[busy]);
+        spreader.end();
+    });
+}
+
+#[test]
+fn a_capture_elsewhere_survives_loading_and_launching() {
+    on_gpu("a_capture_elsewhere_survives_loading_and_launching", |gpu| {
+        let captured = gpu.stream();
+        // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
+        gpu.begin_capture(captured, 0);
+        let spreader = Spreader::new(gpu);
+        // Not loaded on this thread, and launched on it: nothing to do but the launch.
+        let runs = [(0, 0, 0)];
+        spreader.launch(false, &runs).unwrap();
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
+        let memory = spreader.memory(&bytes(1, 4096));
+        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
+        gpu.begin_capture(captured, 0);
+        spreader.launch(false, &[(memory as u64, table as u64, 1)]).unwrap();
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
+        assert!(gpu.read(memory + 2048, 1000, spreader.stream) == bytes(1, 4096)[..1000]);
+        spreader.free(&[memory, table]);
+        gpu.ok("cuStreamDestroy_v2", &[captured]);
+        spreader.end();
+    });
+}
+
+/// With drivers that lack calls, and in an adopted context, the module is gone before the context's owner hears of the
+/// end.
+#[test]
+fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
+    const TEST: &str = "kernels_in_an_adopted_context_are_unloaded_at_its_end";
+    if !doubles::is_set() && !doubles::required() {
+        let Some(library) = doubles::older("cuda11") else { return skip!("no cargo") };
+        doubles::again(TEST, &[(doubles::PATH, library.to_str().unwrap())]);
+    }
+    on_gpu(TEST, |gpu| {
+        let context = gpu.other_context();
+        for round in 0..3 {
+            let (tell, ended) = std::sync::mpsc::channel::<()>();
+            // SAFETY: the context is destroyed below, when the sender was dropped.
+            let device = unsafe { cuda::adopt_context_with(context as *mut c_void, tell) }.unwrap();
+            gpu.current(context);
+            spread::load(&device).unwrap();
+            let stream = spread::urgent_stream(&device).unwrap() as usize;
+            let spreader = Spreader { gpu, device, stream };
+            spreader.check(&Case::new(&[(100, 1, 2), (3000, round, 16), (0, 0, 0)], 2));
+            spreader.end();
+            // The sender is dropped: nothing calls the driver in this context any more.
+            assert!(ended.recv().is_err());
+            if let Some(stand_in) = &gpu.stand_in {
+                let leaks = stand_in.report().leaks;
+                assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{leaks:?}");
+            }
+        }
+        gpu.current(gpu.context);
+        gpu.ok("cuCtxDestroy_v2", &[context]);
+    });
+}
+
+// --- trouble ---------------------------------------------------------------------------------------------------------
+
+fn calls(stand_in: &StandIn, name: &str) -> u64 {
+    stand_in.report().calls.iter().find(|(call, _)| call == name).map_or(0, |(_, count)| *count)
+}
+
+#[test]
+fn a_driver_that_refuses_the_kernels_is_asked_once() {
+    on_stand_in("a_driver_that_refuses_the_kernels_is_asked_once", |gpu, d| {
+        let faults = [
+            ("cuModuleLoadData", 1, 218),
+            ("cuModuleLoadData", 1, 2),
+            ("cuModuleGetFunction", 1, 500),
+            ("cuModuleGetFunction", 2, 209),
+            ("cuFuncLoad", 1, 2),
+            ("cuFuncLoad", 2, 2),
+        ];
+        for (name, nth, code) in faults {
+            let device = Device::open("cuda:0").unwrap();
+            // SAFETY: nothing is launched.
+            let unloaded =
+                unsafe { spread::launch(&device, gpu.stream() as *mut c_void, false, &[(1, 16, 1)]) };
+            assert!(matches!(unloaded, Err(Error::Unsupported(text)) if text.contains("not loaded")));
+            d.fail(name, nth, code, false);
+            let before = calls(d, "cuModuleLoadData");
+            for _ in 0..2 {
+                let refused = spread::load(&device).unwrap_err();
+                let Error::Unsupported(text) = &refused else { panic!("{refused}") };
+                assert!(text.contains(name) && text.contains("cuda:0"), "{text}");
+            }
+            assert_eq!(calls(d, "cuModuleLoadData"), before + 1, "{name}");
+            assert!(device.lost().is_none());
+            let leaks = d.report().leaks;
+            assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{name}: {leaks:?}");
+            device.close(HANG).unwrap();
+            // Opened anew it may have them.
+            let again = Device::open("cuda:0").unwrap();
+            spread::load(&again).unwrap();
+            again.close(HANG).unwrap();
+        }
+        // A failure after the call has done its work: the handle is unknown, and nothing else is wrong.
+        let device = Device::open("cuda:0").unwrap();
+        d.fail("cuModuleGetFunction", 1, 999, true);
+        assert!(matches!(spread::load(&device), Err(Error::Unsupported(_))));
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_device_that_is_lost_while_loading_says_so() {
+    on_stand_in("a_device_that_is_lost_while_loading_says_so", |_, d| {
+        let device = Device::open("cuda:0").unwrap();
+        d.fail("cuModuleLoadData", 1, 700, true);
+        for _ in 0..2 {
+            assert_eq!(spread::load(&device).unwrap_err().class(), ErrorClass::DeviceLost);
+        }
+        assert!(device.lost().is_some());
+    });
+}
+
+#[test]
+fn streams_with_a_priority_may_be_refused() {
+    on_stand_in("streams_with_a_priority_may_be_refused", |_, d| {
+        let device = Device::open("cuda:0").unwrap();
+        for name in ["cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority"] {
+            d.fail(name, 1, 2, false);
+            let refused = spread::urgent_stream(&device).unwrap_err();
+            assert!(
+                refused.class() == ErrorClass::Transient && refused.to_string().contains(name),
+                "{refused}"
+            );
+        }
+        assert!(spread::urgent_stream(&device).is_ok());
+    });
+}
+
+/// A failed launch decides nothing: the kernel may run all the same.
+#[test]
+fn a_launch_fails_before_it_is_accepted_or_after() {
+    on_stand_in("a_launch_fails_before_it_is_accepted_or_after", |gpu, d| {
+        let spreader = Spreader::new(gpu);
+        for after in [false, true] {
+            let memory = spreader.memory(&bytes(1, 4096));
+            let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
+            let runs = [(memory as u64, table as u64, 1)];
+            d.fail("cuLaunchKernel", 1, 701, after);
+            let failed = spreader.launch(false, &runs).unwrap_err();
+            assert!(
+                failed.class() == ErrorClass::Argument && failed.to_string().contains("cuLaunchKernel"),
+                "{failed}"
+            );
+            let moved = |spreader: &Spreader<'_>| {
+                gpu.read(memory + 2048, 1000, spreader.stream) == bytes(1, 4096)[..1000]
+            };
+            assert_eq!(moved(&spreader), after);
+            assert!(spreader.device.lost().is_none());
+            spreader.launch(false, &runs).unwrap();
+            assert!(moved(&spreader));
+            spreader.free(&[memory, table]);
+        }
+        spreader.end();
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_device_is_lost_by_a_launch_or_behind_it() {
+    on_stand_in("a_device_is_lost_by_a_launch_or_behind_it", |gpu, d| {
+        // By the launch itself; by something else, between the launch and its end; by the kernel.
+        for how in 0..3 {
+            d.reset();
+            gpu.ok("cuInit", &[0]);
+            gpu.current(gpu.made("cuDevicePrimaryCtxRetain", &[0]));
+            let spreader = Spreader::new(gpu);
+            let memory = spreader.memory(&bytes(1, 4096));
+            let place = if how == 2 { 64 } else { memory as u64 + 2048 };
+            let table = spreader.memory(&spread::row(place, 0, 1000));
+            let runs = [(memory as u64, table as u64, 1)];
+            if how == 0 {
+                d.fail("cuLaunchKernel", 1, 719, true);
+                assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
+            } else {
+                spreader.launch(false, &runs).unwrap();
+            }
+            if how == 1 {
+                d.kill(0, 714);
+            }
+            let code = [719, 714, 700][how];
+            assert_eq!(gpu.call("cuStreamSynchronize", &[spreader.stream]), code);
+            assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
+            assert!(spreader.device.lost().is_some());
+            let broken = d.report().violations;
+            assert_eq!(broken.iter().filter(|rule| rule.starts_with("KER-5")).count(), usize::from(how == 2));
+            let closed = spreader.device.close(HANG).unwrap_err();
+            assert!(closed.is_closed(), "{closed}");
+        }
+    });
+}
+
+/// The stand-in's kernels can be made to wait, as they do beside kernels that fill a GPU.
+#[test]
+fn a_slow_kernel_is_complete_when_its_time_has_come() {
+    on_stand_in("a_slow_kernel_is_complete_when_its_time_has_come", |gpu, d| {
+        const DELAY: Duration = Duration::from_millis(60);
+        let spreader = Spreader::new(gpu);
+        let memory = spreader.memory(&bytes(1, 4096));
+        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
+        let runs = [(memory as u64, table as u64, 1)];
+        let event = gpu.made("cuEventCreate", &[2]);
+        d.kernel_delay(DELAY);
+        let since = Instant::now();
+        spreader.launch(false, &runs).unwrap();
+        gpu.ok("cuEventRecord", &[event, spreader.stream]);
+        // And so is what waits for it.
+        let (other, behind) = (gpu.stream(), gpu.made("cuEventCreate", &[2]));
+        gpu.ok("cuStreamWaitEvent", &[other, event, 0]);
+        gpu.ok("cuEventRecord", &[behind, other]);
+        for event in [behind, event] {
+            until("the kernel is complete", || gpu.call("cuEventQuery", &[event]) == 0);
+            assert!(since.elapsed() >= DELAY, "after {:?}", since.elapsed());
+        }
+        let since = Instant::now();
+        spreader.launch(true, &runs).unwrap();
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        assert!(since.elapsed() >= DELAY, "after {:?}", since.elapsed());
+        // What was launched waits no more either.
+        d.kernel_delay(Duration::from_secs(3600));
+        spreader.launch(false, &runs).unwrap();
+        d.kernel_delay(Duration::ZERO);
+        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
+        spreader.free(&[memory, table]);
+        spreader.end();
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}

@@ -1,0 +1,357 @@
+//! Programs that end in the middle of their work, in each way in which a program can end.
+//!
+//! A test starts itself again and again as a small server ([`Busy`]): pool, streams, copy queue and pipeline, all at
+//! work on threads of its own, and large device buffers that are dropped right before the end, which a thread of the
+//! crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
+//! exits, and must have seen no call after the exit began, nor one under way.
+//!
+//! `PINPOOL_EXITS` says how many processes end in each way (20), and `PINPOOL_EXITS_UNDER` which command runs them, such
+//! as `compute-sanitizer --tool memcheck`.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(unsafe_code, reason = "signals, and a library that is loaded and unloaded")]
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use libloading::Library;
+use pinpool::{CopyQueue, Device, DeviceBuffer, ErrorClass, Pool, Stream, pipeline::Pipeline};
+
+use super::{doubles, process};
+
+/// What a child is to do: the way to end, and the number of the run.
+const EXIT: &str = "PINPOOL_TEST_EXIT";
+/// How many processes end in each way.
+const TIMES: &str = "PINPOOL_EXITS";
+/// The command that runs them.
+const UNDER: &str = "PINPOOL_EXITS_UNDER";
+/// A built `examples/plugin.rs`, where there is no cargo to build it with.
+const PLUGIN: &str = "PINPOOL_TEST_PLUGIN";
+
+/// A way to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// `main` returns. The pool was shut down before, and everything dropped.
+    Return,
+    /// `main` returns while everything is at work.
+    ReturnBusy,
+    /// `exit` on the thread of the test, and on another thread.
+    Exit,
+    ExitElsewhere,
+    /// A panic.
+    Panic,
+    /// SIGTERM, with a handler that exits.
+    Signal,
+    /// A library that has the pool in it is unloaded, and then `main` returns.
+    Unload,
+    /// The child of a fork exits, and then its parent.
+    Fork,
+}
+
+pub const WAYS: [Way; 8] = [
+    Way::Return,
+    Way::ReturnBusy,
+    Way::Exit,
+    Way::ExitElsewhere,
+    Way::Panic,
+    Way::Signal,
+    Way::Unload,
+    Way::Fork,
+];
+
+impl Way {
+    /// The program's own exit status.
+    fn status(self) -> i32 {
+        match self {
+            Self::Return | Self::ReturnBusy | Self::Unload => 0,
+            Self::Exit => 7,
+            Self::ExitElsewhere => 8,
+            Self::Signal => 9,
+            Self::Fork => 10,
+            // As the test harness reports it.
+            Self::Panic => 101,
+        }
+    }
+}
+
+/// Starts the test `test` as often as is asked for in each of these ways, with more in its environment, and checks how
+/// the processes end. `device` is opened there.
+pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)]) {
+    if let Ok(todo) = std::env::var(EXIT) {
+        let (way, number) = todo.split_once(':').expect("a way and a number");
+        let way = WAYS.into_iter().find(|known| format!("{known:?}") == way).expect("a way");
+        return run(way, number.parse().expect("a number"), device);
+    }
+    let times: u64 = std::env::var(TIMES).ok().and_then(|text| text.parse().ok()).unwrap_or(20);
+    let mut wrong = Vec::new();
+    for way in ways {
+        let plugin = match *way == Way::Unload {
+            true => match plugin() {
+                Some(plugin) => plugin,
+                None => {
+                    crate::support::skip!(
+                        "there is no cargo to build the plugin with; {PLUGIN} can name a built one"
+                    );
+                    continue;
+                }
+            },
+            false => PathBuf::new(),
+        };
+        for number in 0..times {
+            let report =
+                std::env::temp_dir().join(format!("pinpool-exit-{}-{test}-{way:?}", std::process::id()));
+            let _ = std::fs::remove_file(&report);
+            let mut command = command(test);
+            command.env(EXIT, format!("{way:?}:{number}")).env(PLUGIN, &plugin);
+            command.env(doubles::ascendcl::REPORT, &report).envs(environment.iter().copied());
+            let child = doubles::ended(&mut command, Duration::from_secs(120));
+            let seen = doubles::ascendcl::report_of(&report).unwrap_or_default();
+            let _ = std::fs::remove_file(&report);
+            let late = seen.violations.iter().filter(|text| text.starts_with("END-")).count();
+            let meant = child.stdout.contains("ending now");
+            let ended = child.status.and_then(|status| status.code()) == Some(way.status());
+            // Only the error of a call that came after the exit began.
+            let errors = child.stdout.lines().filter_map(|line| line.strip_prefix("late: "));
+            let refused = errors.clone().all(|error| error.starts_with("Shutdown: "));
+            if !ended || !meant || late > 0 || !refused {
+                let errors: Vec<_> = errors.collect();
+                wrong.push(format!(
+                    "{way:?} {number}: the child {}, {late} calls after the exit began, late errors {errors:?}: {}",
+                    child.how(),
+                    child.last_words()
+                ));
+            }
+        }
+        println!("{test}: {way:?}: {times} processes");
+    }
+    assert!(
+        wrong.is_empty(),
+        "{test}: {} processes: {}",
+        wrong.len(),
+        wrong[..wrong.len().min(5)].join("\n")
+    );
+}
+
+/// The test again, under the command that the environment names.
+fn command(test: &str) -> Command {
+    let plain = process::command(test);
+    let under = std::env::var(UNDER).unwrap_or_default();
+    let mut words = under.split_whitespace();
+    let Some(program) = words.next() else { return plain };
+    let mut command = Command::new(program);
+    command.args(words).arg(plain.get_program()).args(plain.get_args());
+    for (name, value) in plain.get_envs() {
+        command.env(name, value.expect("nothing is removed"));
+    }
+    command
+}
+
+/// The library of `examples/plugin.rs`, built with the features of this test.
+fn plugin() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os(PLUGIN).filter(|path| !path.is_empty()) {
+        return Some(named.into());
+    }
+    let cargo = std::env::var_os("CARGO")?;
+    let here = std::env::current_exe().ok()?;
+    // target/PROFILE/deps/this
+    let profile = here.parent()?.parent()?;
+    let mut command = Command::new(cargo);
+    command.args([
+        "build",
+        "--quiet",
+        "--locked",
+        "--offline",
+        "--example",
+        "plugin",
+        "--no-default-features",
+    ]);
+    let features = [
+        ("acl", cfg!(feature = "acl")),
+        ("cuda", cfg!(feature = "cuda")),
+        ("cudarc", cfg!(feature = "cudarc")),
+        ("metrics", cfg!(feature = "metrics")),
+        ("safetensors", cfg!(feature = "safetensors")),
+        ("cli", cfg!(feature = "cli")),
+    ];
+    let features: Vec<_> = features.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
+    command.arg("--features").arg(features.join(","));
+    if profile.ends_with("release") {
+        command.arg("--release");
+    }
+    command.arg("--target-dir").arg(profile.parent()?).current_dir(env!("CARGO_MANIFEST_DIR"));
+    let output = command.stdin(Stdio::null()).output().expect("cargo cannot be started");
+    assert!(
+        output.status.success(),
+        "the plugin cannot be built: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Some(profile.join("examples/libplugin.so"))
+}
+
+/// A program that works.
+struct Busy {
+    device: Device,
+    pool: Pool,
+    stream: Stream,
+    queue: CopyQueue,
+    pipeline: Pipeline,
+    memory: DeviceBuffer,
+}
+
+const LEN: usize = 64 << 10;
+
+impl Busy {
+    fn begin(device: &str) -> Self {
+        let device = Device::open(device).expect("the device can be opened");
+        let pool = Pool::builder(&device).capacity(16 << 20).build().expect("a pool");
+        let stream = device.stream().expect("a stream");
+        let queue = device.copy_queue().expect("a queue");
+        let pipeline = Pipeline::builder(&pool, &device).chunk(LEN).build().expect("a pipeline");
+        let memory = device.alloc(1 << 20).expect("device memory");
+        Self { device, pool, stream, queue, pipeline, memory }
+    }
+
+    /// Threads of the program that go on until a call fails, and say why it did.
+    fn work(&self) {
+        let (pool, memory) = (&self.pool, &self.memory);
+        for stream in [self.stream.clone(), self.device.stream().expect("a stream")] {
+            let (pool, memory) = (pool.clone(), memory.clone());
+            on_thread(move || {
+                let mut buf = pool.checkout(LEN)?;
+                buf.extend_from_slice(&[1; 1000]);
+                let sent = stream.upload(buf, memory.slice(..1000)?).map_err(|refused| refused.error)?;
+                drop(sent.wait()?);
+                Ok(())
+            });
+        }
+        let (queue, pool, memory) = (self.queue.clone(), pool.clone(), memory.clone());
+        on_thread(move || {
+            let mut buf = pool.checkout(LEN)?;
+            buf.extend_from_slice(&[2; 500]);
+            drop(queue.upload(buf, memory.slice(2000..2500)?).map_err(|refused| refused.error)?);
+            Ok(())
+        });
+        let (pipeline, memory) = (self.pipeline.clone(), self.memory.clone());
+        on_thread(move || pipeline.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
+    }
+
+    /// Large device buffers that are dropped right before the end: a thread of the crate's frees them.
+    fn drop_large(&self) {
+        let large: Vec<_> = (0..16).map(|_| self.device.alloc(1 << 20).expect("device memory")).collect();
+        drop(large);
+    }
+}
+
+fn on_thread(mut step: impl FnMut() -> pinpool::Result<()> + Send + 'static) {
+    std::thread::spawn(move || {
+        block_sigterm();
+        loop {
+            if let Err(error) = step() {
+                // Not by way of `print`, whose lock the end of the process takes.
+                let class: ErrorClass = error.class();
+                let text = format!("late: {class:?}: {error}\n");
+                // SAFETY: writes bytes that live for the call.
+                unsafe { libc::write(1, text.as_ptr().cast(), text.len()) };
+                return;
+            }
+        }
+    });
+}
+
+/// So that the handler interrupts a thread that waits, and not one that is inside a driver.
+fn block_sigterm() {
+    // SAFETY: a set of numbers, which the calls fill and read.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGTERM);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+extern "C" fn exits(_signal: libc::c_int) {
+    // SAFETY: this thread waits meanwhile, and holds no lock.
+    unsafe { libc::exit(Way::Signal.status()) };
+}
+
+fn run(way: Way, number: u64, device: &str) {
+    // Not at the same place each time.
+    let moment = Duration::from_micros(500 + number % 20 * number % 20 * 40);
+    if way == Way::Unload {
+        return unload(device, moment);
+    }
+    let busy = Busy::begin(device);
+    if way == Way::Return {
+        let mut buf = busy.pool.checkout(LEN).expect("a buffer");
+        buf.extend_from_slice(&[4; 1000]);
+        drop(busy.pipeline.upload_slice(&[3; 4 * LEN], busy.memory.slice(LEN..5 * LEN).expect("a range")));
+        let sent = busy.stream.upload(buf, busy.memory.slice(..1000).expect("a range")).expect("an upload");
+        drop(sent);
+        busy.drop_large();
+        busy.pool.shutdown(Duration::from_secs(5));
+        println!("ending now");
+        return;
+    }
+    busy.work();
+    std::thread::sleep(moment);
+    busy.drop_large();
+    println!("ending now");
+    match way {
+        Way::Exit => std::process::exit(way.status()),
+        Way::ExitElsewhere => {
+            let other = std::thread::spawn(move || std::process::exit(way.status()));
+            let _ = other.join();
+        }
+        Way::Panic => panic!("as it was meant to"),
+        Way::Signal => {
+            // SAFETY: the handler makes one call, on a thread that waits below.
+            unsafe { libc::signal(libc::SIGTERM, exits as *const () as libc::sighandler_t) };
+            let sender = std::thread::spawn(|| {
+                block_sigterm();
+                std::thread::sleep(Duration::from_millis(1));
+                // SAFETY: sends a signal to this process.
+                unsafe { libc::kill(libc::getpid(), libc::SIGTERM) };
+            });
+            let since = Instant::now();
+            while since.elapsed() < Duration::from_secs(60) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            drop(sender);
+        }
+        Way::Fork => {
+            // SAFETY: the child exits at once.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: ends the child, by way of its exit handlers.
+                unsafe { libc::exit(5) };
+            }
+            let mut status = 0;
+            // SAFETY: waits for the child above.
+            unsafe { libc::waitpid(child, &raw mut status, 0) };
+            assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 5), "the child's end");
+            std::process::exit(way.status());
+        }
+        Way::Return | Way::ReturnBusy | Way::Unload => {}
+    }
+    // The threads go on, and what they use is dropped here.
+}
+
+/// Loads the plugin, has it work, and unloads it.
+fn unload(device: &str, moment: Duration) {
+    let path = std::env::var_os(PLUGIN).expect("a plugin");
+    // SAFETY: the plugin's initialisers have no preconditions.
+    let library = unsafe { Library::new(path) }.expect("the plugin can be loaded");
+    let name = std::ffi::CString::new(device).expect("no zero");
+    // SAFETY: `examples/plugin.rs` has the signature.
+    let started = unsafe {
+        library
+            .get::<unsafe extern "C" fn(*const libc::c_char) -> libc::c_int>(b"plugin_start\0")
+            .expect("a plugin")(name.as_ptr())
+    };
+    assert_eq!(started, 0, "the plugin has started");
+    std::thread::sleep(moment);
+    drop(library);
+    println!("ending now");
+    std::thread::sleep(moment);
+}
