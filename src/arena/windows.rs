@@ -10,7 +10,7 @@
 //!   window                              |<------------------------->|
 //! ```
 //!
-//! A window ends where a run ends. It may begin inside a class's run (A above): the segments before the window stay in
+//! A window ends where a run ends, or among free pages. It may begin inside a class's run (A above): the segments before the window stay in
 //! the run's list, and those in the window, from number `keep` on, go to the list `held`. When all of them are back, the
 //! run is shortened. The other runs in the window are dissolved when all of their segments are back. Their pages, and
 //! what was free from the beginning, are free runs that the set of free runs does not have; they are joined with each
@@ -169,8 +169,13 @@ impl Arena {
                 None => (head.first, 0),
             };
             let out = sum - spared;
-            if best.is_none_or(|best| out < best.0) {
-                best = Some((out, PageRange { extent, first, end: item.end }));
+            // Of free pages at the end only those that are needed.
+            let begin = (base + first as usize).next_multiple_of(align) - base;
+            let end = if item.gap { (begin as u32 + need).max(item.first) } else { item.end };
+            let less =
+                |(least, range): (usize, PageRange)| (out, end - first) < (least, range.end - range.first);
+            if best.is_none_or(less) {
+                best = Some((out, PageRange { extent, first, end }));
             }
         }
         best
@@ -528,6 +533,36 @@ impl Arena {
             }
         }
         ranges
+    }
+
+    /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out: when they are free, the
+    /// regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would be
+    /// needed.
+    pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
+        let mut regions: BTreeMap<RegionId, (usize, usize, bool)> = BTreeMap::new();
+        for (_, e) in &self.extents {
+            let (out, len, blocked) = regions.entry(e.region).or_default();
+            *out += e.out.iter().sum::<usize>();
+            *len += e.pages as usize * PAGE;
+            *blocked |= e.blocked.iter().any(|n| *n > 0);
+        }
+        let mut regions: Vec<_> = regions.into_iter().filter(|(_, (.., blocked))| !blocked).collect();
+        // As a part of the region.
+        regions.sort_by(|(_, a), (_, b)| (a.0 as u128 * b.1 as u128).cmp(&(b.0 as u128 * a.1 as u128)));
+        let (mut sum, mut ranges) = (0, Vec::new());
+        for (region, (_, len, _)) in regions {
+            if sum < bytes {
+                sum += len;
+                let extents = self.extents.iter().filter(|(_, e)| e.region == region);
+                let whole = |(extent, e): (usize, &ArenaExtent)| PageRange {
+                    extent: extent as u32,
+                    first: 0,
+                    end: e.pages,
+                };
+                ranges.extend(extents.map(whole));
+            }
+        }
+        (sum >= bytes && ranges.len() <= most).then_some(ranges)
     }
 
     /// Segments of a class that are given out and lie in windows.

@@ -111,6 +111,8 @@ struct Waiter {
     moves: u32,
     /// Idle regions were replaced for it.
     moved: bool,
+    /// Its windows are whole regions that are to be replaced.
+    replaces: bool,
     since: Instant,
 }
 
@@ -190,6 +192,7 @@ impl WaitQueue {
             windows: Vec::new(),
             moves: 0,
             moved: false,
+            replaces: false,
             since,
         });
         self.order.insert(number, key);
@@ -271,9 +274,29 @@ impl WaitQueue {
 
     /// Notes that idle regions are replaced for the head.
     pub(crate) fn head_moved(&mut self) {
-        if let Some(head) = self.order.values().next() {
-            self.waiters[*head].moved = true;
+        if let Some(head) = self.head_key() {
+            self.note_replaced(head);
         }
+    }
+
+    /// Whether idle regions may be replaced for a waiter: they were not yet.
+    pub(super) fn may_replace(&self, key: usize) -> bool {
+        !self.waiters[key].moved
+    }
+
+    /// Notes that idle regions are replaced for a waiter.
+    pub(super) fn note_replaced(&mut self, key: usize) {
+        self.waiters[key].moved = true;
+    }
+
+    /// Whether a waiter's windows are whole regions that are to be replaced.
+    pub(super) fn replaces(&self, key: usize) -> bool {
+        self.waiters[key].replaces
+    }
+
+    /// Notes that a waiter's windows are such regions.
+    pub(super) fn set_replaces(&mut self, key: usize) {
+        self.waiters[key].replaces = true;
     }
 
     /// The key of the waiter that came first.
@@ -292,7 +315,7 @@ impl WaitQueue {
     fn remove(&mut self, key: usize, ended: &mut Vec<WindowId>) {
         let waiter = &mut self.waiters[key];
         let (size, number) = (waiter.size, waiter.number);
-        let windows = std::mem::take(&mut waiter.windows);
+        let (windows, replaces) = (std::mem::take(&mut waiter.windows), waiter.replaces);
         self.waited.record(waiter.since.elapsed());
         if let Size::Class(class) = size {
             self.awaited[usize::from(class)] -= 1;
@@ -306,7 +329,9 @@ impl WaitQueue {
             (true, Size::Class(_), Some(next)) => {
                 self.unplaced.insert(next);
                 if !windows.is_empty() {
-                    self.place(self.order[&next], windows);
+                    let next = self.order[&next];
+                    self.place(next, windows);
+                    self.waiters[next].replaces = replaces;
                 }
             }
             _ => ended.extend(windows),
@@ -383,6 +408,7 @@ impl WaitQueue {
     /// Takes a waiter's windows from it.
     pub(super) fn displace(&mut self, key: usize) -> Vec<WindowId> {
         let waiter = &mut self.waiters[key];
+        waiter.replaces = false;
         self.unplaced.insert(waiter.number);
         std::mem::take(&mut waiter.windows)
     }

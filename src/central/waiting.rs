@@ -28,6 +28,9 @@
 //! buffer in it for ever. Each further exchange for the same request takes twice as long, so that at last a window stays
 //! for longer than any buffer in it is kept.
 //!
+//! A request that no present region can serve waits for regions to be replaced: then whole regions are withheld for it,
+//! until all of them are free.
+//!
 //! While memory for all waiters is being pinned, nothing is fenced and no window is chosen.
 
 use std::ptr::NonNull;
@@ -92,10 +95,11 @@ impl Fence {
         windows.any(|[first, end]| first <= address && address < end)
     }
 
-    /// Whether a waiter may have a right to a segment.
+    /// Whether a waiter may have a right to a segment. The last byte tells: a segment that crosses the first edge of a
+    /// window lies in it, and none crosses the other.
     fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
         let bits = self.class(class);
-        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr())
+        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr() + class.stride() - 1)
     }
 }
 
@@ -487,10 +491,15 @@ impl Core {
     /// The first want that cannot be served together with the others of the same placement, even if every segment that
     /// is not quarantined comes back.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        wants.iter().find(|want| {
-            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
-            !self.arena.could_serve(want.placement, alike)
-        })
+        let mut alike: Vec<(&Want, usize)> = Vec::new();
+        for want in wants {
+            match alike.iter_mut().find(|(other, _)| other.placement == want.placement) {
+                Some((_, count)) => *count += 1,
+                None => alike.push((want, 1)),
+            }
+        }
+        let never = |(want, count): &(&Want, usize)| !self.arena.could_serve(want.placement, *count);
+        alike.into_iter().find(never).map(|(want, _)| want)
     }
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served. The caller makes the
@@ -519,6 +528,12 @@ impl Core {
                 break;
             }
             if self.grant_withheld(head, wakes) {
+                continue;
+            }
+            // What is withheld for others is free, too.
+            let owners = self.queue.owners();
+            if !owners.is_empty() {
+                owners.into_iter().for_each(|owner| self.displace(owner));
                 continue;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
@@ -598,6 +613,9 @@ impl Core {
     /// enough.
     pub(super) fn came(&mut self, window: WindowId, class: Option<Class>, wakes: &mut Vec<Wake>) {
         let key = self.queue.owner(window);
+        if self.queue.replaces(key) {
+            return self.replace(key, wakes);
+        }
         let enough = match self.queue.wants(key) {
             [Want { placement: Placement::Class(wanted), .. }] => class == Some(*wanted),
             [_] => false,
@@ -663,6 +681,12 @@ impl Core {
 
     /// Chooses windows for the waiters that may have one. Nothing is cached.
     fn choose(&mut self, wakes: &mut Vec<Wake>) {
+        for key in self.queue.owners() {
+            // Regions that got free while others were being pinned.
+            if self.queue.replaces(key) {
+                self.replace(key, wakes);
+            }
+        }
         for key in self.queue.unplaced(MOST_WINDOWS) {
             let left = MOST_WINDOWS - self.arena.window_count();
             if left == 0 {
@@ -673,6 +697,13 @@ impl Core {
             }
             let wants = self.queue.wants(key);
             let ((need, align), several) = (window_pages(wants), wants.len() > 1);
+            if let Some(ranges) = self.ranges_to_replace(key, left) {
+                let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
+                self.queue.place(key, windows);
+                self.queue.set_replaces(key);
+                self.replace(key, wakes);
+                continue;
+            }
             if self.windows.none_for.is_some_and(|none| need >= none) {
                 continue;
             }
@@ -695,6 +726,29 @@ impl Core {
             self.grant_withheld(key, wakes);
         }
         self.plan_look(wakes);
+    }
+
+    /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
+    /// ones never can.
+    fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
+        let wants = self.queue.wants(key);
+        let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.growth_failure.is_none();
+        if !may || !self.queue.may_replace(key) || self.never(wants).is_none() {
+            return None;
+        }
+        let missing = least(wants).checked_sub(self.room()).filter(|missing| *missing > 0)?;
+        self.arena.replaceable(missing, most)
+    }
+
+    /// Has the regions replaced that are withheld for a waiter, if all of them are free.
+    fn replace(&mut self, key: usize, wakes: &mut Vec<Wake>) {
+        if self.growing > 0 || self.queue.windows(key).iter().any(|id| self.arena.out_of(*id) > 0) {
+            return;
+        }
+        self.displace(key);
+        self.queue.note_replaced(key);
+        let wants = self.queue.wants(key).to_vec();
+        wakes.extend(self.plan(&wants, true).map(|growth| Wake::Grow(self.me.clone(), growth)));
     }
 
     /// The range that a waiter would choose in place of its window.

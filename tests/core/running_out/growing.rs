@@ -134,6 +134,7 @@ fn what_fits_no_region_makes_idle_ones_go() {
     let small = pool.checkout(1).unwrap();
     assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted { .. })));
     let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
+    // The region is withheld, so that it gets idle.
     let next = Waiter::new(pool.checkout_async(pages(1)));
     waiting.still_waits();
     // Idle by now, the region is unpinned to make room for one that is large enough; later requests are behind that.

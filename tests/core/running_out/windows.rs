@@ -82,6 +82,63 @@ fn a_small_request_that_waits_is_served_by_what_comes_back_elsewhere() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
+/// A window begins inside of a run, at a page that a segment crosses: that segment lies in the window.
+#[test]
+fn a_window_begins_at_a_segments_edge_and_not_at_a_pages() {
+    let rig = Rig::stepped();
+    // Segments that do not divide a page, in runs of several pages.
+    for len in [200, 1000, 3000, 5000, 7000] {
+        let pool = rig.pool(64 * PAGE);
+        for free in [4, 16, 40] {
+            let gap = pool.checkout(pages(free)).unwrap();
+            let mut held: Vec<_> = std::iter::from_fn(|| pool.try_checkout(len).ok()).collect();
+            drop(gap);
+            let waiter = Waiter::new(pool.checkout_async(pages(free + 2)));
+            // The checks find a segment that is cached although it lies in the window.
+            let mut back = held.len();
+            while back > 0 && waiter.rung() == 0 {
+                back -= 1;
+                drop(held.swap_remove(back * 7 % held.len()));
+                checked(&pool);
+            }
+            drop(waiter.ready().unwrap());
+            drop(held);
+            assert_eq!(checked(&pool).checked_out_bytes, 0);
+        }
+    }
+}
+
+/// No region is long enough, and small requests keep coming.
+#[test]
+fn regions_that_are_to_be_replaced_get_idle_under_constant_load() {
+    let rig = big(HostConfig::new());
+    let pool = rig.builder(MIB).region(128 << 10).build().unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for len in [1000, 4096] {
+            let (pool, stop) = (&pool, &stop);
+            scope.spawn(move || {
+                let mut held = std::collections::VecDeque::new();
+                while !stop.load(Ordering::Relaxed) {
+                    match pool.try_checkout(len) {
+                        Ok(buf) => held.push_back(buf),
+                        Err(_) => drop(held.pop_front()),
+                    }
+                    if held.len() > (200 << 10) / len {
+                        held.pop_front();
+                    }
+                }
+            });
+        }
+        for len in [300 << 10, 500 << 10, 400 << 10] {
+            let buf = pool.checkout_timeout(len, HANG);
+            assert!(buf.is_ok(), "{len}: {buf:?} {:?}", pool.stats());
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
 /// The only memory that is ever free is what a thread takes and returns from its cache.
 #[test]
 fn a_request_is_served_under_constant_load_of_other_sizes() {
