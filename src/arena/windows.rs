@@ -478,6 +478,12 @@ impl Arena {
         self.windows[id.0].complete
     }
 
+    /// The bytes of a window.
+    pub(crate) fn bytes_of(&self, id: WindowId) -> usize {
+        let Window { first, end, .. } = self.windows[id.0];
+        (end - first) as usize * PAGE
+    }
+
     /// Segments in a window that are given out.
     pub(crate) fn out_of(&self, id: WindowId) -> u32 {
         self.windows[id.0].out

@@ -53,7 +53,7 @@ impl CentralPool {
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
-        core.step > 0 && core.growth_failure.is_none() && core.room() >= least(wants)
+        core.step > 0 && core.growth_failure.is_none() && core.room_beside() >= least(wants)
     }
 
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: it is
@@ -244,7 +244,7 @@ impl Core {
         if self.step == 0 {
             return None;
         }
-        let mut left = self.room();
+        let mut left = self.room_beside();
         if left < least {
             if !may_move || self.growing > 0 || self.never(wants).is_none() {
                 return None;
@@ -264,7 +264,7 @@ impl Core {
             }
             going.retain(|(id, _)| self.arena.retire(*id).is_some());
             // This plan may count on these bytes. For other plans they are leaving, and no room yet.
-            left = self.room();
+            left = self.room_beside();
             self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         }
         // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.

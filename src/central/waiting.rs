@@ -531,9 +531,8 @@ impl Core {
                 continue;
             }
             // What is withheld for others is free, too.
-            let owners = self.queue.owners();
-            if !owners.is_empty() {
-                owners.into_iter().for_each(|owner| self.displace(owner));
+            self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
+            if self.grant(head, wakes) {
                 continue;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
@@ -736,8 +735,23 @@ impl Core {
         if !may || !self.queue.may_replace(key) || self.never(wants).is_none() {
             return None;
         }
-        let missing = least(wants).checked_sub(self.room()).filter(|missing| *missing > 0)?;
+        let missing = least(wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
         self.arena.replaceable(missing, most)
+    }
+
+    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place of
+    /// regions that are withheld, together with the bytes of these regions.
+    pub(super) fn room_beside(&self) -> usize {
+        let room = self.room();
+        if room == 0 || self.arena.window_count() == 0 {
+            return room;
+        }
+        let owners = self.queue.owners().into_iter().filter(|key| self.queue.replaces(*key));
+        let missing = owners.map(|key| {
+            let withheld = sum(self.queue.windows(key).iter().map(|id| self.arena.bytes_of(*id)));
+            least(self.queue.wants(key)).saturating_sub(withheld)
+        });
+        room.saturating_sub(sum(missing))
     }
 
     /// Has the regions replaced that are withheld for a waiter, if all of them are free.
@@ -746,9 +760,11 @@ impl Core {
             return;
         }
         self.displace(key);
-        self.queue.note_replaced(key);
         let wants = self.queue.wants(key).to_vec();
-        wakes.extend(self.plan(&wants, true).map(|growth| Wake::Grow(self.me.clone(), growth)));
+        if let Some(growth) = self.plan(&wants, true) {
+            self.queue.note_replaced(key);
+            wakes.push(Wake::Grow(self.me.clone(), growth));
+        }
     }
 
     /// The range that a waiter would choose in place of its window.
