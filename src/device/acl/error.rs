@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn refused_host_memory_names_its_limits() {
         let text = host_memory_limits(4096);
-        for part in ["4096 bytes", "memory.max", "ulimit -l", "200 GB", "PoolBuilder::extent"] {
+        for part in ["4 KiB", "memory.max", "ulimit -l", "200 GB", "PoolBuilder::extent"] {
             assert!(text.contains(part), "{text}");
         }
     }
