@@ -670,7 +670,7 @@ fn the_range_with_the_fewest_bytes_out_is_chosen() {
     // Two large segments, with a small one and free pages between them.
     let large = [(); 2].map(|()| take(&mut arena, 300 * PAGE, 4096).unwrap());
     let small = take(&mut arena, 4096, 4096).unwrap();
-    let window = withhold(&mut arena, 421).unwrap();
+    let window = withhold(&mut arena, 422).unwrap();
     let (first, end) = arena.window_addresses(0).unwrap();
     assert_eq!((end - base(1 << 20).as_ptr().addr()) / PAGE, 1024);
     // SAFETY: out, so alive.
@@ -685,7 +685,21 @@ fn the_range_with_the_fewest_bytes_out_is_chosen() {
     assert!(arena.is_complete(window) && take(&mut arena, 100, 64).is_none());
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
     arena.release_window(window);
-    assert!(take(&mut arena, 421 * PAGE - 32, 4096).is_some());
+    assert!(take(&mut arena, 422 * PAGE - 32, 4096).is_some());
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn of_free_pages_at_its_end_a_window_has_those_that_are_needed() {
+    let mut arena = arena(&[1024]);
+    let large = take(&mut arena, 512 * PAGE - 32, 4096).unwrap();
+    let window = withhold(&mut arena, 640).unwrap();
+    let (first, end) = arena.window_addresses(0).unwrap();
+    assert_eq!((first, end - first), (base(1 << 20).as_ptr().addr(), 640 * PAGE));
+    assert_eq!((arena.bytes().withheld, arena.bytes().largest_free), (128 * PAGE, 384 * PAGE));
+    // SAFETY: out, and returned once.
+    assert_eq!(unsafe { arena.give(large) }, Some(window));
+    assert!(arena.is_complete(window));
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
 }
 
