@@ -369,7 +369,7 @@ impl CentralPool {
         }
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
-        let mut core = self.core.lock();
+        let mut core = self.served();
         self.refuse_if_shut()?;
         if core.pending {
             // First come, first served.
@@ -397,7 +397,7 @@ impl CentralPool {
     pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let cache = self.cache();
-        let mut core = self.core.lock();
+        let mut core = self.served();
         self.refuse_if_shut()?;
         if core.pending {
             return Ok(None);

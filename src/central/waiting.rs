@@ -217,6 +217,17 @@ impl CentralPool {
         }
     }
 
+    /// The lock, for a request that is not in the queue: the waiters that what is free can serve are served first. (While
+    /// others have begun another turn meanwhile, `pending` is set again.)
+    pub(super) fn served(&self) -> MutexGuard<'_, Core> {
+        let core = self.core.lock();
+        if !core.pending {
+            return core;
+        }
+        self.finish(core, Vec::new());
+        self.core.lock()
+    }
+
     /// Lifts fences, raises others, and chooses windows, as the queue needs it.
     fn settle(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
         if core.queue.is_empty() {
@@ -338,6 +349,10 @@ impl CentralPool {
 
     /// Exchanges the windows that gave nothing back since the last look for others.
     fn choose_again(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+        // Returns do not look for what is free behind the last used segments of runs.
+        if core.arena.shorten_runs() {
+            core.serve(wakes);
+        }
         let mut again = Vec::new();
         for key in core.queue.owners() {
             let [window] = core.queue.windows(key) else { continue };
