@@ -224,15 +224,16 @@ impl ClassList {
     /// class is fenced.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>) -> bool {
-        self.push_below(descriptor, self.limit.load(Ordering::Relaxed))
+        self.push_below(descriptor, &self.limit)
     }
 
-    /// [`ClassList::push`] up to `most` segments, which is at most the room.
+    /// [`ClassList::push`] up to `most` segments, which is at most the room. (It is loaded last, as a part of the
+    /// comparison.)
     #[inline(always)]
-    fn push_below(&self, descriptor: NonNull<Descriptor>, most: u64) -> bool {
+    fn push_below(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
         let count = came.wrapping_sub(self.went.load(Ordering::Relaxed));
-        if count >= most {
+        if count >= most.load(Ordering::Relaxed) {
             return false;
         }
         // SAFETY: `count` is below the room, so this place is at most the room; the caller holds the thread cache.
@@ -516,7 +517,7 @@ impl HeldCache<'_> {
         requested: usize,
     ) -> Put {
         let Some((class_list, counts)) = self.both(class) else { return Put::Full };
-        if !class_list.push_below(descriptor, counts.room.load(Ordering::Relaxed)) {
+        if !class_list.push_below(descriptor, &counts.room) {
             return Put::Full;
         }
         // SAFETY: as in `put`.
@@ -592,9 +593,8 @@ impl HeldCache<'_> {
     #[must_use = "dropping a chain loses its segments"]
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
         let Some((class_list, counts)) = self.both(class) else { return chain };
-        let room = counts.room.load(Ordering::Relaxed);
         while let Some(descriptor) = chain.pop() {
-            if !class_list.push_below(descriptor, room) {
+            if !class_list.push_below(descriptor, &counts.room) {
                 // SAFETY: just popped from a chain, so alive, free and in no list.
                 unsafe { chain.push(descriptor) };
                 break;
