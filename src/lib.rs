@@ -198,10 +198,9 @@ pub mod telemetry;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::pipeline;
+pub use copy::copier;
 pub use copy::{
-    Copier, CopierBuilder, CopierStats, CopyProgress, CopyQueue, Copying, DeviceRange, GraphBuf, Landing,
-    QueueOptions, QueueStats,
+    Copier, CopierBuilder, CopierStats, CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats,
 };
 pub use device::HostAllocFlags;
 #[doc(hidden)]

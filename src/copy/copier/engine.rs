@@ -1,11 +1,16 @@
 //! What the workers of a copier share, and how they submit copies.
 
+use std::future::Future as _;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
-use super::config::Settings;
-use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
+use super::config::{Priority, Settings};
+use super::job::{Direction, Job, KeptMemories, Memories};
 use super::lent::Lent;
+use super::permits::Permits;
 use super::pieces::LEAST;
 use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
@@ -21,8 +26,9 @@ use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
-use crate::pool::{Pool, Request};
+use crate::pool::{Checkout, Pool, Request};
 use crate::sealed::KEY;
+use crate::segment::PAGE;
 use crate::stream::Stream;
 use crate::stream::timeline::{Resource, Submission, Ticket};
 
@@ -34,33 +40,55 @@ impl Takes for Arc<Job> {
     fn may_take(&self) -> bool {
         Job::may_take(self)
     }
+
+    fn needs_none(&self) -> bool {
+        Job::needs_none(self)
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.priority == Priority::Foreground
+    }
 }
 
 /// The streams of one direction, which chunks use by turns, and the copies in flight there.
 struct Lane {
     streams: Vec<Stream>,
+    /// For the foreground.
+    urgent: Stream,
     turn: AtomicUsize,
     flying: Mutex<Flying>,
 }
 
-/// The copies of chunks in one direction. At most so many are in flight as the copier is deep, so that a copy of the
+/// The copies of chunks in one direction. So many bulk copies are in flight as the permits say, so that a copy of the
 /// program's own waits for no more than these.
 ///
 /// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
 /// submitted a copy may be busy filling its next segment.
 #[derive(Default)]
 struct Flying {
-    /// Copies that are about to be submitted.
-    reserved: usize,
+    /// Bulk copies that are in flight or about to be submitted.
+    bulk: usize,
     sent: Vec<Sent>,
-    /// How many of those a thread has taken out to ask about them.
-    asked: usize,
+    /// A thread has taken all out that were sent, to ask about them.
+    is_asking: bool,
 }
 
 struct Sent {
     ticket: Ticket,
     then: Then,
+    priority: Priority,
 }
+
+/// Where a copier waits for a segment.
+#[derive(Default)]
+struct Place {
+    waiting: Option<Checkout>,
+    /// The pool had none, and is not asked again before this.
+    retry: Option<Instant>,
+}
+
+/// After the pool had none, it is asked again when so much time has passed.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// What follows a chunk's copy.
 pub(super) enum Then {
@@ -81,9 +109,12 @@ pub(super) struct Engine {
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
+    pub(super) permits: Permits,
     lanes: [Lane; 2],
-    /// Segments that workers have.
+    /// Segments in use that count.
     segments: AtomicUsize,
+    /// Where the copier waits for its first segment, if it has none and the pool has none.
+    place: Mutex<Place>,
     /// Threads that were started.
     started: Mutex<usize>,
     /// What the one worker of a copier without threads has, while no thread is that worker.
@@ -95,7 +126,8 @@ impl Engine {
         crate::os::check_fork()?;
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
-            Ok(Lane { streams, turn: AtomicUsize::new(0), flying: Mutex::default() })
+            let urgent = device.urgent_stream()?;
+            Ok(Lane { streams, urgent, turn: AtomicUsize::new(0), flying: Mutex::default() })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
@@ -107,8 +139,10 @@ impl Engine {
             scheduler: Scheduler::new(),
             spreaders,
             counters: Counters::default(),
+            permits: Permits::new(&settings),
             lanes,
             segments: AtomicUsize::new(0),
+            place: Mutex::default(),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))
@@ -139,17 +173,18 @@ impl Engine {
     /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
     pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
         let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
-        let mut streams = self.lanes.iter().flat_map(|lane| &lane.streams).chain(spreading);
+        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
+        let mut streams = lanes.chain(spreading);
         streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
     }
 
-    /// Starts a job on the copier's threads.
-    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>) -> Result<()> {
+    /// Starts a job on the copier's threads, or starts a fed job anew, for so many bytes.
+    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
         if job.is_over() {
             return Ok(());
         }
         self.start_threads()?;
-        let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
+        let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
         self.scheduler.add(job.clone(), chunks);
         if self.settings.threads == 0 {
             Worker::advance(self);
@@ -157,20 +192,18 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes a job of work that the caller lends.
-    ///
-    /// # Safety
-    /// As for [`LentWork::new`].
-    pub(super) unsafe fn lend(
-        &self,
-        direction: Direction,
-        total: u64,
-        work: &(dyn Work + '_),
-        memories: Vec<Arc<Allocation>>,
-    ) -> Arc<Job> {
-        // SAFETY: the caller's promise.
-        let body = Body::Lent(unsafe { LentWork::new(work) });
-        Job::new(direction, total, body, memories)
+    /// Waits until `until` holds of a job. Whether it does.
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        job: &Job,
+        deadline: Option<Instant>,
+        until: impl Fn(&Job) -> bool,
+    ) -> bool {
+        if self.settings.threads == 0 {
+            Worker::step_until(self, job, &until);
+            return until(job);
+        }
+        job.wait(deadline, until)
     }
 
     fn start_threads(self: &Arc<Self>) -> Result<()> {
@@ -200,41 +233,118 @@ impl Engine {
     // --- segments and permits ----------------------------------------------------------------------------------------
 
     pub(super) fn request(&self) -> Request<'_> {
-        Request::new(self.settings.chunk).near(&self.device)
+        Request::new(self.settings.segment).align(PAGE).near(&self.device)
     }
 
-    /// Counts a segment that a worker is about to have. `false`: the copier's share is in use.
-    pub(super) fn count_segment(&self) -> bool {
+    /// Counts a segment that is about to be in use. `false`: as many are in use as may be. An eighth of the share is
+    /// the foreground's; and one segment more is left by calls whose caller fills or drains the chunks, since it may
+    /// wait for another transfer meanwhile.
+    pub(super) fn count_segment(&self, priority: Priority, is_callers: bool) -> bool {
+        let all = self.settings.segments;
+        let most = match priority {
+            Priority::Foreground => all,
+            Priority::Bulk => all - all / 8,
+        };
+        let most = most.saturating_sub(usize::from(is_callers));
         // Relaxed, here and below: a bound, not a signal.
-        let more = |count: usize| (count < self.settings.segments).then_some(count + 1);
+        let more = |count: usize| (count < most).then_some(count + 1);
         self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
-    /// Whether any worker has a segment.
-    pub(super) fn has_segments(&self) -> bool {
-        self.segments.load(Ordering::Relaxed) > 0
+    /// Segments in use.
+    pub(super) fn segments(&self) -> usize {
+        self.segments.load(Ordering::Relaxed)
     }
 
     pub(super) fn segment_gone(&self) {
         self.segments.fetch_sub(1, Ordering::Relaxed);
     }
 
+    /// A segment that was counted. `None`: the pool has none. If the copier has none in use but that one, it waits in
+    /// the pool's queue, in one place whichever worker asks: this then asks for it.
+    pub(super) fn segment(&self) -> Result<Option<PinnedBuf>> {
+        let mut place = self.place.lock();
+        let mut waiting = place.waiting.take();
+        if waiting.is_none() {
+            if place.retry.is_some_and(|retry| Instant::now() < retry) {
+                return Ok(None);
+            }
+            drop(place);
+            match self.pool.try_checkout(self.request()) {
+                Err(Error::Exhausted { .. }) => {}
+                got => return got.map(Some),
+            }
+            place = self.place.lock();
+            if self.segments() > 1 || place.waiting.is_some() {
+                place.retry = Instant::now().checked_add(RETRY);
+                return Ok(None);
+            }
+            waiting = Some(self.pool.checkout_async(self.request()));
+        }
+        drop(place);
+        let Some(mut asked) = waiting else { return Ok(None) };
+        // Not waked: the workers ask while there is work.
+        let mut cx = Context::from_waker(Waker::noop());
+        match Pin::new(&mut asked).poll(&mut cx) {
+            Poll::Ready(got) => got.map(Some),
+            Poll::Pending => {
+                let before = self.place.lock().waiting.replace(asked);
+                drop(before);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Before the engine is dropped.
+    pub(super) fn take_place(&mut self) -> Option<Checkout> {
+        self.place.get_mut().waiting.take()
+    }
+
+    /// No worker needs a segment now: gives the place in the pool's queue up.
+    pub(super) fn leave_pool(&self) {
+        let waiting = self.place.lock().waiting.take();
+        drop(waiting);
+    }
+
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
-    pub(super) fn may_send(&self, direction: Direction) -> bool {
+    pub(super) fn may_send(&self, job: &Job, bytes: usize) -> bool {
+        if job.priority == Priority::Foreground {
+            self.permits.hurry();
+            return true;
+        }
+        let direction = job.direction;
         let reserve = || {
             let mut flying = self.lanes[direction as usize].flying.lock();
-            let room = flying.reserved + flying.sent.len() + flying.asked < self.settings.depth;
-            flying.reserved += usize::from(room);
+            let room = flying.bulk < self.permits.depth();
+            flying.bulk += usize::from(room);
             room
         };
-        reserve() || self.land(direction) && reserve()
+        let may = reserve() || self.land(direction) && reserve();
+        if may && !self.permits.may_go(job.priority, bytes) {
+            self.lanes[direction as usize].flying.lock().bulk -= 1;
+            return false;
+        }
+        may
     }
 
     /// A copy was submitted, or (`None`) was not.
-    pub(super) fn sent(&self, direction: Direction, sent: Option<(Ticket, Then)>) {
-        let mut flying = self.lanes[direction as usize].flying.lock();
-        flying.reserved -= 1;
-        flying.sent.extend(sent.map(|(ticket, then)| Sent { ticket, then }));
+    pub(super) fn sent(&self, job: &Job, sent: Option<(Ticket, Then)>) {
+        let priority = job.priority;
+        match sent {
+            Some((ticket, then)) => {
+                let mut flying = self.lanes[job.direction as usize].flying.lock();
+                flying.sent.push(Sent { ticket, then, priority });
+            }
+            None => self.landed(job.direction, priority),
+        }
+    }
+
+    /// A copy is in flight no more.
+    fn landed(&self, direction: Direction, priority: Priority) {
+        match priority {
+            Priority::Bulk => self.lanes[direction as usize].flying.lock().bulk -= 1,
+            Priority::Foreground => self.permits.calm(),
+        }
     }
 
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
@@ -242,11 +352,11 @@ impl Engine {
         let lane = &self.lanes[direction as usize];
         let asked = {
             let mut flying = lane.flying.lock();
-            if flying.asked > 0 || flying.sent.is_empty() {
+            if flying.is_asking || flying.sent.is_empty() {
                 // Another thread is asking.
                 return false;
             }
-            flying.asked = flying.sent.len();
+            flying.is_asking = true;
             std::mem::take(&mut flying.sent)
         };
         let mut asking = Asking { lane, left: asked };
@@ -263,7 +373,8 @@ impl Engine {
                 Err(error) => Err(error),
             };
             any = true;
-            let Sent { then, .. } = asking.left.remove(n);
+            let Sent { then, priority, .. } = asking.left.remove(n);
+            self.landed(direction, priority);
             match (then, said) {
                 (Then::Nothing, _) => {}
                 (Then::Give(slot), Ok(())) => self.ring.give(slot),
@@ -281,8 +392,11 @@ impl Engine {
     }
 
     /// The stream of the next chunk in this direction.
-    pub(super) fn stream(&self, direction: Direction) -> &Stream {
-        let Lane { streams, turn, .. } = &self.lanes[direction as usize];
+    pub(super) fn stream(&self, direction: Direction, priority: Priority) -> &Stream {
+        let Lane { streams, urgent, turn, .. } = &self.lanes[direction as usize];
+        if priority == Priority::Foreground {
+            return urgent;
+        }
         // Relaxed: only to spread chunks over streams.
         let turn = turn.fetch_add(1, Ordering::Relaxed);
         &streams[turn / RUNS[direction as usize] % streams.len()]
@@ -291,7 +405,8 @@ impl Engine {
     /// All streams on which the copies of a direction go.
     pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
         let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
-        self.lanes[direction as usize].streams.iter().chain(spreader)
+        let Lane { streams, urgent, .. } = &self.lanes[direction as usize];
+        streams.iter().chain([urgent]).chain(spreader)
     }
 
     /// Lets all that is on the device go on. Whether anything has changed.
@@ -425,7 +540,7 @@ struct Asking<'a> {
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
         let mut flying = self.lane.flying.lock();
-        flying.asked = 0;
+        flying.is_asking = false;
         let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
         flying.sent.extend(later);
     }

@@ -9,10 +9,10 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::engine::Engine;
-use super::job::{Chunk, Cursor, Cut, Direction, Needs, Work};
+use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
 use super::lent::{Block, Lent};
-use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, transfer};
+use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, copy_out, transfer};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
@@ -48,7 +48,7 @@ impl Ramp {
     }
 
     /// Bytes of the next chunk's segment that are used.
-    fn next(&self, cursor: &Cursor) -> usize {
+    pub(super) fn next(&self, cursor: &Cursor) -> usize {
         let Self { most, hands } = *self;
         let least = LEAST.min(most);
         let growing = least + (most - least) / hands * cursor.chunks.min(hands);
@@ -92,7 +92,10 @@ impl Survey {
 }
 
 /// The parts of a chunk: each piece, and the bytes of it from where to where.
-fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = (Piece, usize, usize)> {
+pub(super) fn parts(
+    chunk: &Chunk,
+    piece: impl Fn(usize) -> Piece,
+) -> impl Iterator<Item = (Piece, usize, usize)> {
     let Chunk { start, end, .. } = *chunk;
     (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
         let found = piece(n);
@@ -103,7 +106,7 @@ fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = 
 }
 
 /// Cuts a chunk off that goes through a segment, of pieces for which `fits` holds.
-fn cut(
+pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
     fits: impl Fn(&Piece) -> bool,
@@ -130,10 +133,13 @@ fn cut(
     finish(cursor, at, bytes, Some(most))
 }
 
-fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
-    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, most };
+/// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
+pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
+    let (at, landed_to) = (cursor.cut, cursor.cut + bytes as u64);
+    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, at, landed_to, most };
     cursor.at = end;
     cursor.chunks += 1;
+    cursor.cut = landed_to;
     cursor.left -= bytes as u64;
     chunk
 }
@@ -142,26 +148,41 @@ fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> C
 ///
 /// # Safety
 /// For an upload the pieces can be read, and no thread writes them meanwhile.
-unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, is_read: bool, piece: impl Fn(usize) -> Piece) {
+unsafe fn pack(
+    chunk: &Chunk,
+    packing: &mut Packing<'_>,
+    is_read: bool,
+    piece: impl Fn(usize) -> Piece,
+) -> Result<Content> {
     let mut parts = parts(chunk, piece).peekable();
     while let Some((this, from, to)) = parts.next() {
         if let (true, Some((next, ..))) = (is_read, parts.peek()) {
             announce(next);
         }
-        // SAFETY: the caller's promise.
-        unsafe { packing.put(&this, from, to) };
+        // SAFETY: all of the place is written. The caller promises that the piece can be read.
+        unsafe {
+            packing.put(&this, from, to, |from, place| {
+                let src = this.host.add(from);
+                std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
+                Ok(())
+            })?;
+        }
     }
+    Ok(Content::Packed)
 }
 
-/// Empties a chunk's segment.
+/// Takes a chunk's bytes out of its segment.
 ///
 /// # Safety
-/// The pieces can be written, and no other thread uses their bytes in this chunk.
+/// The pieces can be written, and no other thread uses the chunk's bytes of them.
 unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
     let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
     for (this, from, to) in parts(chunk, piece) {
-        // SAFETY: the caller's promise.
-        unsafe { unpacking.put(&this, from, to, bytes)? };
+        unpacking.put(&this, from, to, bytes, |from, bytes| {
+            // SAFETY: within the piece; the caller's promise.
+            unsafe { copy_out(bytes, this.host.add(from)) };
+            Ok(())
+        })?;
     }
     Ok(())
 }
@@ -191,14 +212,9 @@ impl Work for Slices<'_> {
         cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: shared borrows of bytes.
-        unsafe { pack(chunk, packing, true, |n| self.get(n)) };
-        Ok(Content::Packed)
-    }
-
-    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
-        Ok(())
+        unsafe { pack(chunk, packing, true, |n| self.get(n)) }
     }
 }
 
@@ -238,10 +254,9 @@ impl Work for Targets<'_> {
         cut(self.count, |n| self.get(n), |_| true, cursor, most)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: a download's chunk is laid out only.
-        unsafe { pack(chunk, packing, false, |n| self.get(n)) };
-        Ok(Content::Packed)
+        unsafe { pack(chunk, packing, false, |n| self.get(n)) }
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
@@ -257,8 +272,16 @@ pub(super) trait Values: Send + Sync {
     type Back;
 
     /// # Safety
-    /// The job is over. Called at most once.
+    /// The job is over, without an error. Called at most once, as is `rescue`.
     unsafe fn take(&self) -> Result<Self::Back>;
+
+    /// What can be given back though the job has failed or was cancelled.
+    ///
+    /// # Safety
+    /// The job is over. Called at most once, as is `take`.
+    unsafe fn rescue(&self) -> Option<Self::Back> {
+        None
+    }
 }
 
 impl Values for () {
@@ -447,12 +470,11 @@ impl<V: Buffer> Work for Buffers<V> {
         finish(cursor, Cut { piece: end, from: 0 }, bytes, None)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         if chunk.most.is_some() {
             let is_read = self.direction == Direction::Up;
             // SAFETY: the job owns the buffers, and no device writes to those that are packed.
-            unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
-            return Ok(Content::Packed);
+            return unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
         }
         let range = chunk.start.piece..chunk.end.piece;
         let mut transfers = Vec::with_capacity(range.len());
@@ -567,7 +589,7 @@ impl<V: Buffer> Work for Paged<V> {
         finish(cursor, at, bytes, None)
     }
 
-    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: changed only before the job starts and after it is over.
         let blocks = unsafe { &*self.blocks.get() };
         let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
@@ -593,10 +615,6 @@ impl<V: Buffer> Work for Paged<V> {
             data += len;
         }
         Ok(Content::Pages(Pages { runs, stretches, data, lent }))
-    }
-
-    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
-        Ok(())
     }
 }
 

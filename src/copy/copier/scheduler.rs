@@ -1,8 +1,8 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait in the order in which they were started. A worker that looks for work gets the first job of which a chunk
-//! can be taken. Where there is none, a worker that owns no chunk parks. Starting a job wakes as many workers as
-//! it is worth.
+//! Jobs wait in the order in which they were started, foreground jobs before all others. A worker that looks for work
+//! gets the first job of which a chunk can be taken. Where there is none, a worker that owns no chunk parks. Starting a
+//! job wakes as many workers as it is worth. A job whose chunks come one by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. `loom_models` has the model
@@ -16,9 +16,15 @@ use crate::sync::thread::{self, Thread};
 
 /// What the scheduler knows of a job.
 pub(super) trait Takes {
-    /// Whether a chunk of it can be taken. Once `false`, it stays so.
+    /// Whether a chunk of it can be taken. Once `false`, it stays so until the job is started anew.
     fn may_take(&self) -> bool;
+    /// Whether a chunk of it can be taken by a worker without a segment.
+    fn needs_none(&self) -> bool;
+    fn is_urgent(&self) -> bool;
 }
+
+/// How many jobs are looked at for one that needs no segment.
+const NEAR: usize = 64;
 
 /// See the module's page. `J`: a job's handle.
 #[derive(Debug)]
@@ -28,7 +34,8 @@ pub(super) struct Scheduler<J> {
 
 #[derive(Debug)]
 struct SchedulerState<J> {
-    jobs: VecDeque<J>,
+    /// Of the foreground, and all others.
+    jobs: [VecDeque<J>; 2],
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
     closed: bool,
@@ -47,14 +54,14 @@ pub(super) enum Woken {
 impl<J: Takes + Clone> Scheduler<J> {
     pub(super) fn new() -> Self {
         let state =
-            SchedulerState { jobs: VecDeque::new(), sleepers: Vec::new(), next_sleeper: 0, closed: false };
+            SchedulerState { jobs: Default::default(), sleepers: Vec::new(), next_sleeper: 0, closed: false };
         Self { state: Mutex::new(state) }
     }
 
     /// Starts a job that is worth so many workers.
     pub(super) fn add(&self, job: J, workers: usize) {
         let mut state = self.state.lock();
-        state.jobs.push_back(job);
+        state.jobs[usize::from(!job.is_urgent())].push_back(job);
         let awake = state.sleepers.len().saturating_sub(workers);
         let sleepers = state.sleepers.split_off(awake);
         drop(state);
@@ -64,6 +71,13 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// The first job of which a chunk can be taken.
     pub(super) fn first(&self) -> Option<J> {
         self.state.lock().first()
+    }
+
+    /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
+    pub(super) fn without_segment(&self) -> Option<J> {
+        let state = self.state.lock();
+        let near = state.jobs.iter().flat_map(|jobs| jobs.iter().take(NEAR));
+        near.into_iter().find(|job| job.may_take() && job.needs_none()).cloned()
     }
 
     /// Whether there is a chunk to be taken, now or when a segment is free.
@@ -103,11 +117,13 @@ impl<J: Takes + Clone> Scheduler<J> {
 
 impl<J: Takes + Clone> SchedulerState<J> {
     fn first(&mut self) -> Option<J> {
-        while let Some(job) = self.jobs.front() {
-            if job.may_take() {
-                return Some(job.clone());
+        for jobs in &mut self.jobs {
+            while let Some(job) = jobs.front() {
+                if job.may_take() {
+                    return Some(job.clone());
+                }
+                jobs.pop_front();
             }
-            self.jobs.pop_front();
         }
         None
     }
@@ -127,6 +143,14 @@ mod loom_models {
     impl Takes for Counted {
         fn may_take(&self) -> bool {
             self.0.load(Ordering::SeqCst) > 0
+        }
+
+        fn needs_none(&self) -> bool {
+            false
+        }
+
+        fn is_urgent(&self) -> bool {
+            false
         }
     }
 

@@ -12,8 +12,13 @@
 //! A segment whose copy is complete takes the worker's next chunk.
 //!
 //! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, and takes another chunk if there
-//! is room. Only a worker that owns no chunk parks or waits for a segment. So a worker that waits holds nothing that
-//! another one needs.
+//! is room. Only a worker that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources,
+//! sinks and files may block: a worker that owns a chunk of such a job owns chunks of that job only.
+//!
+//! A caller that writes the bytes of a download itself is a worker for that time. Its chunks stay `Landed` until the
+//! caller has written them, in order.
+
+mod pages;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -45,8 +50,6 @@ const SPIN: Duration = Duration::from_micros(200);
 /// How long it sleeps between two looks after that.
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
-/// For how long a worker waits for a segment before it looks whether its job still wants one.
-const PATIENCE: Duration = Duration::from_millis(10);
 /// Looks without any change after which a stepped device, which has nothing left to step, never will change.
 const STILL: u32 = 100;
 
@@ -105,6 +108,8 @@ enum Stage {
     Collecting { flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
     /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
     Collected { buf: PinnedBuf, slot: Option<Slot> },
+    /// Down: the bytes are in the segment, and the caller writes them.
+    Landed(PinnedBuf),
 }
 
 /// What came of a look at a chunk.
@@ -131,8 +136,9 @@ pub(super) struct Holdings {
     owned: Vec<Owned>,
     /// Segments that no chunk of this worker is in.
     spares: Vec<PinnedBuf>,
-    /// Segments of this worker, spare or not.
+    /// Segments of this worker, spare or not, and those of them that count.
     segments: usize,
+    counted: usize,
 }
 
 /// See the module's page.
@@ -141,6 +147,7 @@ pub(super) struct Worker<'a> {
     owned: Vec<Owned>,
     spares: Vec<PinnedBuf>,
     segments: usize,
+    counted: usize,
 }
 
 /// What to do when nothing has changed.
@@ -150,13 +157,13 @@ struct Pause {
 
 impl<'a> Worker<'a> {
     pub(super) fn new(engine: &'a Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), spares: Vec::new(), segments: 0 }
+        Self { engine, owned: Vec::new(), spares: Vec::new(), segments: 0, counted: 0 }
     }
 
     /// The one worker of a copier without threads, on whichever thread calls. `None`: another thread is it now.
     pub(super) fn inline(engine: &'a Arc<Engine>) -> Option<Self> {
-        let Holdings { owned, spares, segments } = engine.inline.lock().take()?;
-        Some(Self { engine, owned, spares, segments })
+        let Holdings { owned, spares, segments, counted } = engine.inline.lock().take()?;
+        Some(Self { engine, owned, spares, segments, counted })
     }
 
     /// Ends being the one worker.
@@ -166,6 +173,7 @@ impl<'a> Worker<'a> {
             owned: std::mem::take(&mut self.owned),
             spares: Vec::new(),
             segments: std::mem::take(&mut self.segments),
+            counted: std::mem::take(&mut self.counted),
         };
         *self.engine.inline.lock() = Some(held);
     }
@@ -176,7 +184,7 @@ impl<'a> Worker<'a> {
         let mut any = false;
         loop {
             let mut changed = worker.turn();
-            while worker.has_room() && engine.scheduler.first().is_some_and(|job| worker.take(&job)) {
+            while worker.take_any() {
                 changed = true;
             }
             if !changed {
@@ -213,12 +221,7 @@ impl<'a> Worker<'a> {
     pub(super) fn serve(&mut self) {
         let mut pause = Pause { since: None };
         while !crate::os::forked() {
-            let mut changed = self.turn();
-            if self.has_room() {
-                if let Some(job) = self.engine.scheduler.first() {
-                    changed |= self.take(&job);
-                }
-            }
+            let changed = self.turn() | self.take_any();
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
@@ -248,20 +251,66 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// For a caller that writes a download's bytes: goes on until the chunk with this index has landed, or the job is
+    /// over. The chunk's place among those that are owned.
+    pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {
+        let mut pause = Pause { since: None };
+        while !crate::os::forked() && !job.is_over() {
+            let is_due = |owned: &Owned| {
+                owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)))
+            };
+            if let Some(n) = self.owned.iter().position(is_due) {
+                return Some(n);
+            }
+            if self.turn() | (self.has_room() && self.take(job)) {
+                pause.since = None;
+            } else {
+                pause.rest();
+            }
+        }
+        None
+    }
+
+    /// A chunk that has landed, and its bytes.
+    pub(super) fn landed(&self, n: usize) -> Option<(&Chunk, &[u8])> {
+        match &self.owned.get(n)?.stage {
+            Some(Stage::Landed(buf)) => Some((&self.owned[n].chunk, buf)),
+            _ => None,
+        }
+    }
+
+    /// The caller has written a chunk that had landed, or could not.
+    pub(super) fn written(&mut self, n: usize, said: Result<()>) {
+        let Owned { job, chunk, stage, .. } = self.owned.remove(n);
+        if let Some(Stage::Landed(buf)) = stage {
+            self.spares.push(buf);
+        }
+        job.end(&chunk, said.into());
+    }
+
     /// Sleeps until there may be work. `true`: there will be none.
     fn park(&mut self) -> bool {
         self.give_back();
+        self.engine.leave_pool();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
         self.engine.scheduler.park(deadline) == Woken::Closed
     }
 
     fn give_back(&mut self) {
-        for buf in self.spares.drain(..) {
+        for buf in std::mem::take(&mut self.spares) {
             drop(buf);
-            self.segments -= 1;
+            self.segment_gone();
+        }
+    }
+
+    /// A segment is not this worker's any more. One that does not count goes last.
+    fn segment_gone(&mut self) {
+        if self.counted == self.segments {
+            self.counted -= 1;
             self.engine.segment_gone();
         }
+        self.segments -= 1;
     }
 
     /// Whether the worker may take another chunk.
@@ -339,14 +388,15 @@ impl<'a> Worker<'a> {
                 }
             },
             Stage::Collected { buf, slot } => self.fetch(n, buf, slot),
+            Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(buf, None, End::Dropped),
+            landed @ Stage::Landed(_) => Step::Same(landed),
         }
     }
 
     /// A chunk has failed with a segment that is not this worker's any more, and perhaps a slot that is still in use.
     fn lost(&mut self, error: Option<Error>, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        self.segments -= 1;
-        self.engine.segment_gone();
+        self.segment_gone();
         Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
     }
 
@@ -359,12 +409,26 @@ impl<'a> Worker<'a> {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
+    /// Takes a chunk of the first job of which one can be taken.
+    fn take_any(&mut self) -> bool {
+        if !self.has_room() {
+            return false;
+        }
+        let Some(first) = self.engine.scheduler.first() else { return false };
+        self.take(&first) || self.engine.scheduler.without_segment().is_some_and(|other| self.take(&other))
+    }
+
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
+        // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none.
+        let others = |owned: &Owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || owned.job.may_block);
+        if self.owned.iter().any(others) {
+            return false;
+        }
         let buf = match needs {
             Needs::Nothing => None,
-            Needs::Segment | Needs::SegmentIfAny => match self.segment(job, needs) {
+            Needs::Segment | Needs::SegmentIfAny => match self.segment(job) {
                 Ok(buf) => buf,
                 Err(error) => {
                     job.fail(error);
@@ -373,8 +437,7 @@ impl<'a> Worker<'a> {
             },
         };
         // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
-        if buf.is_none()
-            && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.has_segments())
+        if buf.is_none() && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.segments() > 0)
         {
             return false;
         }
@@ -387,37 +450,25 @@ impl<'a> Worker<'a> {
     }
 
     /// A segment for the next chunk. `None`: not now.
-    fn segment(&mut self, job: &Job, needs: Needs) -> Result<Option<PinnedBuf>> {
+    fn segment(&mut self, job: &Job) -> Result<Option<PinnedBuf>> {
         if let Some(buf) = self.spares.pop() {
             return Ok(Some(buf));
         }
-        if !self.engine.count_segment() {
+        // A caller that writes the bytes itself has one segment that does not count.
+        let counts = !job.is_pulled || self.segments > self.counted;
+        if counts && !self.engine.count_segment(job.priority, job.is_pulled) {
             return Ok(None);
         }
-        let got = match self.engine.pool.try_checkout(self.engine.request()) {
-            // Only a worker that holds no segment waits, as any other request does.
-            Err(Error::Exhausted { .. })
-                if needs == Needs::Segment
-                    && self.segments == 0
-                    && self.owned.is_empty()
-                    && job.may_take() =>
-            {
-                let (pool, request) = (&self.engine.pool, self.engine.request());
-                match crate::sync::free_to_wait(|| pool.checkout_timeout(request, PATIENCE)) {
-                    Err(Error::Timeout(_)) => Ok(None),
-                    got => got.map(Some),
-                }
-            }
-            Err(Error::Exhausted { .. }) => Ok(None),
-            got => got.map(Some),
-        };
-        match got {
+        match self.engine.segment() {
             Ok(Some(buf)) => {
                 self.segments += 1;
+                self.counted += usize::from(counts);
                 Ok(Some(buf))
             }
             other => {
-                self.engine.segment_gone();
+                if counts {
+                    self.engine.segment_gone();
+                }
                 // With a lost device a pool says that it has nothing more to give, which is not the cause.
                 other.map_err(|error| self.engine.device.lost().unwrap_or(error))
             }
@@ -428,15 +479,15 @@ impl<'a> Worker<'a> {
     fn prepare(&mut self, job: &Arc<Job>, chunk: Chunk, mut buf: Option<PinnedBuf>) {
         let direction = job.direction;
         let mut packing = Packing::new(direction, buf.as_mut().zip(chunk.most));
-        let prepared = foreign::call("a source of a transfer panicked: the transfer fails", || {
+        let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
-            unsafe { job.work() }.prepare(&chunk, &mut packing)
+            unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
-        let content = prepared.unwrap_or(Err(Error::Internal("a source of a transfer panicked")));
+        let content = prepared.unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")));
         let (stretches, bytes) = packing.shape();
         let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
-        let way = if ring { way(stretches, bytes) } else { Way::Batch };
-        let packed = packing.finish(way == Way::Ring);
+        let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
+        let mut packed = packing.finish(way == Way::Ring, content.is_ok());
         job.prepared();
         let stage = match (content, buf) {
             (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
@@ -448,6 +499,14 @@ impl<'a> Worker<'a> {
             (Ok(Content::Pages(pages)), buf) => {
                 self.spares.extend(buf);
                 Stage::Pages(pages)
+            }
+            (Ok(Content::Fed { segment, stretch, counts }), buf) => {
+                self.spares.extend(buf);
+                // The caller has counted it, or it does not count.
+                self.segments += 1;
+                self.counted += usize::from(counts);
+                packed.stretches.push(stretch);
+                Stage::Filled(segment)
             }
             (content, buf) => {
                 self.spares.extend(buf);
@@ -474,7 +533,7 @@ impl<'a> Worker<'a> {
                 Take::Full | Take::None => None,
             },
         };
-        if !self.engine.may_send(Direction::Up) {
+        if !self.engine.may_send(job, chunk.bytes) {
             slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
             return Step::Same(Stage::Filled(buf));
         }
@@ -498,16 +557,16 @@ impl<'a> Worker<'a> {
             }
         };
         Counters::add(counter, chunk.bytes);
-        let stream = self.engine.stream(Direction::Up);
+        let stream = self.engine.stream(Direction::Up, job.priority);
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, None) } {
             Ok(flight) => {
                 let (then, done) = self.then_spread(n, slot);
-                self.engine.sent(Direction::Up, flight.ticket().map(|ticket| (ticket, then)));
+                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done })
             }
             Err(error) => {
-                self.engine.sent(Direction::Up, None);
+                self.engine.sent(&self.owned[n].job, None);
                 self.lost(Some(error), slot)
             }
         }
@@ -533,14 +592,13 @@ impl<'a> Worker<'a> {
             // The device never got them.
             return Step::Ended(End::Dropped);
         }
-        let direction = job.direction;
-        if !self.engine.may_send(direction) {
+        if !self.engine.may_send(job, chunk.bytes) {
             return Step::Same(Stage::InPlace(transfers, lent));
         }
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
         let kept = Kept::Job(&job.memories);
         // SAFETY: the buffers are among what is lent, and the device memory is the job's.
-        unsafe { self.submit_in_place(direction, &transfers, lent, &kept, Then::Nothing, None) }
+        unsafe { self.submit_in_place(n, &transfers, lent, &kept, Then::Nothing, None) }
     }
 
     /// Submits copies of memory that is lent, and hands what follows to the engine.
@@ -549,22 +607,23 @@ impl<'a> Worker<'a> {
     /// The transfers stay within what is lent and kept.
     unsafe fn submit_in_place(
         &self,
-        direction: Direction,
+        n: usize,
         transfers: &[Transfer],
         lent: Lent,
         kept: &Kept<'_>,
         then: Then,
         done: Option<Done>,
     ) -> Step {
-        let (stream, back) = (self.engine.stream(direction), lent.back.clone());
+        let job = &self.owned[n].job;
+        let (stream, back) = (self.engine.stream(job.direction, job.priority), lent.back.clone());
         // SAFETY: the caller's promise.
         match unsafe { self.engine.submit_in_place(stream, transfers, lent, kept) } {
             Ok(ticket) => {
-                self.engine.sent(direction, Some((ticket.clone(), then)));
+                self.engine.sent(job, Some((ticket.clone(), then)));
                 Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket, back), done })
             }
             Err(error) => {
-                self.engine.sent(direction, None);
+                self.engine.sent(job, None);
                 match then {
                     Then::Give(slot) | Then::Spread(Entry { slot: Some(slot), .. }) => {
                         self.engine.ring.lose(slot)
@@ -574,113 +633,6 @@ impl<'a> Worker<'a> {
                 Step::Ended(End::Failed(error))
             }
         }
-    }
-
-    // --- pages -------------------------------------------------------------------------------------------------------
-
-    /// Has pages copied to a slot, or collected in one; or copied one by one.
-    fn send_pages(&mut self, n: usize, pages: Pages) -> Step {
-        let direction = self.owned[n].job.direction;
-        let ring = self.engine.spreaders.as_ref().filter(|both| !both[direction as usize].is_slow());
-        let wanted = way(pages.stretches.len(), pages.data) == Way::Ring && ring.is_some();
-        if self.owned[n].job.is_stopped() {
-            return Step::Ended(End::Dropped);
-        }
-        let rows: usize = pages.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-        let slot = if wanted { self.engine.ring.take(&self.engine.device) } else { Take::None };
-        let slot = match slot {
-            Take::Slot(slot) => slot,
-            Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
-            Take::Full | Take::None => {
-                return self.send_in_place(n, pages.transfers(direction), pages.lent);
-            }
-        };
-        // The table is in a small segment of its own, which returns by itself.
-        let table = match self.engine.pool.try_checkout(rows * ROW) {
-            Ok(table) => table,
-            Err(_) => {
-                self.engine.ring.give(slot);
-                return self.send_in_place(n, pages.transfers(direction), pages.lent);
-            }
-        };
-        let at = table_at(pages.data);
-        self.owned[n].packed = Packed { data: pages.data, rows, stretches: Vec::new() };
-        match direction {
-            Direction::Up => self.upload_pages(n, pages, slot, table, at),
-            Direction::Down => self.collect_pages(n, pages, slot, table, at),
-        }
-    }
-
-    fn upload_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
-        if !self.engine.may_send(Direction::Up) {
-            self.engine.ring.give(slot);
-            return Step::Same(Stage::Pages(pages));
-        }
-        let Owned { chunk, packed, .. } = &self.owned[n];
-        let host = table.as_mut_ptr();
-        // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
-        unsafe { write_table(host, &pages.stretches) };
-        let Pages { runs, mut lent, .. } = pages;
-        let mut transfers: Vec<Transfer> =
-            runs.iter().map(|run| transfer(Direction::Up, run.host, slot.at(run.offset), run.len)).collect();
-        transfers.push(transfer(Direction::Up, host, slot.at(at), packed.rows * ROW));
-        // Lent with the pages, and not asked for any more.
-        lent.retained.push(RetainedResource::of(Lend::lend(&table, KEY)));
-        Lend::abandon(table, KEY);
-        Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let kept = Kept::Ring(slot.memory.allocation());
-        let (then, done) = self.then_spread(n, Some(slot));
-        // SAFETY: blocks and table are lent, and the device memory is the slot's.
-        unsafe { self.submit_in_place(Direction::Up, &transfers, lent, &kept, then, done) }
-    }
-
-    fn collect_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
-        let Some(both) = &self.engine.spreaders else { return Step::Same(Stage::Pages(pages)) };
-        let Owned { job, packed, .. } = &self.owned[n];
-        let (spreader, host) = (&both[Direction::Down as usize], table.as_mut_ptr());
-        // SAFETY: as in `upload_pages`.
-        unsafe { write_table(host, &pages.stretches) };
-        let copy = transfer(Direction::Up, host, slot.at(at), packed.rows * ROW);
-        let ring = slot.memory.allocation();
-        // SAFETY: within the segment and the slot.
-        match unsafe {
-            self.engine.submit(spreader.stream(), table, &[copy], &Kept::Ring(ring.clone()), None)
-        } {
-            Ok(flight) => {
-                let done = Done::default();
-                spreader.add(Entry {
-                    run: run(&slot, packed),
-                    memories: job.memories.clone(),
-                    ring,
-                    slot: None,
-                    done: done.clone(),
-                });
-                Step::Moved(Stage::CollectingPages { pages, flight, slot, done })
-            }
-            Err(error) => {
-                self.engine.ring.lose(slot);
-                Step::Ended(End::Failed(error))
-            }
-        }
-    }
-
-    fn fetch_pages(&mut self, n: usize, pages: Pages, slot: Slot) -> Step {
-        let Owned { job, chunk, .. } = &self.owned[n];
-        if job.is_stopped() {
-            self.engine.ring.give(slot);
-            return Step::Ended(End::Dropped);
-        }
-        if !self.engine.may_send(Direction::Down) {
-            return Step::Same(Stage::CollectedPages { pages, slot });
-        }
-        let Pages { runs, lent, .. } = pages;
-        let down =
-            |run: &super::packing::Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
-        let transfers: Vec<Transfer> = runs.iter().map(down).collect();
-        Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let kept = Kept::Ring(slot.memory.allocation());
-        // SAFETY: the blocks are lent, and the device memory is the slot's.
-        unsafe { self.submit_in_place(Direction::Down, &transfers, lent, &kept, Then::Give(slot), None) }
     }
 
     /// The copy of a chunk has ended.
@@ -697,14 +649,15 @@ impl<'a> Worker<'a> {
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, None) => Step::Ended(End::Arrived),
+            (Direction::Down, Some(buf)) if job.is_pulled && !job.is_stopped() => Step::Moved(Stage::Landed(buf)),
             (Direction::Down, Some(buf)) => {
                 let drained = if job.is_stopped() {
                     End::Dropped
                 } else {
                     // SAFETY: the chunk was taken and has not ended.
                     let drain = || unsafe { job.work() }.drain(chunk, &buf);
-                    foreign::call("a target of a transfer panicked: the transfer fails", drain)
-                        .unwrap_or(Err(Error::Internal("a target of a transfer panicked")))
+                    foreign::survive("the work of a transfer panicked: the transfer fails", drain)
+                        .unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")))
                         .into()
                 };
                 self.stopped(buf, None, drained)
@@ -766,7 +719,7 @@ impl<'a> Worker<'a> {
         if job.is_stopped() {
             return self.stopped(buf, slot, End::Dropped);
         }
-        if !self.engine.may_send(Direction::Down) {
+        if !self.engine.may_send(job, chunk.bytes) {
             return Step::Same(Stage::Collected { buf, slot });
         }
         let base = buf.as_mut_ptr();
@@ -788,16 +741,16 @@ impl<'a> Worker<'a> {
             }
         };
         Counters::add(counter, chunk.bytes);
-        let (stream, written) = (self.engine.stream(Direction::Down), Some(packed.data));
+        let (stream, written) = (self.engine.stream(Direction::Down, job.priority), Some(packed.data));
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, written) } {
             Ok(flight) => {
                 let then = slot.map_or(Then::Nothing, Then::Give);
-                self.engine.sent(Direction::Down, flight.ticket().map(|ticket| (ticket, then)));
+                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done: None })
             }
             Err(error) => {
-                self.engine.sent(Direction::Down, None);
+                self.engine.sent(&self.owned[n].job, None);
                 self.lost(Some(error), slot)
             }
         }
@@ -809,9 +762,8 @@ impl<'a> Worker<'a> {
             job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO)));
         }
         for _ in self.spares.len()..self.segments {
-            self.engine.segment_gone();
+            self.segment_gone();
         }
-        self.segments = self.spares.len();
     }
 }
 

@@ -2,8 +2,7 @@
 //!
 //! *Into segments*, which the device reads next: through the caches, from which the device is served. Stores past them
 //! ("non-temporal") send every byte to memory and have the device fetch it from there: on the H200 machine eight threads
-//! reach 0.76 of the link so, and 0.92 through the caches, as long as the segments in rotation stay in them (see
-//! [`super::config`]). Which loop makes the ordinary stores is no matter there: `memcpy`, `rep movsb` and AVX-512 are equal.
+//! reach 0.76 of the link so, and 0.92 through the caches, as long as the segments in rotation stay in them . Which loop makes the ordinary stores is no matter there: `memcpy`, `rep movsb` and AVX-512 are equal.
 //!
 //! *Out of segments*: past the caches with few threads, since an ordinary store reads each line first and memory is the limit
 //! then (on H200 machines eight threads reached 0.79 to 0.91 of the link so, and 0.60 to 0.90 by ordinary stores, both before
@@ -32,7 +31,7 @@ pub enum Stores {
 const SHORT: usize = 4096;
 
 /// Copies `from` to `to`, which is as long: all of it is initialised then.
-pub(in crate::copy) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>], stores: Stores) {
+pub(super) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>], stores: Stores) {
     assert_eq!(from.len(), to.len(), "as long");
     #[cfg(target_arch = "x86_64")]
     if stores == Stores::Streaming && from.len() >= SHORT {

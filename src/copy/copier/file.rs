@@ -17,10 +17,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::source::Sink;
 use super::source::ours::Token;
 use super::stats::Counters;
-use super::workers::read_error;
+use super::source::{Sink, read_error, write_error};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
@@ -35,7 +34,7 @@ const LEAST_DIRECT: usize = 256 << 10;
 /// How a file is read: [`FileSource::reading`].
 ///
 /// ```
-/// use pinpool::pipeline::{FileSource, Reading};
+/// use pinpool::copier::{FileSource, Reading};
 ///
 /// let source = FileSource::open("Cargo.toml")?.reading(Reading::Direct);
 /// # drop(source);
@@ -44,19 +43,13 @@ const LEAST_DIRECT: usize = 256 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Bytes in the page cache are read from there, or copied from where the cache has them if that is faster; the rest
-    /// is read past the cache.
+    /// Bytes in the page cache are read from there; the rest is read past the cache.
     #[default]
     Auto,
     /// By ordinary reads, through the page cache.
     Buffered,
     /// Past the page cache (`O_DIRECT`), where the file system can.
     Direct,
-    /// Bytes in the page cache are copied from where the cache has them, without the CPU moving them, where the system
-    /// and the driver allow it; the rest is read past the cache. That holds up other copies of the process. So it is
-    /// not done while there are foreground transfers, or bulk transfers of anything but files: then as
-    /// [`Auto`](Self::Auto).
-    Mapped,
 }
 
 /// Sees the bytes of a file that are read for an upload, on the threads that read them.
@@ -79,20 +72,20 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 /// tells writes apart as far as the file system's clock does. (The module `safetensors` does so for checkpoints.)
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
-/// use pinpool::pipeline::FileSource;
+/// # let copier = Copier::builder(&pool, &device).build()?;
+/// use pinpool::copier::FileSource;
 ///
 /// let source = FileSource::open("Cargo.toml")?;
 /// let memory = device.alloc(source.len() as usize)?;
-/// pipeline.upload_file(source, &memory)?.wait()?;
+/// copier.upload_file(source, &memory)?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct FileSource {
-    pub(super) file: Arc<File>,
+    file: Arc<File>,
     name: String,
     /// Bytes that the file had when it was opened.
     whole: u64,
@@ -102,8 +95,6 @@ pub struct FileSource {
     blind: AtomicBool,
     /// For reading past the cache, if that can be had.
     direct: OnceLock<Option<Arc<File>>>,
-    /// Windows of it cannot be registered, or are not in the page cache.
-    windowless: AtomicBool,
     tap: Option<Arc<dyn Tap>>,
 }
 
@@ -128,15 +119,14 @@ impl FileSource {
     /// # Errors
     /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the
     /// system does not open it again; where it is a folder; and where it has no length and is no regular file: pipes,
-    /// sockets and devices, block devices too, are for [`Pipeline::upload_read`](super::Pipeline::upload_read). (A
+    /// sockets and devices, block devices too, are for [`Copier::upload_read`](super::Copier::upload_read). (A
     /// regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
-        let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (reading, direct) = (Reading::Auto, OnceLock::new());
+        let (reading, direct, blind) = (Reading::Auto, OnceLock::new(), AtomicBool::new(false));
         let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
-        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
+        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, tap: None })
     }
 
     /// Bytes that a file has.
@@ -194,15 +184,11 @@ impl FileSource {
         Ok(self)
     }
 
-    /// Has everything that is read seen by `tap`; so all of it is read, and nothing copied from windows.
+    /// Has everything that is read seen by `tap`.
     #[cfg(feature = "safetensors")]
     pub(crate) fn tap(mut self, tap: Arc<dyn Tap>) -> Self {
         self.tap = Some(tap);
         self
-    }
-
-    pub(super) fn is_tapped(&self) -> bool {
-        self.tap.is_some()
     }
 
     /// A chunk was read.
@@ -252,23 +238,12 @@ impl FileSource {
         self.range.end
     }
 
-    /// Whether chunks are to come from windows, where `faster` says what was measured.
-    pub(super) fn wants_windows(&self, faster: bool) -> bool {
-        // Relaxed, here and below: a hint.
-        let can = !self.windowless.load(Ordering::Relaxed);
-        can && (self.reading == Reading::Mapped || (self.reading == Reading::Auto && faster))
-    }
-
-    pub(super) fn has_no_windows(&self) {
-        self.windowless.store(true, Ordering::Relaxed);
-    }
-
     fn direct(&self, counters: &Counters) -> Option<&File> {
         let opened = self.direct.get_or_init(|| {
             reopen_direct(&self.file)
                 .inspect_err(|error| {
                     Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.shown_name(), %error, "not read past the page cache");
+                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "not read past the page cache");
                 })
                 .ok()
                 .map(Arc::new)
@@ -288,7 +263,7 @@ impl FileSource {
         let lead = (at % PAGE as u64) as usize;
         buf.try_resize(lead, 0)?;
         let end = lead + len;
-        if matches!(self.reading, Reading::Auto | Reading::Mapped) && !self.blind.load(Ordering::Relaxed) {
+        if self.reading == Reading::Auto && !self.blind.load(Ordering::Relaxed) {
             self.fill_cached(at - lead as u64, end, buf, counters)
                 .map_err(|e| self.unread(at, lead, buf, &e))?;
         }
@@ -362,7 +337,7 @@ impl FileSource {
                 }
                 Err(error) => {
                     Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.shown_name(), %error, "read through the page cache");
+                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "read through the page cache");
                     break;
                 }
             }
@@ -393,7 +368,7 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 }
 
 /// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
-/// [`Pipeline::download_write`](super::Pipeline::download_write).
+/// [`Copier::download_write`](super::Copier::download_write).
 ///
 /// # What the end of a download means
 ///
@@ -403,15 +378,15 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 /// and to [`sync`](Self::sync), which can.
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(4096)?);
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(4096)?);
 /// # let path = std::env::temp_dir().join(format!("pinpool-sink-{}", std::process::id()));
-/// use pinpool::pipeline::FileSink;
+/// use pinpool::copier::FileSink;
 ///
 /// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
-/// pipeline.download(&memory, sink)?.wait()?;
+/// copier.download(&memory, sink)?.wait()?;
 /// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -431,7 +406,7 @@ impl FileSink {
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
-        let file = File::create(path).map_err(|error| super::workers::write_error(&name, 0, &error))?;
+        let file = File::create(path).map_err(|error| write_error(&name, 0, &error))?;
         Ok(Self::new(file, name))
     }
 
@@ -453,15 +428,15 @@ impl FileSink {
     /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
     ///
     /// ```
-    /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
-    /// use pinpool::pipeline::FileSink;
+    /// # use pinpool::{Copier, Device, Pool, Unpinned};
+    /// use pinpool::copier::FileSink;
     /// # let device = Device::open("host")?;
     /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+    /// # let copier = Copier::builder(&pool, &device).build()?;
     /// # let memory = device.alloc(4096)?;
     /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
     ///
-    /// pipeline.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
+    /// copier.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
     /// # std::fs::remove_file(path).ok();
     /// # Ok::<(), pinpool::Error>(())
     /// ```
@@ -470,7 +445,7 @@ impl FileSink {
     /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then
     /// anything that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|error| super::workers::write_error(&self.name, self.start, &error))
+        self.file.sync_all().map_err(|error| write_error(&self.name, self.start, &error))
     }
 
     /// What the system says, with the remedy where it lies in how the file was opened.

@@ -36,7 +36,7 @@ impl Trace {
         };
         let what = &*clean(what, TEXT);
         Self(foreign::span!(
-            INFO, target: "pinpool::pipeline", "transfer", device, direction, priority, bytes, what,
+            INFO, target: "pinpool::copier", "transfer", device, direction, priority, bytes, what,
             outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
         ))
     }

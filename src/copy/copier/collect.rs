@@ -2,20 +2,17 @@
 
 use std::borrow::Cow;
 use std::io;
-use std::mem::MaybeUninit;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::packing::copy_out;
 use super::source::Sink;
-use super::source::ours::{Place, Token};
-use super::stores::{self, Stores};
 use crate::error::{Error, Result};
 
 /// Smaller memory is not worth huge pages.
 const HUGE: usize = 4 << 20;
 
-/// A new vector that a download fills ([`Pipeline::download_collect`](super::Pipeline::download_collect)):
+/// A new vector that a download fills ([`Copier::download_collect`](super::Copier::download_collect)):
 /// [`into_vec`](Self::into_vec) gives it when the transfer is over.
 #[derive(Debug)]
 pub struct Collect {
@@ -66,13 +63,18 @@ impl Collect {
     }
 }
 
-/// The sink of the one download that fills it. Not [`Collect`] itself: anyone could put bytes twice into that.
-pub(super) struct Filler(Arc<Collect>, Stores);
+/// The sink of the one download that fills it. Not [`Collect`] itself: its methods are public, and a program could put
+/// bytes twice into that.
+pub(super) struct Filler(Collect);
 
 impl Filler {
-    /// Once for each.
-    pub(super) fn new(collect: Arc<Collect>, stores: Stores) -> Self {
-        Self(collect, stores)
+    /// For one download.
+    pub(super) fn new(collect: Collect) -> Self {
+        Self(collect)
+    }
+
+    pub(super) fn into_inner(self) -> Collect {
+        self.0
     }
 }
 
@@ -82,30 +84,15 @@ impl Sink for Filler {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let Self(collect, stores) = self;
+        let Self(collect) = self;
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
         if offset > collect.len || bytes.len() > collect.len - offset {
             return Err(io::ErrorKind::WriteZero.into());
         }
-        // SAFETY: within the memory, of which this part is this call's alone: the pipeline brings each chunk once.
-        let there = unsafe {
-            std::slice::from_raw_parts_mut(
-                collect.start.as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
-                bytes.len(),
-            )
-        };
-        stores::copy(bytes, there, *stores);
-        // Relaxed: summed up when nobody writes any more.
+        // SAFETY: within the memory, of which this part is this call's alone: the copier brings each byte once.
+        unsafe { copy_out(bytes, collect.start.as_ptr().add(offset)) };
+        // Relaxed: summed up when no thread writes any more.
         collect.put.fetch_add(bytes.len(), Ordering::Relaxed);
         Ok(())
-    }
-
-    fn place(&self, _: Token) -> Option<Place> {
-        Some(Place { start: self.0.start.as_ptr(), len: self.0.len })
-    }
-
-    fn placed(&self, n: usize, _: Token) {
-        // Relaxed: as above.
-        self.0.put.fetch_add(n, Ordering::Relaxed);
     }
 }
