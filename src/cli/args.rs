@@ -41,11 +41,11 @@ pub enum Command {
     /// speed. No setting is changed.
     #[command(after_help = DOCTOR_STATUS)]
     Doctor(DoctorArgs),
-    /// Measure the link to a device in both directions, and the pipeline's share of its speed
+    /// Measure the link to a device in both directions, and the copier's share of its speed
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
     /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places sent by a copier, and
+    /// threads the copier on ordinary memory, 16 KiB pieces from scattered places sent by a copier, and
     /// copies in memory. Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at
     /// the target are compared with the source.
     #[command(after_help = EXIT_STATUS)]
@@ -149,7 +149,7 @@ pub struct BenchArgs {
     /// memory
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
     pub size: Option<usize>,
-    /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
+    /// Threads of the copier, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
     /// Print one JSON object on the last line of stdout

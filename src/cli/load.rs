@@ -1,7 +1,7 @@
-//! `pinpool load`: files go to device memory through the copy pipeline, and with `--verify` back again.
+//! `pinpool load`: files go to device memory through the copy copier, and with `--verify` back again.
 //!
-//! A file is one transfer of the pipeline. A `.safetensors` file, an index of several, or a folder of such files is
-//! loaded as tensors by the library's loader. With `--verify` the pipeline then downloads everything, and checksums are
+//! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
+//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything, and checksums are
 //! computed: one for each chunk of a file, or one for each tensor of a checkpoint. Last, the file is read a second time
 //! into ordinary memory, without the pool and the device, and its checksums are compared with those.
 //!
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::style::TemplateError;
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
+use pinpool::copier::{FileSource, Copier, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ use super::{CliError, Result, doctor, of_device, sample, say};
 const EXTENT: usize = 64 << 20;
 /// Longer segments get extents of at least 1 GiB, which hold enough of them.
 const LARGE_SEGMENT: usize = EXTENT / 8;
-/// The pipeline's chunks are multiples of this.
+/// The copier's chunks are multiples of this.
 const CHUNK_STEP: usize = 4096;
 /// The fewest bytes of uploads of which what bounds them is told.
 const TELLING: u64 = 32 << 20;
@@ -78,7 +78,7 @@ struct LoadRun {
     sources: Vec<Input>,
     device: Device,
     pool: Pool,
-    pipeline: Pipeline,
+    copier: Copier,
     bar: ProgressBar,
 }
 
@@ -146,7 +146,7 @@ fn prepare(args: &LoadArgs) -> Result<LoadRun> {
     })
 }
 
-/// Makes the pool, the pipeline and, for a command line without files, the sample.
+/// Makes the pool, the copier and, for a command line without files, the sample.
 fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun> {
     let segment =
         Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
@@ -161,7 +161,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if args.capacity < segment {
         return Err(too_small());
     }
-    // An extent is a multiple of the pipeline's segments, so that nothing is wasted at its edges.
+    // An extent is a multiple of the copier's segments, so that nothing is wasted at its edges.
     let staged = Request::new(args.chunk.saturating_add(3 * CHUNK_STEP))
         .align(CHUNK_STEP)
         .segment_bytes()
@@ -190,10 +190,10 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if pool.stats().capacity_bytes < segment {
         return Err(too_small());
     }
-    let pipeline = match pipeline(&pool, &device, args) {
-        Ok(Some(pipeline)) => pipeline,
+    let copier = match copier(&pool, &device, args) {
+        Ok(Some(copier)) => copier,
         Ok(None) => return Err(too_small()),
-        Err(error) => return Err(failed("the pipeline cannot be built", &error)),
+        Err(error) => return Err(failed("the copier cannot be built", &error)),
     };
     let bar = super::progress_bar();
     if sources.is_empty() {
@@ -211,15 +211,15 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         bar.finish_and_clear();
         sources.push(Input { name: "sample".into(), len, what: InputKind::File(Arc::new(file?)) });
     }
-    Ok(LoadRun { sources, device, pool, pipeline, bar })
+    Ok(LoadRun { sources, device, pool, copier, bar })
 }
 
-/// A pipeline that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
+/// A copier that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
 /// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
-fn pipeline(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Pipeline>, Error> {
+fn copier(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Copier>, Error> {
     let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
     while chunk > 0 {
-        let builder = Pipeline::builder(pool, device).threads(super::threads(args.threads));
+        let builder = Copier::builder(pool, device).threads(super::threads(args.threads));
         match builder.share(args.capacity).chunk(chunk).build() {
             Err(Error::Config(_)) => chunk -= CHUNK_STEP,
             built => return built.map(Some),
@@ -325,7 +325,7 @@ impl LoadRun {
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
                     start = Instant::now();
-                    let sums = device_checksums(&self.pipeline, &tensors).map_err(|e| source.error(&e))?;
+                    let sums = device_checksums(&self.copier, &tensors).map_err(|e| source.error(&e))?;
                     bar.inc(source.len);
                     report.download.add(source.len, start);
                     self.compare_tensors(source, checkpoint, &tensors, &sums)?;
@@ -353,7 +353,7 @@ impl LoadRun {
             return Err(source.error(&Error::Shrunk { what, end, len }));
         }
         let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
-        let transfer = self.pipeline.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
         self.watched(source, transfer)?;
         Ok(())
     }
@@ -379,7 +379,7 @@ impl LoadRun {
     /// Downloads device memory. Returns the checksum of each chunk, in order.
     fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>> {
         let sums = ChecksumSink { name: source.name.clone(), parts: Mutex::default() };
-        let transfer = self.pipeline.download(memory, sums).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.download(memory, sums).map_err(|e| source.error(&e.error))?;
         let ChecksumSink { parts, .. } = self.watched(source, transfer)?;
         let mut parts = parts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         parts.sort_unstable_by_key(|part| part.offset);
@@ -388,7 +388,7 @@ impl LoadRun {
 
     /// Reads the file again, into ordinary memory, and compares the checksums.
     fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<()> {
-        spread(self.pipeline.threads(), sums.len(), |number| {
+        spread(self.copier.threads(), sums.len(), |number| {
             let ChunkSum { offset, len, sum } = sums[number];
             let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
             bytes.resize(len, 0);
@@ -410,7 +410,7 @@ impl LoadRun {
 
     /// Loads a checkpoint's tensors into device memory.
     fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
-        let mut loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
+        let mut loading = checkpoint.loader(&self.copier).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
         tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
             source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
@@ -431,7 +431,7 @@ impl LoadRun {
         tensors: &[DeviceTensor],
         sums: &[u128],
     ) -> Result<()> {
-        spread(self.pipeline.threads(), tensors.len(), |number| {
+        spread(self.copier.threads(), tensors.len(), |number| {
             let tensor = &tensors[number];
             let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
             if right != sums.get(number).copied() {

@@ -9,7 +9,7 @@
 //! | `args.rs` | the command line: subcommands, options, help texts |
 //! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
 //! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
-//! | `bench.rs` | `pinpool bench`: the speed of the link and of the pipeline |
+//! | `bench.rs` | `pinpool bench`: the speed of the link and of the copier |
 //! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
 //! | `top/` | `pinpool top`: the metrics of another process, live |
 //! | `sample.rs` | bytes to copy that do not repeat |

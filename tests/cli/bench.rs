@@ -64,7 +64,7 @@ fn the_bench_measures_the_host_device() {
     let (text, report) = bench(&["--threads", "3"], "host");
     assert_eq!((&report["device"], &report["threads"]), (&"host:0".into(), &3.into()));
     assert!(text.starts_with("host:0, 3 threads, copies of 24 MiB, best of 5\n"), "{text}");
-    assert!(text.contains("pipeline, from the device") && text.contains('%'), "{text}");
+    assert!(text.contains("copier, from the device") && text.contains('%'), "{text}");
     // Beside each figure what memory gives as many threads: of that, copies in memory are all.
     let memory: Vec<&str> = text.lines().filter(|line| line.starts_with("copies in memory")).collect();
     assert!(

@@ -25,7 +25,7 @@ fn a_file_goes_up_and_back() {
     assert_eq!(report["verified"], true);
     assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
     assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
-    // 20 chunks up and as many back, in segments that the pipeline keeps while a file is on its way.
+    // 20 chunks up and as many back, in segments that the copier keeps while a file is on its way.
     let checkouts = report["pool"]["checkouts"].as_u64().unwrap();
     assert!((1..=40).contains(&checkouts), "{report}");
 }
@@ -74,7 +74,7 @@ fn a_pool_of_one_chunk_is_enough_for_many_threads() {
     let file = files.make("model.bin", 1_234_567);
     // SAFETY: sysconf only reads a value.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
-    // The last two are the stride of a class in between, and one with a run of its own. (The pipeline needs five
+    // The last two are the stride of a class in between, and one with a run of its own. (The copier needs five
     // pages.)
     for (chunk, segment) in
         [(16_384, 16_384 + 64u64), (65_536, 65_536 + 64), (100_000, 106_560), (5 << 20, (5 << 20) + 32)]

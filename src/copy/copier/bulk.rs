@@ -116,7 +116,7 @@ impl Copier {
     pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
         let device = self.own(dst)?;
         self.device().context().alive()?;
-        let mut survey = Survey::default();
+        let mut survey = Survey::ordered();
         survey.add(self.engine(), &device, device.len())?;
         let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some("what is fed".into())) };
         let work = Fed::new(self.engine(), device);
@@ -214,7 +214,7 @@ impl Copier {
     fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
         crate::os::check_fork()?;
         self.device().context().alive()?;
-        let mut survey = Survey::default();
+        let mut survey = Survey::ordered();
         let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
         Ok((ranges, survey))
     }

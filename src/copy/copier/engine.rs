@@ -1,6 +1,7 @@
 //! What the workers of a copier share, and how they submit copies.
 
 use std::future::Future as _;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::config::{Priority, Settings};
 use super::job::{Direction, Job, KeptMemories, Memories};
 use super::lent::Lent;
+use super::order::Order;
 use super::permits::Permits;
 use super::pieces::LEAST;
 use super::ring::{Ring, Slot};
@@ -110,6 +112,7 @@ pub(super) struct Engine {
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
     pub(super) permits: Permits,
+    order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     /// Segments in use that count.
     segments: AtomicUsize,
@@ -140,6 +143,7 @@ impl Engine {
             spreaders,
             counters: Counters::default(),
             permits: Permits::new(&settings),
+            order: Order::new(),
             lanes,
             segments: AtomicUsize::new(0),
             place: Mutex::default(),
@@ -178,9 +182,28 @@ impl Engine {
         streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
     }
 
+    /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
+    pub(super) fn order(self: &Arc<Self>, job: &Arc<Job>, ranges: Vec<Range<u64>>) {
+        let (number, free) = self.order.enter(job.clone(), ranges, job.direction == Direction::Up);
+        let engine = Arc::downgrade(self);
+        job.hold(
+            !free,
+            Box::new(move || {
+                let Some(engine) = engine.upgrade() else { return };
+                for next in engine.order.over(number) {
+                    let left = next.release();
+                    if let Err(error) = engine.start(&next, left) {
+                        next.fail(error);
+                    }
+                }
+            }),
+        );
+    }
+
     /// Starts a job on the copier's threads, or starts a fed job anew, for so many bytes.
     pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
-        if job.is_over() {
+        // A call that writes the bytes itself moves its own chunks.
+        if job.is_over() || job.is_pulled {
             return Ok(());
         }
         self.start_threads()?;

@@ -16,6 +16,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -253,6 +254,8 @@ pub(super) struct Plan {
     /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
     pub(super) name: Option<Cow<'static, str>>,
     pub(super) memories: Vec<Arc<Allocation>>,
+    /// Its device memory, if it has its place in the order of all transfers.
+    pub(super) spans: Vec<Range<u64>>,
     /// The bytes come from the caller, later.
     pub(super) fed: bool,
 }
@@ -278,6 +281,10 @@ struct JobState {
     total: u64,
     /// More bytes may come from the caller.
     open: bool,
+    /// Earlier transfers use its device memory: no chunk is taken.
+    held: bool,
+    /// Called when it is over.
+    after: Option<Box<dyn FnOnce() + Send>>,
     /// Chunks that were taken and have not ended.
     active: usize,
     /// Of these, those that are being prepared.
@@ -306,16 +313,21 @@ impl JobState {
     }
 
     fn may_take(&self) -> bool {
+        self.cursor.left > 0 && !self.held && !self.is_stopped()
+    }
+
+    /// Whether bytes are left that will be taken, now or later.
+    fn has_left(&self) -> bool {
         self.cursor.left > 0 && !self.is_stopped()
     }
 
     fn is_read(&self) -> bool {
-        self.preparing == 0 && !self.may_take()
+        self.preparing == 0 && !self.has_left()
     }
 
     /// Whether nothing is under way, and nothing will be.
     fn is_at_end(&self) -> bool {
-        self.active == 0 && !self.may_take() && !self.open
+        self.active == 0 && !self.has_left() && !self.open
     }
 
     fn told(&mut self) -> Told {
@@ -340,7 +352,7 @@ impl Told {
 
 impl Job {
     pub(super) fn new(plan: Plan, body: Body, trace: Option<Trace>) -> Arc<Self> {
-        let Plan { direction, priority, total, name, memories, fed } = plan;
+        let Plan { direction, priority, total, name, memories, fed, spans: _ } = plan;
         let left = if fed { 0 } else { total };
         let (may_block, is_pulled) = {
             let work = body.work();
@@ -352,6 +364,8 @@ impl Job {
             cursor: Cursor { at: Cut::default(), chunks: 0, cut: 0, left },
             total,
             open: fed,
+            held: false,
+            after: None,
             active: 0,
             preparing: 0,
             ended: 0,
@@ -536,9 +550,31 @@ impl Job {
             state.over = Some(self.since.elapsed());
             let _ = self.last.set(self.progress_of(&state));
         }
+        let after = if state.over.is_some() { state.after.take() } else { None };
         let told = state.told();
         drop(state);
+        if let Some(after) = after {
+            after();
+        }
         told.tell();
+    }
+
+    /// No chunk is taken before [`release`](Self::release) is called. `after` is called when the job is over.
+    pub(super) fn hold(&self, held: bool, after: Box<dyn FnOnce() + Send>) {
+        let mut state = self.state.lock();
+        state.held = held;
+        state.after = Some(after);
+        // It may be over already, without bytes.
+        self.settle(state);
+    }
+
+    /// Chunks may be taken from now on. The bytes that are left for them.
+    pub(super) fn release(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.held = false;
+        let left = state.cursor.left;
+        self.settle(state);
+        left
     }
 
     /// Whether no worker will read what the job uploads any more.

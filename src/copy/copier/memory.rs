@@ -55,7 +55,8 @@ impl Copier {
     /// must not wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
-        let mut survey = self.survey()?;
+        self.survey()?;
+        let mut survey = Survey::ordered();
         survey.add(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
         let work = Slices { pieces: &pieces, ramp: Ramp::new(self.engine()) };
@@ -75,7 +76,7 @@ impl Copier {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
-        self.download_to(&mut [(src, dst)], Some("memory".into()))
+        self.download_to(&mut [(src, dst)], Survey::ordered(), Some("memory".into()))
     }
 
     /// Copies many ranges of device memory to borrowed memory, each as many bytes as its range has, and returns when
@@ -84,16 +85,17 @@ impl Copier {
     /// # Errors
     /// As for [`upload_pieces`](Self::upload_pieces). After an error the targets' contents are undefined.
     pub fn download_pieces(&self, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        self.download_to(pieces, None)
+        self.download_to(pieces, Survey::default(), None)
     }
 
     fn download_to(
         &self,
         pieces: &mut [(DeviceSlice, &mut [u8])],
+        mut survey: Survey,
         name: Option<Cow<'static, str>>,
     ) -> Result<()> {
         let engine = self.engine();
-        let mut survey = self.survey()?;
+        self.survey()?;
         for (memory, target) in pieces.iter() {
             if memory.len() > target.len() {
                 return Err(Error::TooSmall { need: memory.len(), have: target.len() });
@@ -114,8 +116,8 @@ impl Copier {
         survey: Survey,
         name: Option<Cow<'static, str>>,
     ) -> Plan {
-        let Survey { bytes: total, memories, .. } = survey;
-        Plan { direction, priority: self.priority, total, name, memories, fed: false }
+        let Survey { bytes: total, memories, spans, .. } = survey;
+        Plan { direction, priority: self.priority, total, name, memories, spans, fed: false }
     }
 
     /// Runs a job of work that the caller lends, until `until` holds. The calling thread helps.
@@ -137,15 +139,21 @@ impl Copier {
         Ok(job)
     }
 
-    /// Makes a job, and its span if it has a name.
-    pub(super) fn job(&self, plan: Plan, body: Body) -> Arc<Job> {
+    /// Makes a job, its span if it has a name, and its place in the order if it has one.
+    pub(super) fn job(&self, mut plan: Plan, body: Body) -> Arc<Job> {
         let name = plan.name.as_deref();
         let trace = name.map(|name| {
             Trace::begin(self.device().name(), plan.direction, plan.priority, plan.total, name)
         });
-        Job::new(plan, body, trace)
+        let spans = std::mem::take(&mut plan.spans);
+        let job = Job::new(plan, body, trace);
+        if !spans.is_empty() {
+            self.engine().order(&job, spans);
+        }
+        job
     }
 
+    /// Before a blocking call.
     pub(super) fn survey(&self) -> Result<Survey> {
         crate::os::check_fork()?;
         may_wait()?;
@@ -256,7 +264,7 @@ impl Copier {
             let bytes = value.bytes(KEY);
             let dst = self.target(dst, bytes.len() as u64)?;
             self.device().context().alive()?;
-            let mut pages = PageSurvey::default();
+            let mut pages = PageSurvey { survey: Survey::ordered(), ..PageSurvey::default() };
             pages.add(self.engine(), bytes.as_ptr().cast_mut(), bytes.len(), &[dst])?;
             Ok(pages)
         })();

@@ -48,9 +48,11 @@
 //!
 //! # Ordering
 //!
-//! There is none but through handles: the chunks of a transfer complete in any order, and so do transfers. To have work
-//! happen after a transfer, wait for its handle: work submitted to any stream after its end was seen finds the bytes
-//! there. To have a transfer happen after the work of a stream, call [`Copier::wait_for`].
+//! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
+//! device memory take effect in the order of the calls, but for those with many pieces, buffers or pages
+//! (`upload_pieces`, `download_buffers` and their like): these are ordered with nothing, so wait for the handle. With
+//! other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to any stream
+//! after the end was seen finds the bytes there.
 //!
 //! # Priorities
 //!
@@ -64,7 +66,7 @@
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
 // thread does that moves chunks; `worker/pages.rs`: the same for pages. `scheduler.rs`: which job the threads turn to,
 // and how they sleep. `engine.rs`: what the threads share; submitting copies. `permits.rs`: how many bulk copies are in
-// flight. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
+// flight; `order.rs`: which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
 // emptying it. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring, and
 // the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `pull.rs`: memory; sources, files and sinks; what
 // the caller brings; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
@@ -89,6 +91,7 @@ mod job;
 mod layout;
 mod lent;
 mod memory;
+mod order;
 mod packing;
 mod permits;
 mod pieces;

@@ -6,6 +6,7 @@
 
 use std::cell::UnsafeCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::Engine;
@@ -61,11 +62,19 @@ impl Ramp {
 #[derive(Default)]
 pub(super) struct Survey {
     pub(super) bytes: u64,
+    /// The device memory, by address, for a transfer that has its place in the order of all.
+    pub(super) spans: Vec<Range<u64>>,
+    is_ordered: bool,
     pub(super) memories: Vec<Arc<Allocation>>,
     known: HashSet<u64>,
 }
 
 impl Survey {
+    /// For a transfer that has its place in the order of all.
+    pub(super) fn ordered() -> Self {
+        Self { is_ordered: true, ..Self::default() }
+    }
+
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
@@ -73,6 +82,13 @@ impl Survey {
             return Err(Error::TooSmall { need: len, have: memory.len() });
         }
         self.bytes += len as u64;
+        if self.is_ordered {
+            let start = memory.address();
+            match self.spans.last_mut().filter(|last| last.end == start) {
+                Some(last) => last.end += len as u64,
+                None => self.spans.push(start..start + len as u64),
+            }
+        }
         let number = memory.allocation_number();
         if self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number) {
             return Ok(());

@@ -18,7 +18,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
-use pinpool::pipeline::{Fill, Pipeline, Priority, Sink, Source, Staging};
+use pinpool::copier::{Fill, Copier, Priority, Sink, Source, Staging};
 use pinpool::telemetry::Sampler;
 use pinpool::{
     Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
@@ -321,7 +321,7 @@ struct Worker<'a> {
     pool: &'a Pool,
     queue: &'a CopyQueue,
     copier: &'a Copier,
-    pipeline: &'a Pipeline,
+    bulk: &'a Copier,
     stream: Stream,
     random: Random,
     faults: bool,
@@ -423,13 +423,13 @@ impl Worker<'_> {
                 let long = 1 + self.random.below(MEMORY as u64);
                 let memory = self.device.alloc(long as usize)?;
                 let urgent = self.random.below(4) == 0;
-                let pipeline = if urgent {
-                    self.pipeline.with_priority(Priority::Foreground)
+                let bulk = if urgent {
+                    self.bulk.with_priority(Priority::Foreground)
                 } else {
-                    self.pipeline.clone()
+                    self.bulk.clone()
                 };
                 let source = Steady { mischief: self.mischief.clone(), len: long, byte };
-                let sent = pipeline.upload(source, &memory).map_err(refused)?;
+                let sent = bulk.upload(source, &memory).map_err(refused)?;
                 match self.random.below(4) {
                     0 => drop(sent),
                     1 => {
@@ -444,7 +444,7 @@ impl Worker<'_> {
                         }
                         let sink = Steady { mischief: self.mischief.clone(), len: long, byte };
                         let taken =
-                            pipeline.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
+                            bulk.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
                         quiet(move || drop(taken));
                     }
                 }
@@ -539,7 +539,7 @@ fn chaos(faults: bool) {
         .unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
-    let pipeline = Pipeline::builder(&pool, &device)
+    let bulk = Copier::builder(&pool, &device)
         .threads(2)
         .chunk(64 << 10)
         .share(512 << 10)
@@ -557,7 +557,7 @@ fn chaos(faults: bool) {
     std::thread::scope(|scope| {
         for (at, beat) in beats.iter().enumerate() {
             let stream = device.stream().unwrap();
-            let (mischief, device, pool, pipeline) = (&mischief, &device, &pool, &pipeline);
+            let (mischief, device, pool, bulk) = (&mischief, &device, &pool, &bulk);
             let (queue, copier) = (&queue, &copier);
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
@@ -568,7 +568,7 @@ fn chaos(faults: bool) {
                     pool,
                     queue,
                     copier,
-                    pipeline,
+                    bulk,
                     stream,
                     random,
                     faults,
@@ -636,7 +636,7 @@ fn chaos(faults: bool) {
     turn.quiet();
     #[cfg(feature = "metrics")]
     recorder::set(None);
-    drop((pipeline, queue, copier, mischief));
+    drop((bulk, queue, copier, mischief));
     let shutdown = pool.shutdown(HANG);
     pool.check().unwrap();
     let stats = pool.stats();

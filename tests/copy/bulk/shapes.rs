@@ -4,7 +4,7 @@
 use std::io::Write;
 use std::time::Duration;
 
-use pinpool::pipeline::{FileSource, Piece, Pipeline, Reading, Staging};
+use pinpool::copier::{FileSource, Piece, Copier, Reading, Staging};
 use proptest::prelude::*;
 
 use super::{Rig, pattern};
@@ -56,19 +56,19 @@ thread_local! {
 }
 
 fn run(rig: &Rig, case: &Case) {
-    let pipeline = Pipeline::builder(&rig.pool, &rig.device)
+    let copier = Copier::builder(&rig.pool, &rig.device)
         .threads(case.threads)
         .chunk(case.chunk)
         .depth(case.depth)
         .streams(case.streams)
         .share(2 << 20)
-        .patience(Duration::from_micros(case.patience))
+        .patience_gone(Duration::from_micros(case.patience))
         .staging(if case.staged { Staging::Always } else { Staging::Auto })
         .build()
         .unwrap();
     let source = pattern(ROOM, 17);
     let memory = rig.device.alloc(ROOM).unwrap();
-    pipeline.upload_slice(&vec![0xa5; ROOM], &memory).unwrap();
+    copier.upload_slice(&vec![0xa5; ROOM], &memory).unwrap();
     let mut expected = vec![0xa5; ROOM];
     let (mut list, mut to) = (Vec::new(), 0);
     for &(at, len, gap) in &case.pieces {
@@ -84,20 +84,20 @@ fn run(rig: &Rig, case: &Case) {
         return;
     }
     match case.reading {
-        None => drop(pipeline.upload_pieces(source, list.clone()).unwrap().wait().unwrap()),
+        None => drop(copier.upload_ranges(source, list.clone()).unwrap().wait().unwrap()),
         Some(way) => {
             let reading = [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped][way];
             let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             file.write_all(&source).unwrap();
             let file = FileSource::open(file.path()).unwrap().reading(reading);
-            drop(pipeline.upload_file_pieces(file, list.clone()).unwrap().wait().unwrap());
+            drop(copier.upload_file_ranges(file, list.clone()).unwrap().wait().unwrap());
         }
     }
-    assert!(pipeline.download_vec(&memory).unwrap() == expected);
+    assert!(copier.download_vec(&memory).unwrap() == expected);
     // And the same pieces back: each to where it came from, in a sink of their own.
     let mut back = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     back.as_file_mut().set_len(ROOM as u64).unwrap();
-    let sink = pinpool::pipeline::FileSink::new(back.reopen().unwrap(), "back");
+    let sink = pinpool::copier::FileSink::new(back.reopen().unwrap(), "back");
     let moved = list.iter().scan(0, |at, piece| {
         let here = *at;
         *at += piece.device.len() as u64 + 3;
@@ -108,7 +108,7 @@ fn run(rig: &Rig, case: &Case) {
     for (piece, &(at, len, _)) in moved.iter().zip(&case.pieces) {
         wanted[piece.at as usize..piece.at as usize + len].copy_from_slice(&pattern(ROOM, 17)[at..at + len]);
     }
-    pipeline.download_pieces(moved, sink).unwrap().wait().unwrap();
+    copier.download_ranges(moved, sink).unwrap().wait().unwrap();
     let found = std::fs::read(back.path()).unwrap();
     assert!(found[..ROOM] == wanted[..ROOM]);
     rig.all_is_back();
@@ -118,15 +118,15 @@ fn run(rig: &Rig, case: &Case) {
 #[test]
 fn a_range_that_two_pieces_want_has_landed_when_both_have_it() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().rate(2 << 20).build().unwrap();
+    let copier = rig.builder().rate(2 << 20).build().unwrap();
     let source = pattern(1 << 20, 3);
     let memory = rig.device.alloc(2 << 20).unwrap();
     let place = |from: usize, len| memory.slice(from..from + len).unwrap();
     let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
-    pipeline.set_rate(None);
-    pipeline.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
-    pipeline.set_rate(Some(2 << 20));
-    let load = pipeline.upload_pieces(source.clone(), pieces).unwrap();
+    copier.set_rate(None);
+    copier.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
+    copier.set_rate(Some(2 << 20));
+    let load = copier.upload_ranges(source.clone(), pieces).unwrap();
     let mut before = 0;
     while !load.is_over() {
         let progress = load.progress();
@@ -135,17 +135,17 @@ fn a_range_that_two_pieces_want_has_landed_when_both_have_it() {
         std::thread::yield_now();
     }
     load.wait().unwrap();
-    pipeline.set_rate(None);
-    pipeline.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
-    pipeline.set_rate(Some(2 << 20));
+    copier.set_rate(None);
+    copier.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
+    copier.set_rate(Some(2 << 20));
     let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
-    let load = pipeline.upload_pieces(source.clone(), pieces).unwrap();
+    let load = copier.upload_ranges(source.clone(), pieces).unwrap();
     assert!(load.wait_landed(300_000));
-    // By another pipeline, which does not wait for this one.
-    let back = rig.pipeline().download_vec(&memory).unwrap();
+    // By another copier, which does not wait for this one.
+    let back = rig.copier().download_vec(&memory).unwrap();
     assert!(back[..300_000] == source[..300_000]);
     assert!(back[1 << 20..][..200_000] == source[100_000..300_000], "both have it");
-    pipeline.set_rate(None);
+    copier.set_rate(None);
     load.wait().unwrap();
     rig.all_is_back();
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{FileSink, Fill, Priority, Sink, Source};
+use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -14,7 +14,7 @@ use super::{Rig, block_on, pattern};
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
 
-/// Bytes that the pipeline cannot take for memory.
+/// Bytes that the copier cannot take for memory.
 struct Opaque(Vec<u8>);
 
 impl Source for Opaque {
@@ -46,21 +46,21 @@ fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
 #[test]
 fn what_is_staged_goes_on_when_a_copy_that_is_not_has_left_the_wire() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(2).depth(1).build().unwrap();
+    let copier = rig.builder().threads(2).depth(1).build().unwrap();
     let bytes = pattern(2 << 20, 1);
     let memory = [0, 1].map(|_| rig.device.alloc(2 << 20).unwrap());
     rig.node.start_trace();
     rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let plain = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    let plain = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
     // Fills all that it may have, and finds the wire taken.
-    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(100));
     rig.node.resume(0);
     plain.wait_timeout(HANG).expect("it goes on").unwrap();
     assert!(staged.wait_timeout(HANG).is_ok(), "so does the other");
     for memory in &memory {
-        assert!(pipeline.download_vec(memory).unwrap() == bytes);
+        assert!(copier.download_vec(memory).unwrap() == bytes);
     }
     rig.all_is_back();
 }
@@ -68,20 +68,20 @@ fn what_is_staged_goes_on_when_a_copy_that_is_not_has_left_the_wire() {
 #[test]
 fn what_needs_no_segment_goes_past_what_waits_for_one() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(2).share(100 << 10).build().unwrap();
+    let copier = rig.builder().threads(2).share(100 << 10).build().unwrap();
     let bytes = pattern(1 << 20, 2);
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    let mut feed = copier.feed(&memory[0]).unwrap();
     // The only segment.
     feed.push_blocking(&bytes[..10]).unwrap();
-    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
-    let plain = pipeline.upload(bytes.clone(), &memory[2]).unwrap();
+    let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let plain = copier.upload(bytes.clone(), &memory[2]).unwrap();
     plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
     feed.push_blocking(&bytes[10..]).unwrap();
     feed.finish_blocking().unwrap();
     assert!(staged.wait_timeout(HANG).is_ok());
     for memory in &memory {
-        assert!(pipeline.download_vec(memory).unwrap() == bytes);
+        assert!(copier.download_vec(memory).unwrap() == bytes);
     }
     rig.all_is_back();
 }
@@ -90,14 +90,14 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
 #[test]
 fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
-    let pipeline = rig.builder().threads(4).build().unwrap();
+    let copier = rig.builder().threads(4).build().unwrap();
     let bytes = pattern(1 << 20, 3);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    pipeline.upload_slice(&bytes, &memory[0]).unwrap();
+    copier.upload_slice(&bytes, &memory[0]).unwrap();
     let all = all_of(&rig);
-    let first = pipeline.download_collect(&memory[0]).unwrap();
+    let first = copier.download_collect(&memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
-    let second = pipeline.upload(bytes.clone(), &memory[1]).unwrap();
+    let second = copier.upload(bytes.clone(), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     first.cancel();
     // Longer than a worker takes to see that.
@@ -107,9 +107,9 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
     // A worker in the queue, and a task that waits.
     let all = all_of(&rig);
-    let first = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    let first = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
-    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
@@ -121,7 +121,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     });
     block_on(feed.finish()).unwrap();
     drop(first);
-    assert!(pipeline.download_vec(&memory[1]).unwrap() == bytes);
+    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
     rig.all_is_back();
 }
 
@@ -129,20 +129,20 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
 #[test]
 fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let bytes = pattern(200_000, 4);
     let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
-    pipeline.upload_slice(&bytes, &memory[0]).unwrap();
-    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    copier.upload_slice(&bytes, &memory[0]).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
     feed.push_blocking(&bytes[..10]).unwrap();
     for upload in [false, true] {
         let all = all_of(&rig);
         let third = rig.device.alloc(200_000).unwrap();
         let waits: Box<dyn FnOnce() -> bool> = if upload {
-            let load = pipeline.upload(bytes.clone(), &third).unwrap();
+            let load = copier.upload(bytes.clone(), &third).unwrap();
             Box::new(move || load.wait_timeout(HANG).is_ok())
         } else {
-            let load = pipeline.download_collect(&memory[0]).unwrap();
+            let load = copier.download_collect(&memory[0]).unwrap();
             Box::new(move || load.wait_timeout(HANG).is_ok())
         };
         std::thread::sleep(Duration::from_millis(50));
@@ -151,25 +151,25 @@ fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back
     }
     feed.push_blocking(&bytes[10..]).unwrap();
     feed.finish_blocking().unwrap();
-    assert!(pipeline.download_vec(&memory[1]).unwrap() == bytes);
+    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
     rig.all_is_back();
 }
 
 #[test]
 fn a_copy_that_is_done_is_told_before_anybody_waits_for_the_pool() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(1).depth(1).build().unwrap();
+    let copier = rig.builder().threads(1).depth(1).build().unwrap();
     let bytes = pattern(64 << 10, 5);
     let memory = rig.device.alloc(64 << 10).unwrap();
-    pipeline.upload_slice(&bytes, &memory).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
     let all = all_of(&rig);
     rig.node.start_trace();
     rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let plain = pipeline.download_collect(&memory).unwrap();
+    let plain = copier.download_collect(&memory).unwrap();
     until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
     // Needs a segment, and finds the wire taken.
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let staged = pipeline.download(&memory, FileSink::create(file.path()).unwrap()).unwrap();
+    let staged = copier.download(&memory, FileSink::create(file.path()).unwrap()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     rig.node.resume(0);
     let Ok(plain) = plain.wait_timeout(HANG) else { panic!("its bytes are there") };
@@ -186,23 +186,23 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
     let bytes = pattern(200_000, 6);
     let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
     for threads in [1, 3] {
-        let pipeline = rig.builder().threads(threads).depth(1).build().unwrap();
-        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        let copier = rig.builder().threads(threads).depth(1).build().unwrap();
+        memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
         // Downloads: the place on the wire.
         let all = all_of(&rig);
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let staged = pipeline.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
+        let staged = copier.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
         until("it waits for the pool", || rig.pool.stats().waiting == 1);
-        let plain = pipeline.download_collect(&memory[1]).unwrap();
+        let plain = copier.download_collect(&memory[1]).unwrap();
         let Ok(plain) = plain.wait_timeout(HANG) else { panic!("it needs no segment") };
         assert!(plain.unwrap().into_vec().unwrap() == bytes);
         drop(all);
         assert!(staged.wait_timeout(HANG).is_ok());
         // Uploads: the thread.
         let all = all_of(&rig);
-        let staged = pipeline.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
+        let staged = copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
         until("it waits for the pool", || rig.pool.stats().waiting == 1);
-        let plain = pipeline.upload(bytes.clone(), &memory[1]).unwrap();
+        let plain = copier.upload(bytes.clone(), &memory[1]).unwrap();
         assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
         drop(all);
         assert!(staged.wait_timeout(HANG).is_ok());
@@ -213,14 +213,14 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
 #[test]
 fn what_waits_for_the_rate_goes_on_when_there_is_none() {
     for rig in [Rig::plain(), Rig::plain().direct()] {
-        let pipeline = rig.builder().threads(1).rate(1).build().unwrap();
+        let copier = rig.builder().threads(1).rate(1).build().unwrap();
         let bytes = pattern(1 << 20, 7);
         let memory = rig.device.alloc(1 << 20).unwrap();
         for _ in 0..20 {
-            pipeline.set_rate(Some(1));
-            let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+            copier.set_rate(Some(1));
+            let load = copier.upload(bytes.clone(), &memory).unwrap();
             until("the first has arrived", || load.progress().done > 0);
-            pipeline.set_rate(None);
+            copier.set_rate(None);
             assert!(load.wait_timeout(HANG).is_ok());
         }
         rig.all_is_back();
@@ -241,17 +241,17 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
         }
     }
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20).direct();
-    let pipeline = rig.builder().depth(1).build().unwrap();
+    let copier = rig.builder().depth(1).build().unwrap();
     let bytes = pattern(1 << 20, 8);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+    memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
     let beside = || {
-        let Ok(back) = pipeline.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+        let Ok(back) = copier.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
             panic!("no thread tells it")
         };
         assert!(back.unwrap().into_vec().unwrap() == bytes);
     };
-    pipeline.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
+    copier.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
     rig.all_is_back();
 }
 
@@ -259,10 +259,10 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
 #[test]
 fn who_waits_for_the_pool_keeps_his_place() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
-    let pipeline = rig.builder().threads(2).build().unwrap();
+    let copier = rig.builder().threads(2).build().unwrap();
     let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
     let all = all_of(&rig);
-    let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
     // Longer than a waiter waits at a time.
     std::thread::sleep(Duration::from_millis(900));
@@ -270,7 +270,7 @@ fn who_waits_for_the_pool_keeps_his_place() {
     assert!(stats.waiting == 1 && stats.timeouts == 0, "no waiter has given up: {stats:?}");
     drop(all);
     assert!(load.wait_timeout(HANG).is_ok());
-    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
     rig.all_is_back();
 }
 
@@ -278,15 +278,15 @@ fn who_waits_for_the_pool_keeps_his_place() {
 #[test]
 fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let bytes = pattern(1 << 20, 10);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     let all = all_of(&rig);
     rig.node.start_trace();
     rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let long = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    let long = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
-    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
     let (told, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -321,15 +321,15 @@ impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
 #[test]
 fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(2).depth(1).build().unwrap();
+    let copier = rig.builder().threads(2).depth(1).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let hears = std::sync::Mutex::new(hears);
     rig.node.hang(0);
     let sink = Puts(move || _ = hears.lock().unwrap().recv_timeout(2 * HANG));
-    let slow = pipeline.download(&memory[0], sink).unwrap();
+    let slow = copier.download(&memory[0], sink).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    let plain = pipeline.download_collect(&memory[1]).unwrap();
+    let plain = copier.download_collect(&memory[1]).unwrap();
     // Both workers have looked for a place.
     std::thread::sleep(Duration::from_millis(50));
     rig.node.resume(0);
@@ -344,24 +344,24 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
 #[test]
 fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let bytes = pattern(1 << 20, 11);
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
     let all = all_of(&rig);
-    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
+    let staged = copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
     until("the worker stands in the queue", || rig.pool.stats().waiting == 1);
-    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
     let (told, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             feed.push_blocking(&bytes[..1000]).unwrap();
             told.send(()).unwrap();
         });
-        // It has asked the pool, and waits for a segment of the pipeline's.
+        // It has asked the pool, and waits for a segment of the copier's.
         std::thread::sleep(Duration::from_millis(100));
         rig.node.start_trace();
         rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-        let long = pipeline.upload(bytes.clone(), &memory[2]).unwrap();
+        let long = copier.upload(bytes.clone(), &memory[2]).unwrap();
         until("the worker copies", || rig.node.trace().contains(&Call::CopyBlocking));
         std::thread::sleep(Duration::from_millis(400));
         drop(all);
@@ -397,15 +397,15 @@ impl Source for Told {
 fn a_task_is_looked_after_while_all_workers_are_busy() {
     for (rate, rounds) in [(None, 3), (Some(256), 10)] {
         let rig = Rig::plain();
-        let pipeline = rig.builder().threads(1).build().unwrap();
+        let copier = rig.builder().threads(1).build().unwrap();
         let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-        pipeline.set_rate(rate);
-        pipeline.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
+        copier.set_rate(rate);
+        copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
         let (told, hears) = std::sync::mpsc::channel::<()>();
-        let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+        let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
         let all = all_of(&rig);
-        let mut feed = pipeline.feed(&memory[1]).unwrap();
+        let mut feed = copier.feed(&memory[1]).unwrap();
         // The watcher sleeps.
         std::thread::sleep(Duration::from_millis(50));
         let (done, hears_done) = std::sync::mpsc::channel();
@@ -418,7 +418,7 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
             std::thread::sleep(Duration::from_millis(rounds * 250));
             drop(all);
             let pushed = hears_done.recv_timeout(HANG);
-            pipeline.set_rate(None);
+            copier.set_rate(None);
             drop(told);
             assert_eq!(pushed, Ok(()), "no thread asks the pool");
         });
@@ -432,17 +432,17 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
 #[test]
 fn a_task_is_looked_after_beside_a_busy_wire() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
-    let pipeline = rig.builder().threads(1).depth(2).build().unwrap();
+    let copier = rig.builder().threads(1).depth(2).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     let pinned =
         rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
     let place = rig.device.alloc(128 << 20).unwrap();
     let (told, hears) = std::sync::mpsc::channel::<()>();
-    let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
     let all: Vec<PinnedBuf> = std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect();
-    let wire = pipeline.upload_pinned(pinned.unwrap(), &place).unwrap();
-    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let wire = copier.upload_pinned(pinned.unwrap(), &place).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -466,16 +466,16 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
 #[test]
 fn a_patient_worker_asks_the_pool_again() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).patience(Duration::from_secs(1)).build().unwrap();
+    let copier = rig.builder().threads(1).patience_gone(Duration::from_secs(1)).build().unwrap();
     let bytes = pattern(1 << 20, 12);
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    let mut feed = copier.feed(&memory[0]).unwrap();
     feed.push_blocking(&bytes[..1000]).unwrap();
     let all = all_of(&rig);
-    let upload = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let upload = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     // Wakes the watcher.
-    let idle = pipeline.feed(&memory[2]).unwrap();
+    let idle = copier.feed(&memory[2]).unwrap();
     std::thread::sleep(Duration::from_millis(1500));
     drop(all);
     let over = upload.wait_timeout(HANG).is_ok();
@@ -489,16 +489,16 @@ fn a_patient_worker_asks_the_pool_again() {
 #[test]
 fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
     let rig = Rig::plain().direct();
-    let pipeline = rig.builder().threads(1).rate(4 << 20).build().unwrap();
+    let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
-    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    let mut feed = copier.feed(&memory[0]).unwrap();
     feed.push_blocking(&[7; 1000]).unwrap();
     let all = all_of(&rig);
-    let busy = pipeline.download_collect(&memory[1]).unwrap();
+    let busy = copier.download_collect(&memory[1]).unwrap();
     let (done, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let first = pipeline.with_priority(Priority::Foreground);
+            let first = copier.with_priority(Priority::Foreground);
             let few = memory[2].slice(..300 << 10).unwrap();
             first.download_write(&few, &mut Vec::new()).unwrap();
             done.send(busy.is_over()).unwrap();
@@ -517,19 +517,19 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
 #[test]
 fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let hears = std::sync::Mutex::new(hears);
     // The only worker, with a segment.
-    let slow = pipeline.upload(Told(64 << 10, hears), &memory[0]).unwrap();
+    let slow = copier.upload(Told(64 << 10, hears), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
     let all = all_of(&rig);
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut to = Vec::new();
-            pipeline.download_write(&memory[1], &mut to).unwrap();
+            copier.download_write(&memory[1], &mut to).unwrap();
             done.send(to.len()).unwrap();
         });
         // It has asked the pool in vain.
@@ -543,7 +543,7 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     rig.all_is_back();
 }
 
-/// Each pipeline asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
+/// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
 /// must not sleep for what the pool never gave. (`share.rs` has the model.)
 #[test]
 fn pipelines_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
@@ -563,12 +563,12 @@ fn pipelines_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
                     random ^= random << 17;
                     let len = 1 + (random >> 11) as usize % 500_000;
                     let memory = rig.device.alloc(len).unwrap();
-                    let pipeline = if random >> 60 < 4 { &urgent } else { &bulk };
+                    let copier = if random >> 60 < 4 { &urgent } else { &bulk };
                     match random >> 40 & 3 {
-                        0 | 1 => drop(pipeline.upload(vec![1; len], &memory).unwrap()),
-                        2 => drop(pipeline.download_collect(&memory).unwrap()),
+                        0 | 1 => drop(copier.upload(vec![1; len], &memory).unwrap()),
+                        2 => drop(copier.download_collect(&memory).unwrap()),
                         _ => {
-                            let waited = pipeline.download_collect(&memory).unwrap().wait_timeout(2 * HANG);
+                            let waited = copier.download_collect(&memory).unwrap().wait_timeout(2 * HANG);
                             assert!(waited.is_ok(), "it does not move");
                         }
                     }

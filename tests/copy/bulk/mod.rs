@@ -1,4 +1,4 @@
-//! The copy pipeline on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
+//! Sources, files, sinks and feeds by a copier on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
 //! others.
 #![allow(missing_docs, clippy::unwrap_used)]
 

@@ -11,7 +11,7 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use pinpool::Error;
-use pinpool::pipeline::{FileSink, Fill, Priority, Source};
+use pinpool::copier::{FileSink, Fill, Priority, Source};
 
 use super::{Rig, block_on, pattern};
 
@@ -40,7 +40,7 @@ impl Read for Breaks {
 fn a_call_that_fails_leaves_nothing_on_the_wire() {
     for panics in [false, true] {
         let rig = Rig::plain();
-        let pipeline = rig.pipeline();
+        let copier = rig.copier();
         let memory = rig.device.alloc(1 << 20).unwrap();
         rig.node.hang(0);
         std::thread::scope(|scope| {
@@ -49,7 +49,7 @@ fn a_call_that_fails_leaves_nothing_on_the_wire() {
                 rig.node.resume(0);
             });
             let mut reader = Breaks { left: (128 << 10) + 10, panics };
-            let call = || pipeline.upload_read(&mut reader, &memory);
+            let call = || copier.upload_read(&mut reader, &memory);
             match catch_unwind(AssertUnwindSafe(call)) {
                 Ok(failed) => assert!(!panics && matches!(failed, Err(Error::Read { .. })), "{failed:?}"),
                 Err(_) => assert!(panics),
@@ -64,9 +64,9 @@ fn a_call_that_fails_leaves_nothing_on_the_wire() {
 fn to_drop_what_finishes_a_feed_cancels_it() {
     let rig = Rig::plain();
     // The second chunk could go after 18 hours.
-    let pipeline = rig.builder().rate(1).build().unwrap();
+    let copier = rig.builder().rate(1).build().unwrap();
     let memory = rig.device.alloc(1 << 20).unwrap();
-    let mut feed = pipeline.feed(&memory).unwrap();
+    let mut feed = copier.feed(&memory).unwrap();
     feed.push_blocking(&pattern(100 << 10, 1)).unwrap();
     {
         let mut finish = pin!(feed.finish());
@@ -74,24 +74,24 @@ fn to_drop_what_finishes_a_feed_cancels_it() {
     }
     // A transfer of the same memory begins when that one is over.
     let bytes = pattern(1 << 20, 2);
-    let next = pipeline.with_priority(Priority::Foreground).upload(bytes.clone(), &memory).unwrap();
+    let next = copier.with_priority(Priority::Foreground).upload(bytes.clone(), &memory).unwrap();
     next.wait_timeout(HANG).expect("the feed is over").unwrap();
-    pipeline.set_rate(None);
-    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    copier.set_rate(None);
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
     rig.all_is_back();
 }
 
 #[test]
 fn a_canceller_keeps_nothing() {
     let rig = Rig::plain();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     // Of 1 GiB.
     let memory = rig.device.alloc(700 << 20).unwrap();
-    let upload = pipeline.upload(pattern(1 << 20, 1), &memory).unwrap();
+    let upload = copier.upload(pattern(1 << 20, 1), &memory).unwrap();
     let canceller = upload.canceller();
     assert_eq!(canceller.progress().total, 1 << 20);
     block_on(upload).unwrap();
-    drop((pipeline, memory));
+    drop((copier, memory));
     let progress = canceller.progress();
     assert!(progress.over && progress.done == 1 << 20 && progress.landed_to == 1 << 20, "{progress:?}");
     canceller.cancel();
@@ -130,11 +130,11 @@ impl Source for Waits {
 fn what_has_stopped_does_not_wait_for_the_rate() {
     let rig = Rig::plain();
     // The second chunk could go after 18 hours.
-    let pipeline = rig.builder().threads(1).rate(1).build().unwrap();
+    let copier = rig.builder().threads(1).rate(1).build().unwrap();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let (go_on, goes_on) = channel();
     let source = Waits { bytes: pattern(1 << 20, 1), at: 1, goes_on: Mutex::new(goes_on) };
-    let upload = pipeline.upload(source, &memory).unwrap();
+    let upload = copier.upload(source, &memory).unwrap();
     assert!(upload.wait_landed(64 << 10));
     // It is being filled now, or never will be.
     std::thread::sleep(Duration::from_millis(50));
@@ -148,16 +148,16 @@ fn what_has_stopped_does_not_wait_for_the_rate() {
 #[test]
 fn what_has_landed_for_nobody_waits_for_no_worker() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     let (go_on, goes_on) = channel();
     let source = Waits { bytes: pattern(1 << 20, 1), at: 0, goes_on: Mutex::new(goes_on) };
-    let upload = pipeline.upload(source, &memory[0]).unwrap();
+    let upload = copier.upload(source, &memory[0]).unwrap();
     // The only worker is inside the call.
     std::thread::sleep(Duration::from_millis(50));
     let file = tempfile::tempfile().unwrap();
     rig.node.hang(0);
-    let download = pipeline.download(&memory[1], FileSink::new(file, "a file")).unwrap();
+    let download = copier.download(&memory[1], FileSink::new(file, "a file")).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     download.cancel();
     rig.node.resume(0);
@@ -171,14 +171,14 @@ fn what_has_landed_for_nobody_waits_for_no_worker() {
 #[test]
 fn what_has_landed_before_it_was_cancelled_waits_for_no_worker_either() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     let (go_on, goes_on) = channel();
     let source = Waits { bytes: pattern(1 << 20, 1), at: 0, goes_on: Mutex::new(goes_on) };
-    let upload = pipeline.upload(source, &memory[0]).unwrap();
+    let upload = copier.upload(source, &memory[0]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     let file = tempfile::tempfile().unwrap();
-    let download = pipeline.download(&memory[1], FileSink::new(file, "a file")).unwrap();
+    let download = copier.download(&memory[1], FileSink::new(file, "a file")).unwrap();
     // All that may land has landed.
     std::thread::sleep(Duration::from_millis(100));
     download.cancel();

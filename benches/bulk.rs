@@ -1,10 +1,10 @@
-//! The copy pipeline beside the link: the share of the pinned peak that each way to and from the device reaches.
+//! The copy copier beside the link: the share of the pinned peak that each way to and from the device reaches.
 //!
 //! # What is measured
 //!
 //! The *peak* of each direction is the best of all copies of `--mib` (384) from, or into, page-locked memory in this
 //! run: without staging, on one stream or on several at once, whichever is faster. Each row moves as much or more
-//! through a pipeline of its own, on the same pool; figures are wall time of the whole call. The rows of a round follow
+//! through a copier of its own, on the same pool; figures are wall time of the whole call. The rows of a round follow
 //! each other, a copy for the peak among them. The median of the rounds is printed, over the peak. All bytes at the
 //! target are compared with the source, once for each row, outside of the measured time.
 //!
@@ -15,8 +15,8 @@
 //! | `slice_T` | touched ordinary memory to the device |
 //! | `touched_T` | the device to touched ordinary memory |
 //! | `fresh_T` | the device to a new vector |
-//! | `both_T` | `slice_T` and `touched_T` at once, by a pipeline each, over both directions of the link at once |
-//! | `both_T_one` | the same by one pipeline of twice as many threads |
+//! | `both_T` | `slice_T` and `touched_T` at once, by a copier each, over both directions of the link at once |
+//! | `both_T_one` | the same by one copier of twice as many threads |
 //! | `both_T_pinned` | the same, with a page-locked source of the upload |
 //! | `.._past`, `.._through` | the same with stores past the processor's caches, and through them |
 //!
@@ -25,12 +25,12 @@
 //! A row that is as fast as that loop is as fast as staging can be on this machine.
 //!
 //! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile and the bulk rate beside it,
-//! by a stream of the caller's own, by such a stream with the pipeline told to give way, and by the pipeline. On the
+//! by a stream of the caller's own, by such a stream with the copier told to give way, and by the copier. On the
 //! host device the link is the CPU, which other programs use as well; there each row is compared with a copy of the
 //! bare link right before it, and that copy with copies by threads of the bench (`memcpy`).
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
-//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench pipeline`, or
+//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench copier`, or
 //! the executable by itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
 //! 4096 --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and the
 //! device's memory is part of the 4 GiB.
@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 
 use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
-use pinpool::pipeline::{FileSource, Pipeline, PipelineBuilder, Priority, Reading, Stores};
+use pinpool::copier::{FileSource, Copier, CopierBuilder, Priority, Reading, Stores};
 use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
@@ -64,12 +64,12 @@ struct Bench {
 }
 
 impl Bench {
-    fn builder(&self, threads: usize) -> PipelineBuilder {
-        Pipeline::builder(&self.pool, &self.device).threads(threads)
+    fn builder(&self, threads: usize) -> CopierBuilder {
+        Copier::builder(&self.pool, &self.device).threads(threads)
     }
 
-    fn pipeline(&self, threads: usize) -> Pipeline {
-        self.builder(threads).build().expect("a pipeline")
+    fn copier(&self, threads: usize) -> Copier {
+        self.builder(threads).build().expect("a copier")
     }
 }
 
@@ -149,18 +149,18 @@ fn equal(a: &[u8], b: &[u8], threads: usize) -> bool {
         })
 }
 
-fn file_row<'a>(name: String, pipeline: Pipeline, reading: Reading) -> Row<'a> {
-    let threads = pipeline.threads();
+fn file_row<'a>(name: String, copier: Copier, reading: Reading) -> Row<'a> {
+    let threads = copier.threads();
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let (file, len, memory) = bench.file.as_ref().expect("made");
         let source = FileSource::open(file.path()).expect("opens").reading(reading);
         let taken = timed(*len, || {
-            pipeline.upload_file(source, memory).expect("starts").wait().expect("the transfer completes");
+            copier.upload_file(source, memory).expect("starts").wait().expect("the transfer completes");
         });
         if !std::mem::replace(&mut checked, true) {
             // The file repeats the source.
-            let check = Pipeline::builder(&bench.pool, &bench.device).build().expect("a pipeline");
+            let check = Copier::builder(&bench.pool, &bench.device).build().expect("a copier");
             for at in (0..*len).step_by(bench.source.len()) {
                 let n = bench.source.len().min(len - at);
                 check
@@ -174,16 +174,16 @@ fn file_row<'a>(name: String, pipeline: Pipeline, reading: Reading) -> Row<'a> {
     Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Reading }
 }
 
-fn slice_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
-    let threads = pipeline.threads();
+fn slice_row<'a>(name: String, copier: Copier) -> Row<'a> {
+    let threads = copier.threads();
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
-            pipeline.upload_slice(&bench.source, &bench.memory[UP]).expect("the transfer completes");
+            copier.upload_slice(&bench.source, &bench.memory[UP]).expect("the transfer completes");
         });
         if !std::mem::replace(&mut checked, true) {
             bench.target.fill(0);
-            pipeline.download_slice(&bench.memory[UP], &mut bench.target).expect("the transfer completes");
+            copier.download_slice(&bench.memory[UP], &mut bench.target).expect("the transfer completes");
             assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         }
         taken
@@ -191,11 +191,11 @@ fn slice_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
     Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Into }
 }
 
-fn touched_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
-    let threads = pipeline.threads();
+fn touched_row<'a>(name: String, copier: Copier) -> Row<'a> {
+    let threads = copier.threads();
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
-            pipeline.download_slice(&bench.memory[DOWN], &mut bench.target).expect("the transfer completes");
+            copier.download_slice(&bench.memory[DOWN], &mut bench.target).expect("the transfer completes");
         });
         assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         taken
@@ -203,12 +203,12 @@ fn touched_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
     Row { name, run: Box::new(run), direction: DOWN, threads, plain: Plain::OutOf }
 }
 
-fn fresh_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
-    let threads = pipeline.threads();
+fn fresh_row<'a>(name: String, copier: Copier) -> Row<'a> {
+    let threads = copier.threads();
     let run = move |bench: &mut Bench| {
         let mut back = Vec::new();
         let taken = timed(bench.source.len(), || {
-            back = pipeline.download_vec(&bench.memory[DOWN]).expect("the transfer completes");
+            back = copier.download_vec(&bench.memory[DOWN]).expect("the transfer completes");
         });
         assert!(equal(&bench.source, &back, bench.cores), "wrong bytes");
         taken
@@ -221,44 +221,44 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     let counts: &[usize] = if bench.gpu { &[8, 4, 1] } else { &[2, 1] };
     if bench.file.is_some() {
         for &threads in counts {
-            // Each with a pipeline of its own, and so with a tuning of its own.
-            rows.push(file_row(format!("file_{threads}"), bench.pipeline(threads), Reading::Auto));
-            rows.push(file_row(format!("read_{threads}"), bench.pipeline(threads), Reading::Buffered));
-            rows.push(file_row(format!("mapped_{threads}"), bench.pipeline(threads), Reading::Mapped));
+            // Each with a copier of its own, and so with a tuning of its own.
+            rows.push(file_row(format!("file_{threads}"), bench.copier(threads), Reading::Auto));
+            rows.push(file_row(format!("read_{threads}"), bench.copier(threads), Reading::Buffered));
+            rows.push(file_row(format!("mapped_{threads}"), bench.copier(threads), Reading::Mapped));
         }
     }
     let many: &[usize] = if bench.gpu { &[8, 16] } else { &[2, 1] };
     for &threads in many {
-        rows.push(slice_row(format!("slice_{threads}"), bench.pipeline(threads)));
-        rows.push(touched_row(format!("touched_{threads}"), bench.pipeline(threads)));
-        rows.push(fresh_row(format!("fresh_{threads}"), bench.pipeline(threads)));
+        rows.push(slice_row(format!("slice_{threads}"), bench.copier(threads)));
+        rows.push(touched_row(format!("touched_{threads}"), bench.copier(threads)));
+        rows.push(fresh_row(format!("fresh_{threads}"), bench.copier(threads)));
     }
     // Beside the default.
     for &threads in many {
-        let pipeline = bench.builder(threads).stores(Stores::Streaming).build().expect("a pipeline");
-        rows.push(touched_row(format!("touched_{threads}_past"), pipeline));
-        let pipeline = bench.builder(threads).stores(Stores::Cached).build().expect("a pipeline");
-        rows.push(fresh_row(format!("fresh_{threads}_through"), pipeline));
+        let copier = bench.builder(threads).stores(Stores::Streaming).build().expect("a copier");
+        rows.push(touched_row(format!("touched_{threads}_past"), copier));
+        let copier = bench.builder(threads).stores(Stores::Cached).build().expect("a copier");
+        rows.push(fresh_row(format!("fresh_{threads}_through"), copier));
     }
     if flag("sweep") {
         for &threads in many {
             for (word, stores) in [("cached", Stores::Cached), ("streaming", Stores::Streaming)] {
-                let pipeline = || bench.builder(threads).stores(stores).build().expect("a pipeline");
-                rows.push(slice_row(format!("slice_{threads}_{word}"), pipeline()));
-                rows.push(touched_row(format!("touched_{threads}_{word}"), pipeline()));
-                rows.push(fresh_row(format!("fresh_{threads}_{word}"), pipeline()));
+                let copier = || bench.builder(threads).stores(stores).build().expect("a copier");
+                rows.push(slice_row(format!("slice_{threads}_{word}"), copier()));
+                rows.push(touched_row(format!("touched_{threads}_{word}"), copier()));
+                rows.push(fresh_row(format!("fresh_{threads}_{word}"), copier()));
             }
             for (mib, depth, streams) in SWEEP {
-                let pipeline = || {
+                let copier = || {
                     let builder = bench.builder(threads).chunk(mib << 20).depth(depth).streams(streams);
-                    builder.build().expect("a pipeline")
+                    builder.build().expect("a copier")
                 };
                 let word = format!("{threads}_{mib}mib_{depth}deep_{streams}s");
-                rows.push(slice_row(format!("slice_{word}"), pipeline()));
-                rows.push(touched_row(format!("touched_{word}"), pipeline()));
-                rows.push(fresh_row(format!("fresh_{word}"), pipeline()));
+                rows.push(slice_row(format!("slice_{word}"), copier()));
+                rows.push(touched_row(format!("touched_{word}"), copier()));
+                rows.push(fresh_row(format!("fresh_{word}"), copier()));
                 if bench.file.is_some() {
-                    rows.push(file_row(format!("read_{word}"), pipeline(), Reading::Buffered));
+                    rows.push(file_row(format!("read_{word}"), copier(), Reading::Buffered));
                 }
             }
         }
@@ -287,7 +287,7 @@ fn gate(row: &str) -> Option<(f64, Option<f64>)> {
 fn main() {
     // `cargo test` runs benches with this argument.
     if flag("test") {
-        return println!("pipeline: not a test");
+        return println!("copier: not a test");
     }
     let device = option("device")
         .map_or_else(|| Device::open("cuda:0").or_else(|_| Device::open("host")), |name| Device::open(&name));
@@ -341,8 +341,8 @@ fn main() {
         cores,
         gpu,
     };
-    let pipeline = bench.pipeline(cores.min(8));
-    pipeline.upload_slice(&bench.source, &bench.memory[DOWN]).expect("the transfer completes");
+    let copier = bench.copier(cores.min(8));
+    copier.upload_slice(&bench.source, &bench.memory[DOWN]).expect("the transfer completes");
 
     let mut link = Link::new(&bench.pool, &bench.device, bytes, &[UP, DOWN]);
     let mut peaks = [f64::INFINITY; 2];
@@ -367,7 +367,7 @@ fn main() {
     let mut loops: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut pairs = pairs(&bench);
     let mut together: Vec<Vec<f64>> = vec![Vec::new(); pairs.len()];
-    // Once for warming up, and for the pipelines' own measurements.
+    // Once for warming up, and for the copiers' own measurements.
     for Row { name, run, .. } in &mut rows {
         let (seconds, bytes) = run(&mut bench);
         println!("warm: {name}: {:.2} GB/s", bytes as f64 / seconds / 1e9);
@@ -458,10 +458,10 @@ fn main() {
     for (mib, depth, streams) in SWEEP.iter().filter(|_| flag("sweep")) {
         print!("chunks of {mib} MiB, {depth} on the wire, {streams} streams:");
         let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth).streams(*streams);
-        foreground(&bench, builder.build().expect("a pipeline"), peaks[UP]);
+        foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
     }
-    foreground(&bench, bench.pipeline(bench.cores.min(8)), peaks[UP]);
-    println!("{:?}", pipeline.stats());
+    foreground(&bench, bench.copier(bench.cores.min(8)), peaks[UP]);
+    println!("{:?}", copier.stats());
     let stats = bench.pool.stats();
     assert_eq!(stats.in_flight_bytes + stats.checked_out_bytes, 0, "{stats:?}");
     measure::used();
@@ -479,10 +479,10 @@ type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usi
 /// In the order of [`PAIRS`].
 fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
     let threads = bench.cores.min(8);
-    let two = [bench.pipeline(threads), bench.pipeline(threads)];
-    let one = bench.pipeline(2 * threads);
-    let past = [0, 1].map(|_| bench.builder(threads).stores(Stores::Streaming).build().expect("a pipeline"));
-    let staged = |[up, down]: [Pipeline; 2]| {
+    let two = [bench.copier(threads), bench.copier(threads)];
+    let one = bench.copier(2 * threads);
+    let past = [0, 1].map(|_| bench.builder(threads).stores(Stores::Streaming).build().expect("a copier"));
+    let staged = |[up, down]: [Copier; 2]| {
         move |bench: &mut Bench, _: &mut Link| {
             let Bench { source, target, memory, .. } = bench;
             timed(2 * source.len(), || {
@@ -494,7 +494,7 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
         }
     };
     let pinned = {
-        let two = [bench.pipeline(threads), bench.pipeline(threads)];
+        let two = [bench.copier(threads), bench.copier(threads)];
         move |bench: &mut Bench, link: &mut Link| {
             let Bench { source, target, memory, .. } = bench;
             let [up, down] = &two;
@@ -519,7 +519,7 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
 }
 
 /// Uploads of 64 KiB, alone and during a bulk load.
-fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
+fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
     const LEN: usize = 64 << 10;
     let count = if quick() { 200 } else { 2000 };
     let stream = bench.device.stream().expect("a stream");
@@ -576,7 +576,7 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
         moved as f64 / took / 1e9,
         2.0 * wire
     );
-    let kinds = ["direct", "direct, way given", "pipeline"];
+    let kinds = ["direct", "direct, way given", "copier"];
     for (what, (idle, busy)) in kinds.iter().zip(idle.iter().zip(&busy)) {
         let (before, during) = (quantile(idle, 0.99), quantile(busy, 0.99));
         println!(
@@ -586,7 +586,7 @@ fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
         );
         let over = during / (before + 2.0 * wire);
         if *what == "direct" {
-            // The pipeline is not told of the foreground copy.
+            // The copier is not told of the foreground copy.
             println!("its p99 during the load over idle p99 and two chunks: {over:.3}");
             continue;
         }

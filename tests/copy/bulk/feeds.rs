@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use pinpool::pipeline::{Pipeline, Priority};
+use pinpool::copier::{Copier, Priority};
 
 use super::{Rig, pattern};
 
@@ -14,18 +14,18 @@ const HANG: Duration = Duration::from_secs(10);
 #[test]
 fn a_reader_may_end_where_a_chunk_does() {
     let rig = Rig::plain();
-    let pipeline = rig.pipeline();
-    let chunk = pipeline.chunk();
+    let copier = rig.copier();
+    let chunk = copier.chunk();
     let bytes = pattern(4 * chunk, 1);
     let memory = rig.device.alloc(1 << 20).unwrap();
     // (The first chunks of an upload may be shorter, each a power of two of pages.)
     for len in [0, 1, chunk / 8, chunk / 4, chunk / 2, chunk, 2 * chunk, 3 * chunk, 3 * chunk + 1, 4 * chunk]
     {
-        pipeline.upload_slice(&vec![0xa5; 1 << 20], &memory).unwrap();
-        assert_eq!(pipeline.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
-        let back = pipeline.download_vec(&memory).unwrap();
+        copier.upload_slice(&vec![0xa5; 1 << 20], &memory).unwrap();
+        assert_eq!(copier.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
+        let back = copier.download_vec(&memory).unwrap();
         assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
-        let mut feed = pipeline.feed(&memory).unwrap();
+        let mut feed = copier.feed(&memory).unwrap();
         feed.push_blocking(&bytes[..len]).unwrap();
         assert_eq!(feed.finish_blocking().unwrap(), len as u64);
     }
@@ -52,37 +52,37 @@ impl Read for Looks {
 #[test]
 fn a_reader_of_small_parts_fills_chunks() {
     let rig = Rig::plain();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let mut reader = Looks { left: 300_000, given: 0 };
-    assert_eq!(pipeline.upload_read(&mut reader, &memory).unwrap(), 300_000);
+    assert_eq!(copier.upload_read(&mut reader, &memory).unwrap(), 300_000);
     assert!(reader.given > 300_000);
-    assert!(pipeline.download_vec(memory.slice(..300_000).unwrap()).unwrap().iter().all(|byte| *byte == 7));
+    assert!(copier.download_vec(memory.slice(..300_000).unwrap()).unwrap().iter().all(|byte| *byte == 7));
     rig.all_is_back();
 }
 
 /// From the device to the device, by way of the caller.
-fn round_trip(rig: &Rig, pipeline: Pipeline) {
+fn round_trip(rig: &Rig, copier: Copier) {
     let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
     let bytes = pattern(4 << 20, 2);
-    rig.pipeline().upload_slice(&bytes, &from).unwrap();
+    rig.copier().upload_slice(&bytes, &from).unwrap();
     let (done, is_done) = channel();
     let target = to.slice(..).unwrap();
     let thread = std::thread::spawn(move || {
-        let mut feed = pipeline.feed(target).unwrap();
-        let written = pipeline.download_write(&from, &mut feed).unwrap();
+        let mut feed = copier.feed(target).unwrap();
+        let written = copier.download_write(&from, &mut feed).unwrap();
         done.send((written, feed.finish_blocking().unwrap())).unwrap();
     });
     assert_eq!(is_done.recv_timeout(HANG).expect("neither waits for the other"), (4 << 20, 4 << 20));
     thread.join().unwrap();
-    assert!(rig.pipeline().download_vec(&to).unwrap() == bytes);
+    assert!(rig.copier().download_vec(&to).unwrap() == bytes);
 }
 
 #[test]
 fn a_download_can_be_written_to_a_feed_of_the_same_pipeline() {
     let rig = Rig::plain();
-    round_trip(&rig, rig.pipeline());
-    round_trip(&rig, rig.pipeline().with_priority(Priority::Foreground));
+    round_trip(&rig, rig.copier());
+    round_trip(&rig, rig.copier().with_priority(Priority::Foreground));
     round_trip(&rig, rig.builder().share(300 << 10).build().unwrap());
     rig.all_is_back();
 }
@@ -91,7 +91,7 @@ fn a_download_can_be_written_to_a_feed_of_the_same_pipeline() {
 #[test]
 fn a_slow_writer_of_the_foreground_leaves_room() {
     let rig = Rig::plain();
-    let first = rig.pipeline().with_priority(Priority::Foreground);
+    let first = rig.copier().with_priority(Priority::Foreground);
     let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
     let bytes = pattern(4 << 20, 3);
     first.upload_slice(&bytes, &from).unwrap();
@@ -142,24 +142,24 @@ impl<F: FnMut()> io::Write for Calls<F> {
 fn a_writer_may_wait_for_another_download() {
     for priority in [Priority::Bulk, Priority::Foreground] {
         let rig = Rig::plain();
-        let pipeline = rig.pipeline().with_priority(priority);
+        let copier = rig.copier().with_priority(priority);
         let memory = [0, 1].map(|_| rig.device.alloc(4 << 20).unwrap());
         let bytes = pattern(4 << 20, 4);
-        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
         let beside = || {
-            let Ok(back) = pipeline.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+            let Ok(back) = copier.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
                 panic!("it has segments of its own")
             };
             assert!(back.unwrap().into_vec().unwrap() == bytes);
         };
-        pipeline.download_write(&memory[0], &mut Calls(Some(beside))).unwrap();
+        copier.download_write(&memory[0], &mut Calls(Some(beside))).unwrap();
         // The same way once more, within.
         let (done, is_done) = channel();
-        let (other, inner) = (pipeline.clone(), memory[1].slice(..).unwrap());
+        let (other, inner) = (copier.clone(), memory[1].slice(..).unwrap());
         let outer = memory[0].slice(..).unwrap();
         let thread = std::thread::spawn(move || {
             let nested = || assert_eq!(other.download_write(&inner, &mut io::sink()).unwrap(), 4 << 20);
-            pipeline.download_write(&outer, &mut Calls(Some(nested))).unwrap();
+            copier.download_write(&outer, &mut Calls(Some(nested))).unwrap();
             done.send(()).unwrap();
         });
         is_done.recv_timeout(HANG).expect("each has segments of its own");
@@ -171,12 +171,12 @@ fn a_writer_may_wait_for_another_download() {
 #[test]
 fn one_thread_may_fill_two_feeds_by_turns() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().share(300 << 10).build().unwrap();
+    let copier = rig.builder().share(300 << 10).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(100_000).unwrap());
     let bytes = pattern(100_000, 5);
     let (done, is_done) = channel();
     let (sent, to) = (bytes.clone(), [0, 1].map(|i: usize| memory[i].slice(..).unwrap()));
-    let feeding = pipeline.clone();
+    let feeding = copier.clone();
     let thread = std::thread::spawn(move || {
         let mut feeds = to.map(|to| feeding.feed(to).unwrap());
         for part in sent.chunks(1000) {
@@ -187,7 +187,7 @@ fn one_thread_may_fill_two_feeds_by_turns() {
     });
     is_done.recv_timeout(HANG).expect("neither waits for the other");
     thread.join().unwrap();
-    assert!(memory.iter().all(|memory| pipeline.download_vec(memory).unwrap() == bytes));
+    assert!(memory.iter().all(|memory| copier.download_vec(memory).unwrap() == bytes));
     rig.all_is_back();
 }
 
@@ -198,18 +198,18 @@ fn writers_of_two_downloads_may_wait_for_others() {
         [(Priority::Bulk, 300 << 10), (Priority::Foreground, 400 << 10), (Priority::Bulk, 1 << 20)]
     {
         let rig = Rig::plain();
-        let pipeline = rig.builder().share(share).build().unwrap().with_priority(priority);
+        let copier = rig.builder().share(share).build().unwrap().with_priority(priority);
         let memory: Vec<_> = (0..3).map(|_| rig.device.alloc(2 << 20).unwrap()).collect();
         let bytes = pattern(2 << 20, 6);
-        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
         let (done, is_done) = channel();
         let threads: Vec<_> = (0..2)
             .map(|i| {
                 let (from, other) = (memory[i].slice(..).unwrap(), memory[2].slice(..).unwrap());
-                let (pipeline, done) = (pipeline.clone(), done.clone());
+                let (copier, done) = (copier.clone(), done.clone());
                 std::thread::spawn(move || {
-                    let beside = || drop(pipeline.download_vec(&other).unwrap());
-                    pipeline.download_write(&from, &mut Calls(Some(beside))).unwrap();
+                    let beside = || drop(copier.download_vec(&other).unwrap());
+                    copier.download_write(&from, &mut Calls(Some(beside))).unwrap();
                     done.send(()).unwrap();
                 })
             })

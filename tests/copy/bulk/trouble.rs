@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{FileSink, FileSource, Fill, Piece, Pipeline, Reading, Sink, Source};
+use pinpool::copier::{FileSink, FileSource, Fill, Piece, Copier, Reading, Sink, Source};
 use pinpool::{Error, ErrorClass};
 
 use super::{Rig, block_on, pattern};
@@ -51,12 +51,12 @@ impl Source for Odd {
 #[test]
 fn a_source_that_fails_ends_its_transfer_with_the_place() {
     for rig in [Rig::plain(), Rig::late()] {
-        let pipeline = rig.pipeline();
+        let copier = rig.copier();
         let memory = rig.device.alloc(1 << 20).unwrap();
         for how in [How::Fails, How::Panics, How::Ends] {
             for at in [0, 1, 300_000, (1 << 20) - 1] {
                 let odd = Odd { bytes: pattern(1 << 20, 1), at, how };
-                let failed = pipeline.upload(odd, &memory).unwrap().wait().map(drop).unwrap_err();
+                let failed = copier.upload(odd, &memory).unwrap().wait().map(drop).unwrap_err();
                 assert!(failed.buffer.is_some(), "the source comes back");
                 match (how, failed.error) {
                     (How::Fails, Error::Read { what, offset, text, .. }) => {
@@ -70,10 +70,10 @@ fn a_source_that_fails_ends_its_transfer_with_the_place() {
                 }
             }
         }
-        // The pipeline works as before.
+        // The copier works as before.
         let bytes = pattern(1 << 20, 2);
-        pipeline.upload_slice(&bytes, &memory).unwrap();
-        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+        copier.upload_slice(&bytes, &memory).unwrap();
+        assert!(copier.download_vec(&memory).unwrap() == bytes);
         rig.all_is_back();
     }
 }
@@ -106,29 +106,29 @@ fn a_reader_or_writer_that_fails_or_panics_does_so_alone() {
         }
     }
     let rig = Rig::late();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let memory = rig.device.alloc(1 << 20).unwrap();
     for good in [0, 100_000, 500_000] {
-        let failed = pipeline.upload_read(&mut Torn(good, false), &memory).unwrap_err();
+        let failed = copier.upload_read(&mut Torn(good, false), &memory).unwrap_err();
         assert!(matches!(&failed, Error::Read { offset, .. } if *offset == good as u64), "{failed}");
-        let failed = pipeline.download_write(&memory, &mut Torn(good, false)).unwrap_err();
+        let failed = copier.download_write(&memory, &mut Torn(good, false)).unwrap_err();
         assert!(matches!(&failed, Error::Write { offset, .. } if *offset <= good as u64), "{failed}");
         let panicked = |work: &mut dyn FnMut()| {
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_err();
         };
-        panicked(&mut || drop(pipeline.upload_read(&mut Torn(good, true), &memory)));
-        panicked(&mut || drop(pipeline.download_write(&memory, &mut Torn(good, true))));
+        panicked(&mut || drop(copier.upload_read(&mut Torn(good, true), &memory)));
+        panicked(&mut || drop(copier.download_write(&memory, &mut Torn(good, true))));
         rig.all_is_back();
     }
     let bytes = pattern(1 << 20, 2);
-    pipeline.upload_slice(&bytes, &memory).unwrap();
-    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    copier.upload_slice(&bytes, &memory).unwrap();
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
 }
 
 #[test]
 fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
     let rig = Rig::plain();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let len = 2 << 20;
     let bytes = pattern(len, 3);
     let memory = rig.device.alloc(len).unwrap();
@@ -138,7 +138,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
             std::fs::write(file.path(), &bytes).unwrap();
             let source = FileSource::open(file.path()).unwrap().reading(reading);
             file.as_file().set_len(cut as u64).unwrap();
-            let failed = pipeline.upload_file(source, &memory).unwrap().wait().unwrap_err();
+            let failed = copier.upload_file(source, &memory).unwrap().wait().unwrap_err();
             let name = file.path().display().to_string();
             match failed.error {
                 Error::Shrunk { what, end, len } => {
@@ -154,7 +154,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
 #[test]
 fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
     let rig = Rig::late();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let len = 2 << 20;
     let bytes = pattern(len, 4);
     let memory = rig.device.alloc(len).unwrap();
@@ -163,12 +163,12 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         std::fs::write(file.path(), &bytes).unwrap();
         let source = FileSource::open(file.path()).unwrap().reading(reading);
-        let load = pipeline.upload_file(source, &memory).unwrap();
+        let load = copier.upload_file(source, &memory).unwrap();
         while load.progress().done < (round as u64 * 80_000) && !load.is_over() {
             std::thread::yield_now();
         }
         file.as_file().set_len(777_777).unwrap();
-        let landed = |load: &pinpool::pipeline::Transfer<FileSource>| load.progress().landed_to;
+        let landed = |load: &pinpool::copier::Transfer<FileSource>| load.progress().landed_to;
         let _ = load.wait_landed(u64::MAX);
         let right = landed(&load).min(len as u64) as usize;
         match load.wait().map_err(|failed| failed.error) {
@@ -178,7 +178,7 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
         }
         // What is said to have landed is what the file had.
         if right > 0 {
-            assert!(pipeline.download_vec(memory.slice(..right)).unwrap() == bytes[..right], "{reading:?}");
+            assert!(copier.download_vec(memory.slice(..right)).unwrap() == bytes[..right], "{reading:?}");
         }
         rig.all_is_back();
     }
@@ -187,10 +187,10 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
 #[test]
 fn a_full_disk_is_an_error_with_the_place() {
     let rig = Rig::late();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let full = || OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let failed = pipeline.download(&memory, FileSink::new(full(), "/dev/full")).unwrap().wait().unwrap_err();
+    let failed = copier.download(&memory, FileSink::new(full(), "/dev/full")).unwrap().wait().unwrap_err();
     assert!(failed.buffer.is_some());
     let text = failed.error.to_string();
     match failed.error {
@@ -199,7 +199,7 @@ fn a_full_disk_is_an_error_with_the_place() {
         }
         other => panic!("{other}"),
     }
-    let failed = pipeline.download_write(&memory, &mut full()).unwrap_err();
+    let failed = copier.download_write(&memory, &mut full()).unwrap_err();
     assert!(matches!(failed, Error::Write { offset: 0, .. }), "{failed}");
     rig.all_is_back();
 }
@@ -209,17 +209,17 @@ fn a_file_that_cannot_be_read_is_an_error() {
     assert!(matches!(FileSource::open("/nonexistent/file"), Err(Error::Read { offset: 0, .. })));
     assert!(matches!(FileSink::create("/nonexistent/file"), Err(Error::Write { offset: 0, .. })));
     let rig = Rig::plain();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let memory = rig.device.alloc(4096).unwrap();
     // Open for writing only.
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), [1; 4096]).unwrap();
     let file = OpenOptions::new().write(true).open(file.path()).unwrap();
     let source = FileSource::new(file, "write-only").unwrap().reading(Reading::Buffered);
-    let failed = pipeline.upload_file(source, &memory).unwrap().wait().unwrap_err();
+    let failed = copier.upload_file(source, &memory).unwrap().wait().unwrap_err();
     assert!(matches!(&failed.error, Error::Read { what, .. } if what == "write-only"), "{}", failed.error);
     let empty = FileSource::new(tempfile::tempfile().unwrap(), "empty").unwrap();
-    assert!(matches!(pipeline.upload_file(empty, &memory).unwrap_err().error, Error::Empty));
+    assert!(matches!(copier.upload_file(empty, &memory).unwrap_err().error, Error::Empty));
     rig.all_is_back();
 }
 
@@ -229,11 +229,11 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
         for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
             for nth in [0, 5, 14, 15] {
                 let rig = Rig::plain();
-                let pipeline = rig.pipeline();
+                let copier = rig.copier();
                 let bytes = pattern(1 << 20, 5);
                 let memory = rig.device.alloc(1 << 20).unwrap();
                 rig.node.fail(Fault { device: 0, call, nth, failure });
-                let first = pipeline.upload_slice(&bytes, &memory);
+                let first = copier.upload_slice(&bytes, &memory);
                 if call == Call::Copy {
                     let error = first.unwrap_err();
                     let Error::Transfer { what, cause, .. } = &error else { panic!("{error}") };
@@ -246,8 +246,8 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
                     );
                 }
                 rig.node.clear_faults();
-                pipeline.upload_slice(&bytes, &memory).unwrap();
-                assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+                copier.upload_slice(&bytes, &memory).unwrap();
+                assert!(copier.download_vec(&memory).unwrap() == bytes);
                 rig.all_is_back();
             }
         }
@@ -259,22 +259,22 @@ fn a_lost_device_ends_everything_with_its_error() {
     for (nth, staged) in [(0, true), (3, true), (17, true), (0, false), (5, false)] {
         let rig = if staged { Rig::late() } else { Rig::late().direct() };
         let call = if staged { Call::Copy } else { Call::CopyBlocking };
-        let pipeline = rig.pipeline();
+        let copier = rig.copier();
         let memory = rig.device.alloc(2 << 20).unwrap();
         let bytes = pattern(2 << 20, 6);
         let other = rig.device.alloc(2 << 20).unwrap();
         rig.node.fail(Fault { device: 0, call, nth, failure: Failure::DeviceLost });
-        let owned = pipeline.upload(bytes.clone(), &other).unwrap();
+        let owned = copier.upload(bytes.clone(), &other).unwrap();
         let mut back = vec![0; 2 << 20];
         let results = [
-            pipeline.upload_slice(&bytes, &memory).unwrap_err(),
-            pipeline.download_slice(&memory, &mut back).unwrap_err(),
+            copier.upload_slice(&bytes, &memory).unwrap_err(),
+            copier.download_slice(&memory, &mut back).unwrap_err(),
             owned.wait().map(drop).unwrap_err().error,
         ];
         for error in results {
             assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
         }
-        assert_eq!(pipeline.feed(&memory).map(drop).unwrap_err().class(), ErrorClass::DeviceLost);
+        assert_eq!(copier.feed(&memory).map(drop).unwrap_err().class(), ErrorClass::DeviceLost);
         rig.pool.check().unwrap();
     }
 }
@@ -282,11 +282,11 @@ fn a_lost_device_ends_everything_with_its_error() {
 #[test]
 fn cancelled_futures_and_dropped_handles_leave_nothing() {
     let rig = Rig::late();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let bytes: Arc<[u8]> = pattern(2 << 20, 7).into();
     let memory = rig.device.alloc(2 << 20).unwrap();
     for round in 0..20 {
-        let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+        let load = copier.upload(bytes.clone(), &memory).unwrap();
         match round % 4 {
             0 => drop(load),
             1 => {
@@ -316,8 +316,8 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
     rig.all_is_back();
     // Nothing has a share of the source any more.
     assert_eq!(Arc::strong_count(&bytes), 1);
-    pipeline.upload_slice(&bytes, &memory).unwrap();
-    assert!(pipeline.download_vec(&memory).unwrap()[..] == bytes[..]);
+    copier.upload_slice(&bytes, &memory).unwrap();
+    assert!(copier.download_vec(&memory).unwrap()[..] == bytes[..]);
 }
 
 #[test]
@@ -325,7 +325,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
     // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to
     // stop.
-    let pipeline = rig.builder().depth(2).patience(Duration::from_micros(100)).build().unwrap();
+    let copier = rig.builder().depth(2).patience_gone(Duration::from_micros(100)).build().unwrap();
     let len = 768 << 10;
     let bytes = pattern(len, 8);
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -338,7 +338,7 @@ fn a_thousand_loads_aborted_at_random_points() {
         let stop_at = (x >> 33) % (len as u64 * 5 / 4);
         let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Mapped };
         let source = FileSource::open(file.path()).unwrap().reading(reading);
-        let load = pipeline.upload_file(source, &memory).unwrap();
+        let load = copier.upload_file(source, &memory).unwrap();
         while load.progress().done < stop_at && !load.is_over() {
             std::thread::yield_now();
         }
@@ -354,8 +354,8 @@ fn a_thousand_loads_aborted_at_random_points() {
     }
     assert!(ended[0] > 50 && ended[1] > 50, "{ended:?}");
     rig.all_is_back();
-    pipeline.upload_slice(&bytes, &memory).unwrap();
-    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    copier.upload_slice(&bytes, &memory).unwrap();
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
 }
 
 #[test]
@@ -372,17 +372,17 @@ fn a_sink_that_fails_or_panics_ends_its_transfer() {
         }
     }
     let rig = Rig::late();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let bytes = pattern(1 << 20, 9);
-    pipeline.upload_slice(&bytes, &memory).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
     for panics in [false, true] {
         let sink = Odd(300_000, panics, Mutex::new(vec![0; 1 << 20]));
-        let failed = pipeline.download(&memory, sink).unwrap().wait().map(drop).unwrap_err();
+        let failed = copier.download(&memory, sink).unwrap().wait().map(drop).unwrap_err();
         assert!(failed.buffer.is_some() && matches!(failed.error, Error::Write { .. }), "{}", failed.error);
     }
     let sink = Odd(u64::MAX, false, Mutex::new(vec![0; 1 << 20]));
-    let sink = pipeline.download(&memory, sink).unwrap().wait().map_err(|failed| failed.error).unwrap();
+    let sink = copier.download(&memory, sink).unwrap().wait().map_err(|failed| failed.error).unwrap();
     assert!(sink.2.into_inner().unwrap() == bytes);
     rig.all_is_back();
 }
@@ -416,17 +416,17 @@ impl Sink for Bomber {
 #[test]
 fn a_panic_that_cannot_be_dropped_ends_its_transfer_and_no_thread() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let bytes = pattern(1 << 20, 12);
     let long = Duration::from_secs(10);
     for _ in 0..3 {
-        let up = pipeline.upload(Bomber(1 << 20), &memory).unwrap();
+        let up = copier.upload(Bomber(1 << 20), &memory).unwrap();
         assert!(up.wait_timeout(long).expect("it is over").is_err());
-        pipeline.upload_slice(&bytes, &memory).unwrap();
-        let down = pipeline.download(&memory, Bomber(0)).unwrap();
+        copier.upload_slice(&bytes, &memory).unwrap();
+        let down = copier.download(&memory, Bomber(0)).unwrap();
         assert!(down.wait_timeout(long).expect("it is over").is_err());
-        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+        assert!(copier.download_vec(&memory).unwrap() == bytes);
     }
     rig.all_is_back();
 }
@@ -442,12 +442,12 @@ fn many_threads_at_once_do_not_mix_anything_up() {
 
 /// With workers that stay awake for so long.
 fn many_threads(rig: &Rig, patience: Duration) {
-    let pipeline = rig.builder().threads(4).patience(patience).build().unwrap();
+    let copier = rig.builder().threads(4).patience_gone(patience).build().unwrap();
     let stop = AtomicBool::new(false);
     let rounds = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..6_u64 {
-            let (pipeline, stop, rounds) = (&pipeline, &stop, &rounds);
+            let (copier, stop, rounds) = (&copier, &stop, &rounds);
             scope.spawn(move || {
                 let memory = rig.device.alloc(400_000).unwrap();
                 let mut round = 0;
@@ -456,10 +456,10 @@ fn many_threads(rig: &Rig, patience: Duration) {
                     round += 1;
                     let len = 1 + (thread * 77_777 + round * 131_313) as usize % 400_000;
                     let bytes = pattern(len, thread * 1000 + round);
-                    pipeline.upload_slice(&bytes, memory.slice(..len)).unwrap();
-                    assert!(pipeline.download_vec(memory.slice(..len)).unwrap() == bytes);
+                    copier.upload_slice(&bytes, memory.slice(..len)).unwrap();
+                    assert!(copier.download_vec(memory.slice(..len)).unwrap() == bytes);
                     if round % 7 == 0 {
-                        drop(pipeline.upload(bytes, memory.slice(..len)).unwrap());
+                        drop(copier.upload(bytes, memory.slice(..len)).unwrap());
                     }
                     rounds.fetch_add(1, Ordering::Relaxed);
                 }
@@ -478,16 +478,16 @@ fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
     for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
         for nth in [0, 3] {
             let rig = Rig::plain().direct();
-            let pipeline = rig.pipeline();
+            let copier = rig.copier();
             let bytes = pattern(1 << 20, 5);
             let memory = rig.device.alloc(1 << 20).unwrap();
             rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
-            let failed = pipeline.upload(bytes.clone(), &memory).unwrap().wait().map(drop).unwrap_err();
+            let failed = copier.upload(bytes.clone(), &memory).unwrap().wait().map(drop).unwrap_err();
             assert!(matches!(failed.error, Error::Transfer { .. }) && failed.buffer.as_ref() == Some(&bytes));
             rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
-            assert!(matches!(pipeline.download_vec(&memory), Err(Error::Transfer { .. })));
-            pipeline.upload_slice(&bytes, &memory).unwrap();
-            assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+            assert!(matches!(copier.download_vec(&memory), Err(Error::Transfer { .. })));
+            copier.upload_slice(&bytes, &memory).unwrap();
+            assert!(copier.download_vec(&memory).unwrap() == bytes);
             rig.all_is_back();
         }
     }
@@ -495,7 +495,7 @@ fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
 
 #[test]
 fn a_wait_on_a_thread_that_has_to_do_the_work_is_refused() {
-    struct Nested(pinpool::pipeline::Pipeline, pinpool::DeviceSlice);
+    struct Nested(pinpool::copier::Copier, pinpool::DeviceSlice);
     impl Source for Nested {
         fn len(&self) -> u64 {
             10
@@ -507,10 +507,10 @@ fn a_wait_on_a_thread_that_has_to_do_the_work_is_refused() {
         }
     }
     let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    let copier = rig.builder().threads(1).build().unwrap();
     let memory = rig.device.alloc(20).unwrap();
-    let nested = Nested(pipeline.clone(), memory.slice(10..).unwrap());
-    let failed = pipeline.upload(nested, memory.slice(..10)).unwrap().wait().map(drop).unwrap_err();
+    let nested = Nested(copier.clone(), memory.slice(10..).unwrap());
+    let failed = copier.upload(nested, memory.slice(..10)).unwrap().wait().map(drop).unwrap_err();
     assert!(failed.error.to_string().contains("own thread"), "{}", failed.error);
     rig.all_is_back();
 }
@@ -526,14 +526,14 @@ fn a_waker_that_panics_does_so_alone() {
     use std::future::Future;
     let waker = std::task::Waker::from(Arc::new(Panics));
     for rig in [Rig::late(), Rig::late().direct()] {
-        let pipeline = rig.pipeline();
+        let copier = rig.copier();
         let bytes = pattern(2 << 20, 11);
         let memory = rig.device.alloc(2 << 20).unwrap();
-        let mut load = Box::pin(pipeline.upload(bytes.clone(), &memory).unwrap());
+        let mut load = Box::pin(copier.upload(bytes.clone(), &memory).unwrap());
         let _ = load.as_mut().poll(&mut std::task::Context::from_waker(&waker));
-        pipeline.upload_slice(&bytes, &memory).unwrap();
+        copier.upload_slice(&bytes, &memory).unwrap();
         assert!(load.is_over());
-        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+        assert!(copier.download_vec(&memory).unwrap() == bytes);
         drop(load);
         rig.all_is_back();
     }
@@ -545,7 +545,7 @@ fn a_waker_that_panics_does_so_alone() {
 fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
     for failure in [Failure::Argument, Failure::RunsAnyway] {
         let rig = Rig::plain();
-        let pipeline = rig.builder().threads(1).depth(1).build().unwrap();
+        let copier = rig.builder().threads(1).depth(1).build().unwrap();
         let (bytes, new) = (pattern(3000, 1), pattern(1000, 2));
         let memory = rig.device.alloc(10_000).unwrap();
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
@@ -553,15 +553,15 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
         // Neighbours in the source and not on the device: one chunk of several copies.
         let pieces = [0, 1, 2]
             .map(|n| Piece::new(n * 1000, memory.slice(n as usize * 3000..).unwrap().slice(..1000).unwrap()));
-        let load = pipeline.upload_pieces(bytes.clone(), pieces.to_vec()).unwrap();
-        let later = pipeline.upload(new.clone(), memory.slice(..1000).unwrap()).unwrap();
+        let load = copier.upload_ranges(bytes.clone(), pieces.to_vec()).unwrap();
+        let later = copier.upload(new.clone(), memory.slice(..1000).unwrap()).unwrap();
         std::thread::sleep(Duration::from_millis(50));
         assert!(!load.is_over() && !later.is_over(), "a copy is on the wire");
         rig.node.resume(0);
         assert!(load.wait().is_err());
         later.wait().unwrap();
         rig.all_is_back();
-        let back = pipeline.download_vec(memory.slice(..1000).unwrap()).unwrap();
+        let back = copier.download_vec(memory.slice(..1000).unwrap()).unwrap();
         assert!(back == new, "{failure:?}: what came later is what stays");
         rig.all_is_back();
     }
@@ -570,17 +570,17 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
 #[test]
 fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
     let rig = Rig::plain();
-    let pipeline = rig.builder().depth(1).build().unwrap();
+    let copier = rig.builder().depth(1).build().unwrap();
     let (bytes, new) = (pattern(1000, 1), pattern(1000, 2));
     let memory = rig.device.alloc(1000).unwrap();
     for _ in 0..3 {
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::RunsAnyway });
-        let load = pipeline.upload(bytes.clone(), &memory).unwrap();
-        let later = pipeline.upload(new.clone(), &memory).unwrap();
+        let load = copier.upload(bytes.clone(), &memory).unwrap();
+        let later = copier.upload(new.clone(), &memory).unwrap();
         assert!(load.wait().is_err());
         later.wait().unwrap();
         rig.all_is_back();
-        assert!(pipeline.download_vec(&memory).unwrap() == new);
+        assert!(copier.download_vec(&memory).unwrap() == new);
     }
     rig.all_is_back();
 }
@@ -589,13 +589,13 @@ fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
 #[test]
 fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     struct Sends {
-        pipeline: Pipeline,
+        copier: Copier,
         memory: pinpool::DeviceBuffer,
         told: Mutex<std::sync::mpsc::Sender<Result<(), Error>>>,
     }
     impl std::task::Wake for Sends {
         fn wake(self: Arc<Self>) {
-            let sent = self.pipeline.upload_slice(&pattern(1 << 20, 1), &self.memory);
+            let sent = self.copier.upload_slice(&pattern(1 << 20, 1), &self.memory);
             self.told.lock().unwrap().send(sent).unwrap();
         }
     }
@@ -603,7 +603,7 @@ fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let (told, hears) = std::sync::mpsc::channel();
     let memory = rig.device.alloc(1 << 20).unwrap();
     let sends =
-        Sends { pipeline: rig.pipeline(), memory: rig.device.alloc(1 << 20).unwrap(), told: told.into() };
+        Sends { copier: rig.copier(), memory: rig.device.alloc(1 << 20).unwrap(), told: told.into() };
     let waker = std::task::Waker::from(Arc::new(sends));
     let stream = rig.device.stream().unwrap();
     let mut buf = rig.pool.checkout(1 << 20).unwrap();
