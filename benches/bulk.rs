@@ -47,8 +47,8 @@ use std::time::{Duration, Instant};
 
 use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
-use pinpool::copier::{FileSource, Copier, CopierBuilder, Priority, Reading, Stores};
-use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
+use pinpool::copier::{FileSource, Priority, Reading, Stores};
+use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
     device: Device,

@@ -42,9 +42,9 @@ use std::time::{Duration, Instant};
 
 use link::{Link, UP};
 use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
-use pinpool::copier::{FileSource, Copier};
+use pinpool::copier::FileSource;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Device, DeviceBuffer, Pool, Unpinned};
+use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
 
 /// The peer's program, which prints the seconds of each load, one a line.
 const PEER: &str = "benches/peers/safetensors_load.py";

@@ -161,18 +161,7 @@ fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Er
     let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
     let (device, source) = (device.clone(), Arc::new(source));
     let bufs = link.into_iter().map(|(buf, _)| buf).collect();
-    Ok(BenchSetup {
-        device,
-        threads,
-        size,
-        source,
-        target,
-        memory,
-        bufs,
-        streams,
-        copier,
-        unpinned,
-    })
+    Ok(BenchSetup { device, threads, size, source, target, memory, bufs, streams, copier, unpinned })
 }
 
 /// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the

@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::style::TemplateError;
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use pinpool::copier::{FileSource, Copier, Sink, Transfer};
+use pinpool::copier::{FileSource, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
+use pinpool::{Copier, Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 

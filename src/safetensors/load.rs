@@ -30,7 +30,7 @@ use super::header::Tensor;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
-use crate::copy::copier::{Canceller, FileSource, Piece, Copier, Progress, Reading, Transfer, may_wait};
+use crate::copy::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::escape::{NAME, clean};

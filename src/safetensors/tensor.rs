@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::header::Tensor;
 use super::sums::Hasher;
-use crate::copy::copier::{Piece, Copier};
+use crate::copy::copier::{Copier, Piece};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 

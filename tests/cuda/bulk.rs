@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use pinpool::copier::{FileSink, FileSource, Copier, Priority, Reading};
-use pinpool::{Device, Error, Pool, Unpinned};
+use pinpool::copier::{FileSink, FileSource, Priority, Reading};
+use pinpool::{Copier, Device, Error, Pool, Unpinned};
 
 use crate::support::doubles::StandIn;
 use crate::support::doubles::gpu::{on_gpu, on_stand_in, on_stand_in_leaking, until};
@@ -19,8 +19,7 @@ const LEN: usize = (6 << 20) + 4321;
 fn open() -> (Device, Pool, Copier) {
     let device = Device::open("cuda:0").unwrap();
     let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let copier =
-        Copier::builder(&pool, &device).threads(3).chunk(256 << 10).share(6 << 20).build().unwrap();
+    let copier = Copier::builder(&pool, &device).threads(3).chunk(256 << 10).share(6 << 20).build().unwrap();
     (device, pool, copier)
 }
 

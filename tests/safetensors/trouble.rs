@@ -450,9 +450,7 @@ fn callbacks_that_panic_or_wait_leave_nothing_behind() {
         assert!(caught.is_err());
         rig.all_is_back();
     };
-    panics(&|| {
-        checkpoint.loader(&copier).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok()
-    });
+    panics(&|| checkpoint.loader(&copier).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok());
     panics(&|| {
         let mut calls = 0;
         let loader = checkpoint.loader(&copier).memory(|len| {

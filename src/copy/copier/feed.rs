@@ -263,8 +263,7 @@ impl Feed {
             let ended = self.job.ended();
             if self.chunks == ended {
                 let engine = self.copier.engine();
-                let place =
-                    self.place.get_or_insert_with(|| engine.pool.checkout_async(engine.request()));
+                let place = self.place.get_or_insert_with(|| engine.pool.checkout_async(engine.request()));
                 let buf = ready!(Pin::new(place).poll(cx));
                 self.place = None;
                 self.current = Some(Segment { buf: buf?, counts: false });
@@ -300,7 +299,11 @@ impl Feed {
     fn taken(&mut self, n: usize) -> Result<()> {
         self.pushed += n as u64;
         let chunk = self.chunk();
-        if self.current.as_ref().is_some_and(|segment| segment.buf.len() == chunk) { self.send() } else { Ok(()) }
+        if self.current.as_ref().is_some_and(|segment| segment.buf.len() == chunk) {
+            self.send()
+        } else {
+            Ok(())
+        }
     }
 
     fn send(&mut self) -> Result<()> {

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::source::ours::Token;
-use super::stats::Counters;
 use super::source::{Sink, read_error, write_error};
+use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};

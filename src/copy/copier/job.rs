@@ -481,9 +481,13 @@ impl Job {
     fn failed_at(&self, offset: u64, error: Error) -> Error {
         match (&self.name, error) {
             (None, error)
-            | (_, error @ (Error::Transfer { .. } | Error::Read { .. } | Error::Write { .. } | Error::Shrunk { .. })) => {
-                error
-            }
+            | (
+                _,
+                error @ (Error::Transfer { .. }
+                | Error::Read { .. }
+                | Error::Write { .. }
+                | Error::Shrunk { .. }),
+            ) => error,
             (Some(name), cause) => {
                 Error::Transfer { what: name.clone().into_owned(), offset, cause: Box::new(cause) }
             }

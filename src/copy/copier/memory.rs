@@ -110,12 +110,7 @@ impl Copier {
     }
 
     /// What is known of a transfer before it starts.
-    pub(super) fn plan(
-        &self,
-        direction: Direction,
-        survey: Survey,
-        name: Option<Cow<'static, str>>,
-    ) -> Plan {
+    pub(super) fn plan(&self, direction: Direction, survey: Survey, name: Option<Cow<'static, str>>) -> Plan {
         let Survey { bytes: total, memories, spans, .. } = survey;
         Plan { direction, priority: self.priority, total, name, memories, spans, fed: false }
     }
@@ -142,9 +137,8 @@ impl Copier {
     /// Makes a job, its span if it has a name, and its place in the order if it has one.
     pub(super) fn job(&self, mut plan: Plan, body: Body) -> Arc<Job> {
         let name = plan.name.as_deref();
-        let trace = name.map(|name| {
-            Trace::begin(self.device().name(), plan.direction, plan.priority, plan.total, name)
-        });
+        let trace = name
+            .map(|name| Trace::begin(self.device().name(), plan.direction, plan.priority, plan.total, name));
         let spans = std::mem::take(&mut plan.spans);
         let job = Job::new(plan, body, trace);
         if !spans.is_empty() {
@@ -222,7 +216,8 @@ impl Copier {
             engine.device.context().alive()?;
             let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(buffers.len()));
             for (memory, landing) in &mut buffers {
-                let (target, capacity) = landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
+                let (target, capacity) =
+                    landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
                 if memory.len() > capacity {
                     return Err(Error::TooSmall { need: memory.len(), have: capacity });
                 }
@@ -275,7 +270,9 @@ impl Copier {
         let name = Some("pinned memory".into());
         match self.own_pages(Direction::Up, survey, vec![Up::new(value)], name) {
             Ok(transfer) => Ok(transfer.single()),
-            Err((error, value)) => Err(SubmitError { error, buffer: value.and_then(|mut value| value.pop()) }),
+            Err((error, value)) => {
+                Err(SubmitError { error, buffer: value.and_then(|mut value| value.pop()) })
+            }
         }
     }
 
@@ -361,7 +358,8 @@ impl Copier {
             engine.device.context().alive()?;
             let mut pages = PageSurvey::default();
             for (places, landing) in &mut blocks {
-                let (target, capacity) = landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
+                let (target, capacity) =
+                    landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
                 pages.add(engine, target, capacity, places)?;
             }
             Ok(pages)

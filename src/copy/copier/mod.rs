@@ -338,7 +338,10 @@ impl Copier {
     /// # Errors
     /// As for [`Stream::wait_for`].
     pub fn wait_for(&self, stream: &Stream) -> Result<()> {
-        Direction::BOTH.into_iter().flat_map(|way| self.engine().streams(way)).try_for_each(|own| own.wait_for(stream))
+        Direction::BOTH
+            .into_iter()
+            .flat_map(|way| self.engine().streams(way))
+            .try_for_each(|own| own.wait_for(stream))
     }
 }
 

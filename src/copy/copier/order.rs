@@ -125,11 +125,8 @@ impl<J> OrderState<J> {
         let mut at = range.start;
         for (start, end) in known.into_iter().chain([(range.end, range.end)]) {
             if at < start {
-                let (writer, readers) = if writes {
-                    (Some(number), BTreeSet::new())
-                } else {
-                    (None, BTreeSet::from([number]))
-                };
+                let (writer, readers) =
+                    if writes { (Some(number), BTreeSet::new()) } else { (None, BTreeSet::from([number])) };
                 self.spans.insert(at, Span { end: start, writer, readers });
             }
             at = end;
@@ -189,7 +186,8 @@ mod tests {
     }
 
     fn meet(a: &Known, b: &Known) -> bool {
-        let ranges = |one: &(u64, u64)| b.ranges.iter().any(|two| one.0 < two.0 + two.1 && two.0 < one.0 + one.1);
+        let ranges =
+            |one: &(u64, u64)| b.ranges.iter().any(|two| one.0 < two.0 + two.1 && two.0 < one.0 + one.1);
         (a.writes || b.writes) && a.ranges.iter().any(ranges)
     }
 

@@ -212,7 +212,11 @@ impl<S: Source> Work for FromSource<S> {
                 filled.map_err(|error| read_error(&self.name, offset + have, &error))?;
                 if left > 0 {
                     let len = self.ranges.end;
-                    return Err(Error::Shrunk { what: self.name.clone().into_owned(), end: offset + have, len });
+                    return Err(Error::Shrunk {
+                        what: self.name.clone().into_owned(),
+                        end: offset + have,
+                        len,
+                    });
                 }
                 Ok(())
             };

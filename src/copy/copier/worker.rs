@@ -256,9 +256,8 @@ impl<'a> Worker<'a> {
     pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {
         let mut pause = Pause { since: None };
         while !crate::os::forked() && !job.is_over() {
-            let is_due = |owned: &Owned| {
-                owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)))
-            };
+            let is_due =
+                |owned: &Owned| owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)));
             if let Some(n) = self.owned.iter().position(is_due) {
                 return Some(n);
             }
@@ -437,7 +436,8 @@ impl<'a> Worker<'a> {
             },
         };
         // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
-        if buf.is_none() && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.segments() > 0)
+        if buf.is_none()
+            && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.segments() > 0)
         {
             return false;
         }
@@ -649,7 +649,9 @@ impl<'a> Worker<'a> {
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, None) => Step::Ended(End::Arrived),
-            (Direction::Down, Some(buf)) if job.is_pulled && !job.is_stopped() => Step::Moved(Stage::Landed(buf)),
+            (Direction::Down, Some(buf)) if job.is_pulled && !job.is_stopped() => {
+                Step::Moved(Stage::Landed(buf))
+            }
             (Direction::Down, Some(buf)) => {
                 let drained = if job.is_stopped() {
                     End::Dropped

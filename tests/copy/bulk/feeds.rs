@@ -4,7 +4,8 @@ use std::io::{self, Read};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Copier, Priority};
+use pinpool::Copier;
+use pinpool::copier::Priority;
 
 use super::{Rig, pattern};
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use pinpool::Error;
+use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call, HostConfig};
-use pinpool::copier::{Fill, Copier, Priority, Sink, Source};
+use pinpool::{Copier, Error};
 
 use super::{Rig, block_on, pattern};
 
@@ -19,7 +19,6 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
     let builder = || Copier::builder(&rig.pool, &rig.device);
     for (wrong, word) in [
         (builder().threads(0), "threads"),
-        (builder().streams(0), "streams"),
         (builder().depth(0), "depth"),
         (builder().chunk(0), "chunk"),
         (builder().rate(0), "rate"),
@@ -27,7 +26,6 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
         (builder().share(8192), "share"),
         (builder().chunk(usize::MAX), "chunk"),
         (builder().threads(usize::MAX), "threads"),
-        (builder().streams(usize::MAX), "streams"),
         (builder().depth(usize::MAX), "depth"),
     ] {
         match wrong.build() {
@@ -225,7 +223,7 @@ fn the_foreground_is_seen_to_arrive_before_bulk_chunks_that_went_earlier() {
 #[test]
 fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
     let rig = Rig::plain();
-    let copier = rig.builder().threads(2).patience_gone(Duration::from_millis(1)).build().unwrap();
+    let copier = rig.builder().threads(2).build().unwrap();
     let (bytes, memory) = (pattern(100_000, 5), rig.device.alloc(100_000).unwrap());
     let small = rig.device.alloc(1000).unwrap();
     copier.upload_slice(&bytes, &memory).unwrap();
@@ -248,7 +246,7 @@ fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
 #[test]
 fn what_uses_the_same_memory_takes_effect_in_order() {
     let rig = Rig::late();
-    let copier = rig.builder().threads(4).streams(3).build().unwrap();
+    let copier = rig.builder().threads(4).build().unwrap();
     let memory = rig.device.alloc(1 << 20).unwrap();
     for round in 0..10 {
         let (a, b) = (pattern(1 << 20, round * 2), pattern(600_000, round * 2 + 1));
@@ -267,12 +265,7 @@ fn what_uses_the_same_memory_takes_effect_in_order() {
 
 #[test]
 fn a_rate_is_kept_and_can_be_changed() {
-    for rig in [Rig::plain(), Rig::plain().direct()] {
-        rate(&rig);
-    }
-}
-
-fn rate(rig: &Rig) {
+    let rig = Rig::plain();
     let copier = rig.builder().rate(4 << 20).build().unwrap();
     let (bytes, memory) = (pattern(1 << 20, 3), rig.device.alloc(1 << 20).unwrap());
     let since = Instant::now();
@@ -354,7 +347,7 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
 }
 
 #[test]
-fn a_transfer_keeps_its_pipeline() {
+fn a_transfer_keeps_its_copier() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let (bytes, memory) = (pattern(1 << 20, 5), rig.device.alloc(1 << 20).unwrap());
@@ -362,7 +355,7 @@ fn a_transfer_keeps_its_pipeline() {
     drop(copier);
     load.wait().unwrap();
     let copier = rig.copier();
-    copier.upload(pattern(1 << 20, 6), &memory).unwrap().detach();
+    drop(copier.upload(pattern(1 << 20, 6), &memory).unwrap());
     drop(copier);
     rig.all_is_back();
 }

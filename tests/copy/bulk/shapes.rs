@@ -4,7 +4,8 @@
 use std::io::Write;
 use std::time::Duration;
 
-use pinpool::copier::{FileSource, Piece, Copier, Reading, Staging};
+use pinpool::Copier;
+use pinpool::copier::{FileSource, Piece, Reading};
 use proptest::prelude::*;
 
 use super::{Rig, pattern};
@@ -17,9 +18,6 @@ struct Case {
     threads: usize,
     chunk: usize,
     depth: usize,
-    streams: usize,
-    staged: bool,
-    patience: u64,
     /// From, length, gap in front on the device, in the order in which they are named.
     pieces: Vec<(usize, usize, usize)>,
     reading: Option<usize>,
@@ -31,21 +29,15 @@ fn case() -> impl Strategy<Value = Case> {
     let piece = (at, len, prop_oneof![Just(0), 0..70_usize, 0..9000_usize]);
     (
         1..5_usize,
-        1..40_000_usize,
+        16_384..60_000_usize,
         1..4_usize,
-        1..4_usize,
-        any::<bool>(),
-        prop_oneof![Just(0), Just(50), Just(1000)],
         prop::collection::vec(piece, 1..12),
-        prop::option::of(0..4_usize),
+        prop::option::of(0..3_usize),
     )
-        .prop_map(|(threads, chunk, depth, streams, staged, patience, pieces, reading)| Case {
+        .prop_map(|(threads, chunk, depth, pieces, reading)| Case {
             threads,
             chunk,
             depth,
-            streams,
-            staged,
-            patience,
             pieces,
             reading,
         })
@@ -60,10 +52,7 @@ fn run(rig: &Rig, case: &Case) {
         .threads(case.threads)
         .chunk(case.chunk)
         .depth(case.depth)
-        .streams(case.streams)
         .share(2 << 20)
-        .patience_gone(Duration::from_micros(case.patience))
-        .staging(if case.staged { Staging::Always } else { Staging::Auto })
         .build()
         .unwrap();
     let source = pattern(ROOM, 17);
@@ -86,7 +75,7 @@ fn run(rig: &Rig, case: &Case) {
     match case.reading {
         None => drop(copier.upload_ranges(source, list.clone()).unwrap().wait().unwrap()),
         Some(way) => {
-            let reading = [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped][way];
+            let reading = [Reading::Auto, Reading::Buffered, Reading::Direct][way];
             let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             file.write_all(&source).unwrap();
             let file = FileSource::open(file.path()).unwrap().reading(reading);

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use pinpool::copier::{FileSink, FileSource, Fill, Piece, Reading, Sink, Source};
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::copier::{FileSink, FileSource, Fill, Piece, Copier, Reading, Sink, Source};
-use pinpool::{Error, ErrorClass};
+use pinpool::{Copier, Error, ErrorClass};
 
 use super::{Rig, block_on, pattern};
 
@@ -132,7 +132,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
     let len = 2 << 20;
     let bytes = pattern(len, 3);
     let memory = rig.device.alloc(len).unwrap();
-    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         for cut in [0, 4096, 1_000_000, len - 1] {
             let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             std::fs::write(file.path(), &bytes).unwrap();
@@ -159,7 +159,7 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
     let bytes = pattern(len, 4);
     let memory = rig.device.alloc(len).unwrap();
     for round in 0..24 {
-        let reading = [Reading::Auto, Reading::Buffered, Reading::Mapped][round % 3];
+        let reading = [Reading::Auto, Reading::Buffered][round % 3];
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         std::fs::write(file.path(), &bytes).unwrap();
         let source = FileSource::open(file.path()).unwrap().reading(reading);
@@ -256,9 +256,9 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
 
 #[test]
 fn a_lost_device_ends_everything_with_its_error() {
-    for (nth, staged) in [(0, true), (3, true), (17, true), (0, false), (5, false)] {
-        let rig = if staged { Rig::late() } else { Rig::late().direct() };
-        let call = if staged { Call::Copy } else { Call::CopyBlocking };
+    for nth in [0, 3, 17] {
+        let rig = Rig::late();
+        let call = Call::Copy;
         let copier = rig.copier();
         let memory = rig.device.alloc(2 << 20).unwrap();
         let bytes = pattern(2 << 20, 6);
@@ -325,7 +325,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
     // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to
     // stop.
-    let copier = rig.builder().depth(2).patience_gone(Duration::from_micros(100)).build().unwrap();
+    let copier = rig.builder().depth(2).build().unwrap();
     let len = 768 << 10;
     let bytes = pattern(len, 8);
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -336,7 +336,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     for _ in 0..1000 {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let stop_at = (x >> 33) % (len as u64 * 5 / 4);
-        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Mapped };
+        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Auto };
         let source = FileSource::open(file.path()).unwrap().reading(reading);
         let load = copier.upload_file(source, &memory).unwrap();
         while load.progress().done < stop_at && !load.is_over() {
@@ -433,16 +433,8 @@ fn a_panic_that_cannot_be_dropped_ends_its_transfer_and_no_thread() {
 
 #[test]
 fn many_threads_at_once_do_not_mix_anything_up() {
-    for rig in [Rig::late(), Rig::late().direct()] {
-        for patience in [Duration::ZERO, Duration::from_micros(20), Duration::from_millis(5)] {
-            many_threads(&rig, patience);
-        }
-    }
-}
-
-/// With workers that stay awake for so long.
-fn many_threads(rig: &Rig, patience: Duration) {
-    let copier = rig.builder().threads(4).patience_gone(patience).build().unwrap();
+    let rig = &Rig::late();
+    let copier = rig.builder().threads(4).build().unwrap();
     let stop = AtomicBool::new(false);
     let rounds = AtomicU64::new(0);
     std::thread::scope(|scope| {
@@ -471,26 +463,6 @@ fn many_threads(rig: &Rig, patience: Duration) {
         stop.store(true, Ordering::Relaxed);
     });
     rig.all_is_back();
-}
-
-#[test]
-fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
-    for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
-        for nth in [0, 3] {
-            let rig = Rig::plain().direct();
-            let copier = rig.copier();
-            let bytes = pattern(1 << 20, 5);
-            let memory = rig.device.alloc(1 << 20).unwrap();
-            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
-            let failed = copier.upload(bytes.clone(), &memory).unwrap().wait().map(drop).unwrap_err();
-            assert!(matches!(failed.error, Error::Transfer { .. }) && failed.buffer.as_ref() == Some(&bytes));
-            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
-            assert!(matches!(copier.download_vec(&memory), Err(Error::Transfer { .. })));
-            copier.upload_slice(&bytes, &memory).unwrap();
-            assert!(copier.download_vec(&memory).unwrap() == bytes);
-            rig.all_is_back();
-        }
-    }
 }
 
 #[test]
@@ -525,7 +497,7 @@ fn a_waker_that_panics_does_so_alone() {
     }
     use std::future::Future;
     let waker = std::task::Waker::from(Arc::new(Panics));
-    for rig in [Rig::late(), Rig::late().direct()] {
+    for rig in [Rig::plain(), Rig::late()] {
         let copier = rig.copier();
         let bytes = pattern(2 << 20, 11);
         let memory = rig.device.alloc(2 << 20).unwrap();
@@ -602,8 +574,7 @@ fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let rig = Rig::late();
     let (told, hears) = std::sync::mpsc::channel();
     let memory = rig.device.alloc(1 << 20).unwrap();
-    let sends =
-        Sends { copier: rig.copier(), memory: rig.device.alloc(1 << 20).unwrap(), told: told.into() };
+    let sends = Sends { copier: rig.copier(), memory: rig.device.alloc(1 << 20).unwrap(), told: told.into() };
     let waker = std::task::Waker::from(Arc::new(sends));
     let stream = rig.device.stream().unwrap();
     let mut buf = rig.pool.checkout(1 << 20).unwrap();

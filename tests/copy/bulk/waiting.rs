@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use std::io;
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -44,30 +44,8 @@ fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
 }
 
 #[test]
-fn what_is_staged_goes_on_when_a_copy_that_is_not_has_left_the_wire() {
-    let rig = Rig::plain().direct();
-    let copier = rig.builder().threads(2).depth(1).build().unwrap();
-    let bytes = pattern(2 << 20, 1);
-    let memory = [0, 1].map(|_| rig.device.alloc(2 << 20).unwrap());
-    rig.node.start_trace();
-    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let plain = copier.upload(bytes.clone(), &memory[0]).unwrap();
-    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
-    // Fills all that it may have, and finds the wire taken.
-    let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    rig.node.resume(0);
-    plain.wait_timeout(HANG).expect("it goes on").unwrap();
-    assert!(staged.wait_timeout(HANG).is_ok(), "so does the other");
-    for memory in &memory {
-        assert!(copier.download_vec(memory).unwrap() == bytes);
-    }
-    rig.all_is_back();
-}
-
-#[test]
 fn what_needs_no_segment_goes_past_what_waits_for_one() {
-    let rig = Rig::plain().direct();
+    let rig = Rig::plain();
     let copier = rig.builder().threads(2).share(100 << 10).build().unwrap();
     let bytes = pattern(1 << 20, 2);
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
@@ -156,33 +134,8 @@ fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back
 }
 
 #[test]
-fn a_copy_that_is_done_is_told_before_anybody_waits_for_the_pool() {
-    let rig = Rig::plain().direct();
-    let copier = rig.builder().threads(1).depth(1).build().unwrap();
-    let bytes = pattern(64 << 10, 5);
-    let memory = rig.device.alloc(64 << 10).unwrap();
-    copier.upload_slice(&bytes, &memory).unwrap();
-    let all = all_of(&rig);
-    rig.node.start_trace();
-    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let plain = copier.download_collect(&memory).unwrap();
-    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
-    // Needs a segment, and finds the wire taken.
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let staged = copier.download(&memory, FileSink::create(file.path()).unwrap()).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    rig.node.resume(0);
-    let Ok(plain) = plain.wait_timeout(HANG) else { panic!("its bytes are there") };
-    assert!(plain.unwrap().into_vec().unwrap() == bytes);
-    drop(all);
-    assert!(staged.wait_timeout(HANG).is_ok());
-    assert!(std::fs::read(file.path()).unwrap() == bytes);
-    rig.all_is_back();
-}
-
-#[test]
 fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
-    let rig = Rig::plain().direct();
+    let rig = Rig::plain();
     let bytes = pattern(200_000, 6);
     let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
     for threads in [1, 3] {
@@ -212,7 +165,7 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
 
 #[test]
 fn what_waits_for_the_rate_goes_on_when_there_is_none() {
-    for rig in [Rig::plain(), Rig::plain().direct()] {
+    for rig in [Rig::plain(), Rig::late()] {
         let copier = rig.builder().threads(1).rate(1).build().unwrap();
         let bytes = pattern(1 << 20, 7);
         let memory = rig.device.alloc(1 << 20).unwrap();
@@ -240,7 +193,7 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
             Ok(())
         }
     }
-    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20).direct();
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20);
     let copier = rig.builder().depth(1).build().unwrap();
     let bytes = pattern(1 << 20, 8);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
@@ -277,7 +230,7 @@ fn who_waits_for_the_pool_keeps_his_place() {
 /// Only workers leave the pool's queue for copies that only they make.
 #[test]
 fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
-    let rig = Rig::plain().direct();
+    let rig = Rig::plain();
     let copier = rig.builder().threads(1).build().unwrap();
     let bytes = pattern(1 << 20, 10);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
@@ -320,7 +273,7 @@ impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
 /// An arrival frees a place on the wire and brings a chunk to be drained: two workers are woken.
 #[test]
 fn a_place_on_the_wire_is_told_beside_what_has_landed() {
-    let rig = Rig::plain().direct();
+    let rig = Rig::plain();
     let copier = rig.builder().threads(2).depth(1).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
     let (told, hears) = std::sync::mpsc::channel::<()>();
@@ -337,41 +290,6 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     drop(told);
     slow.wait().unwrap();
     assert!(over, "no worker was told of the place");
-    rig.all_is_back();
-}
-
-/// A worker that leaves the pool's queue for other work leaves its place to another waiter.
-#[test]
-fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
-    let rig = Rig::plain().direct();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let bytes = pattern(1 << 20, 11);
-    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let all = all_of(&rig);
-    let staged = copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
-    until("the worker stands in the queue", || rig.pool.stats().waiting == 1);
-    let mut feed = copier.feed(&memory[1]).unwrap();
-    let (told, hears) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            feed.push_blocking(&bytes[..1000]).unwrap();
-            told.send(()).unwrap();
-        });
-        // It has asked the pool, and waits for a segment of the copier's.
-        std::thread::sleep(Duration::from_millis(100));
-        rig.node.start_trace();
-        rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-        let long = copier.upload(bytes.clone(), &memory[2]).unwrap();
-        until("the worker copies", || rig.node.trace().contains(&Call::CopyBlocking));
-        std::thread::sleep(Duration::from_millis(400));
-        drop(all);
-        let pushed = hears.recv_timeout(HANG);
-        rig.node.resume(0);
-        assert!(pushed.is_ok(), "no thread asks the pool");
-        long.wait().unwrap();
-    });
-    feed.finish_blocking().unwrap();
-    staged.wait().unwrap();
     rig.all_is_back();
 }
 
@@ -462,33 +380,10 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
     rig.all_is_back();
 }
 
-/// A worker that polls for long makes others look again for it, and does not sleep through that.
-#[test]
-fn a_patient_worker_asks_the_pool_again() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).patience_gone(Duration::from_secs(1)).build().unwrap();
-    let bytes = pattern(1 << 20, 12);
-    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut feed = copier.feed(&memory[0]).unwrap();
-    feed.push_blocking(&bytes[..1000]).unwrap();
-    let all = all_of(&rig);
-    let upload = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    // Wakes the watcher.
-    let idle = copier.feed(&memory[2]).unwrap();
-    std::thread::sleep(Duration::from_millis(1500));
-    drop(all);
-    let over = upload.wait_timeout(HANG).is_ok();
-    feed.finish_blocking().unwrap();
-    drop(idle);
-    assert!(over, "no thread asks the pool");
-    rig.all_is_back();
-}
-
 /// However much other work goes on.
 #[test]
 fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
-    let rig = Rig::plain().direct();
+    let rig = Rig::plain();
     let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
     let mut feed = copier.feed(&memory[0]).unwrap();
@@ -544,9 +439,9 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
 }
 
 /// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
-/// must not sleep for what the pool never gave. (`share.rs` has the model.)
+/// must not sleep for what the pool never gave.
 #[test]
-fn pipelines_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
+fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
     let rig = Rig::new(HostConfig::new(), 400_000);
     let until = Instant::now() + Duration::from_secs(3);
     std::thread::scope(|scope| {

@@ -365,8 +365,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
-    let bulk =
-        Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let filled = |len: usize| {
         let mut buf = pool.checkout(len).unwrap();

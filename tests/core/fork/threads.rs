@@ -12,14 +12,7 @@ use super::{device, first_wrong, forked, is_forked};
 use crate::support::own_process;
 
 /// Threads of the parent's that have every lock of the crate now and then.
-fn busy(
-    device: &Device,
-    pool: &Pool,
-    tracked: &Pool,
-    queue: &CopyQueue,
-    bulk: &Copier,
-    stop: &AtomicBool,
-) {
+fn busy(device: &Device, pool: &Pool, tracked: &Pool, queue: &CopyQueue, bulk: &Copier, stop: &AtomicBool) {
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let mut i = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -117,8 +110,7 @@ fn beside_threads(device: &Device, rounds: usize) {
     let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
     let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
     let queue = device.copy_queue().unwrap();
-    let bulk =
-        Copier::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let bulk = Copier::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
     let sampling = Cell::new(Some(sampling));
     let stop = AtomicBool::new(false);

@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
-use pinpool::copier::{Fill, Copier, Priority, Sink, Source, Staging};
 use pinpool::telemetry::Sampler;
 use pinpool::{
     Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
@@ -423,11 +423,8 @@ impl Worker<'_> {
                 let long = 1 + self.random.below(MEMORY as u64);
                 let memory = self.device.alloc(long as usize)?;
                 let urgent = self.random.below(4) == 0;
-                let bulk = if urgent {
-                    self.bulk.with_priority(Priority::Foreground)
-                } else {
-                    self.bulk.clone()
-                };
+                let bulk =
+                    if urgent { self.bulk.with_priority(Priority::Foreground) } else { self.bulk.clone() };
                 let source = Steady { mischief: self.mischief.clone(), len: long, byte };
                 let sent = bulk.upload(source, &memory).map_err(refused)?;
                 match self.random.below(4) {
@@ -443,8 +440,7 @@ impl Worker<'_> {
                             return Ok(());
                         }
                         let sink = Steady { mischief: self.mischief.clone(), len: long, byte };
-                        let taken =
-                            bulk.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
+                        let taken = bulk.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
                         quiet(move || drop(taken));
                     }
                 }
@@ -539,13 +535,7 @@ fn chaos(faults: bool) {
         .unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
-    let bulk = Copier::builder(&pool, &device)
-        .threads(2)
-        .chunk(64 << 10)
-        .share(512 << 10)
-        .staging(Staging::Always)
-        .build()
-        .unwrap();
+    let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let mischief = Mischief::new(&pool, seed);
     let own = mischief.clone();
     turn.act(move |_| own.happens(40));
@@ -562,18 +552,8 @@ fn chaos(faults: bool) {
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
                 let random = Random::new(seed ^ (at as u64 + 1) << 40);
-                let mut worker = Worker {
-                    mischief,
-                    device,
-                    pool,
-                    queue,
-                    copier,
-                    bulk,
-                    stream,
-                    random,
-                    faults,
-                    what: 0,
-                };
+                let mut worker =
+                    Worker { mischief, device, pool, queue, copier, bulk, stream, random, faults, what: 0 };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
                     // A refusal by the pool, the device or a source is an error, never a panic.

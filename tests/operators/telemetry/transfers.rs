@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 
+use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
 use pinpool::host::HostConfig;
-use pinpool::copier::{FileSource, Fill, Copier, Priority, Reading, Source, Staging};
-use pinpool::{DeviceBuffer, Error};
+use pinpool::{Copier, DeviceBuffer, Error};
 use tracing::Level;
 
 use super::record::{Record, clear, events, record, spans};
@@ -22,7 +22,7 @@ fn rig(priority: Priority) -> (Bench, DeviceBuffer, Copier) {
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let memory = bench.device.alloc(BYTES).unwrap();
     let builder = Copier::builder(&bench.pool, &bench.device).threads(2).chunk(64 << 10).share(512 << 10);
-    let copier = builder.staging(Staging::Always).priority(priority).build().unwrap();
+    let copier = builder.build().unwrap().with_priority(priority);
     clear();
     (bench, memory, copier)
 }

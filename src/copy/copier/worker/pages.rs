@@ -104,8 +104,7 @@ impl Worker<'_> {
             return Step::Same(Stage::CollectedPages { pages, slot });
         }
         let Pages { runs, lent, .. } = pages;
-        let down =
-            |run: &Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
+        let down = |run: &Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
         let transfers: Vec<Transfer> = runs.iter().map(down).collect();
         Counters::add(&self.engine.counters.ring, chunk.bytes);
         let kept = Kept::Ring(slot.memory.allocation());
