@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::packing::copy_out;
 use super::source::Sink;
+use super::source::ours::Token;
 use crate::error::{Error, Result};
 
 /// Smaller memory is not worth huge pages.
@@ -81,6 +82,10 @@ impl Filler {
 impl Sink for Filler {
     fn name(&self) -> Cow<'_, str> {
         "a new vector".into()
+    }
+
+    fn may_block(&self, _: Token) -> bool {
+        false
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {

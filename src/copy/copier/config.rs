@@ -206,6 +206,12 @@ impl CopierBuilder {
                 chunk
             }
         };
+        if let Some(share) = self.share.filter(|share| *share < taken(LEAST_CHUNK)) {
+            return wrong(format!(
+                "a copier with a share of {share} bytes; the smallest segment takes {}",
+                taken(LEAST_CHUNK)
+            ));
+        }
         if segment(chunk) > largest {
             return wrong(format!(
                 "a copier with a chunk of {chunk} bytes; the pool's largest buffer has {largest}, and {BESIDE} are needed \

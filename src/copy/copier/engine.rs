@@ -284,8 +284,8 @@ impl Engine {
     }
 
     /// A segment that was counted. `None`: the pool has none. If the copier has none in use but that one, it waits in
-    /// the pool's queue, in one place whichever worker asks: this then asks for it.
-    pub(super) fn segment(&self) -> Result<Option<PinnedBuf>> {
+    /// the pool's queue, in one place whichever worker asks: this then asks for it. `waits`: the chunk needs a segment.
+    pub(super) fn segment(&self, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut place = self.place.lock();
         let mut waiting = place.waiting.take();
         if waiting.is_none() {
@@ -298,7 +298,7 @@ impl Engine {
                 got => return got.map(Some),
             }
             place = self.place.lock();
-            if self.segments() > 1 || place.waiting.is_some() {
+            if !waits || self.segments() > 1 || place.waiting.is_some() {
                 place.retry = Instant::now().checked_add(RETRY);
                 return Ok(None);
             }
@@ -454,7 +454,7 @@ impl Engine {
         transfers: &[Transfer],
         memories: &Kept<'_>,
         written: Option<usize>,
-    ) -> Result<InFlight<PinnedBuf>> {
+    ) -> std::result::Result<InFlight<PinnedBuf>, Refusal> {
         let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
         let timeline = stream.timeline();
         let (one, all) = memories.split();
@@ -469,7 +469,7 @@ impl Engine {
         // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
         flight.submitted(seq);
-        said.map(|()| flight)
+        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
     }
 
     /// Submits copies of memory that `lent` keeps.
@@ -482,7 +482,7 @@ impl Engine {
         transfers: &[Transfer],
         lent: Lent,
         memories: &Kept<'_>,
-    ) -> Result<Ticket> {
+    ) -> std::result::Result<Ticket, Refusal> {
         let timeline = stream.timeline();
         let (one, all) = memories.split();
         let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
@@ -494,7 +494,11 @@ impl Engine {
         };
         // SAFETY: as in `submit`.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        said.map(|()| Ticket { timeline: timeline.clone(), seq })
+        let ticket = Ticket { timeline: timeline.clone(), seq };
+        match said {
+            Ok(()) => Ok(ticket),
+            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
+        }
     }
 
     /// # Safety
@@ -532,6 +536,18 @@ impl Engine {
                 (seq, Ok(()))
             }
         }
+    }
+}
+
+/// The driver has refused a copy. `ticket`: what was submitted with it, if anything was.
+pub(super) struct Refusal {
+    pub(super) error: Error,
+    pub(super) ticket: Option<Ticket>,
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        Self { error, ticket: None }
     }
 }
 

@@ -136,8 +136,8 @@ pub(crate) fn may_wait() -> Result<()> {
     if own.is_none() && !crate::sync::finds_out() {
         return Ok(());
     }
-    let what = "a wait for a transfer on a thread of the crate: in a waker, a source or a sink; wake a task or thread of \
-                your own, and wait there";
+    let what = "a wait for a transfer on one of the crate's own threads: in a waker, a source or a sink; wake a task or \
+                thread of yours, and wait there";
     Err(Error::Unsupported(what.into()))
 }
 

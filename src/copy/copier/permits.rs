@@ -13,6 +13,10 @@ use crate::locks::Mutex;
 
 /// For how long after foreground work bulk copies are shallow.
 const LULL: Duration = Duration::from_millis(100);
+/// By so much a copy may come late without lowering the rate.
+const SLACK: Duration = Duration::from_millis(10);
+/// As good as never.
+const FAR: Duration = Duration::from_secs(1 << 30);
 
 /// See the module's page.
 #[derive(Debug)]
@@ -75,9 +79,12 @@ impl Permits {
 
     pub(super) fn set_rate(&self, per_second: Option<u64>) {
         let mut rate = self.rate.lock();
-        rate.per_second = per_second.filter(|rate| *rate > 0);
-        // What was sent at the rate before does not hold the next copy up.
-        rate.next = Instant::now();
+        let (old, new) = (rate.per_second, per_second.filter(|rate| *rate > 0));
+        rate.per_second = new;
+        let now = Instant::now();
+        // The bytes that the next copy still waits for.
+        let left = old.map_or(0.0, |old| rate.next.saturating_duration_since(now).as_secs_f64() * old as f64);
+        rate.next = new.map_or(now, |new| after(now, left, new));
     }
 
     /// Whether a copy of so many bytes may go now. If so, it counts.
@@ -91,10 +98,15 @@ impl Permits {
         if now < rate.next {
             return false;
         }
-        let takes = Duration::try_from_secs_f64(bytes as f64 / per_second as f64).unwrap_or(Duration::MAX);
         // A copy that comes a little late does not lower the rate.
-        let since = rate.next.max(now.checked_sub(LULL).unwrap_or(now));
-        rate.next = since.checked_add(takes).unwrap_or(now + Duration::from_secs(1 << 30));
+        let since = rate.next.max(now.checked_sub(SLACK).unwrap_or(now));
+        rate.next = after(since, bytes as f64, per_second);
         true
     }
+}
+
+/// When so many bytes have gone at this rate.
+fn after(since: Instant, bytes: f64, per_second: u64) -> Instant {
+    let takes = Duration::try_from_secs_f64(bytes / per_second as f64).unwrap_or(FAR);
+    since.checked_add(takes.min(FAR)).unwrap_or(since)
 }

@@ -121,32 +121,61 @@ pub(super) fn parts(
     })
 }
 
-/// Cuts a chunk off that goes through a segment, of pieces for which `fits` holds.
+/// What a chunk that goes through a segment may have.
+pub(super) struct Limits<F, P> {
+    /// Bytes of the segment, the table included; and bytes of pieces.
+    pub(super) most: usize,
+    pub(super) bytes: usize,
+    /// Whether a piece may be in it.
+    pub(super) fits: F,
+    /// Where a piece that would be cut behind so many of its bytes is cut rather, by its number.
+    pub(super) on_page: P,
+}
+
+/// Cuts a chunk off that goes through a segment.
 pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
-    fits: impl Fn(&Piece) -> bool,
+    limits: Limits<impl Fn(&Piece) -> bool, impl Fn(usize, usize) -> usize>,
     cursor: &mut Cursor,
-    most: usize,
 ) -> Chunk {
-    let start = cursor.at;
+    let Limits { most, bytes: full, fits, on_page } = limits;
     let mut layout = Layout::new(most);
-    let (mut at, mut bytes) = (start, 0);
+    let (mut at, mut bytes) = (cursor.at, 0);
     while at.piece < count {
         let next = piece(at.piece);
         if at.from == next.len {
             at = Cut { piece: at.piece + 1, from: 0 };
             continue;
         }
-        if !fits(&next) && bytes > 0 {
+        if bytes >= full || !fits(&next) && bytes > 0 {
             break;
         }
+        let left = next.len - at.from;
         let device = next.device.wrapping_add(at.from as u64);
-        let Some(part) = layout.put(next.memory, device, next.len - at.from) else { break };
-        bytes += part.len;
-        at.from += part.len;
+        let Some(part) = layout.put(next.memory, device, left.min(full - bytes)) else { break };
+        let mut end = at.from + part.len;
+        if part.len < left {
+            end = Some(on_page(at.piece, end)).filter(|page| *page > at.from).unwrap_or(end);
+        }
+        bytes += end - at.from;
+        at.from = end;
+        if end < next.len {
+            break;
+        }
     }
     finish(cursor, at, bytes, Some(most))
+}
+
+/// A chunk of pieces in memory: as much as fits.
+fn cut_memory(
+    count: usize,
+    piece: impl Fn(usize) -> Piece,
+    fits: impl Fn(&Piece) -> bool,
+    cursor: &mut Cursor,
+    most: usize,
+) -> Chunk {
+    cut(count, piece, Limits { most, bytes: usize::MAX, fits, on_page: |_, end| end }, cursor)
 }
 
 /// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
@@ -225,7 +254,7 @@ fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
 impl Work for Slices<'_> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
+        cut_memory(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -267,7 +296,7 @@ impl<'a> Targets<'a> {
 impl Work for Targets<'_> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut(self.count, |n| self.get(n), |_| true, cursor, most)
+        cut_memory(self.count, |n| self.get(n), |_| true, cursor, most)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -471,7 +500,7 @@ impl<V: Buffer> Work for Buffers<V> {
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
+            return cut_memory(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
         }
         let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
         let (mut end, mut bytes) = (cursor.at.piece, 0);

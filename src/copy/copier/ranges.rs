@@ -19,7 +19,7 @@ use super::file::FileSource;
 use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
 use super::packing::{Content, Packing, Piece as Place, Unpacking};
-use super::pieces::{Ramp, Survey, Values, cut, finish, parts};
+use super::pieces::{Limits, Ramp, Survey, Values, cut, finish, parts};
 use super::source::ours::Token;
 use super::source::{Fill, Sink, Source, read_error, write_error};
 use crate::device::DevicePtr;
@@ -132,8 +132,16 @@ impl Ranges {
     }
 
     fn cut(&self, cursor: &mut Cursor) -> Chunk {
-        let most = self.ramp.next(cursor);
-        self.placed(cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most))
+        let bytes = self.ramp.next(cursor);
+        // Beside the bytes a segment has room for the table and for gaps.
+        let most = bytes + 2 * PAGE;
+        // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
+        let on_page = |n: usize, end: usize| {
+            let at = self.pieces[n].at;
+            ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
+        };
+        let limits = Limits { most, bytes, fits: |_: &Place| true, on_page };
+        self.placed(cut(self.pieces.len(), |n| self.get(n), limits, cursor))
     }
 
     /// The parts of a chunk: the number of each piece, and the bytes of it from where to where.
@@ -193,7 +201,8 @@ impl<S: Source> FromSource<S> {
 
 impl<S: Source> Work for FromSource<S> {
     fn may_block(&self) -> bool {
-        true
+        // SAFETY: the job is not over.
+        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(Token))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
@@ -259,7 +268,8 @@ impl<S: Sink, B> ToSink<S, B> {
 
 impl<S: Sink, B> Work for ToSink<S, B> {
     fn may_block(&self) -> bool {
-        true
+        // SAFETY: the job is not over.
+        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(Token))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {

@@ -65,6 +65,12 @@ pub trait Source: Send + Sync + 'static {
     /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
     /// it with [`Error::Shrunk`](crate::Error::Shrunk).
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
+
+    /// Whether [`fill`](Self::fill) may block. Ours alone to say.
+    #[doc(hidden)]
+    fn may_block(&self, _: ours::Token) -> bool {
+        true
+    }
 }
 
 /// Bytes of a source, by its own word.
@@ -129,6 +135,12 @@ pub trait Sink: Send + Sync + 'static {
     /// # Errors
     /// Whatever the transfer is to end with, as [`Error::Write`](crate::Error::Write).
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+
+    /// Whether [`put`](Self::put) may block. Ours alone to say.
+    #[doc(hidden)]
+    fn may_block(&self, _: ours::Token) -> bool {
+        true
+    }
 
     /// What errors call this offset of the transfer: where the bytes lie in what is written. Ours alone to say.
     #[doc(hidden)]
@@ -219,6 +231,9 @@ macro_rules! bytes_are_a_source {
                 let rest = usize::try_from(offset).ok().and_then(|offset| self.get(offset..));
                 into.push(rest.unwrap_or_default());
                 Ok(())
+            }
+            fn may_block(&self, _: ours::Token) -> bool {
+                false
             }
         }
     )*};

@@ -13,7 +13,7 @@
 //!
 //! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, and takes another chunk if there
 //! is room. Only a worker that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources,
-//! sinks and files may block: a worker that owns a chunk of such a job owns chunks of that job only.
+//! sinks and files may block: a worker that is about to call one owns chunks of that job only.
 //!
 //! A caller that writes the bytes of a download itself is a worker for that time. Its chunks stay `Landed` until the
 //! caller has written them, in order.
@@ -23,7 +23,7 @@ mod pages;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, Kept, Then};
+use super::engine::{Engine, Kept, Refusal, Then};
 use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::{ROW, Stretch, table_at};
 use super::lent::Lent;
@@ -110,6 +110,9 @@ enum Stage {
     Collected { buf: PinnedBuf, slot: Option<Slot> },
     /// Down: the bytes are in the segment, and the caller writes them.
     Landed(PinnedBuf),
+    /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
+    /// complete.
+    Refused { ticket: Ticket, error: Error, slot: Option<Slot> },
 }
 
 /// What came of a look at a chunk.
@@ -379,24 +382,39 @@ impl<'a> Worker<'a> {
                 // The table's copy comes before the kernel on the same stream, so it is complete.
                 Some(Ok(())) => match Flight::Segment(flight).end() {
                     Ok(Some(buf)) => Step::Moved(Stage::Collected { buf, slot: Some(slot) }),
-                    other => self.lost(other.err(), Some(slot)),
+                    other => self.lost(n, other.err(), Some(slot)),
                 },
                 Some(Err(error)) => {
                     drop(flight);
-                    self.lost(Some(error), Some(slot))
+                    self.lost(n, Some(error), Some(slot))
                 }
             },
             Stage::Collected { buf, slot } => self.fetch(n, buf, slot),
             Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(buf, None, End::Dropped),
             landed @ Stage::Landed(_) => Step::Same(landed),
+            Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
+                Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
+                Ok(true) | Err(_) => self.lost(n, Some(error), slot),
+            },
         }
     }
 
-    /// A chunk has failed with a segment that is not this worker's any more, and perhaps a slot that is still in use.
-    fn lost(&mut self, error: Option<Error>, slot: Option<Slot>) -> Step {
+    /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
+    fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        self.segment_gone();
+        if self.owned[n].chunk.most.is_some() {
+            self.segment_gone();
+        }
         Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
+    }
+
+    /// The driver has refused a copy of a chunk.
+    fn refused(&mut self, n: usize, refusal: Refusal, slot: Option<Slot>) -> Step {
+        let Refusal { error, ticket } = refusal;
+        match ticket {
+            Some(ticket) => Step::Moved(Stage::Refused { ticket, error, slot }),
+            None => self.lost(n, Some(error), slot),
+        }
     }
 
     /// Ends a chunk whose segment no copy uses.
@@ -420,14 +438,16 @@ impl<'a> Worker<'a> {
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
-        // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none.
-        let others = |owned: &Owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || owned.job.may_block);
+        // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none. An upload's
+        // chunk that is owned has been filled.
+        let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;
+        let others = |owned: &Owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || blocks(owned));
         if self.owned.iter().any(others) {
             return false;
         }
         let buf = match needs {
             Needs::Nothing => None,
-            Needs::Segment | Needs::SegmentIfAny => match self.segment(job) {
+            Needs::Segment | Needs::SegmentIfAny => match self.segment(job, needs) {
                 Ok(buf) => buf,
                 Err(error) => {
                     job.fail(error);
@@ -450,7 +470,7 @@ impl<'a> Worker<'a> {
     }
 
     /// A segment for the next chunk. `None`: not now.
-    fn segment(&mut self, job: &Job) -> Result<Option<PinnedBuf>> {
+    fn segment(&mut self, job: &Job, needs: Needs) -> Result<Option<PinnedBuf>> {
         if let Some(buf) = self.spares.pop() {
             return Ok(Some(buf));
         }
@@ -459,7 +479,7 @@ impl<'a> Worker<'a> {
         if counts && !self.engine.count_segment(job.priority, job.is_pulled) {
             return Ok(None);
         }
-        match self.engine.segment() {
+        match self.engine.segment(needs == Needs::Segment) {
             Ok(Some(buf)) => {
                 self.segments += 1;
                 self.counted += usize::from(counts);
@@ -565,9 +585,9 @@ impl<'a> Worker<'a> {
                 self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done })
             }
-            Err(error) => {
+            Err(refusal) => {
                 self.engine.sent(&self.owned[n].job, None);
-                self.lost(Some(error), slot)
+                self.refused(n, refusal, slot)
             }
         }
     }
@@ -596,7 +616,8 @@ impl<'a> Worker<'a> {
             return Step::Same(Stage::InPlace(transfers, lent));
         }
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let kept = Kept::Job(&job.memories);
+        let memories = job.memories.clone();
+        let kept = Kept::Job(&memories);
         // SAFETY: the buffers are among what is lent, and the device memory is the job's.
         unsafe { self.submit_in_place(n, &transfers, lent, &kept, Then::Nothing, None) }
     }
@@ -606,7 +627,7 @@ impl<'a> Worker<'a> {
     /// # Safety
     /// The transfers stay within what is lent and kept.
     unsafe fn submit_in_place(
-        &self,
+        &mut self,
         n: usize,
         transfers: &[Transfer],
         lent: Lent,
@@ -622,15 +643,14 @@ impl<'a> Worker<'a> {
                 self.engine.sent(job, Some((ticket.clone(), then)));
                 Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket, back), done })
             }
-            Err(error) => {
+            Err(refusal) => {
                 self.engine.sent(job, None);
-                match then {
-                    Then::Give(slot) | Then::Spread(Entry { slot: Some(slot), .. }) => {
-                        self.engine.ring.lose(slot)
-                    }
-                    Then::Nothing | Then::Spread(_) => {}
-                }
-                Step::Ended(End::Failed(error))
+                let slot = match then {
+                    Then::Give(slot) => Some(slot),
+                    Then::Spread(Entry { slot, .. }) => slot,
+                    Then::Nothing => None,
+                };
+                self.refused(n, refusal, slot)
             }
         }
     }
@@ -640,8 +660,7 @@ impl<'a> Worker<'a> {
         let Owned { job, chunk, .. } = &self.owned[n];
         let buf = match ended {
             Ok(buf) => buf,
-            Err(error) if chunk.most.is_some() => return self.lost(Some(error), None),
-            Err(error) => return Step::Ended(End::Failed(error)),
+            Err(error) => return self.lost(n, Some(error), None),
         };
         match (job.direction, buf) {
             (Direction::Up, buf) => {
@@ -711,7 +730,7 @@ impl<'a> Worker<'a> {
                 });
                 Step::Moved(Stage::Collecting { flight, slot, done })
             }
-            Err(error) => self.lost(Some(error), Some(slot)),
+            Err(refusal) => self.refused(n, refusal, Some(slot)),
         }
     }
 
@@ -751,9 +770,9 @@ impl<'a> Worker<'a> {
                 self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done: None })
             }
-            Err(error) => {
+            Err(refusal) => {
                 self.engine.sent(&self.owned[n].job, None);
-                self.lost(Some(error), slot)
+                self.refused(n, refusal, slot)
             }
         }
     }

@@ -87,10 +87,7 @@ impl Worker<'_> {
                 });
                 Step::Moved(Stage::CollectingPages { pages, flight, slot, done })
             }
-            Err(error) => {
-                self.engine.ring.lose(slot);
-                Step::Ended(End::Failed(error))
-            }
+            Err(refusal) => self.refused(n, refusal, Some(slot)),
         }
     }
 
