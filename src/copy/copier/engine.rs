@@ -135,7 +135,7 @@ impl Engine {
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
         Ok(Arc::new(Self {
-            ring: Ring::new(settings.chunk, settings.ring),
+            ring: Ring::new(settings.segment, settings.ring),
             pool,
             device,
             settings,

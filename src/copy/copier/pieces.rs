@@ -22,6 +22,7 @@ use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::sealed::KEY;
+use crate::segment::PAGE;
 use crate::stream::timeline::RetainedResource;
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
@@ -167,16 +168,20 @@ pub(super) fn cut(
     finish(cursor, at, bytes, Some(most))
 }
 
-/// A chunk of pieces in memory: as much as fits.
+/// A chunk of pieces in memory, of so many bytes.
 fn cut_memory(
     count: usize,
     piece: impl Fn(usize) -> Piece,
     fits: impl Fn(&Piece) -> bool,
     cursor: &mut Cursor,
-    most: usize,
+    bytes: usize,
 ) -> Chunk {
-    cut(count, piece, Limits { most, bytes: usize::MAX, fits, on_page: |_, end| end }, cursor)
+    let most = bytes + BESIDE;
+    cut(count, piece, Limits { most, bytes, fits, on_page: |_, end| end }, cursor)
 }
+
+/// Bytes of a segment beside those of the pieces: for the table, and for gaps.
+pub(super) const BESIDE: usize = 2 * PAGE;
 
 /// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
 pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
@@ -500,7 +505,13 @@ impl<V: Buffer> Work for Buffers<V> {
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut_memory(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
+            return cut_memory(
+                self.pieces.len(),
+                |n| self.pieces[n],
+                |piece| !self.stays(piece),
+                cursor,
+                most,
+            );
         }
         let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
         let (mut end, mut bytes) = (cursor.at.piece, 0);

@@ -19,7 +19,7 @@ use super::file::FileSource;
 use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
 use super::packing::{Content, Packing, Piece as Place, Unpacking};
-use super::pieces::{Limits, Ramp, Survey, Values, cut, finish, parts};
+use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish, parts};
 use super::source::ours::Token;
 use super::source::{Fill, Sink, Source, read_error, write_error};
 use crate::device::DevicePtr;
@@ -133,8 +133,7 @@ impl Ranges {
 
     fn cut(&self, cursor: &mut Cursor) -> Chunk {
         let bytes = self.ramp.next(cursor);
-        // Beside the bytes a segment has room for the table and for gaps.
-        let most = bytes + 2 * PAGE;
+        let most = bytes + BESIDE;
         // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
         let on_page = |n: usize, end: usize| {
             let at = self.pieces[n].at;

@@ -23,6 +23,7 @@ mod pages;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::config::Priority;
 use super::engine::{Engine, Kept, Refusal, Then};
 use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::{ROW, Stretch, table_at};
@@ -41,8 +42,9 @@ use crate::foreign;
 use crate::sealed::KEY;
 use crate::stream::timeline::{RetainedResource, Ticket};
 
-/// Segments of a worker at most.
+/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.
 const MOST: usize = 3;
+const MOST_URGENT: usize = 5;
 /// Chunks of a worker at most, those included that have no segment any more.
 const MOST_CHUNKS: usize = 16;
 /// For how long a worker that has found nothing to do looks again at once.
@@ -240,9 +242,7 @@ impl<'a> Worker<'a> {
         let mut pause = Pause { since: None };
         while !crate::os::forked() {
             let mut changed = self.turn();
-            if self.has_room() && job.may_take() {
-                changed |= self.take(job);
-            }
+            changed |= self.take(job);
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || job.may_take() {
@@ -264,7 +264,7 @@ impl<'a> Worker<'a> {
             if let Some(n) = self.owned.iter().position(is_due) {
                 return Some(n);
             }
-            if self.turn() | (self.has_room() && self.take(job)) {
+            if self.turn() | self.take(job) {
                 pause.since = None;
             } else {
                 pause.rest();
@@ -315,10 +315,11 @@ impl<'a> Worker<'a> {
         self.segments -= 1;
     }
 
-    /// Whether the worker may take another chunk.
-    fn has_room(&self) -> bool {
+    /// Whether the worker may take another chunk of this job, which needs this.
+    fn has_room(&self, job: &Job, needs: Needs) -> bool {
         let busy = self.segments - self.spares.len();
-        busy < MOST && self.owned.len() < MOST_CHUNKS
+        let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
+        self.owned.len() < MOST_CHUNKS && (needs == Needs::Nothing || busy < segments)
     }
 
     /// Looks at all chunks once.
@@ -428,9 +429,6 @@ impl<'a> Worker<'a> {
 
     /// Takes a chunk of the first job of which one can be taken.
     fn take_any(&mut self) -> bool {
-        if !self.has_room() {
-            return false;
-        }
         let Some(first) = self.engine.scheduler.first() else { return false };
         self.take(&first) || self.engine.scheduler.without_segment().is_some_and(|other| self.take(&other))
     }
@@ -438,6 +436,9 @@ impl<'a> Worker<'a> {
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
+        if !self.has_room(job, needs) {
+            return false;
+        }
         // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none. An upload's
         // chunk that is owned has been filled.
         let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;

@@ -2,7 +2,6 @@
 //! touched.
 
 use std::io::Write;
-use std::time::Duration;
 
 use pinpool::Copier;
 use pinpool::copier::{FileSource, Piece, Reading};

@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
-use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::host::HostConfig;
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -49,16 +49,19 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
     let copier = rig.builder().threads(2).share(100 << 10).build().unwrap();
     let bytes = pattern(1 << 20, 2);
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut feed = copier.feed(&memory[0]).unwrap();
+    let mut pinned = rig.pool.checkout(1 << 20).unwrap();
+    pinned.try_extend_from_slice(&bytes).unwrap();
+    let (told, hears) = std::sync::mpsc::channel::<()>();
     // The only segment.
-    feed.push_blocking(&bytes[..10]).unwrap();
+    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 2 << 19);
     let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
-    let plain = copier.upload(bytes.clone(), &memory[2]).unwrap();
+    let plain = copier.upload_pinned(pinned, &memory[2]).unwrap();
     plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
-    feed.push_blocking(&bytes[10..]).unwrap();
-    feed.finish_blocking().unwrap();
-    assert!(staged.wait_timeout(HANG).is_ok());
-    for memory in &memory {
+    assert!(!staged.is_over());
+    drop(told);
+    assert!(slow.wait_timeout(HANG).is_ok() && staged.wait_timeout(HANG).is_ok());
+    for memory in &memory[1..] {
         assert!(copier.download_vec(memory).unwrap() == bytes);
     }
     rig.all_is_back();
@@ -141,24 +144,25 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
     for threads in [1, 3] {
         let copier = rig.builder().threads(threads).depth(1).build().unwrap();
         memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
-        // Downloads: the place on the wire.
-        let all = all_of(&rig);
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let staged = copier.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
-        until("it waits for the pool", || rig.pool.stats().waiting == 1);
-        let plain = copier.download_collect(&memory[1]).unwrap();
-        let Ok(plain) = plain.wait_timeout(HANG) else { panic!("it needs no segment") };
-        assert!(plain.unwrap().into_vec().unwrap() == bytes);
-        drop(all);
-        assert!(staged.wait_timeout(HANG).is_ok());
-        // Uploads: the thread.
-        let all = all_of(&rig);
-        let staged = copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
-        until("it waits for the pool", || rig.pool.stats().waiting == 1);
-        let plain = copier.upload(bytes.clone(), &memory[1]).unwrap();
-        assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
-        drop(all);
-        assert!(staged.wait_timeout(HANG).is_ok());
+        for up in [false, true] {
+            let mut pinned = rig.pool.checkout(200_000).unwrap();
+            pinned.try_extend_from_slice(&bytes).unwrap();
+            let all = all_of(&rig);
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let (download, upload) = match up {
+                false => {
+                    let sink = FileSink::create(file.path()).unwrap();
+                    (Some(copier.download(&memory[0], sink).unwrap()), None)
+                }
+                true => (None, Some(copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap())),
+            };
+            until("it waits for the pool", || rig.pool.stats().waiting == 1);
+            let plain = copier.upload_pinned(pinned, &memory[1]).unwrap();
+            assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
+            drop(all);
+            assert!(download.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
+            assert!(upload.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
+        }
     }
     rig.all_is_back();
 }
@@ -224,36 +228,6 @@ fn who_waits_for_the_pool_keeps_his_place() {
     drop(all);
     assert!(load.wait_timeout(HANG).is_ok());
     assert!(copier.download_vec(&memory).unwrap() == bytes);
-    rig.all_is_back();
-}
-
-/// Only workers leave the pool's queue for copies that only they make.
-#[test]
-fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let bytes = pattern(1 << 20, 10);
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let all = all_of(&rig);
-    rig.node.start_trace();
-    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
-    let long = copier.upload(bytes.clone(), &memory[0]).unwrap();
-    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
-    let mut feed = copier.feed(&memory[1]).unwrap();
-    let (told, hears) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            feed.push_blocking(&bytes[..1000]).unwrap();
-            told.send(()).unwrap();
-        });
-        std::thread::sleep(Duration::from_millis(100));
-        drop(all);
-        let pushed = hears.recv_timeout(HANG);
-        rig.node.resume(0);
-        assert!(pushed.is_ok(), "no request is in the queue for it");
-    });
-    long.wait().unwrap();
-    feed.finish_blocking().unwrap();
     rig.all_is_back();
 }
 
