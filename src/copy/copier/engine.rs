@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::config::Settings;
+use super::flights::Flights;
 use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
 use super::lent::Lent;
 use super::pieces::LEAST;
@@ -40,21 +41,7 @@ impl Takes for Arc<Job> {
 struct Lane {
     streams: Vec<Stream>,
     turn: AtomicUsize,
-    flying: Mutex<Flying>,
-}
-
-/// The copies of chunks in one direction. At most so many are in flight as the copier is deep, so that a copy of the
-/// program's own waits for no more than these.
-///
-/// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
-/// submitted a copy may be busy filling its next segment.
-#[derive(Default)]
-struct Flying {
-    /// Copies that are about to be submitted.
-    reserved: usize,
-    sent: Vec<Sent>,
-    /// How many of those a thread has taken out to ask about them.
-    asked: usize,
+    flights: Flights<Sent>,
 }
 
 struct Sent {
@@ -95,7 +82,7 @@ impl Engine {
         crate::os::check_fork()?;
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
-            Ok(Lane { streams, turn: AtomicUsize::new(0), flying: Mutex::default() })
+            Ok(Lane { streams, turn: AtomicUsize::new(0), flights: Flights::new(settings.depth) })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
@@ -221,35 +208,19 @@ impl Engine {
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
     pub(super) fn may_send(&self, direction: Direction) -> bool {
-        let reserve = || {
-            let mut flying = self.lanes[direction as usize].flying.lock();
-            let room = flying.reserved + flying.sent.len() + flying.asked < self.settings.depth;
-            flying.reserved += usize::from(room);
-            room
-        };
-        reserve() || self.land(direction) && reserve()
+        let flights = &self.lanes[direction as usize].flights;
+        flights.reserve() || self.land(direction) && flights.reserve()
     }
 
     /// A copy was submitted, or (`None`) was not.
     pub(super) fn sent(&self, direction: Direction, sent: Option<(Ticket, Then)>) {
-        let mut flying = self.lanes[direction as usize].flying.lock();
-        flying.reserved -= 1;
-        flying.sent.extend(sent.map(|(ticket, then)| Sent { ticket, then }));
+        let sent = sent.map(|(ticket, then)| Sent { ticket, then });
+        self.lanes[direction as usize].flights.sent(sent);
     }
 
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
     fn land(&self, direction: Direction) -> bool {
-        let lane = &self.lanes[direction as usize];
-        let asked = {
-            let mut flying = lane.flying.lock();
-            if flying.asked > 0 || flying.sent.is_empty() {
-                // Another thread is asking.
-                return false;
-            }
-            flying.asked = flying.sent.len();
-            std::mem::take(&mut flying.sent)
-        };
-        let mut asking = Asking { lane, left: asked };
+        let Some(mut asking) = self.lanes[direction as usize].flights.ask() else { return false };
         let mut any = false;
         let mut n = 0;
         while n < asking.left.len() {
@@ -413,20 +384,5 @@ impl Kept<'_> {
                 _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
             },
         }
-    }
-}
-
-/// A thread asks about the copies of a lane. Its end puts back those that are in flight.
-struct Asking<'a> {
-    lane: &'a Lane,
-    left: Vec<Sent>,
-}
-
-impl Drop for Asking<'_> {
-    fn drop(&mut self) {
-        let mut flying = self.lane.flying.lock();
-        flying.asked = 0;
-        let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
-        flying.sent.extend(later);
     }
 }

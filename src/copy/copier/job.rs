@@ -20,8 +20,8 @@ use super::packing::{Content, Packing};
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::locks::Mutex;
 use crate::stream::timeline::{Quarantined, Retain};
+use crate::sync::Mutex;
 use crate::sync::thread::{self, Thread};
 
 /// Which way bytes go.

@@ -15,6 +15,7 @@
 //! | `worker.rs` | what a thread does that moves chunks |
 //! | `scheduler.rs` | which job the threads turn to, and how they sleep |
 //! | `engine.rs` | what the threads share; submitting copies |
+//! | `flights.rs` | the copies in flight, and which thread finds out that they are complete |
 //! | `way.rs` | by which way a chunk goes |
 //! | `layout.rs`, `packing.rs` | where pieces lie in a segment; filling and emptying it |
 //! | `lent.rs` | pinned buffers that copies use where they are |
@@ -35,9 +36,12 @@
 
 mod config;
 mod engine;
+mod flights;
 mod job;
 mod layout;
 mod lent;
+#[cfg(all(test, loom))]
+mod loom_models;
 mod packing;
 mod pieces;
 mod ring;
