@@ -30,8 +30,9 @@ pub enum Command {
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
     /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
-    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for tensors allocating their device memory; the download
-    /// speed includes computing the checksums of the downloaded bytes.
+    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for
+    /// tensors allocating their device memory; the download speed includes computing the checksums of the downloaded
+    /// bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
     /// Find what stands in the way of pinning and copying on this machine, and how to correct it

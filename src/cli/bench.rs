@@ -1,11 +1,11 @@
 //! `pinpool bench`: the speed of the link to a device and of the copier, in one run.
 //!
-//! All figures move the same number of bytes, up to five times each, in turn. The best counts: the question is what this
-//! machine can do, and other programs on it can only make a copy slower. A round of small copies tells how large the
-//! copies can be for five rounds in the time that was asked for; rounds that do not fit are left out. A figure is the wall time of the
-//! whole call, from before the first byte is touched until the last is in place. The target is overwritten before each
-//! copy and compared with the source after it, outside of the measured time; so no figure is printed for a copy that
-//! lost bytes.
+//! All figures move the same number of bytes, up to five times each, in turn. The best counts: the question is what
+//! this machine can do, and other programs on it can only make a copy slower. A round of small copies tells how large
+//! the copies can be for five rounds in the time that was asked for; rounds that do not fit are left out. A figure is
+//! the wall time of the whole call, from before the first byte is touched until the last is in place. The target is
+//! overwritten before each copy and compared with the source after it, outside of the measured time; so no figure is
+//! printed for a copy that lost bytes.
 //!
 //! The pinned peak is measured without the copier: eight page-locked buffers hold all bytes, and are copied on one
 //! stream or on one stream for each thread, whichever is faster (the host device's streams are threads). The table

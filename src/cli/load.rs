@@ -17,7 +17,6 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use indicatif::style::TemplateError;
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use pinpool::copier::{FileSource, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
@@ -42,8 +41,8 @@ const CHUNK_STEP: usize = 4096;
 const TELLING: u64 = 32 << 20;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
-/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over by
-/// then.
+/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over
+/// by then.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
@@ -125,9 +124,13 @@ struct Moved {
 }
 
 impl Moved {
-    fn add(&mut self, bytes: u64, since: Instant) {
+    /// Adds what moves so many bytes.
+    fn add<T>(&mut self, bytes: u64, moves: impl FnOnce() -> Result<T>) -> Result<T> {
+        let since = Instant::now();
+        let moved = moves()?;
         self.bytes += bytes;
         self.time += since.elapsed();
+        Ok(moved)
     }
 
     /// GB/s of 10^9 bytes since the state `before`. `None`: no byte was moved, or no time passed.
@@ -203,7 +206,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
             let why = of_device(&device, &e);
             CliError::Failed(format!("{} has no room for a sample of {told}: {why}", device.name()))
         })?;
-        show(&bar, "sample", len, len, &["made"]);
+        show(&bar, "sample", len, &["made"]);
         let file = sample::make(len, |part| bar.inc(part)).map_err(|e| {
             let at = std::env::temp_dir();
             CliError::Failed(format!("a sample of {told} cannot be made in {}: {e}", at.display()))
@@ -291,15 +294,8 @@ impl LoadRun {
             return Ok(());
         }
         let bar = &self.bar;
-        show(
-            bar,
-            &source.name,
-            source.len,
-            source.len.saturating_mul(if args.verify { 3 } else { 1 }),
-            &PASSES,
-        );
+        show(bar, &source.name, source.len, if args.verify { &PASSES } else { &PASSES[..1] });
         let before = (report.upload, report.download, Taken::now(&self.pool));
-        let mut start = Instant::now();
         let what = match &source.what {
             InputKind::File(file) => {
                 let device = &self.device;
@@ -307,27 +303,21 @@ impl LoadRun {
                     let (name, why) = (device.name(), of_device(device, &e));
                     source.failed(format!("{name} has no room for its {}: {why}", amount(len)))
                 })?;
-                start = Instant::now();
-                self.upload(source, file, &memory)?;
-                report.upload.add(source.len, start);
+                report.upload.add(source.len, || self.upload(source, file, &memory))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    start = Instant::now();
-                    let sums = self.download(source, &memory)?;
-                    report.download.add(source.len, start);
+                    let sums = report.download.add(source.len, || self.download(source, &memory))?;
                     self.compare(source, file, &sums)?;
                 }
                 String::new()
             }
             InputKind::Tensors(checkpoint) => {
-                let tensors = self.upload_tensors(source, checkpoint)?;
-                report.upload.add(source.len, start);
+                let tensors = report.upload.add(source.len, || self.upload_tensors(source, checkpoint))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    start = Instant::now();
-                    let sums = device_checksums(&self.copier, &tensors).map_err(|e| source.error(&e))?;
+                    let sums = || device_checksums(&self.copier, &tensors).map_err(|e| source.error(&e));
+                    let sums = report.download.add(source.len, sums)?;
                     bar.inc(source.len);
-                    report.download.add(source.len, start);
                     self.compare_tensors(source, checkpoint, &tensors, &sums)?;
                 }
                 format!("{} tensors, ", tensors.len())
@@ -349,8 +339,7 @@ impl LoadRun {
     fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
         let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
         if from.len() < source.len {
-            let (what, end, len) = (source.name.clone(), from.len(), source.len);
-            return Err(source.error(&Error::Shrunk { what, end, len }));
+            return Err(source.shrunk(from.len()));
         }
         let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
         let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
@@ -393,7 +382,7 @@ impl LoadRun {
             let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
             bytes.resize(len, 0);
             file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
-                io::ErrorKind::UnexpectedEof => source.short(offset),
+                io::ErrorKind::UnexpectedEof => source.shrunk(offset),
                 _ => source.failed(format!("cannot be read at offset {offset}: {e}")),
             })?;
             if sum != xxh3_128(&bytes) {
@@ -469,27 +458,22 @@ impl LoadRun {
 const PASSES: [&str; 3] = ["up", "back", "compared"];
 
 /// Begins the progress of an input of `len` bytes, all passes added up.
-fn show(bar: &ProgressBar, name: &str, len: u64, all: u64, passes: &'static [&str]) {
-    if let Ok(style) = style(len, passes) {
-        bar.set_style(style);
-    }
-    bar.set_message(clean(name, NAME).into_owned());
-    bar.set_length(all);
-    bar.reset();
-}
-
-/// The progress bar's line: what is done of an input of `len` bytes, all passes added up.
-fn style(len: u64, passes: &'static [&str]) -> Result<ProgressStyle, TemplateError> {
-    let style = ProgressStyle::with_template(
-        "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left",
-    )?;
-    Ok(style.with_key("moved", move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
+fn show(bar: &ProgressBar, name: &str, len: u64, passes: &'static [&str]) {
+    let all = len.saturating_mul(passes.len() as u64);
+    let moved = move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
         let done = state.pos();
         let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(passes.len() as u64 - 1);
         let (part, what) = (Amount(done - pass * len), passes[pass as usize]);
         // A failed write is ignored: there is no other place for the text.
         let _ = write!(line, "{part} of {} {what}", Amount(len));
-    }))
+    };
+    let line = "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left";
+    if let Ok(style) = ProgressStyle::with_template(line) {
+        bar.set_style(style.with_key("moved", moved));
+    }
+    bar.set_message(clean(name, NAME).into_owned());
+    bar.set_length(all);
+    bar.reset();
 }
 
 /// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
@@ -521,8 +505,9 @@ impl Input {
         }
     }
 
-    fn short(&self, end: u64) -> CliError {
-        self.failed(format!("ends at byte {end}, not at {}: it has become shorter", self.len))
+    /// The file ends here by now.
+    fn shrunk(&self, end: u64) -> CliError {
+        self.error(&Error::Shrunk { what: self.name.clone(), end, len: self.len })
     }
 }
 

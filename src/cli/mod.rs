@@ -16,7 +16,8 @@
 //! | `spread.rs` | work spread over threads |
 //!
 //! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
-//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
+//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is
+//! printed, so that it cannot steer a terminal.
 
 // This and `escape` are the library's own files, which are not part of its public interface.
 #[path = "../amount.rs"]

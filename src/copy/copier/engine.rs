@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::config::{Priority, Settings};
+use super::flights::Flights;
 use super::job::{Direction, Job, KeptMemories, Memories};
 use super::lent::Lent;
 use super::order::Order;
@@ -58,21 +59,7 @@ struct Lane {
     /// For the foreground.
     urgent: Stream,
     turn: AtomicUsize,
-    flying: Mutex<Flying>,
-}
-
-/// The copies of chunks in one direction. So many bulk copies are in flight as the permits say, so that a copy of the
-/// program's own waits for no more than these.
-///
-/// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
-/// submitted a copy may be busy filling its next segment.
-#[derive(Default)]
-struct Flying {
-    /// Bulk copies that are in flight or about to be submitted.
-    bulk: usize,
-    sent: Vec<Sent>,
-    /// A thread has taken all out that were sent, to ask about them.
-    is_asking: bool,
+    flights: Flights<Sent>,
 }
 
 struct Sent {
@@ -130,7 +117,7 @@ impl Engine {
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
             let urgent = device.urgent_stream()?;
-            Ok(Lane { streams, urgent, turn: AtomicUsize::new(0), flying: Mutex::default() })
+            Ok(Lane { streams, urgent, turn: AtomicUsize::new(0), flights: Flights::new() })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
@@ -335,16 +322,11 @@ impl Engine {
             self.permits.hurry();
             return true;
         }
-        let direction = job.direction;
-        let reserve = || {
-            let mut flying = self.lanes[direction as usize].flying.lock();
-            let room = flying.bulk < self.permits.depth();
-            flying.bulk += usize::from(room);
-            room
-        };
-        let may = reserve() || self.land(direction) && reserve();
+        let flights = &self.lanes[job.direction as usize].flights;
+        let depth = self.permits.depth();
+        let may = flights.reserve(depth) || self.land(job.direction) && flights.reserve(depth);
         if may && !self.permits.may_go(job.priority, bytes) {
-            self.lanes[direction as usize].flying.lock().bulk -= 1;
+            flights.release();
             return false;
         }
         may
@@ -352,37 +334,26 @@ impl Engine {
 
     /// A copy was submitted, or (`None`) was not.
     pub(super) fn sent(&self, job: &Job, sent: Option<(Ticket, Then)>) {
-        let priority = job.priority;
+        let (direction, priority) = (job.direction, job.priority);
         match sent {
             Some((ticket, then)) => {
-                let mut flying = self.lanes[job.direction as usize].flying.lock();
-                flying.sent.push(Sent { ticket, then, priority });
+                self.lanes[direction as usize].flights.sent(Sent { ticket, then, priority });
             }
-            None => self.landed(job.direction, priority),
+            None => self.landed(direction, priority),
         }
     }
 
     /// A copy is in flight no more.
     fn landed(&self, direction: Direction, priority: Priority) {
         match priority {
-            Priority::Bulk => self.lanes[direction as usize].flying.lock().bulk -= 1,
+            Priority::Bulk => self.lanes[direction as usize].flights.release(),
             Priority::Foreground => self.permits.calm(),
         }
     }
 
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
     fn land(&self, direction: Direction) -> bool {
-        let lane = &self.lanes[direction as usize];
-        let asked = {
-            let mut flying = lane.flying.lock();
-            if flying.is_asking || flying.sent.is_empty() {
-                // Another thread is asking.
-                return false;
-            }
-            flying.is_asking = true;
-            std::mem::take(&mut flying.sent)
-        };
-        let mut asking = Asking { lane, left: asked };
+        let Some(mut asking) = self.lanes[direction as usize].flights.ask() else { return false };
         let mut any = false;
         let mut n = 0;
         while n < asking.left.len() {
@@ -567,20 +538,5 @@ impl Kept<'_> {
                 _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
             },
         }
-    }
-}
-
-/// A thread asks about the copies of a lane. Its end puts back those that are in flight.
-struct Asking<'a> {
-    lane: &'a Lane,
-    left: Vec<Sent>,
-}
-
-impl Drop for Asking<'_> {
-    fn drop(&mut self) {
-        let mut flying = self.lane.flying.lock();
-        flying.is_asking = false;
-        let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
-        flying.sent.extend(later);
     }
 }

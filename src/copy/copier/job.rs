@@ -27,9 +27,9 @@ use super::trace::Trace;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::locks::{Mutex, MutexGuard};
 use crate::stream::timeline::{Quarantined, Retain};
 use crate::sync::thread::{self, Thread};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -65,7 +65,7 @@
 // The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
 // thread does that moves chunks; `worker/pages.rs`: the same for pages. `scheduler.rs`: which job the threads turn to,
-// and how they sleep. `engine.rs`: what the threads share; submitting copies. `permits.rs`: how many bulk copies are in
+// and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in flight. `permits.rs`: how many bulk copies are in
 // flight; `order.rs`: which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
 // emptying it. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring, and
 // the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `pull.rs`: memory; sources, files and sinks; what
@@ -87,9 +87,12 @@ mod config;
 mod engine;
 mod feed;
 mod file;
+mod flights;
 mod job;
 mod layout;
 mod lent;
+#[cfg(all(test, loom))]
+mod loom_models;
 mod memory;
 mod order;
 mod packing;
