@@ -302,9 +302,10 @@ struct JobState {
     trace: Option<Trace>,
     ending: bool,
     over: Option<Duration>,
-    threads: Vec<Thread>,
+    /// Threads and tasks that wait for a change, each under a number of its own.
+    threads: Vec<(u64, Thread)>,
     wakers: Vec<(u64, Arc<Task>)>,
-    next_waker: u64,
+    next_waiter: u64,
 }
 
 impl JobState {
@@ -339,13 +340,13 @@ impl JobState {
 /// Who is to be told of a change, after the lock.
 #[derive(Default)]
 struct Told {
-    threads: Vec<Thread>,
+    threads: Vec<(u64, Thread)>,
     wakers: Vec<Arc<Task>>,
 }
 
 impl Told {
     fn tell(self) {
-        self.threads.iter().for_each(Thread::unpark);
+        self.threads.iter().for_each(|(_, thread)| thread.unpark());
         self.wakers.into_iter().for_each(Task::wake_shared);
     }
 }
@@ -380,7 +381,7 @@ impl Job {
             over: None,
             threads: Vec::new(),
             wakers: Vec::new(),
-            next_waker: 0,
+            next_waiter: 0,
         };
         let job = Arc::new(Self {
             direction,
@@ -637,14 +638,18 @@ impl Job {
     pub(super) fn wait(&self, deadline: Option<Instant>, until: impl Fn(&Self) -> bool) -> bool {
         loop {
             // Left before the look: what changes after the look unparks this thread.
-            self.state.lock().threads.push(thread::current());
-            if until(self) {
-                return true;
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return false;
+            let mut state = self.state.lock();
+            state.next_waiter += 1;
+            let number = state.next_waiter;
+            state.threads.push((number, thread::current()));
+            drop(state);
+            let there = until(self);
+            if there || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.state.lock().threads.retain(|(other, _)| *other != number);
+                return there;
             }
             thread::park_until(deadline);
+            self.state.lock().threads.retain(|(other, _)| *other != number);
         }
     }
 
@@ -655,9 +660,9 @@ impl Job {
         let mut state = self.state.lock();
         let known = key.and_then(|key| state.wakers.iter().position(|(other, _)| *other == key));
         let old = known.map(|place| state.wakers.swap_remove(place));
-        state.next_waker += 1;
-        *key = Some(state.next_waker);
-        let entry = (state.next_waker, task);
+        state.next_waiter += 1;
+        *key = Some(state.next_waiter);
+        let entry = (state.next_waiter, task);
         state.wakers.push(entry);
         drop(state);
         drop(old);
