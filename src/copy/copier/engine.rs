@@ -1,12 +1,9 @@
 //! What the workers of a copier share, and how they submit copies.
 
-use std::future::Future as _;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::config::{Priority, Settings};
 use super::flights::Flights;
@@ -17,6 +14,7 @@ use super::permits::Permits;
 use super::pieces::LEAST;
 use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
+use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
@@ -29,9 +27,8 @@ use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
-use crate::pool::{Checkout, Pool, Request};
+use crate::pool::Pool;
 use crate::sealed::KEY;
-use crate::segment::PAGE;
 use crate::stream::Stream;
 use crate::stream::timeline::{Resource, Submission, Ticket};
 
@@ -68,17 +65,6 @@ struct Sent {
     priority: Priority,
 }
 
-/// Where a copier waits for a segment.
-#[derive(Default)]
-struct Place {
-    waiting: Option<Checkout>,
-    /// The pool had none, and is not asked again before this.
-    retry: Option<Instant>,
-}
-
-/// After the pool had none, it is asked again when so much time has passed.
-const RETRY: Duration = Duration::from_millis(1);
-
 /// What follows a chunk's copy.
 pub(super) enum Then {
     Nothing,
@@ -90,7 +76,6 @@ pub(super) enum Then {
 
 /// See the module's page.
 pub(super) struct Engine {
-    pub(super) pool: Pool,
     pub(super) device: Device,
     pub(super) settings: Settings,
     pub(super) scheduler: Scheduler<Arc<Job>>,
@@ -101,10 +86,7 @@ pub(super) struct Engine {
     pub(super) permits: Permits,
     order: Order<Arc<Job>>,
     lanes: [Lane; 2],
-    /// Segments in use that count.
-    segments: AtomicUsize,
-    /// Where the copier waits for its first segment, if it has none and the pool has none.
-    place: Mutex<Place>,
+    pub(super) segments: Segments,
     /// Threads that were started.
     started: Mutex<usize>,
     /// What the one worker of a copier without threads has, while no thread is that worker.
@@ -123,8 +105,7 @@ impl Engine {
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
         Ok(Arc::new(Self {
             ring: Ring::new(settings.segment, settings.ring),
-            pool,
-            device,
+            device: device.clone(),
             settings,
             scheduler: Scheduler::new(),
             spreaders,
@@ -132,8 +113,7 @@ impl Engine {
             permits: Permits::new(&settings),
             order: Order::new(),
             lanes,
-            segments: AtomicUsize::new(0),
-            place: Mutex::default(),
+            segments: Segments::new(pool, device, &settings),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))
@@ -240,81 +220,7 @@ impl Engine {
         Ok(())
     }
 
-    // --- segments and permits ----------------------------------------------------------------------------------------
-
-    pub(super) fn request(&self) -> Request<'_> {
-        Request::new(self.settings.segment).align(PAGE).near(&self.device)
-    }
-
-    /// Counts a segment that is about to be in use. `false`: as many are in use as may be. An eighth of the share is
-    /// the foreground's; and one segment more is left by calls whose caller fills or drains the chunks, since it may
-    /// wait for another transfer meanwhile.
-    pub(super) fn count_segment(&self, priority: Priority, is_callers: bool) -> bool {
-        let all = self.settings.segments;
-        let most = match priority {
-            Priority::Foreground => all,
-            Priority::Bulk => all - all / 8,
-        };
-        let most = most.saturating_sub(usize::from(is_callers));
-        // Relaxed, here and below: a bound, not a signal.
-        let more = |count: usize| (count < most).then_some(count + 1);
-        self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
-    }
-
-    /// Segments in use.
-    pub(super) fn segments(&self) -> usize {
-        self.segments.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn segment_gone(&self) {
-        self.segments.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// A segment that was counted. `None`: the pool has none. If the copier has none in use but that one, it waits in
-    /// the pool's queue, in one place whichever worker asks: this then asks for it. `waits`: the chunk needs a segment.
-    pub(super) fn segment(&self, waits: bool) -> Result<Option<PinnedBuf>> {
-        let mut place = self.place.lock();
-        let mut waiting = place.waiting.take();
-        if waiting.is_none() {
-            if place.retry.is_some_and(|retry| Instant::now() < retry) {
-                return Ok(None);
-            }
-            drop(place);
-            match self.pool.try_checkout(self.request()) {
-                Err(Error::Exhausted { .. }) => {}
-                got => return got.map(Some),
-            }
-            place = self.place.lock();
-            if !waits || self.segments() > 1 || place.waiting.is_some() {
-                place.retry = Instant::now().checked_add(RETRY);
-                return Ok(None);
-            }
-            waiting = Some(self.pool.checkout_async(self.request()));
-        }
-        drop(place);
-        let Some(mut asked) = waiting else { return Ok(None) };
-        // Not waked: the workers ask while there is work.
-        let mut cx = Context::from_waker(Waker::noop());
-        match Pin::new(&mut asked).poll(&mut cx) {
-            Poll::Ready(got) => got.map(Some),
-            Poll::Pending => {
-                let before = self.place.lock().waiting.replace(asked);
-                drop(before);
-                Ok(None)
-            }
-        }
-    }
-
-    /// Before the engine is dropped.
-    pub(super) fn take_place(&mut self) -> Option<Checkout> {
-        self.place.get_mut().waiting.take()
-    }
-
-    /// No worker needs a segment now: gives the place in the pool's queue up.
-    pub(super) fn leave_pool(&self) {
-        let waiting = self.place.lock().waiting.take();
-        drop(waiting);
-    }
+    // --- permits ---------------------------------------------------------------------------------------------------
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
     pub(super) fn may_send(&self, job: &Job, bytes: usize) -> bool {

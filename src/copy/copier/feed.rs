@@ -215,20 +215,11 @@ impl Feed {
 
     /// A segment beside those that are under way, if there is one now.
     fn try_more(&self) -> Result<Option<Segment>> {
-        let engine = self.engine();
-        if self.under_way() >= MOST || !engine.count_segment(self.job.priority, true) {
+        if self.under_way() >= MOST {
             return Ok(None);
         }
-        match engine.pool.try_checkout(engine.request()) {
-            Ok(buf) => Ok(Some(Segment { buf, counts: true })),
-            refused => {
-                engine.segment_gone();
-                match refused {
-                    Err(Error::Exhausted { .. }) => Ok(None),
-                    refused => refused.map(|_| None),
-                }
-            }
-        }
+        let more = self.engine().segments.take_more(self.job.priority)?;
+        Ok(more.map(|buf| Segment { buf, counts: true }))
     }
 
     /// Sees to it that there is a segment to fill.
@@ -240,7 +231,8 @@ impl Feed {
             }
             let ended = self.job.ended();
             self.current = if self.chunks == ended {
-                let buf = self.engine().pool.checkout(self.engine().request())?;
+                let segments = &self.engine().segments;
+                let buf = segments.pool.checkout(segments.request())?;
                 Some(Segment { buf, counts: false })
             } else {
                 self.try_more()?
@@ -262,8 +254,8 @@ impl Feed {
             }
             let ended = self.job.ended();
             if self.chunks == ended {
-                let engine = self.copier.engine();
-                let place = self.place.get_or_insert_with(|| engine.pool.checkout_async(engine.request()));
+                let segments = &self.copier.engine().segments;
+                let place = self.place.get_or_insert_with(|| segments.ask_pool());
                 let buf = ready!(Pin::new(place).poll(cx));
                 self.place = None;
                 self.current = Some(Segment { buf: buf?, counts: false });
@@ -337,7 +329,7 @@ impl Feed {
         for Segment { buf, counts } in segments {
             drop(buf);
             if counts {
-                self.engine().segment_gone();
+                self.engine().segments.gone();
             }
         }
     }

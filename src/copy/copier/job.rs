@@ -530,7 +530,9 @@ impl Job {
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         if std::mem::take(&mut state.open) {
-            state.total = state.cursor.cut + state.cursor.left;
+            if !state.is_stopped() {
+                state.total = state.cursor.cut + state.cursor.left;
+            }
             self.settle(state);
         }
     }

@@ -66,7 +66,7 @@
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
 // thread does that moves chunks; `worker/pages.rs`: the same for pages. `scheduler.rs`: which job the threads turn to,
 // and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in flight. `permits.rs`: how many bulk copies are in
-// flight; `order.rs`: which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
+// flight; `segments.rs`: which segments are in use; `order.rs`: which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
 // emptying it. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring, and
 // the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `pull.rs`: memory; sources, files and sinks; what
 // the caller brings; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
@@ -102,6 +102,7 @@ mod pull;
 mod ranges;
 mod ring;
 mod scheduler;
+mod segments;
 mod source;
 mod spreader;
 mod stats;
@@ -195,7 +196,7 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if crate::os::forked() {
             // The parent's threads use these.
-            std::mem::forget((self.inline.get_mut().take(), self.take_place()));
+            std::mem::forget(self.inline.get_mut().take());
         }
     }
 }
@@ -300,7 +301,7 @@ impl Copier {
     /// The pool that it takes segments from.
     #[must_use]
     pub fn pool(&self) -> &Pool {
-        &self.engine().pool
+        &self.engine().segments.pool
     }
 
     /// The device that it copies to and from.

@@ -9,7 +9,6 @@
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
-//! A segment whose copy is complete takes the worker's next chunk.
 //!
 //! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, and takes another chunk if there
 //! is room. Only a worker that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources,
@@ -31,6 +30,7 @@ use super::lent::Lent;
 use super::packing::{Content, Packed, Packing, Pages, transfer, write_table};
 use super::ring::{IDLE, Slot, Take};
 use super::scheduler::Woken;
+use super::segments::look;
 use super::spreader::Entry;
 use super::stats::Counters;
 use super::way::{Way, way};
@@ -39,6 +39,7 @@ use crate::buffer::{InFlight, PinnedBuf};
 use crate::device::{DevicePtr, SpreadRun, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::pool::Checkout;
 use crate::sealed::KEY;
 use crate::stream::timeline::{RetainedResource, Ticket};
 
@@ -132,28 +133,22 @@ struct Owned {
     chunk: Chunk,
     packed: Packed,
     way: Way,
+    /// Its segment, if it has one, counts: see [`super::segments`].
+    counts: bool,
     stage: Option<Stage>,
-}
-
-/// What a worker has.
-#[derive(Default)]
-pub(super) struct Holdings {
-    owned: Vec<Owned>,
-    /// Segments that no chunk of this worker is in.
-    spares: Vec<PinnedBuf>,
-    /// Segments of this worker, spare or not, and those of them that count.
-    segments: usize,
-    counted: usize,
 }
 
 /// See the module's page.
 pub(super) struct Worker<'a> {
     engine: &'a Arc<Engine>,
     owned: Vec<Owned>,
-    spares: Vec<PinnedBuf>,
-    segments: usize,
-    counted: usize,
+    /// A caller's, in the pool's queue: for its segment that does not count.
+    place: Option<Checkout>,
 }
+
+/// What the one worker of a copier without threads owns, while no thread is that worker.
+#[derive(Default)]
+pub(super) struct Holdings(Vec<Owned>);
 
 /// What to do when nothing has changed.
 struct Pause {
@@ -162,25 +157,19 @@ struct Pause {
 
 impl<'a> Worker<'a> {
     pub(super) fn new(engine: &'a Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), spares: Vec::new(), segments: 0, counted: 0 }
+        Self { engine, owned: Vec::new(), place: None }
     }
 
     /// The one worker of a copier without threads, on whichever thread calls. `None`: another thread is it now.
     pub(super) fn inline(engine: &'a Arc<Engine>) -> Option<Self> {
-        let Holdings { owned, spares, segments, counted } = engine.inline.lock().take()?;
-        Some(Self { engine, owned, spares, segments, counted })
+        let Holdings(owned) = engine.inline.lock().take()?;
+        Some(Self { engine, owned, place: None })
     }
 
     /// Ends being the one worker.
     fn leave(mut self) {
-        self.give_back();
-        let held = Holdings {
-            owned: std::mem::take(&mut self.owned),
-            spares: Vec::new(),
-            segments: std::mem::take(&mut self.segments),
-            counted: std::mem::take(&mut self.counted),
-        };
-        *self.engine.inline.lock() = Some(held);
+        self.engine.segments.rest();
+        *self.engine.inline.lock() = Some(Holdings(std::mem::take(&mut self.owned)));
     }
 
     /// Does what can be done without waiting, on a copier without threads. Whether anything has changed.
@@ -283,41 +272,38 @@ impl<'a> Worker<'a> {
 
     /// The caller has written a chunk that had landed, or could not.
     pub(super) fn written(&mut self, n: usize, said: Result<()>) {
-        let Owned { job, chunk, stage, .. } = self.owned.remove(n);
+        let Owned { job, chunk, stage, counts, .. } = self.owned.remove(n);
         if let Some(Stage::Landed(buf)) = stage {
-            self.spares.push(buf);
+            self.give(buf, counts);
         }
-        job.end(&chunk, said.into());
+        self.end(&job, &chunk, said.into());
+    }
+
+    /// A chunk has ended, and its segment was given back.
+    fn end(&self, job: &Job, chunk: &Chunk, end: End) {
+        // Before a caller can hear of the end: nothing of the pool is in use without work.
+        if !self.engine.scheduler.has_work() {
+            self.engine.segments.rest();
+        }
+        job.end(chunk, end);
     }
 
     /// Sleeps until there may be work. `true`: there will be none.
     fn park(&mut self) -> bool {
-        self.give_back();
-        self.engine.leave_pool();
+        self.engine.segments.rest();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
         self.engine.scheduler.park(deadline) == Woken::Closed
     }
 
-    fn give_back(&mut self) {
-        for buf in std::mem::take(&mut self.spares) {
-            drop(buf);
-            self.segment_gone();
-        }
-    }
-
-    /// A segment is not this worker's any more. One that does not count goes last.
-    fn segment_gone(&mut self) {
-        if self.counted == self.segments {
-            self.counted -= 1;
-            self.engine.segment_gone();
-        }
-        self.segments -= 1;
+    /// A segment that no chunk uses any more.
+    fn give(&self, buf: PinnedBuf, counts: bool) {
+        if counts { self.engine.segments.give(buf) } else { drop(buf) }
     }
 
     /// Whether the worker may take another chunk of this job, which needs this.
     fn has_room(&self, job: &Job, needs: Needs) -> bool {
-        let busy = self.segments - self.spares.len();
+        let busy = self.owned.iter().filter(|owned| owned.chunk.most.is_some()).count();
         let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
         self.owned.len() < MOST_CHUNKS && (needs == Needs::Nothing || busy < segments)
     }
@@ -344,7 +330,7 @@ impl<'a> Worker<'a> {
                 Step::Ended(end) => {
                     let Owned { job, chunk, .. } = self.owned.remove(n);
                     Counters::add(&self.engine.counters.chunks, 1);
-                    job.end(&chunk, end);
+                    self.end(&job, &chunk, end);
                     changed = true;
                 }
             }
@@ -391,7 +377,7 @@ impl<'a> Worker<'a> {
                 }
             },
             Stage::Collected { buf, slot } => self.fetch(n, buf, slot),
-            Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(buf, None, End::Dropped),
+            Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(n, buf, None, End::Dropped),
             landed @ Stage::Landed(_) => Step::Same(landed),
             Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
@@ -403,8 +389,8 @@ impl<'a> Worker<'a> {
     /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
     fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        if self.owned[n].chunk.most.is_some() {
-            self.segment_gone();
+        if self.owned[n].counts {
+            self.engine.segments.gone();
         }
         Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
     }
@@ -419,9 +405,9 @@ impl<'a> Worker<'a> {
     }
 
     /// Ends a chunk whose segment no copy uses.
-    fn stopped(&mut self, buf: PinnedBuf, slot: Option<Slot>, end: End) -> Step {
+    fn stopped(&mut self, n: usize, buf: PinnedBuf, slot: Option<Slot>, end: End) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-        self.spares.push(buf);
+        self.give(buf, self.owned[n].counts);
         Step::Ended(end)
     }
 
@@ -446,59 +432,53 @@ impl<'a> Worker<'a> {
         if self.owned.iter().any(others) {
             return false;
         }
-        let buf = match needs {
-            Needs::Nothing => None,
-            Needs::Segment | Needs::SegmentIfAny => match self.segment(job, needs) {
-                Ok(buf) => buf,
-                Err(error) => {
-                    job.fail(error);
-                    return true;
-                }
-            },
+        let got = match needs {
+            Needs::Nothing => Ok(None),
+            Needs::Segment | Needs::SegmentIfAny => self.segment(job, needs == Needs::Segment),
+        };
+        let segment = match got {
+            Ok(segment) => segment,
+            Err(error) => {
+                // With a lost device a pool says that it has nothing more to give, which is not the cause.
+                job.fail(self.engine.device.lost().unwrap_or(error));
+                return true;
+            }
         };
         // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
-        if buf.is_none()
-            && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.segments() > 0)
-        {
+        let is_better = needs == Needs::SegmentIfAny && self.engine.segments.used() > 0;
+        if segment.is_none() && (needs == Needs::Segment || is_better) {
             return false;
         }
-        let Some(chunk) = job.take(buf.is_some()) else {
-            self.spares.extend(buf);
-            return false;
-        };
-        self.prepare(job, chunk, buf);
+        match (job.take(segment.is_some()), segment) {
+            (Some(chunk), segment) => self.prepare(job, chunk, segment),
+            (None, segment) => {
+                segment.into_iter().for_each(|(buf, counts)| self.give(buf, counts));
+                return false;
+            }
+        }
         true
     }
 
-    /// A segment for the next chunk. `None`: not now.
-    fn segment(&mut self, job: &Job, needs: Needs) -> Result<Option<PinnedBuf>> {
-        if let Some(buf) = self.spares.pop() {
-            return Ok(Some(buf));
+    /// A segment for the next chunk, and whether it counts. `None`: not now.
+    fn segment(&mut self, job: &Job, waits: bool) -> Result<Option<(PinnedBuf, bool)>> {
+        let segments = &self.engine.segments;
+        if !job.is_pulled {
+            return Ok(segments.take(job.priority, waits)?.map(|buf| (buf, true)));
         }
-        // A caller that writes the bytes itself has one segment that does not count.
-        let counts = !job.is_pulled || self.segments > self.counted;
-        if counts && !self.engine.count_segment(job.priority, job.is_pulled) {
-            return Ok(None);
+        if self.owned.iter().any(|owned| !owned.counts) {
+            return Ok(segments.take_more(job.priority)?.map(|buf| (buf, true)));
         }
-        match self.engine.segment(needs == Needs::Segment) {
-            Ok(Some(buf)) => {
-                self.segments += 1;
-                self.counted += usize::from(counts);
-                Ok(Some(buf))
-            }
-            other => {
-                if counts {
-                    self.engine.segment_gone();
-                }
-                // With a lost device a pool says that it has nothing more to give, which is not the cause.
-                other.map_err(|error| self.engine.device.lost().unwrap_or(error))
-            }
+        let got = look(self.place.get_or_insert_with(|| segments.ask_pool()));
+        if !matches!(got, Ok(None)) {
+            self.place = None;
         }
+        Ok(got?.map(|buf| (buf, false)))
     }
 
     /// Lays a chunk out, and fills it.
-    fn prepare(&mut self, job: &Arc<Job>, chunk: Chunk, mut buf: Option<PinnedBuf>) {
+    fn prepare(&mut self, job: &Arc<Job>, chunk: Chunk, segment: Option<(PinnedBuf, bool)>) {
         let direction = job.direction;
+        let (mut buf, mut counts) = segment.map_or((None, false), |(buf, counts)| (Some(buf), counts));
         let mut packing = Packing::new(direction, buf.as_mut().zip(chunk.most));
         let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
@@ -513,29 +493,26 @@ impl<'a> Worker<'a> {
         let stage = match (content, buf) {
             (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
             (Ok(Content::Packed), Some(buf)) => Stage::Laid(buf),
-            (Ok(Content::InPlace(transfers, lent)), buf) => {
-                self.spares.extend(buf);
-                Stage::InPlace(transfers, lent)
-            }
-            (Ok(Content::Pages(pages)), buf) => {
-                self.spares.extend(buf);
-                Stage::Pages(pages)
-            }
-            (Ok(Content::Fed { segment, stretch, counts }), buf) => {
-                self.spares.extend(buf);
-                // The caller has counted it, or it does not count.
-                self.segments += 1;
-                self.counted += usize::from(counts);
-                packed.stretches.push(stretch);
-                Stage::Filled(segment)
-            }
             (content, buf) => {
-                self.spares.extend(buf);
-                let error = content.err().unwrap_or(Error::Internal("a chunk has no segment"));
-                return job.end(&chunk, End::Failed(error));
+                // The chunk needs none.
+                buf.into_iter().for_each(|buf| self.give(buf, std::mem::take(&mut counts)));
+                match content {
+                    Ok(Content::InPlace(transfers, lent)) => Stage::InPlace(transfers, lent),
+                    Ok(Content::Pages(pages)) => Stage::Pages(pages),
+                    Ok(Content::Fed { segment, stretch, counts: counted }) => {
+                        counts = counted;
+                        packed.stretches.push(stretch);
+                        Stage::Filled(segment)
+                    }
+                    Ok(Content::Packed) => {
+                        let error = Error::Internal("a chunk has no segment");
+                        return job.end(&chunk, End::Failed(error));
+                    }
+                    Err(error) => return job.end(&chunk, End::Failed(error)),
+                }
             }
         };
-        self.owned.push(Owned { job: job.clone(), chunk, packed, way, stage: Some(stage) });
+        self.owned.push(Owned { job: job.clone(), chunk, packed, way, counts, stage: Some(stage) });
     }
 
     // --- to the device -----------------------------------------------------------------------------------------------
@@ -544,7 +521,7 @@ impl<'a> Worker<'a> {
     fn send(&mut self, n: usize, buf: PinnedBuf) -> Step {
         let Owned { job, chunk, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, None, End::Dropped);
+            return self.stopped(n, buf, None, End::Dropped);
         }
         let slot = match way {
             Way::Batch => None,
@@ -665,7 +642,8 @@ impl<'a> Worker<'a> {
         };
         match (job.direction, buf) {
             (Direction::Up, buf) => {
-                self.spares.extend(buf);
+                let counts = std::mem::take(&mut self.owned[n].counts);
+                buf.into_iter().for_each(|buf| self.give(buf, counts));
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, None) => Step::Ended(End::Arrived),
@@ -682,7 +660,7 @@ impl<'a> Worker<'a> {
                         .unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")))
                         .into()
                 };
-                self.stopped(buf, None, drained)
+                self.stopped(n, buf, None, drained)
             }
         }
     }
@@ -697,7 +675,7 @@ impl<'a> Worker<'a> {
     fn collect(&mut self, n: usize, buf: PinnedBuf) -> Step {
         let Owned { job, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, None, End::Dropped);
+            return self.stopped(n, buf, None, End::Dropped);
         }
         let slot = match way {
             Way::Batch => None,
@@ -739,7 +717,7 @@ impl<'a> Worker<'a> {
     fn fetch(&mut self, n: usize, mut buf: PinnedBuf, slot: Option<Slot>) -> Step {
         let Owned { job, chunk, packed, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, slot, End::Dropped);
+            return self.stopped(n, buf, slot, End::Dropped);
         }
         if !self.engine.may_send(job, chunk.bytes) {
             return Step::Same(Stage::Collected { buf, slot });
@@ -780,11 +758,11 @@ impl<'a> Worker<'a> {
 
     /// Ends all chunks: nothing of them will change any more.
     fn abandon(&mut self) {
-        for Owned { job, chunk, .. } in self.owned.drain(..) {
+        for Owned { job, chunk, counts, .. } in self.owned.drain(..) {
+            if counts {
+                self.engine.segments.gone();
+            }
             job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO)));
-        }
-        for _ in self.spares.len()..self.segments {
-            self.segment_gone();
         }
     }
 }
@@ -792,12 +770,11 @@ impl<'a> Worker<'a> {
 impl Drop for Worker<'_> {
     fn drop(&mut self) {
         if crate::os::forked() {
-            std::mem::forget((std::mem::take(&mut self.owned), std::mem::take(&mut self.spares)));
+            std::mem::forget((std::mem::take(&mut self.owned), self.place.take()));
             return;
         }
         // By a panic only: a worker that returns owns no chunk.
         self.abandon();
-        self.give_back();
     }
 }
 

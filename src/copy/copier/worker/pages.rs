@@ -26,7 +26,7 @@ impl Worker<'_> {
             }
         };
         // The table is in a small segment of its own, which returns by itself.
-        let table = match self.engine.pool.try_checkout(rows * ROW) {
+        let table = match self.engine.segments.pool.try_checkout(rows * ROW) {
             Ok(table) => table,
             Err(_) => {
                 self.engine.ring.give(slot);
