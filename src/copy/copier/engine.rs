@@ -7,7 +7,7 @@ use super::config::Settings;
 use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
 use super::lent::Lent;
 use super::pieces::LEAST;
-use super::ring::{Ring, Slot};
+use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
@@ -217,6 +217,12 @@ impl Engine {
 
     pub(super) fn segment_gone(&self) {
         self.segments.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A slot of the ring. A worker that went to sleep before there was a ring is woken: it frees the ring when that is
+    /// idle. The thread that allocates it may be a caller's, which leaves when its own job is over.
+    pub(super) fn slot(&self) -> Take {
+        self.ring.take(&self.device, || self.scheduler.poke())
     }
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.

@@ -468,7 +468,7 @@ impl<'a> Worker<'a> {
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Filled(buf)),
                 Take::Full | Take::None => None,
@@ -587,7 +587,7 @@ impl<'a> Worker<'a> {
             return Step::Ended(End::Dropped);
         }
         let rows: usize = pages.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-        let slot = if wanted { self.engine.ring.take(&self.engine.device) } else { Take::None };
+        let slot = if wanted { self.engine.slot() } else { Take::None };
         let slot = match slot {
             Take::Slot(slot) => slot,
             Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
@@ -726,7 +726,7 @@ impl<'a> Worker<'a> {
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Laid(buf)),
                 Take::Full | Take::None => None,
