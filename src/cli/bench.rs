@@ -98,11 +98,13 @@ fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<B
     let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     let set_up = |size| {
         set_up(device, threads, size).map_err(|error| {
-            let (size, why) = (amount(size), of_device(device, &error));
-            let text = format!(
-                "{}: no room to measure with copies of {size}: {why}; name less by --size",
-                device.name()
-            );
+            let (name, size, why) = (device.name(), amount(size), of_device(device, &error));
+            // Smaller copies, or fewer threads, may do without what is short.
+            let text = if error.is_retryable() {
+                format!("{name}: no room to measure with copies of {size}: {why}; name less by --size or --threads")
+            } else {
+                format!("{name}: {why}")
+            };
             (error.is_retryable(), CliError::Failed(text))
         })
     };

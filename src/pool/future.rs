@@ -122,10 +122,7 @@ impl Future for CheckoutMany {
         let pool = &self.pool;
         Poll::Ready(match granted {
             Ok(granted) => Ok(pool.entered(granted, self.tags.iter().copied(), self.site)),
-            Err(error) => {
-                pool.failed(&error);
-                Err(error)
-            }
+            Err(error) => Err(pool.failed(error)),
         })
     }
 }

@@ -563,11 +563,7 @@ impl Pool {
         let since = Instant::now();
         match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
-            Err(error) => {
-                let error = self.or_the_end(error);
-                self.failed(&error);
-                Err(error)
-            }
+            Err(error) => Err(self.failed(error)),
         }
     }
 
@@ -577,8 +573,9 @@ impl Pool {
         if !crate::exit::exiting() || !matches!(error, Error::Impossible { .. }) {
             return error;
         }
-        let lost = self.0.devices.iter().find_map(Device::lost);
-        lost.filter(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
+        // Another device of the pool may have been lost before, for a reason of its own.
+        let mut lost = self.0.devices.iter().filter_map(Device::lost);
+        lost.find(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
     }
 
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
@@ -601,11 +598,12 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// Counts a checkout that ended with an error. A timeout makes a report on stuck buffers, at most one in
-    /// [`stuck::REPORT_INTERVAL`].
-    fn failed(&self, error: &Error) {
-        self.0.errors.note(error);
-        if let Error::Timeout(waited) = error {
+    /// The error to report of a checkout that ended with this one, which is counted. A timeout makes a report on stuck
+    /// buffers, at most one in [`stuck::REPORT_INTERVAL`].
+    fn failed(&self, error: Error) -> Error {
+        let error = self.or_the_end(error);
+        self.0.errors.note(&error);
+        if let Error::Timeout(waited) = &error {
             let mut reported = self.0.reported.lock();
             let now = Instant::now();
             if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
@@ -614,6 +612,7 @@ impl Pool {
                 stuck::report(self.name(), *waited, self.centrals(), &self.0.devices);
             }
         }
+        error
     }
 
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is

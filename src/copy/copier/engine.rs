@@ -12,7 +12,7 @@ use super::lent::Lent;
 use super::order::Order;
 use super::permits::Permits;
 use super::pieces::LEAST;
-use super::ring::{Ring, Slot};
+use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
@@ -221,6 +221,12 @@ impl Engine {
     }
 
     // --- permits ---------------------------------------------------------------------------------------------------
+
+    /// A slot of the ring. A worker that went to sleep before there was a ring is woken: it frees the ring when that is
+    /// idle. The thread that allocates it may be a caller's, which leaves when its own job is over.
+    pub(super) fn slot(&self) -> Take {
+        self.ring.take(&self.device, || self.scheduler.poke())
+    }
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
     pub(super) fn may_send(&self, job: &Job, bytes: usize) -> bool {

@@ -74,6 +74,25 @@ fn loom_copier_workers_find_all_chunks() {
     });
 }
 
+/// What was made before a poke is seen by a worker, also by one that looked for it before and parks only now.
+#[test]
+fn loom_copier_a_poked_worker_looks_again() {
+    model("copier: a worker parks, another thread pokes", 3, || {
+        let (scheduler, made) = (Arc::new(Scheduler::<Counted>::new()), Arc::new(AtomicU64::new(0)));
+        let worker = {
+            let (scheduler, made) = (scheduler.clone(), made.clone());
+            loom::thread::spawn(move || {
+                while made.load(Ordering::SeqCst) == 0 {
+                    let _ = scheduler.park(None);
+                }
+            })
+        };
+        made.store(1, Ordering::SeqCst);
+        scheduler.poke();
+        worker.join().unwrap();
+    });
+}
+
 /// A worker that sleeps is woken by a job that starts later.
 #[test]
 fn loom_copier_a_sleeper_is_woken() {

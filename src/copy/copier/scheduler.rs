@@ -5,8 +5,8 @@
 //! job wakes as many workers as it is worth. A job whose chunks come one by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
-//! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. `loom_models` has the model
-//! of that.
+//! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
+//! looks after the device ring, is remembered where no worker is in the list. `loom_models` has the models of both.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -38,6 +38,8 @@ struct SchedulerState<J> {
     jobs: [VecDeque<J>; 2],
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
+    /// No worker slept when one was to look around: the next one does not park.
+    poked: bool,
     closed: bool,
 }
 
@@ -53,8 +55,13 @@ pub(super) enum Woken {
 
 impl<J: Takes + Clone> Scheduler<J> {
     pub(super) fn new() -> Self {
-        let state =
-            SchedulerState { jobs: Default::default(), sleepers: Vec::new(), next_sleeper: 0, closed: false };
+        let state = SchedulerState {
+            jobs: Default::default(),
+            sleepers: Vec::new(),
+            next_sleeper: 0,
+            poked: false,
+            closed: false,
+        };
         Self { state: Mutex::new(state) }
     }
 
@@ -85,10 +92,20 @@ impl<J: Takes + Clone> Scheduler<J> {
         self.state.lock().first().is_some()
     }
 
+    /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else the
+    /// next that would.
+    pub(super) fn poke(&self) {
+        let mut state = self.state.lock();
+        let sleeper = state.sleepers.pop();
+        state.poked |= sleeper.is_none();
+        drop(state);
+        sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
+    }
+
     /// Parks this thread until there may be work, or until the deadline.
     pub(super) fn park(&self, deadline: Option<Instant>) -> Woken {
         let mut state = self.state.lock();
-        if state.first().is_some() {
+        if state.first().is_some() || std::mem::take(&mut state.poked) {
             return Woken::Yes;
         }
         if state.closed {

@@ -525,7 +525,7 @@ impl<'a> Worker<'a> {
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Filled(buf)),
                 Take::Full | Take::None => None,
@@ -679,7 +679,7 @@ impl<'a> Worker<'a> {
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Laid(buf)),
                 Take::Full | Take::None => None,

@@ -17,7 +17,7 @@ impl Worker<'_> {
             return Step::Ended(End::Dropped);
         }
         let rows: usize = pages.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-        let slot = if wanted { self.engine.ring.take(&self.engine.device) } else { Take::None };
+        let slot = if wanted { self.engine.slot() } else { Take::None };
         let slot = match slot {
             Take::Slot(slot) => slot,
             Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
