@@ -336,7 +336,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     for _ in 0..1000 {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let stop_at = (x >> 33) % (len as u64 * 5 / 4);
-        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Auto };
+        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Buffered };
         let source = FileSource::open(file.path()).unwrap().reading(reading);
         let load = copier.upload_file(source, &memory).unwrap();
         while load.progress().done < stop_at && !load.is_over() {
