@@ -1,4 +1,4 @@
-//! The copy copier beside the link: the share of the pinned peak that each way to and from the device reaches.
+//! The copier beside the link: the share of the pinned peak that each way to and from the device reaches.
 //!
 //! # What is measured
 //!
@@ -11,14 +11,13 @@
 //! | row | what it is |
 //! | --- | --- |
 //! | `file_T` | a file of `--file-mib` (1024) in the page cache to the device, T threads |
-//! | `read_T`, `mapped_T` | the same, always by reading, and always by copying from mapped windows |
+//! | `read_T` | the same, by ordinary reads |
 //! | `slice_T` | touched ordinary memory to the device |
 //! | `touched_T` | the device to touched ordinary memory |
 //! | `fresh_T` | the device to a new vector |
 //! | `both_T` | `slice_T` and `touched_T` at once, by a copier each, over both directions of the link at once |
 //! | `both_T_one` | the same by one copier of twice as many threads |
 //! | `both_T_pinned` | the same, with a page-locked source of the upload |
-//! | `.._past`, `.._through` | the same with stores past the processor's caches, and through them |
 //!
 //! Beside each row the bench prints the speed of a plain loop of as many threads in the same round, without a device:
 //! it reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments for each thread.
@@ -30,8 +29,8 @@
 //! bare link right before it, and that copy with copies by threads of the bench (`memcpy`).
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
-//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench copier`, or
-//! the executable by itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
+//! memory` without, `--sweep` for other chunk lengths and depths. `cargo bench --bench bulk`, or the executable by
+//! itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
 //! 4096 --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and the
 //! device's memory is part of the 4 GiB.
 #![allow(missing_docs, unsafe_code)]
@@ -47,7 +46,7 @@ use std::time::{Duration, Instant};
 
 use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
-use pinpool::copier::{FileSource, Priority, Reading, Stores};
+use pinpool::copier::{FileSource, Priority, Reading};
 use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
@@ -221,10 +220,8 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     let counts: &[usize] = if bench.gpu { &[8, 4, 1] } else { &[2, 1] };
     if bench.file.is_some() {
         for &threads in counts {
-            // Each with a copier of its own, and so with a tuning of its own.
             rows.push(file_row(format!("file_{threads}"), bench.copier(threads), Reading::Auto));
             rows.push(file_row(format!("read_{threads}"), bench.copier(threads), Reading::Buffered));
-            rows.push(file_row(format!("mapped_{threads}"), bench.copier(threads), Reading::Mapped));
         }
     }
     let many: &[usize] = if bench.gpu { &[8, 16] } else { &[2, 1] };
@@ -233,27 +230,14 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
         rows.push(touched_row(format!("touched_{threads}"), bench.copier(threads)));
         rows.push(fresh_row(format!("fresh_{threads}"), bench.copier(threads)));
     }
-    // Beside the default.
-    for &threads in many {
-        let copier = bench.builder(threads).stores(Stores::Streaming).build().expect("a copier");
-        rows.push(touched_row(format!("touched_{threads}_past"), copier));
-        let copier = bench.builder(threads).stores(Stores::Cached).build().expect("a copier");
-        rows.push(fresh_row(format!("fresh_{threads}_through"), copier));
-    }
     if flag("sweep") {
         for &threads in many {
-            for (word, stores) in [("cached", Stores::Cached), ("streaming", Stores::Streaming)] {
-                let copier = || bench.builder(threads).stores(stores).build().expect("a copier");
-                rows.push(slice_row(format!("slice_{threads}_{word}"), copier()));
-                rows.push(touched_row(format!("touched_{threads}_{word}"), copier()));
-                rows.push(fresh_row(format!("fresh_{threads}_{word}"), copier()));
-            }
-            for (mib, depth, streams) in SWEEP {
+            for (mib, depth) in SWEEP {
                 let copier = || {
-                    let builder = bench.builder(threads).chunk(mib << 20).depth(depth).streams(streams);
+                    let builder = bench.builder(threads).chunk(mib << 20).depth(depth);
                     builder.build().expect("a copier")
                 };
-                let word = format!("{threads}_{mib}mib_{depth}deep_{streams}s");
+                let word = format!("{threads}_{mib}mib_{depth}deep");
                 rows.push(slice_row(format!("slice_{word}"), copier()));
                 rows.push(touched_row(format!("touched_{word}"), copier()));
                 rows.push(fresh_row(format!("fresh_{word}"), copier()));
@@ -266,9 +250,8 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     rows
 }
 
-/// What `--sweep` tries: mebibytes of a chunk, chunks in flight, and streams.
-const SWEEP: [(usize, usize, usize); 7] =
-    [(2, 16, 8), (4, 2, 2), (4, 4, 4), (4, 8, 4), (4, 12, 12), (8, 4, 4), (8, 8, 8)];
+/// What `--sweep` tries: mebibytes of a chunk, and chunks in flight.
+const SWEEP: [(usize, usize); 7] = [(2, 16), (4, 2), (4, 4), (4, 8), (4, 12), (8, 4), (8, 8)];
 
 /// Gate and aim of a row, over the peak.
 fn gate(row: &str) -> Option<(f64, Option<f64>)> {
@@ -287,7 +270,7 @@ fn gate(row: &str) -> Option<(f64, Option<f64>)> {
 fn main() {
     // `cargo test` runs benches with this argument.
     if flag("test") {
-        return println!("copier: not a test");
+        return println!("bulk: not a test");
     }
     let device = option("device")
         .map_or_else(|| Device::open("cuda:0").or_else(|_| Device::open("host")), |name| Device::open(&name));
@@ -367,7 +350,7 @@ fn main() {
     let mut loops: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut pairs = pairs(&bench);
     let mut together: Vec<Vec<f64>> = vec![Vec::new(); pairs.len()];
-    // Once for warming up, and for the copiers' own measurements.
+    // Once for warming up: the copiers' threads start, and the device's memory is touched.
     for Row { name, run, .. } in &mut rows {
         let (seconds, bytes) = run(&mut bench);
         println!("warm: {name}: {:.2} GB/s", bytes as f64 / seconds / 1e9);
@@ -439,7 +422,7 @@ fn main() {
             over.high,
             Spread::of(loops).mid
         );
-        line(format!("pipeline_mb_per_s_{name}"), 1, mega(spread));
+        line(format!("bulk_mb_per_s_{name}"), 1, mega(spread));
         line(format!("plain_loop_mb_per_s_{name}"), *threads, mega(Spread::of(loops)));
         let gate = if gpu { gate(name) } else { (name == "slice_2").then_some((0.85, None)) };
         if let Some((gate, aim)) = gate {
@@ -449,15 +432,15 @@ fn main() {
     for (name, taken) in PAIRS.iter().zip(&together) {
         let over = Spread::of(&taken.iter().map(|rate| rate / both).collect::<Vec<_>>());
         println!("{name:<20} {:>7.2} GB/s   {:.3} of the bare link's both", Spread::of(taken).mid, over.mid);
-        line(format!("pipeline_mb_per_s_{name}"), 1, mega(Spread::of(taken)));
+        line(format!("bulk_mb_per_s_{name}"), 1, mega(Spread::of(taken)));
         if *name == PAIRS[0] {
             at_least("both directions at once over the bare link's", over, 0.9, None);
         }
     }
     drop(link);
-    for (mib, depth, streams) in SWEEP.iter().filter(|_| flag("sweep")) {
-        print!("chunks of {mib} MiB, {depth} on the wire, {streams} streams:");
-        let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth).streams(*streams);
+    for (mib, depth) in SWEEP.iter().filter(|_| flag("sweep")) {
+        println!("chunks of {mib} MiB, {depth} in flight:");
+        let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth);
         foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
     }
     foreground(&bench, bench.copier(bench.cores.min(8)), peaks[UP]);
@@ -471,7 +454,7 @@ fn mega(Spread { low, mid, high }: Spread) -> Spread {
     Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 }
 }
 
-const PAIRS: [&str; 4] = ["both_8", "both_8_one", "both_8_pinned", "both_8_past"];
+const PAIRS: [&str; 3] = ["both_8", "both_8_one", "both_8_pinned"];
 
 /// A row with both directions at once. Returns seconds, and bytes.
 type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usize) + 'a>);
@@ -481,7 +464,6 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
     let threads = bench.cores.min(8);
     let two = [bench.copier(threads), bench.copier(threads)];
     let one = bench.copier(2 * threads);
-    let past = [0, 1].map(|_| bench.builder(threads).stores(Stores::Streaming).build().expect("a copier"));
     let staged = |[up, down]: [Copier; 2]| {
         move |bench: &mut Bench, _: &mut Link| {
             let Bench { source, target, memory, .. } = bench;
@@ -514,7 +496,6 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
         (PAIRS[0], Box::new(staged(two))),
         (PAIRS[1], Box::new(staged([one.clone(), one]))),
         (PAIRS[2], Box::new(pinned)),
-        (PAIRS[3], Box::new(staged(past))),
     ]
 }
 
@@ -570,11 +551,11 @@ fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
         (moved, took) = load.join().expect("loads");
         busy
     });
-    let wire = bulk.chunk() as f64 / peak / 1e3;
+    let chunk = bulk.chunk() as f64 / peak / 1e3;
     println!(
         "bulk load meanwhile: {:.2} GB/s; two chunks take {:.1} us",
         moved as f64 / took / 1e9,
-        2.0 * wire
+        2.0 * chunk
     );
     let kinds = ["direct", "direct, way given", "copier"];
     for (what, (idle, busy)) in kinds.iter().zip(idle.iter().zip(&busy)) {
@@ -584,7 +565,7 @@ fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
             quantile(idle, 0.5),
             quantile(busy, 0.5)
         );
-        let over = during / (before + 2.0 * wire);
+        let over = during / (before + 2.0 * chunk);
         if *what == "direct" {
             // The copier is not told of the foreground copy.
             println!("its p99 during the load over idle p99 and two chunks: {over:.3}");

@@ -46,9 +46,9 @@ pub enum Command {
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
     /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the copier on ordinary memory, 16 KiB pieces from scattered places sent by a copier, and
-    /// copies in memory. Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at
-    /// the target are compared with the source.
+    /// threads the copier on ordinary memory, the copier on 16 KiB pieces from scattered places, and copies in memory.
+    /// Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at the target are
+    /// compared with the source.
     #[command(after_help = EXIT_STATUS)]
     Bench(BenchArgs),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms

@@ -13,7 +13,7 @@
 //! the CPU touches the bytes.
 //!
 //! The pageable path is the driver's own copy of ordinary memory; the copier copies the same memory. The pieces are
-//! scattered over that memory, and one call of a copier with as many threads uploads them.
+//! scattered over that memory, and one call of the copier uploads them.
 //!
 //! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
 
@@ -45,7 +45,7 @@ const PIECE: usize = 16 << 10;
 /// The largest page size of a system: a pool's capacity is in whole pages.
 const LARGEST_PAGE: usize = 64 << 10;
 /// The most page-locked memory of the copier.
-const PIPELINE_SHARE: usize = 256 << 20;
+const COPIER_SHARE: usize = 256 << 20;
 /// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the copier's memory,
 /// and on the host device the device's memory.
 const SIZES_TAKEN: usize = 5;
@@ -148,7 +148,7 @@ fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
 fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
     let link = (0..BUFFERS).map(|_| pinned(device, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
-    let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
+    let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
     let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
     pool.wait_pinned(None)?;
     let copier = Copier::builder(&pool, device).threads(threads).share(share).build()?;
@@ -447,7 +447,7 @@ mod tests {
         }
         for size in [LEAST_SIZE, 100 << 20, USUAL_SIZE] {
             // The memory that `set_up` uses, as far as it grows with the size.
-            let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
+            let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
             assert!(4 * size + share <= SIZES_TAKEN * size, "{size}");
         }
         // Linux 6.11 to 6.13 pins at most 1 GiB for a GPU in one call. A pool for one buffer stays below that.

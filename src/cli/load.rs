@@ -1,4 +1,4 @@
-//! `pinpool load`: files go to device memory through the copy copier, and with `--verify` back again.
+//! `pinpool load`: files go to device memory through a copier, and with `--verify` back again.
 //!
 //! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
 //! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything, and checksums are

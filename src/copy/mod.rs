@@ -10,7 +10,6 @@ mod captured;
 pub mod copier;
 mod host;
 mod overlap;
-
 mod queue;
 
 use std::ops::{DerefMut, RangeBounds};

@@ -36,6 +36,8 @@ fn is_bench(report: &Value) {
     assert_eq!(
         keys,
         [
+            "copier_download_gb_per_s",
+            "copier_upload_gb_per_s",
             "device",
             "error",
             "memcpy_gb_per_s",
@@ -43,8 +45,6 @@ fn is_bench(report: &Value) {
             "pieces_gb_per_s",
             "pinned_peak_download_gb_per_s",
             "pinned_peak_upload_gb_per_s",
-            "pipeline_download_gb_per_s",
-            "pipeline_upload_gb_per_s",
             "rounds",
             "size_bytes",
             "threads",

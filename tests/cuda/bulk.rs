@@ -1,18 +1,15 @@
-//! The copy copier on a GPU, or on the stand-in driver: bytes copied there come back unchanged, and files are copied
-//! from where the page cache has them.
+//! A copier's transfers of slices, sources and files on a GPU, or on the stand-in driver: bytes copied there come back
+//! unchanged, and files arrive whole or with an error.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "the doubles call a driver")]
-
-use std::time::Duration;
 
 use pinpool::copier::{FileSink, FileSource, Priority, Reading};
 use pinpool::{Copier, Device, Error, Pool, Unpinned};
 
 use crate::support::doubles::StandIn;
-use crate::support::doubles::gpu::{on_gpu, on_stand_in, on_stand_in_leaking, until};
+use crate::support::doubles::gpu::{on_gpu, on_stand_in, until};
 use crate::support::rig::pattern;
-use crate::support::skip;
 
 const LEN: usize = (6 << 20) + 4321;
 

@@ -215,10 +215,6 @@ impl Driver for HostDriver {
         let _ = self.last.set(last);
     }
 
-    fn holds_pages(&self) -> bool {
-        false
-    }
-
     fn takes_ordinary_memory(&self) -> bool {
         true
     }

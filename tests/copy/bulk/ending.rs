@@ -1,4 +1,4 @@
-//! Transfers that stop: what they leave on the wire, with workers and in the memory of handles that outlive them.
+//! Transfers that stop: what they leave in flight, with workers and in the memory of handles that outlive them.
 
 use std::borrow::Cow;
 use std::future::Future as _;

@@ -80,7 +80,7 @@ fn round_trip(rig: &Rig, copier: Copier) {
 }
 
 #[test]
-fn a_download_can_be_written_to_a_feed_of_the_same_pipeline() {
+fn a_download_can_be_written_to_a_feed_of_the_same_copier() {
     let rig = Rig::plain();
     round_trip(&rig, rig.copier());
     round_trip(&rig, rig.copier().with_priority(Priority::Foreground));

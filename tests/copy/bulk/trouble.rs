@@ -327,7 +327,7 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
 #[test]
 fn a_thousand_loads_aborted_at_random_points() {
     let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
-    // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to
+    // Some of the workers stay awake, whatever the machine; and little is in flight, so that there is something to
     // stop.
     let copier = rig.builder().depth(2).build().unwrap();
     let len = 768 << 10;
@@ -340,7 +340,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     for _ in 0..1000 {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let stop_at = (x >> 33) % (len as u64 * 5 / 4);
-        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Auto };
+        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Buffered };
         let source = FileSource::open(file.path()).unwrap().reading(reading);
         let load = copier.upload_file(source, &memory).unwrap();
         while load.progress().done < stop_at && !load.is_over() {
@@ -515,7 +515,7 @@ fn a_waker_that_panics_does_so_alone() {
     }
 }
 
-/// Parts of a chunk that were submitted before one was refused are on the wire: until they are through the transfer is
+/// Parts of a chunk that were submitted before one was refused are in flight: until they are through the transfer is
 /// not over, and nothing that uses the memory later begins.
 #[test]
 fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
@@ -532,7 +532,7 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
         let load = copier.upload_ranges(bytes.clone(), pieces.to_vec()).unwrap();
         let later = copier.upload(new.clone(), memory.slice(..1000).unwrap()).unwrap();
         std::thread::sleep(Duration::from_millis(50));
-        assert!(!load.is_over() && !later.is_over(), "a copy is on the wire");
+        assert!(!load.is_over() && !later.is_over(), "a copy is in flight");
         rig.node.resume(0);
         assert!(load.wait().is_err());
         later.wait().unwrap();

@@ -1,4 +1,4 @@
-//! Transfers that wait for a segment, for a place on the wire or for the pool, where only other transfers can make
+//! Transfers that wait for a segment, for a permit or for the pool, where only other transfers can make
 //! room: they go on when there is some.
 
 use std::borrow::Cow;
@@ -184,7 +184,7 @@ fn what_waits_for_the_rate_goes_on_when_there_is_none() {
     }
 }
 
-/// A chunk that lands for its caller leaves the wire, and wakes no worker by that.
+/// A chunk that lands for its caller is in flight no more, and wakes no worker by that.
 #[test]
 fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
     struct Waits<F: FnMut()>(Option<F>);
@@ -244,7 +244,7 @@ impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
     }
 }
 
-/// An arrival frees a place on the wire and brings a chunk to be drained: two workers are woken.
+/// An arrival makes room for a copy and brings a chunk to be drained: two workers are woken.
 #[test]
 fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let rig = Rig::plain();
@@ -320,7 +320,7 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
     }
 }
 
-/// The same beside a transfer that needs neither workers nor segments, and keeps the wire busy.
+/// The same beside a transfer that needs neither workers nor segments, and keeps the link busy.
 #[test]
 fn a_task_is_looked_after_beside_a_busy_wire() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
