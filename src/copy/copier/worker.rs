@@ -484,7 +484,7 @@ impl<'a> Worker<'a> {
             // SAFETY: the chunk was taken and is not prepared yet.
             unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
-        let content = prepared.unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")));
+        let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let (stretches, bytes) = packing.shape();
         let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
         let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
@@ -657,7 +657,7 @@ impl<'a> Worker<'a> {
                     // SAFETY: the chunk was taken and has not ended.
                     let drain = || unsafe { job.work() }.drain(chunk, &buf);
                     foreign::survive("the work of a transfer panicked: the transfer fails", drain)
-                        .unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")))
+                        .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
                         .into()
                 };
                 self.stopped(n, buf, None, drained)
