@@ -8,7 +8,7 @@
 //!
 //! | row | what it is |
 //! | --- | --- |
-//! | `pipeline` | the pipeline itself: the same range of the same file to the same memory, as one transfer of bytes |
+//! | `copier` | the copier itself: the same range of the same file to the same memory, as one transfer of bytes |
 //! | `load` | an opened checkpoint into existing device memory |
 //! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
 //! | `open` | the same, the header read within the time as well |
@@ -22,12 +22,12 @@
 //!
 //! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
 //! load started: tensors selected and placed, the transfer begun), `first` (from there to the first tensor), `hand_out`
-//! (all tensors of a load that is complete). The time between these is the pipeline's. `--only parts` runs only these.
+//! (all tensors of a load that is complete). The time between these is the copier's. `--only parts` runs only these.
 //!
 //! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
 //! no other round begins when 8 s have passed. Each part prints when it ends.
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks, `--no-peer`.
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the copier's chunks, `--no-peer`.
 //! `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
 #![allow(missing_docs, unsafe_code)]
 
@@ -42,9 +42,9 @@ use std::time::{Duration, Instant};
 
 use link::{Link, UP};
 use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
-use pinpool::pipeline::{FileSource, Pipeline};
+use pinpool::copier::FileSource;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Device, DeviceBuffer, Pool, Unpinned};
+use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
 
 /// The peer's program, which prints the seconds of each load, one a line.
 const PEER: &str = "benches/peers/safetensors_load.py";
@@ -86,14 +86,14 @@ struct LoadSetup<'a> {
     path: &'a Path,
     bytes: usize,
     checkpoint: Checkpoint,
-    pipeline: &'a Pipeline,
+    copier: &'a Copier,
     memory: &'a DeviceBuffer,
 }
 
 impl LoadSetup<'_> {
     /// Device memory for the rows that do not allocate.
     fn load(&self, sums: bool) -> Vec<DeviceTensor> {
-        let loader = self.checkpoint.loader(self.pipeline).checksums(sums);
+        let loader = self.checkpoint.loader(self.copier).checksums(sums);
         loader.memory(|len| self.memory.slice(..len)).load().expect("the transfer completes")
     }
 
@@ -107,7 +107,7 @@ impl LoadSetup<'_> {
     /// Checks every byte on the device.
     fn check(&self) {
         let tensors = self.load(true);
-        let back = device_checksums(self.pipeline, &tensors).expect("comes back");
+        let back = device_checksums(self.copier, &tensors).expect("comes back");
         for (tensor, back) in tensors.iter().zip(back) {
             assert_eq!(tensor.checksum(), Some(back), "{}", tensor.name());
             let right = self.checkpoint.file_checksum(tensor.name()).expect("is read");
@@ -119,20 +119,20 @@ impl LoadSetup<'_> {
     fn row(&self, row: &str) -> f64 {
         let since = Instant::now();
         let tensors = match row {
-            "pipeline" => {
+            "copier" => {
                 let source = FileSource::open(self.path).and_then(|file| file.range(self.range()));
                 let since = Instant::now();
                 let source = source.expect("a file");
-                let sent = self.pipeline.upload_file(source, self.memory.slice(..self.bytes));
+                let sent = self.copier.upload_file(source, self.memory.slice(..self.bytes));
                 sent.expect("starts").wait().expect("the transfer completes");
                 return since.elapsed().as_secs_f64();
             }
             "load" => self.load(false),
             "sums" => self.load(true),
-            "alloc" => self.checkpoint.loader(self.pipeline).load().expect("the transfer completes"),
+            "alloc" => self.checkpoint.loader(self.copier).load().expect("the transfer completes"),
             _ => {
                 let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
-                checkpoint.loader(self.pipeline).load().expect("the transfer completes")
+                checkpoint.loader(self.copier).load().expect("the transfer completes")
             }
         };
         let taken = since.elapsed().as_secs_f64();
@@ -148,7 +148,7 @@ impl LoadSetup<'_> {
         let open = micros(since);
         drop(checkpoint);
         let since = Instant::now();
-        let loader = self.checkpoint.loader(self.pipeline).memory(|len| self.memory.slice(..len));
+        let loader = self.checkpoint.loader(self.copier).memory(|len| self.memory.slice(..len));
         let mut loading = loader.start().expect("starts");
         let plan = micros(since);
         let since = Instant::now();
@@ -171,7 +171,7 @@ impl LoadSetup<'_> {
 /// The fewest rounds, and the time after which no other round of a file begins.
 const ENOUGH: usize = 3;
 const LONGEST: Duration = Duration::from_secs(8);
-const ROWS: [&str; 5] = ["pipeline", "load", "alloc", "open", "sums"];
+const ROWS: [&str; 5] = ["copier", "load", "alloc", "open", "sums"];
 const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
 
 fn main() {
@@ -218,13 +218,13 @@ fn main() {
     let pool = builder.build().expect("memory for a pool");
     pool.wait_pinned(None).expect("pinning ends");
     let threads = cores.min(8);
-    let builder = Pipeline::builder(&pool, &device).threads(threads).share(256 << 20);
+    let builder = Copier::builder(&pool, &device).threads(threads).share(256 << 20);
     let chunk = option("chunk-kib").map(|kib| kib.parse::<usize>().expect("a number") << 10);
-    let pipeline = match chunk {
+    let copier = match chunk {
         Some(chunk) => builder.chunk(chunk),
         None => builder,
     };
-    let pipeline = pipeline.build().expect("a pipeline");
+    let copier = copier.build().expect("a copier");
     let longest = files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20);
     let memory = device.alloc(link_bytes.max(longest)).expect("device memory");
     let mut link = Link::new(&pool, &device, link_bytes, &[UP]);
@@ -238,7 +238,7 @@ fn main() {
 
     for (name, path, bytes) in &files {
         let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-        let setup = LoadSetup { name, path, bytes: *bytes, checkpoint, pipeline: &pipeline, memory: &memory };
+        let setup = LoadSetup { name, path, bytes: *bytes, checkpoint, copier: &copier, memory: &memory };
         // Also for warming up.
         setup.check();
         println!("{name}: every byte is right, {:.1} s since the start", begun.elapsed().as_secs_f64());
@@ -311,7 +311,7 @@ impl LoadSetup<'_> {
         let Self { name, bytes, .. } = self;
         println!(
             "{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s; a plain loop of {threads} threads reads it at {:.2} GB/s ({:.2} to {:.2})",
-            self.pipeline.device().name(),
+            self.copier.device().name(),
             memory.mid,
             memory.low,
             memory.high
@@ -320,10 +320,10 @@ impl LoadSetup<'_> {
             let rates = self.rates(seconds.values(row));
             let Spread { low, mid, high } = Spread::of(&rates);
             let over = Spread::of(&rates.iter().map(|rate| rate / peak).collect::<Vec<_>>());
-            // Each row over the pipeline's own row.
+            // Each row over the copier's own row.
             let beside = seconds.ratio(0, row);
             println!(
-                "{name}_{what:<12} {mid:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3}), {:.3} of the pipeline ({:.3} to {:.3})",
+                "{name}_{what:<12} {mid:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3}), {:.3} of the copier ({:.3} to {:.3})",
                 over.mid, over.low, over.high, beside.mid, beside.low, beside.high
             );
             line(

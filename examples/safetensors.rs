@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use pinpool::pipeline::Pipeline;
+use pinpool::copier::Copier;
 use pinpool::safetensors::{Checkpoint, device_checksums};
 use pinpool::{Device, Pool, Unpinned};
 
@@ -26,14 +26,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = Device::open("auto")?;
     // A server leaves `unpinned` at its default, which is to refuse. This example runs under any memlock limit.
     let pool = Pool::builder(&device).capacity(256 << 20).unpinned(Unpinned::Allow).build()?;
-    let pipeline = Pipeline::builder(&pool, &device).build()?;
+    let copier = Copier::builder(&pool, &device).build()?;
 
     // Reads the headers and checks them.
     let checkpoint = Checkpoint::open(path)?;
     println!("{} tensors, {} bytes in all, to {}", checkpoint.len(), checkpoint.bytes(), device.name());
 
     let start = Instant::now();
-    let mut loader = checkpoint.loader(&pipeline).checksums(true);
+    let mut loader = checkpoint.loader(&copier).checksums(true);
     if let Some(prefix) = args.next() {
         loader = loader.prefix(prefix);
     }
@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("all of {} after {:?}", tensors.len(), start.elapsed());
 
     // The bytes on the device are those that were read.
-    let back = device_checksums(&pipeline, &tensors)?;
+    let back = device_checksums(&copier, &tensors)?;
     assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
     for tensor in tensors.iter().take(5) {
         println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());

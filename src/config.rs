@@ -269,8 +269,9 @@ impl PoolBuilder {
         }
         let initial = match self.initial {
             Some(bytes) if down(bytes) > left => {
-                let (bytes, left) = (amount(bytes), amount(left));
-                return wrong(format!("{bytes} to start with are more than the capacity of {left}"));
+                // Both may read alike, so the difference is told.
+                let (bytes, more, left) = (amount(bytes), amount(bytes - left), amount(left));
+                return wrong(format!("{bytes} to start with are {more} more than the capacity of {left}"));
             }
             // Each node starts with its part, at least a page.
             Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),

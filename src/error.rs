@@ -459,9 +459,9 @@ pub enum Error {
     /// alignment. The text says which. Remedy: another length, or [`Request::align`](crate::Request::align).
     #[error("the bytes cannot be viewed as this type: {}", shown(.0))]
     View(String),
-    /// The source of a transfer could not be read. Of a transfer that had begun, only the bytes that
-    /// [`Progress::landed_to`](crate::pipeline::Progress::landed_to) counts are on the device. Remedy: `text` and
-    /// `kind` have the system's reason; then start again.
+    /// The source of a transfer could not be read. Of a transfer that had begun, the bytes before
+    /// [`Progress::landed_to`](crate::copier::Progress::landed_to) are on the device; which others are is not known.
+    /// Remedy: `text` and `kind` have the system's reason; then start again.
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or the name of another source.

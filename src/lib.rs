@@ -53,7 +53,7 @@
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured |
 //! | make many small copies | [`Device::copy_queue`]; [`Stream::wait_for_copy`] to order other work behind a copy |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
-//! | move gigabytes | the module [`pipeline`]; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
+//! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
 //! | end | [`Pool::trim`], [`Pool::shutdown`]; [`Device::close`] waits until the driver has everything back. Dropping never waits, and buffers that are out stay usable |
@@ -84,8 +84,8 @@
 //!   [`Error::Unsupported`].
 //! - **Signals.** The crate's threads block signals. Threads and processes that such code starts there inherit the mask
 //!   (`std::process::Command` keeps it): set another one for a process that is to receive `SIGTERM`.
-//! - **Code for one call**: a reader for [`upload_read`](pipeline::Pipeline::upload_read), a writer or a closure, which
-//!   runs on the caller's thread, may panic through that call. The call first waits for its copies.
+//! - **Code for one call**: a reader for [`upload_read`](Copier::upload_read), a writer or a closure, which runs on the
+//!   caller's thread, may panic through that call. The call first waits for its copies.
 //!
 //! # Features
 //!
@@ -158,7 +158,7 @@
 // | config              | how a pool is set up                                                             |        |
 // | telemetry::stuck    | the report on buffers that have been out for long                                |        |
 // | pool                | the public face: trying, growing, waiting, ending                                | yes    |
-// | copy                | copies of buffers to devices and back; the pipeline, the copy queue, the copier  | yes    |
+// | copy                | copies of buffers to devices and back; the copy queue, the copier                | yes    |
 // | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
@@ -199,10 +199,9 @@ mod timer;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::pipeline;
+pub use copy::copier;
 pub use copy::{
-    Copier, CopierBuilder, CopierStats, CopyProgress, CopyQueue, Copying, DeviceRange, GraphBuf, Landing,
-    QueueOptions, QueueStats,
+    Copier, CopierBuilder, CopierStats, CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats,
 };
 pub use device::HostAllocFlags;
 #[doc(hidden)]

@@ -284,27 +284,6 @@ pub(crate) fn own() -> Option<Own> {
     OWN.get().or_else(|| LANDING.with(std::cell::Cell::get).then_some(Own::Reaper))
 }
 
-std::thread_local! {
-    static FREE_TO_WAIT: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-}
-
-/// Runs a wait for memory on a thread of the crate's that owns nothing that such a wait could be for.
-pub(crate) fn free_to_wait<R>(wait: impl FnOnce() -> R) -> R {
-    struct Before(bool);
-    impl Drop for Before {
-        fn drop(&mut self) {
-            FREE_TO_WAIT.set(self.0);
-        }
-    }
-    let _before = Before(FREE_TO_WAIT.replace(true));
-    wait()
-}
-
-/// Whether a wait for memory could be for this thread itself.
-pub(crate) fn must_not_wait() -> bool {
-    own().is_some() && !FREE_TO_WAIT.get()
-}
-
 /// Whether this thread is the reaper or does the reaper's work now. Such a thread must not wait for a completion.
 pub(crate) fn finds_out() -> bool {
     OWN.get() == Some(Own::Reaper) || LANDING.with(std::cell::Cell::get)

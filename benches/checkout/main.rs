@@ -43,7 +43,7 @@
 //! `cargo bench --bench checkout`, or the executable by itself. With `--bench` it runs each group by criterion and then
 //! prints its table; without it, only the table. `--only GROUP,GROUP` runs some groups. `PINPOOL_BENCH_THREADS=1,2,4`
 //! sets the numbers of threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set
-//! these. `--pairs N` only makes N checkouts and returns, for a tool that counts instructions (`.ci/instructions`).
+//! these. (`.ci/instructions` counts the instructions of the first group's operation, in a program of its own.)
 #![allow(missing_docs, unsafe_code)]
 
 /// The crate's own file, which is not part of its public interface.
@@ -135,9 +135,6 @@ fn group(c: &mut Criterion, group: &Group) {
 }
 
 fn main() {
-    if let Some(pairs) = measure::option("pairs") {
-        return pair::count(pairs.parse().expect("--pairs is a number"));
-    }
     let quick = measure::quick();
     let list = std::env::var("PINPOOL_BENCH_THREADS").unwrap_or_else(|_| "1,2".into());
     let threads: Vec<usize> = list.split(',').filter_map(|n| n.trim().parse().ok()).collect();

@@ -162,13 +162,3 @@ pub fn live_parts() -> Vec<Contender> {
         entry("harness_in_order", Harness, Work::InOrder, mixed),
     ]
 }
-
-/// Makes `pairs` checkouts and returns on this thread, and nothing else: for a tool that counts instructions.
-pub fn count(pairs: u64) {
-    let pool = pool(64 << 20);
-    let store = PinpoolPlain { pool, len: PLAIN[0] };
-    for _ in 0..pairs {
-        let buf = store.take(&mut (), black_box(0));
-        store.give(&mut (), buf);
-    }
-}

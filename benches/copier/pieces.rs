@@ -68,7 +68,7 @@ pub fn pageable(device: &Device) {
                         scope.spawn(|| {
                             copier
                                 .upload_pieces(pieces)
-                                .and_then(|sent| sent.wait())
+                                .and_then(|sent| Ok(sent.wait()?))
                                 .expect("the device works");
                         });
                     }
@@ -194,7 +194,7 @@ pub fn pinned(device: &Device) {
         let pieces: Vec<(&[u8], DeviceSlice)> =
             came.iter().enumerate().map(|(place, buf)| (&buf[..], setup.range(place))).collect();
         (_, turn[1]) = setup.speed(true, || {
-            copier.upload_pieces(&pieces).and_then(|sent| sent.wait()).expect("the device works");
+            copier.upload_pieces(&pieces).and_then(|sent| Ok(sent.wait()?)).expect("the device works");
         });
         drop(pieces);
         came.iter_mut().for_each(|buf| buf.fill(1));

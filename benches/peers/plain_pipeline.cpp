@@ -1,4 +1,4 @@
-// Plain loops beside the pipeline: the staging written by hand, and the speed of the machine's memory without any device.
+// Plain loops beside the copier: the staging written by hand, and the speed of the machine's memory without any device.
 // Two segments of page-locked memory for each thread, a few streams, an event for each copy, a counter from which the
 // threads take the chunks.
 //

@@ -10,7 +10,7 @@
 //! two of them or two pieces of one met, and where one has failed.
 //!
 //! - A transfer that ends well has moved every byte, and so has one that ends otherwise in the pieces before
-//!   [`landed_to`](pinpool::CopyProgress::landed_to). Nothing beside the pieces is written, on either side.
+//!   [`landed_pieces`](pinpool::copier::Progress::landed_pieces). Nothing beside the pieces is written, on either side.
 //! - Buffers come back in their order with their bytes, from a call that is refused too.
 //! - A call has read what it borrows when it returns: the source is overwritten then.
 //! - Without a fault of the input's there is no error.
@@ -26,8 +26,11 @@ use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
+use pinpool::copier::Transfer;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, Copying, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
+};
 
 /// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 24;
@@ -120,10 +123,13 @@ struct Plan {
     cancelled: bool,
 }
 
+/// What comes of buffers.
+type Came = Result<Vec<PinnedBuf>, SubmitError<Vec<PinnedBuf>>>;
+
 enum Flight {
-    Up(Copying, Plan),
-    UpOwned(Copying<Vec<PinnedBuf>>, Plan),
-    DownOwned(Copying<Vec<PinnedBuf>>, Plan),
+    Up(Transfer, Plan),
+    UpOwned(Transfer<Vec<PinnedBuf>>, Plan),
+    DownOwned(Transfer<Vec<PinnedBuf>>, Plan),
 }
 
 struct World {
@@ -198,9 +204,11 @@ impl World {
             pool.pin_threads(1).build().expect("a sane configuration")
         };
         let from = pool(1 << 20);
-        let pool = pool(segments * (chunk + chunk / 4) + (64 << 10));
+        // A segment has room beside its chunk, and is rounded to its class.
+        let share = segments * (chunk + chunk / 4 + (24 << 10));
+        let pool = pool(share + (64 << 10));
         foreign::behave(setup.mood, &pool);
-        let copier = Copier::builder(&pool, &device).threads(3).chunk(chunk).share(segments * chunk);
+        let copier = Copier::builder(&pool, &device).threads(3).chunk(chunk).share(share);
         let copier = copier.build().expect("a sane configuration");
         let memories = (0..MEMORIES).map(|_| device.alloc(MEMORY).expect("nothing fails yet")).collect();
         Some(Self {
@@ -504,13 +512,13 @@ impl World {
 
     fn wait(&mut self, at: usize) {
         match self.flights.swap_remove(at) {
-            Flight::Up(mut handle, plan) => {
+            Flight::Up(handle, plan) => {
                 // Waited for first, so that what has landed is known after an error as well.
-                let landed = self.over(&mut handle);
+                let landed = self.over(&handle);
                 self.came_up(handle.wait(), plan, landed);
             }
-            Flight::UpOwned(mut handle, plan) => {
-                let landed = self.over(&mut handle);
+            Flight::UpOwned(handle, plan) => {
+                let landed = self.over(&handle);
                 let came = handle.wait();
                 self.came_up_owned(came, plan, landed);
             }
@@ -522,37 +530,37 @@ impl World {
     }
 
     /// Waits until a transfer is over: how many of its pieces have arrived.
-    fn over<T>(&self, handle: &mut Copying<T>) -> usize {
-        let _ = handle.wait_landed(usize::MAX);
+    fn over<T>(&self, handle: &Transfer<T>) -> usize {
+        let _ = handle.wait_pieces(usize::MAX);
         assert!(handle.is_over());
-        handle.progress().landed_to
+        handle.progress().landed_pieces
     }
 
-    fn came_up(&mut self, came: Result<(), Error>, plan: Plan, landed: usize) {
+    fn came_up<T>(&mut self, came: Result<T, SubmitError<T>>, plan: Plan, landed: usize) {
         match came {
-            Ok(()) => self.ends(&plan, usize::MAX),
-            Err(error) => {
-                self.failed(&error, plan.cancelled);
+            Ok(_) => self.ends(&plan, usize::MAX),
+            Err(said) => {
+                self.failed(&said.error, plan.cancelled);
                 self.ends(&plan, landed);
             }
         }
     }
 
-    fn came_up_owned(&mut self, came: Result<Vec<PinnedBuf>, Error>, plan: Plan, landed: usize) {
+    fn came_up_owned(&mut self, came: Came, plan: Plan, landed: usize) {
         if let Ok(came) = &came {
             assert_eq!(came.len(), plan.bytes.len());
             came.iter().zip(&plan.bytes).for_each(|(buf, sent)| compare(buf, sent, "a buffer that was sent"));
         }
-        self.came_up(came.map(drop), plan, landed);
+        self.came_up(came, plan, landed);
     }
 
-    fn came_down(&self, came: Result<Vec<PinnedBuf>, Error>, plan: &Plan) {
+    fn came_down(&self, came: Came, plan: &Plan) {
         match came {
             Ok(came) => {
                 assert_eq!(came.len(), plan.bytes.len());
                 came.iter().zip(&plan.bytes).for_each(|(buf, bytes)| compare(buf, bytes, "a buffer that came"));
             }
-            Err(error) => self.failed(&error, plan.cancelled),
+            Err(said) => self.failed(&said.error, plan.cancelled),
         }
     }
 
@@ -560,14 +568,14 @@ impl World {
         match self.flights.swap_remove(at) {
             Flight::Up(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
                 Poll::Ready(came) => {
-                    let landed = handle.progress().landed_to;
+                    let landed = handle.progress().landed_pieces;
                     self.came_up(came, plan, landed);
                 }
                 Poll::Pending => self.flights.push(Flight::Up(handle, plan)),
             },
             Flight::UpOwned(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
                 Poll::Ready(came) => {
-                    let landed = handle.progress().landed_to;
+                    let landed = handle.progress().landed_pieces;
                     self.came_up_owned(came, plan, landed);
                 }
                 Poll::Pending => self.flights.push(Flight::UpOwned(handle, plan)),
@@ -587,7 +595,8 @@ impl World {
                     assert!(matches!(late.error, Error::Timeout(_)));
                     self.flights.extend(late.buffer.map(|handle| Flight::DownOwned(handle, plan)));
                 }
-                came => self.came_down(came.map_err(|said| said.error), &plan),
+                Err(late) => self.failed(&late.error, plan.cancelled),
+                Ok(came) => self.came_down(came, &plan),
             },
             other => self.flights.push(other),
         }
@@ -625,12 +634,12 @@ impl World {
                 let Some(at) = nth(&self.flights, at) else { return };
                 let piece = usize::from(piece);
                 let (there, progress) = match &self.flights[at] {
-                    Flight::Up(handle, _) => (handle.wait_landed(piece), handle.progress()),
+                    Flight::Up(handle, _) => (handle.wait_pieces(piece), handle.progress()),
                     Flight::UpOwned(handle, _) | Flight::DownOwned(handle, _) => {
-                        (handle.wait_landed(piece), handle.progress())
+                        (handle.wait_pieces(piece), handle.progress())
                     }
                 };
-                assert!(if there { progress.landed_to >= piece } else { progress.over }, "{progress:?}");
+                assert!(if there { progress.landed_pieces >= piece } else { progress.over }, "{progress:?}");
             }
             Op::Order { at } => {
                 let Some(at) = nth(&self.flights, at) else { return };

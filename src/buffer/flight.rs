@@ -140,11 +140,6 @@ impl<B: Lend> InFlight<B> {
         Ok(true)
     }
 
-    /// Whether a wait for it ends within this time: it is complete, or the wait has an error other than the timeout.
-    pub(crate) fn is_done_within(&self, time: Duration) -> bool {
-        !matches!(self.wait_all(Instant::now().checked_add(time)), Err(Error::Timeout(_)))
-    }
-
     fn finish(&mut self) -> Result<B> {
         match self.value.take() {
             Some(value) => value.finish(self.written, KEY),

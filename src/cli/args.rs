@@ -30,8 +30,9 @@ pub enum Command {
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
     /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
-    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for tensors allocating their device memory; the download
-    /// speed includes computing the checksums of the downloaded bytes.
+    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for
+    /// tensors allocating their device memory; the download speed includes computing the checksums of the downloaded
+    /// bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
     /// Find what stands in the way of pinning and copying on this machine, and how to correct it
@@ -41,13 +42,13 @@ pub enum Command {
     /// speed. No setting is changed.
     #[command(after_help = DOCTOR_STATUS)]
     Doctor(DoctorArgs),
-    /// Measure the link to a device in both directions, and the pipeline's share of its speed
+    /// Measure the link to a device in both directions, and the copier's share of its speed
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
     /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places sent by a copier, and
-    /// copies in memory. Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at
-    /// the target are compared with the source.
+    /// threads the copier on ordinary memory, the copier on 16 KiB pieces from scattered places, and copies in memory.
+    /// Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at the target are
+    /// compared with the source.
     #[command(after_help = EXIT_STATUS)]
     Bench(BenchArgs),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
@@ -149,7 +150,7 @@ pub struct BenchArgs {
     /// memory
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
     pub size: Option<usize>,
-    /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
+    /// Threads of the copier, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
     /// Print one JSON object on the last line of stdout

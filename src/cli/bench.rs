@@ -1,19 +1,19 @@
-//! `pinpool bench`: the speed of the link to a device and of the pipeline, in one run.
+//! `pinpool bench`: the speed of the link to a device and of the copier, in one run.
 //!
-//! All figures move the same number of bytes, up to five times each, in turn. The best counts: the question is what this
-//! machine can do, and other programs on it can only make a copy slower. A round of small copies tells how large the
-//! copies can be for five rounds in the time that was asked for; rounds that do not fit are left out. A figure is the wall time of the
-//! whole call, from before the first byte is touched until the last is in place. The target is overwritten before each
-//! copy and compared with the source after it, outside of the measured time; so no figure is printed for a copy that
-//! lost bytes.
+//! All figures move the same number of bytes, up to five times each, in turn. The best counts: the question is what
+//! this machine can do, and other programs on it can only make a copy slower. A round of small copies tells how large
+//! the copies can be for five rounds in the time that was asked for; rounds that do not fit are left out. A figure is
+//! the wall time of the whole call, from before the first byte is touched until the last is in place. The target is
+//! overwritten before each copy and compared with the source after it, outside of the measured time; so no figure is
+//! printed for a copy that lost bytes.
 //!
-//! The pinned peak is measured without the pipeline: eight page-locked buffers hold all bytes, and are copied on one
+//! The pinned peak is measured without the copier: eight page-locked buffers hold all bytes, and are copied on one
 //! stream or on one stream for each thread, whichever is faster (the host device's streams are threads). The table
 //! shows each figure as a ratio to the peak, and to copies in memory by as many threads, which bound each path on which
 //! the CPU touches the bytes.
 //!
-//! The pageable path is the driver's own copy of ordinary memory; the pipeline copies the same memory. The pieces are
-//! scattered over that memory, and one call of a copier with as many threads uploads them.
+//! The pageable path is the driver's own copy of ordinary memory; the copier copies the same memory. The pieces are
+//! scattered over that memory, and one call of the copier uploads them.
 //!
 //! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
 
@@ -22,7 +22,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use pinpool::pipeline::Pipeline;
 use pinpool::{
     Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Stream, Unpinned,
 };
@@ -45,9 +44,9 @@ const BUFFERS: usize = 8;
 const PIECE: usize = 16 << 10;
 /// The largest page size of a system: a pool's capacity is in whole pages.
 const LARGEST_PAGE: usize = 64 << 10;
-/// The most page-locked memory of the pipeline.
-const PIPELINE_SHARE: usize = 256 << 20;
-/// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the pipeline's memory,
+/// The most page-locked memory of the copier.
+const COPIER_SHARE: usize = 256 << 20;
+/// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the copier's memory,
 /// and on the host device the device's memory.
 const SIZES_TAKEN: usize = 5;
 
@@ -89,7 +88,6 @@ struct BenchSetup {
     memory: DeviceBuffer,
     bufs: Vec<PinnedBuf>,
     streams: Vec<Stream>,
-    pipeline: Pipeline,
     copier: Copier,
     unpinned: bool,
 }
@@ -100,11 +98,13 @@ fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<B
     let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     let set_up = |size| {
         set_up(device, threads, size).map_err(|error| {
-            let (size, why) = (amount(size), of_device(device, &error));
-            let text = format!(
-                "{}: no room to measure with copies of {size}: {why}; name less by --size",
-                device.name()
-            );
+            let (name, size, why) = (device.name(), amount(size), of_device(device, &error));
+            // Smaller copies, or fewer threads, may do without what is short.
+            let text = if error.is_retryable() {
+                format!("{name}: no room to measure with copies of {size}: {why}; name less by --size or --threads")
+            } else {
+                format!("{name}: {why}")
+            };
             (error.is_retryable(), CliError::Failed(text))
         })
     };
@@ -148,9 +148,8 @@ fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
 fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
     let link = (0..BUFFERS).map(|_| pinned(device, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
-    let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
+    let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
     let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
-    let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
     let copier = Copier::builder(&pool, device).threads(threads).share(share).build()?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
@@ -164,19 +163,7 @@ fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Er
     let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
     let (device, source) = (device.clone(), Arc::new(source));
     let bufs = link.into_iter().map(|(buf, _)| buf).collect();
-    Ok(BenchSetup {
-        device,
-        threads,
-        size,
-        source,
-        target,
-        memory,
-        bufs,
-        streams,
-        pipeline,
-        copier,
-        unpinned,
-    })
+    Ok(BenchSetup { device, threads, size, source, target, memory, bufs, streams, copier, unpinned })
 }
 
 /// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the
@@ -237,11 +224,11 @@ enum Figure {
     LinkDown,
     Memcpy,
     PageableUp,
-    PipelineUp,
-    PipelineDown,
+    SliceUp,
+    SliceDown,
     Pieces,
 }
-use Figure::{LinkDown, LinkUp, Memcpy, PageableUp, Pieces, PipelineDown, PipelineUp};
+use Figure::{LinkDown, LinkUp, Memcpy, PageableUp, Pieces, SliceDown, SliceUp};
 
 /// Each figure with its key in the object, its line in the table, and its name in messages, in the order of a round.
 const FIGURES: [(Figure, &str, &str, &str); 7] = [
@@ -249,8 +236,8 @@ const FIGURES: [(Figure, &str, &str, &str); 7] = [
     (LinkDown, "pinned_peak_download", "pinned peak, from the device", "pinned download"),
     (Memcpy, "memcpy", "copies in memory, by as many", "copy in memory"),
     (PageableUp, "pageable_upload", "pageable memory to the device", "pageable upload"),
-    (PipelineUp, "pipeline_upload", "pipeline, to the device", "pipeline's upload"),
-    (PipelineDown, "pipeline_download", "pipeline, from the device", "pipeline's download"),
+    (SliceUp, "copier_upload", "copier, to the device", "copier's upload"),
+    (SliceDown, "copier_download", "copier, from the device", "copier's download"),
     (Pieces, "pieces", "scattered pieces of 16 KiB", "scattered pieces"),
 ];
 
@@ -260,7 +247,7 @@ type Speeds = [f64; FIGURES.len()];
 impl Figure {
     /// Whether the copy goes to the device's memory; else it goes to the host's.
     fn is_upload(self) -> bool {
-        matches!(self, LinkUp | PageableUp | PipelineUp | Pieces)
+        matches!(self, LinkUp | PageableUp | SliceUp | Pieces)
     }
 
     fn is_link(self) -> bool {
@@ -315,8 +302,8 @@ impl BenchSetup {
             LinkUp => self.all(streams, |stream, buf, slice| Ok(stream.upload(buf, slice)?))?,
             LinkDown => self.all(streams, |stream, buf, slice| Ok(stream.download(slice, buf)?))?,
             PageableUp => self.streams[0].upload_blocking(&source, &self.memory)?,
-            PipelineUp => self.pipeline.upload_slice(&source, &self.memory)?,
-            PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target)?,
+            SliceUp => self.copier.upload_slice(&source, &self.memory)?,
+            SliceDown => self.copier.download_slice(&self.memory, &mut self.target)?,
             Pieces => self.copier.upload_pieces(&pieces)?.wait()?,
         }
         Ok(since.elapsed())
@@ -356,7 +343,7 @@ impl BenchSetup {
     /// Compares the bytes at the target with the source.
     fn compare(&mut self, figure: Figure) -> Result<()> {
         if figure.is_upload() {
-            // By plain copies, so that an error of the pipeline cannot hide itself.
+            // By plain copies, so that an error of the copier cannot hide itself.
             self.run(LinkDown, 1).map_err(|e| self.failed(&e))?;
         }
         if figure.is_upload() || figure == LinkDown {
@@ -401,7 +388,7 @@ impl BenchSetup {
         text += "\n                                   GB/s   of the pinned peak   of copies in memory\n";
         let [up, down, memcpy, ..] = speeds;
         for ((figure, _, line, _), speed) in FIGURES.iter().zip(speeds) {
-            let peak = if matches!(figure, LinkDown | PipelineDown) { down } else { up };
+            let peak = if matches!(figure, LinkDown | SliceDown) { down } else { up };
             let (over, beside) = (100.0 * speed / peak, 100.0 * speed / memcpy);
             text += &format!("{line:<32}{speed:>7.2}{over:>20.1}%{beside:>21.1}%\n");
         }
@@ -460,7 +447,7 @@ mod tests {
         }
         for size in [LEAST_SIZE, 100 << 20, USUAL_SIZE] {
             // The memory that `set_up` uses, as far as it grows with the size.
-            let share = PIPELINE_SHARE.min(size.max(LEAST_SIZE));
+            let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
             assert!(4 * size + share <= SIZES_TAKEN * size, "{size}");
         }
         // Linux 6.11 to 6.13 pins at most 1 GiB for a GPU in one call. A pool for one buffer stays below that.
@@ -480,11 +467,11 @@ mod tests {
         }
         // Half of the bytes; and all pieces, in the wrong places.
         for (figure, len, wrong) in [
-            (PipelineUp, 1 << 19, "the pipeline's upload: mismatch in bytes 524288.."),
+            (SliceUp, 1 << 19, "the copier's upload: mismatch in bytes 524288.."),
             (Pieces, 1 << 20, "the scattered pieces: mismatch in bytes 16384.."),
         ] {
             setup.prepare(figure).unwrap();
-            setup.pipeline.upload_slice(&setup.source[..len], &setup.memory).unwrap();
+            setup.copier.upload_slice(&setup.source[..len], &setup.memory).unwrap();
             let error = setup.compare(figure).unwrap_err().to_string();
             assert!(error.contains(wrong), "{error}");
         }

@@ -1,7 +1,7 @@
-//! `pinpool load`: files go to device memory through the copy pipeline, and with `--verify` back again.
+//! `pinpool load`: files go to device memory through a copier, and with `--verify` back again.
 //!
-//! A file is one transfer of the pipeline. A `.safetensors` file, an index of several, or a folder of such files is
-//! loaded as tensors by the library's loader. With `--verify` the pipeline then downloads everything, and checksums are
+//! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
+//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything, and checksums are
 //! computed: one for each chunk of a file, or one for each tensor of a checkpoint. Last, the file is read a second time
 //! into ordinary memory, without the pool and the device, and its checksums are compared with those.
 //!
@@ -17,11 +17,10 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use indicatif::style::TemplateError;
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
+use pinpool::copier::{FileSource, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
+use pinpool::{Copier, Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -36,14 +35,14 @@ use super::{CliError, Result, doctor, of_device, sample, say};
 const EXTENT: usize = 64 << 20;
 /// Longer segments get extents of at least 1 GiB, which hold enough of them.
 const LARGE_SEGMENT: usize = EXTENT / 8;
-/// The pipeline's chunks are multiples of this.
+/// The copier's chunks are multiples of this.
 const CHUNK_STEP: usize = 4096;
 /// The fewest bytes of uploads of which what bounds them is told.
 const TELLING: u64 = 32 << 20;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
-/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over by
-/// then.
+/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over
+/// by then.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
@@ -78,7 +77,7 @@ struct LoadRun {
     sources: Vec<Input>,
     device: Device,
     pool: Pool,
-    pipeline: Pipeline,
+    copier: Copier,
     bar: ProgressBar,
 }
 
@@ -125,9 +124,13 @@ struct Moved {
 }
 
 impl Moved {
-    fn add(&mut self, bytes: u64, since: Instant) {
+    /// Adds what moves so many bytes.
+    fn add<T>(&mut self, bytes: u64, moves: impl FnOnce() -> Result<T>) -> Result<T> {
+        let since = Instant::now();
+        let moved = moves()?;
         self.bytes += bytes;
         self.time += since.elapsed();
+        Ok(moved)
     }
 
     /// GB/s of 10^9 bytes since the state `before`. `None`: no byte was moved, or no time passed.
@@ -146,7 +149,7 @@ fn prepare(args: &LoadArgs) -> Result<LoadRun> {
     })
 }
 
-/// Makes the pool, the pipeline and, for a command line without files, the sample.
+/// Makes the pool, the copier and, for a command line without files, the sample.
 fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun> {
     let segment =
         Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
@@ -161,7 +164,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if args.capacity < segment {
         return Err(too_small());
     }
-    // An extent is a multiple of the pipeline's segments, so that nothing is wasted at its edges.
+    // An extent is a multiple of the copier's segments, so that nothing is wasted at its edges.
     let staged = Request::new(args.chunk.saturating_add(3 * CHUNK_STEP))
         .align(CHUNK_STEP)
         .segment_bytes()
@@ -190,10 +193,10 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if pool.stats().capacity_bytes < segment {
         return Err(too_small());
     }
-    let pipeline = match pipeline(&pool, &device, args) {
-        Ok(Some(pipeline)) => pipeline,
+    let copier = match copier(&pool, &device, args) {
+        Ok(Some(copier)) => copier,
         Ok(None) => return Err(too_small()),
-        Err(error) => return Err(failed("the pipeline cannot be built", &error)),
+        Err(error) => return Err(failed("the copier cannot be built", &error)),
     };
     let bar = super::progress_bar();
     if sources.is_empty() {
@@ -203,7 +206,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
             let why = of_device(&device, &e);
             CliError::Failed(format!("{} has no room for a sample of {told}: {why}", device.name()))
         })?;
-        show(&bar, "sample", len, len, &["made"]);
+        show(&bar, "sample", len, &["made"]);
         let file = sample::make(len, |part| bar.inc(part)).map_err(|e| {
             let at = std::env::temp_dir();
             CliError::Failed(format!("a sample of {told} cannot be made in {}: {e}", at.display()))
@@ -211,15 +214,15 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         bar.finish_and_clear();
         sources.push(Input { name: "sample".into(), len, what: InputKind::File(Arc::new(file?)) });
     }
-    Ok(LoadRun { sources, device, pool, pipeline, bar })
+    Ok(LoadRun { sources, device, pool, copier, bar })
 }
 
-/// A pipeline that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
+/// A copier that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
 /// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
-fn pipeline(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Pipeline>, Error> {
+fn copier(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Copier>, Error> {
     let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
     while chunk > 0 {
-        let builder = Pipeline::builder(pool, device).threads(super::threads(args.threads));
+        let builder = Copier::builder(pool, device).threads(super::threads(args.threads));
         match builder.share(args.capacity).chunk(chunk).build() {
             Err(Error::Config(_)) => chunk -= CHUNK_STEP,
             built => return built.map(Some),
@@ -291,15 +294,8 @@ impl LoadRun {
             return Ok(());
         }
         let bar = &self.bar;
-        show(
-            bar,
-            &source.name,
-            source.len,
-            source.len.saturating_mul(if args.verify { 3 } else { 1 }),
-            &PASSES,
-        );
+        show(bar, &source.name, source.len, if args.verify { &PASSES } else { &PASSES[..1] });
         let before = (report.upload, report.download, Taken::now(&self.pool));
-        let mut start = Instant::now();
         let what = match &source.what {
             InputKind::File(file) => {
                 let device = &self.device;
@@ -307,27 +303,21 @@ impl LoadRun {
                     let (name, why) = (device.name(), of_device(device, &e));
                     source.failed(format!("{name} has no room for its {}: {why}", amount(len)))
                 })?;
-                start = Instant::now();
-                self.upload(source, file, &memory)?;
-                report.upload.add(source.len, start);
+                report.upload.add(source.len, || self.upload(source, file, &memory))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    start = Instant::now();
-                    let sums = self.download(source, &memory)?;
-                    report.download.add(source.len, start);
+                    let sums = report.download.add(source.len, || self.download(source, &memory))?;
                     self.compare(source, file, &sums)?;
                 }
                 String::new()
             }
             InputKind::Tensors(checkpoint) => {
-                let tensors = self.upload_tensors(source, checkpoint)?;
-                report.upload.add(source.len, start);
+                let tensors = report.upload.add(source.len, || self.upload_tensors(source, checkpoint))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    start = Instant::now();
-                    let sums = device_checksums(&self.pipeline, &tensors).map_err(|e| source.error(&e))?;
+                    let sums = || device_checksums(&self.copier, &tensors).map_err(|e| source.error(&e));
+                    let sums = report.download.add(source.len, sums)?;
                     bar.inc(source.len);
-                    report.download.add(source.len, start);
                     self.compare_tensors(source, checkpoint, &tensors, &sums)?;
                 }
                 format!("{} tensors, ", tensors.len())
@@ -349,11 +339,10 @@ impl LoadRun {
     fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
         let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
         if from.len() < source.len {
-            let (what, end, len) = (source.name.clone(), from.len(), source.len);
-            return Err(source.error(&Error::Shrunk { what, end, len }));
+            return Err(source.shrunk(from.len()));
         }
         let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
-        let transfer = self.pipeline.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
         self.watched(source, transfer)?;
         Ok(())
     }
@@ -379,7 +368,7 @@ impl LoadRun {
     /// Downloads device memory. Returns the checksum of each chunk, in order.
     fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>> {
         let sums = ChecksumSink { name: source.name.clone(), parts: Mutex::default() };
-        let transfer = self.pipeline.download(memory, sums).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.download(memory, sums).map_err(|e| source.error(&e.error))?;
         let ChecksumSink { parts, .. } = self.watched(source, transfer)?;
         let mut parts = parts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         parts.sort_unstable_by_key(|part| part.offset);
@@ -388,12 +377,12 @@ impl LoadRun {
 
     /// Reads the file again, into ordinary memory, and compares the checksums.
     fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<()> {
-        spread(self.pipeline.threads(), sums.len(), |number| {
+        spread(self.copier.threads(), sums.len(), |number| {
             let ChunkSum { offset, len, sum } = sums[number];
             let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
             bytes.resize(len, 0);
             file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
-                io::ErrorKind::UnexpectedEof => source.short(offset),
+                io::ErrorKind::UnexpectedEof => source.shrunk(offset),
                 _ => source.failed(format!("cannot be read at offset {offset}: {e}")),
             })?;
             if sum != xxh3_128(&bytes) {
@@ -410,7 +399,7 @@ impl LoadRun {
 
     /// Loads a checkpoint's tensors into device memory.
     fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
-        let mut loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
+        let mut loading = checkpoint.loader(&self.copier).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
         tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
             source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
@@ -431,7 +420,7 @@ impl LoadRun {
         tensors: &[DeviceTensor],
         sums: &[u128],
     ) -> Result<()> {
-        spread(self.pipeline.threads(), tensors.len(), |number| {
+        spread(self.copier.threads(), tensors.len(), |number| {
             let tensor = &tensors[number];
             let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
             if right != sums.get(number).copied() {
@@ -469,27 +458,22 @@ impl LoadRun {
 const PASSES: [&str; 3] = ["up", "back", "compared"];
 
 /// Begins the progress of an input of `len` bytes, all passes added up.
-fn show(bar: &ProgressBar, name: &str, len: u64, all: u64, passes: &'static [&str]) {
-    if let Ok(style) = style(len, passes) {
-        bar.set_style(style);
-    }
-    bar.set_message(clean(name, NAME).into_owned());
-    bar.set_length(all);
-    bar.reset();
-}
-
-/// The progress bar's line: what is done of an input of `len` bytes, all passes added up.
-fn style(len: u64, passes: &'static [&str]) -> Result<ProgressStyle, TemplateError> {
-    let style = ProgressStyle::with_template(
-        "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left",
-    )?;
-    Ok(style.with_key("moved", move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
+fn show(bar: &ProgressBar, name: &str, len: u64, passes: &'static [&str]) {
+    let all = len.saturating_mul(passes.len() as u64);
+    let moved = move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
         let done = state.pos();
         let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(passes.len() as u64 - 1);
         let (part, what) = (Amount(done - pass * len), passes[pass as usize]);
         // A failed write is ignored: there is no other place for the text.
         let _ = write!(line, "{part} of {} {what}", Amount(len));
-    }))
+    };
+    let line = "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left";
+    if let Ok(style) = ProgressStyle::with_template(line) {
+        bar.set_style(style.with_key("moved", moved));
+    }
+    bar.set_message(clean(name, NAME).into_owned());
+    bar.set_length(all);
+    bar.reset();
 }
 
 /// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
@@ -521,8 +505,9 @@ impl Input {
         }
     }
 
-    fn short(&self, end: u64) -> CliError {
-        self.failed(format!("ends at byte {end}, not at {}: it has become shorter", self.len))
+    /// The file ends here by now.
+    fn shrunk(&self, end: u64) -> CliError {
+        self.error(&Error::Shrunk { what: self.name.clone(), end, len: self.len })
     }
 }
 

@@ -9,14 +9,15 @@
 //! | `args.rs` | the command line: subcommands, options, help texts |
 //! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
 //! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
-//! | `bench.rs` | `pinpool bench`: the speed of the link and of the pipeline |
+//! | `bench.rs` | `pinpool bench`: the speed of the link and of the copier |
 //! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
 //! | `top/` | `pinpool top`: the metrics of another process, live |
 //! | `sample.rs` | bytes to copy that do not repeat |
 //! | `spread.rs` | work spread over threads |
 //!
 //! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
-//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
+//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is
+//! printed, so that it cannot steer a terminal.
 
 // This and `escape` are the library's own files, which are not part of its public interface.
 #[path = "../amount.rs"]

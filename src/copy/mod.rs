@@ -7,10 +7,9 @@
 #![allow(unsafe_code)]
 
 mod captured;
-mod copier;
+pub mod copier;
 mod host;
 mod overlap;
-pub mod pipeline;
 mod queue;
 
 use std::ops::{DerefMut, RangeBounds};
@@ -18,7 +17,7 @@ use std::ops::{DerefMut, RangeBounds};
 use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
-pub use self::copier::{Copier, CopierBuilder, CopierStats, CopyProgress, Copying};
+pub use self::copier::{Copier, CopierBuilder, CopierStats};
 pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;

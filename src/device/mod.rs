@@ -259,12 +259,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// Whether the device itself keeps the pages that are registered, and reads them. `false`: the CPU reads through
-    /// the mapping, and a mapped file that becomes shorter kills the process.
-    fn holds_pages(&self) -> bool {
-        true
-    }
-
     /// Keeps `last` until the last call for the device has returned, the call that lets go of the device included, and
     /// drops it then, on any thread. Called once, before any other call. In the child of a fork `last` is forgotten.
     fn leave(&self, last: holds::Last);

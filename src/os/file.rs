@@ -1,5 +1,5 @@
 //! The system calls on files: reading at an offset into uninitialised memory, reading only what the page cache has,
-//! reading past the page cache, and mapping.
+//! and reading past the page cache.
 //!
 //! *What the cache has.* `preadv2` with `RWF_NOWAIT` reads bytes that are in the page cache, and stops before bytes
 //! that the disk would have to deliver. So reading and asking are one call, and the answer cannot be outdated when it
@@ -13,9 +13,6 @@
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
-use std::ptr::NonNull;
-
-use crate::error::{Error, Result};
 
 /// The result of [`read_cached`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,38 +25,6 @@ pub(crate) enum Cached {
     Unknown,
 }
 
-/// A mapping of a part of a file, for reading by devices. (A CPU that reads it dies by a signal if the file was made
-/// shorter.)
-#[derive(Debug)]
-pub(crate) struct FileMap {
-    base: NonNull<u8>,
-    len: usize,
-}
-
-// SAFETY: an address range of the process, which no thread owns.
-unsafe impl Send for FileMap {}
-// SAFETY: as above; nothing is read or written through it here.
-unsafe impl Sync for FileMap {}
-
-impl FileMap {
-    pub(crate) fn base(&self) -> NonNull<u8> {
-        self.base
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-}
-
-impl Drop for FileMap {
-    fn drop(&mut self) {
-        // SAFETY: mapped as a whole by `map_file`, and this is its end.
-        if let Err(error) = unsafe { super::unmap(self.base, self.len) } {
-            crate::foreign::warn!(target: "pinpool::region", %error, "a mapping of a file is leaked");
-        }
-    }
-}
-
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(not(target_os = "linux"))]
@@ -70,7 +35,7 @@ mod linux {
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
-    use super::{Cached, Error, File, FileMap, MaybeUninit, NonNull, Result, io};
+    use super::{Cached, File, MaybeUninit, io};
 
     fn position(at: u64) -> io::Result<i64> {
         i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
@@ -158,27 +123,11 @@ mod linux {
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
         same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
     }
-
-    /// Maps `len` bytes of a file from `at` on, which is a multiple of the page size.
-    pub(crate) fn map_file(file: &File, at: u64, len: usize) -> Result<FileMap> {
-        let refused = || Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() };
-        let Ok(at) = position(at) else {
-            return Err(Error::OutOfMemory { wanted: len, text: "no such offset in a file".into() });
-        };
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let base = unsafe {
-            libc::mmap64(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), at)
-        };
-        match NonNull::new(base.cast::<u8>()) {
-            Some(base) if base.as_ptr().cast() != libc::MAP_FAILED => Ok(FileMap { base, len }),
-            _ => Err(refused()),
-        }
-    }
 }
 
 #[cfg(not(target_os = "linux"))]
 mod other {
-    use super::{Cached, Error, File, FileMap, MaybeUninit, Result, io};
+    use super::{Cached, File, MaybeUninit, io};
 
     pub(crate) fn read_at(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
@@ -206,10 +155,6 @@ mod other {
 
     pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {
         Err(io::ErrorKind::Unsupported.into())
-    }
-
-    pub(crate) fn map_file(_: &File, _: u64, _: usize) -> Result<FileMap> {
-        Err(Error::Unsupported("mapping files needs Linux".to_owned()))
     }
 }
 
@@ -241,19 +186,13 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_mapped_and_opened_again() {
+    fn a_file_is_opened_again() {
         let mut file = tempfile::tempfile().unwrap();
         assert!(!is_direct(&file) && !appends(&file));
-        file.write_all(&vec![7; 3 * super::super::page_size()]).unwrap();
-        let page = super::super::page_size();
-        let map = map_file(&file, page as u64, page).unwrap();
-        assert_eq!(map.len(), page);
-        // SAFETY: mapped, and nothing makes the file shorter.
-        assert_eq!(unsafe { map.base().as_ptr().read() }, 7);
-        assert!(map_file(&file, 1, page).is_err(), "no page starts there");
+        file.write_all(&[7; 3 * 4096]).unwrap();
         // Some file systems refuse this; others read the same bytes.
         if let Ok(direct) = reopen_direct(&file) {
-            assert_eq!(direct.metadata().unwrap().len(), 3 * page as u64);
+            assert_eq!(direct.metadata().unwrap().len(), 3 * 4096);
             assert!(is_direct(&direct) && !is_direct(&reopen(&direct).unwrap()));
         }
     }

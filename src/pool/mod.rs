@@ -575,7 +575,7 @@ impl Pool {
         let since = Instant::now();
         match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
-            Err(error) => Err(self.failed(self.or_the_end(error))),
+            Err(error) => Err(self.failed(error)),
         }
     }
 
@@ -585,8 +585,9 @@ impl Pool {
         if !crate::exit::exiting() || !matches!(error, Error::Impossible { .. }) {
             return error;
         }
-        let lost = self.0.devices.iter().find_map(Device::lost);
-        lost.filter(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
+        // Another device of the pool may have been lost before, for a reason of its own.
+        let mut lost = self.0.devices.iter().filter_map(Device::lost);
+        lost.find(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
     }
 
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
@@ -609,9 +610,10 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// Counts a checkout that ended with an error, and adds the pool's name to the error. A timeout makes a report on
-    /// stuck buffers.
+    /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it tells
+    /// of a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
+        let error = self.or_the_end(error);
         self.0.errors.note(&error);
         if let Error::Timeout(waited) = &error {
             self.waited_in_vain(waited.time);

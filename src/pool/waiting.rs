@@ -30,7 +30,7 @@ impl Pool {
         let central = &plan.store.central;
         let len = central::sum(plan.wants.iter().map(|w| w.len));
         // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
-        let limit = if crate::sync::must_not_wait() { WaitLimit::None } else { limit };
+        let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
         let deadline = match limit {
             WaitLimit::None => return Err(central.exhausted(len)),
             WaitLimit::For(timeout) => since.checked_add(timeout),

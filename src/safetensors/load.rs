@@ -4,7 +4,7 @@
 //!
 //! [`Loader`] collects what is asked for. `start_into` goes through the files in order: it chooses tensors, joins
 //! neighbours to ranges (`runs`), gets one block of device memory for all of a file, and starts one transfer of the
-//! pipeline for it ([`LoadPart`]). All files are queued before the first tensor comes out.
+//! copier for it ([`LoadPart`]). All files are queued before the first tensor comes out.
 //!
 //! [`Loading`] hands the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known
 //! to be on the device, and asks the transfer only when a tensor ends behind that. The place of a tensor in the block
@@ -30,7 +30,7 @@ use super::header::Tensor;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
-use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer, may_wait};
+use crate::copy::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::escape::{NAME, clean};
@@ -47,15 +47,15 @@ type TensorMemory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # use pinpool::{Copier, Device, Pool, Unpinned, safetensors::Checkpoint};
 /// # let path = std::env::temp_dir().join(format!("pinpool-loader-{}.safetensors", std::process::id()));
 /// # let header = br#"{"h.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
 /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let copier = Copier::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
-/// let tensors = checkpoint.loader(&pipeline).prefix("h.0.").align(256).load()?;
+/// let tensors = checkpoint.loader(&copier).prefix("h.0.").align(256).load()?;
 /// assert_eq!(tensors[0].address().map(|address| address % 256), Some(0));
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -63,7 +63,7 @@ type TensorMemory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
 #[must_use = "nothing is loaded until `start`, `load` or `for_each`"]
 pub struct Loader<'a> {
     checkpoint: &'a Checkpoint,
-    pipeline: &'a Pipeline,
+    copier: &'a Copier,
     prefixes: Vec<String>,
     filter: Option<Filter<'a>>,
     align: usize,
@@ -73,10 +73,10 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    pub(super) fn new(checkpoint: &'a Checkpoint, pipeline: &'a Pipeline) -> Self {
+    pub(super) fn new(checkpoint: &'a Checkpoint, copier: &'a Copier) -> Self {
         Self {
             checkpoint,
-            pipeline,
+            copier,
             prefixes: Vec::new(),
             filter: None,
             align: TENSOR_ALIGN,
@@ -268,7 +268,7 @@ impl<'a> Loader<'a> {
         let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
         let pieces = pieces.collect::<Result<_>>()?;
         part.transfer =
-            Some(self.pipeline.upload_file_pieces(source, pieces).map_err(|refused| refused.error)?);
+            Some(self.copier.upload_file_ranges(source, pieces).map_err(|refused| refused.error)?);
         part.block = Some(block);
         Ok(part)
     }
@@ -292,13 +292,13 @@ impl<'a> Loader<'a> {
             // Bytes beyond `len` are not written to.
             return slice.slice(..len);
         }
-        let slice = DeviceSlice::from(self.pipeline.device().alloc(len)?);
+        let slice = DeviceSlice::from(self.copier.device().alloc(len)?);
         if aligned(&slice) {
             return Ok(slice);
         }
         drop(slice);
         // Rare: a device aligns its memory by itself, mostly to more than was asked for.
-        let slice = DeviceSlice::from(self.pipeline.device().alloc(len.saturating_add(self.align))?);
+        let slice = DeviceSlice::from(self.copier.device().alloc(len.saturating_add(self.align))?);
         let skip = (slice.address().next_multiple_of(self.align as u64) - slice.address()) as usize;
         slice.slice(skip..skip + len)
     }
@@ -451,19 +451,19 @@ impl LoadPart {
 /// `for` and no `next` in a task blocks its runtime unseen.
 ///
 /// **Dropped, it cancels the rest**; tensors that have come out stay. An error comes in the place of the first tensor
-/// that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the pipeline has then
+/// that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the copier has then
 /// given back all memory that it used for it, and no further call is needed.
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # use pinpool::{Copier, Device, Pool, Unpinned, safetensors::Checkpoint};
 /// # let path = std::env::temp_dir().join(format!("pinpool-loading-{}.safetensors", std::process::id()));
 /// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
 /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let copier = Copier::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
-/// let mut loading = checkpoint.loader(&pipeline).start()?;
+/// let mut loading = checkpoint.loader(&copier).start()?;
 /// while let Some(tensor) = loading.next_blocking() {
 ///     println!("{:?}, {} bytes copied", tensor?.name(), loading.progress().done);
 /// }

@@ -1,4 +1,4 @@
-//! Checkpoints in the safetensors format: files of tensors to device memory, at the speed of the pipeline.
+//! Checkpoints in the safetensors format: files of tensors to device memory, at the speed of the copier.
 //!
 //! ```
 //! # let folder = std::env::temp_dir().join(format!("pinpool-checkpoint-page-{}", std::process::id()));
@@ -6,16 +6,16 @@
 //! # let header = br#"{"model.layers.0":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
 //! # let file = [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat();
 //! # std::fs::write(folder.join("model.safetensors"), file)?;
-//! use pinpool::pipeline::Pipeline;
+//! use pinpool::Copier;
 //! use pinpool::safetensors::Checkpoint;
 //! use pinpool::{Device, Pool, Unpinned};
 //!
 //! let device = Device::open("host")?; // or "cuda:0"
 //! let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-//! let pipeline = Pipeline::builder(&pool, &device).build()?;
+//! let copier = Copier::builder(&pool, &device).build()?;
 //!
 //! let checkpoint = Checkpoint::open(&folder)?; // or a file, or model.safetensors.index.json; reads headers only
-//! for tensor in checkpoint.loader(&pipeline).prefix("model.layers.").start()?.blocking() {
+//! for tensor in checkpoint.loader(&copier).prefix("model.layers.").start()?.blocking() {
 //!     let tensor = tensor?; // it is on the device; the tensors behind it are being copied
 //!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
 //! }
@@ -29,11 +29,11 @@
 //! tensors without gaps. A loader that copies tensor by tensor is slow when they are small: each copy takes as long as
 //! moving a hundred kilobytes. So this loader gives the tensors of a file one block of device memory, in the file's
 //! order and side by side, as they are in the file. They are then one range on both sides, and the
-//! [pipeline](crate::pipeline) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
+//! [copier](crate::copier) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
 //! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
 //! Tensors come out in the file's order, each as soon as its bytes are on the device. A [`Loading`] is an async stream;
-//! for threads it has an iterator that waits ([`Loading::blocking`]). All files (shards) are queued with the pipeline at once, so that it does not idle
+//! for threads it has an iterator that waits ([`Loading::blocking`]). All files (shards) are queued with the copier at once, so that it does not idle
 //! between two of them. Completion is known by chunks, and a tensor costs time only when it comes out: the copies of
 //! 16,384 tensors of 16 KiB take 5 ms, so a microsecond for each would take three times as long.
 //!
@@ -72,7 +72,7 @@
 //! nothing else: not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints for the
 //! same bytes. It detects damage, but not an intended change.
 //!
-//! - [`Loader::checksums`]: of the bytes as they are read for a load, on the pipeline's threads;
+//! - [`Loader::checksums`]: of the bytes as they are read for a load, on the copier's threads;
 //! - [`device_checksums`]: of the bytes on the device, which are copied back for that;
 //! - [`Checkpoint::file_checksum`]: of the bytes in the file now.
 
@@ -83,7 +83,7 @@
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
 //
-// The program and the command (`cli`) call this module. It calls the pipeline's public face, and of its insides `Tap`
+// The program and the command (`cli`) call this module. It calls the copier's public face, and of its insides `Tap`
 // (checksums), `may_wait`, `Transfer::settle` and `Progress::of`.
 
 mod header;
@@ -109,7 +109,7 @@ pub use ::safetensors::Dtype;
 use self::header::HeaderKey;
 use self::load::Chosen;
 use self::sums::Hasher;
-use crate::copy::pipeline::Pipeline;
+use crate::copy::copier::Copier;
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
@@ -335,9 +335,9 @@ impl Checkpoint {
         self.shards.iter().map(|shard| &*shard.path)
     }
 
-    /// Starts setting up a load through a pipeline, of all tensors by default.
-    pub fn loader<'a>(&'a self, pipeline: &'a Pipeline) -> Loader<'a> {
-        Loader::new(self, pipeline)
+    /// Starts setting up a load through a copier, of all tensors by default.
+    pub fn loader<'a>(&'a self, copier: &'a Copier) -> Loader<'a> {
+        Loader::new(self, copier)
     }
 
     /// Loads one tensor into device memory of its own, and waits for it. `None`: there is none of this name.
@@ -345,11 +345,11 @@ impl Checkpoint {
     /// # Errors
     /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was
     /// opened; [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink).
-    pub fn tensor(&self, pipeline: &Pipeline, name: &str) -> Result<Option<DeviceTensor>> {
+    pub fn tensor(&self, copier: &Copier, name: &str) -> Result<Option<DeviceTensor>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        self.loader(pipeline).start_with(choose)?.0.next_blocking().transpose()
+        self.loader(copier).start_with(choose)?.0.next_blocking().transpose()
     }
 
     /// The [checksum](self#checksums) of a tensor's bytes as they are in the file now, read on the caller's thread.

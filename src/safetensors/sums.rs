@@ -1,6 +1,6 @@
 //! Checksums of tensors, taken while they are read.
 //!
-//! A checksum is taken over a tensor's bytes in order, but the pipeline's threads read chunks in parallel. A tensor
+//! A checksum is taken over a tensor's bytes in order, but the copier's threads read chunks in parallel. A tensor
 //! that lies within one chunk is hashed by the thread that reads the chunk. Of a tensor in several chunks, each thread
 //! waits until the part before its own is hashed. That ends, since chunks begin in order: another thread is reading
 //! that part already, or the transfer has stopped. So large tensors are hashed at the speed of one thread, and small
@@ -13,7 +13,7 @@ use crate::locks::{Condvar, Mutex};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::header::Tensor;
-use crate::copy::pipeline::Tap;
+use crate::copy::copier::Tap;
 
 /// How often a waiting thread checks whether the transfer has stopped.
 const PROGRESS_POLL: Duration = Duration::from_millis(20);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::header::Tensor;
 use super::sums::Hasher;
-use crate::copy::pipeline::{Piece, Pipeline};
+use crate::copy::copier::{Copier, Piece};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 
@@ -15,17 +15,17 @@ use ::safetensors::Dtype;
 /// share a block of device memory, which lives until the last handle to any of them is dropped.
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # use pinpool::{Copier, Device, Pool, Unpinned, safetensors::Checkpoint};
 /// # let path = std::env::temp_dir().join(format!("pinpool-device-tensor-{}.safetensors", std::process::id()));
 /// # let header = br#"{"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]}}"#;
 /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let copier = Copier::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
-/// let tensor = checkpoint.tensor(&pipeline, "a")?.expect("the file has it");
+/// let tensor = checkpoint.tensor(&copier, "a")?.expect("the file has it");
 /// assert_eq!((tensor.shape(), tensor.address().is_some()), (&[2_usize, 2][..], true));
-/// let bytes = pipeline.download_vec(tensor.slice().expect("it has elements"))?;
+/// let bytes = copier.download_vec(tensor.slice().expect("it has elements"))?;
 /// assert_eq!(bytes, b"abcd");
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -99,8 +99,8 @@ impl DeviceTensor {
     ///
     /// # Errors
     /// As for [`device_checksums`].
-    pub fn device_checksum(&self, pipeline: &Pipeline) -> Result<u128> {
-        let sums = device_checksums(pipeline, std::slice::from_ref(self))?;
+    pub fn device_checksum(&self, copier: &Copier) -> Result<u128> {
+        let sums = device_checksums(copier, std::slice::from_ref(self))?;
         sums.first().copied().ok_or(Error::Empty)
     }
 }
@@ -116,29 +116,29 @@ impl std::fmt::Debug for DeviceTensor {
 }
 
 /// The [checksums](super#checksums) of tensors' bytes on the device, in the order of `tensors`. The bytes are copied
-/// back through the pipeline, in large chunks where tensors lie side by side, and hashed on the caller's thread.
+/// back through the copier, in large chunks where tensors lie side by side, and hashed on the caller's thread.
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # use pinpool::{Copier, Device, Pool, Unpinned, safetensors::Checkpoint};
 /// # let path = std::env::temp_dir().join(format!("pinpool-device-checksums-{}.safetensors", std::process::id()));
 /// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
 /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let copier = Copier::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
 /// use pinpool::safetensors::device_checksums;
 ///
-/// let tensors = checkpoint.loader(&pipeline).checksums(true).load()?;
-/// let on_device = device_checksums(&pipeline, &tensors)?;
+/// let tensors = checkpoint.loader(&copier).checksums(true).load()?;
+/// let on_device = device_checksums(&copier, &tensors)?;
 /// assert_eq!(tensors[0].checksum(), Some(on_device[0]));
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Errors
-/// As for [`Pipeline::download_write`].
-pub fn device_checksums(pipeline: &Pipeline, tensors: &[DeviceTensor]) -> Result<Vec<u128>> {
+/// As for [`Copier::download_write`].
+pub fn device_checksums(copier: &Copier, tensors: &[DeviceTensor]) -> Result<Vec<u128>> {
     let mut pieces = Vec::new();
     let mut at = 0;
     for slice in tensors.iter().filter_map(DeviceTensor::slice) {
@@ -150,7 +150,7 @@ pub fn device_checksums(pipeline: &Pipeline, tensors: &[DeviceTensor]) -> Result
         Splitter { lens: lens.collect(), sums: Vec::new(), current: Hasher::default(), left: 0 };
     splitter.advance();
     if !pieces.is_empty() {
-        pipeline.download_write_pieces(pieces, &mut splitter)?;
+        copier.download_write_ranges(pieces, &mut splitter)?;
     }
     let Splitter { lens, sums, .. } = splitter;
     match sums.len() == lens.len() {

@@ -36,6 +36,8 @@ fn is_bench(report: &Value) {
     assert_eq!(
         keys,
         [
+            "copier_download_gb_per_s",
+            "copier_upload_gb_per_s",
             "device",
             "error",
             "memcpy_gb_per_s",
@@ -43,8 +45,6 @@ fn is_bench(report: &Value) {
             "pieces_gb_per_s",
             "pinned_peak_download_gb_per_s",
             "pinned_peak_upload_gb_per_s",
-            "pipeline_download_gb_per_s",
-            "pipeline_upload_gb_per_s",
             "rounds",
             "size_bytes",
             "threads",
@@ -64,7 +64,7 @@ fn the_bench_measures_the_host_device() {
     let (text, report) = bench(&["--threads", "3"], "host");
     assert_eq!((&report["device"], &report["threads"]), (&"host:0".into(), &3.into()));
     assert!(text.starts_with("host:0, 3 threads, copies of 24 MiB, best of 5\n"), "{text}");
-    assert!(text.contains("pipeline, from the device") && text.contains('%'), "{text}");
+    assert!(text.contains("copier, from the device") && text.contains('%'), "{text}");
     // Beside each figure what memory gives as many threads: of that, copies in memory are all.
     let memory: Vec<&str> = text.lines().filter(|line| line.starts_with("copies in memory")).collect();
     assert!(
@@ -174,7 +174,8 @@ fn threads_that_cannot_be_had_are_no_panic() {
     // A user id of no running process here, so that the limit counts this command's threads alone.
     const NOBODY: u32 = 65_533;
     let mut codes = Vec::new();
-    for most in (2..48).step_by(3) {
+    // Until there are enough: how many that is depends on what the command makes.
+    for most in (2..200).step_by(3) {
         let mut command = pinpool();
         command.args(["bench", "--device", "host", "--threads", "8", "--size", "1MiB"]);
         command.uid(NOBODY).gid(NOBODY);
@@ -191,9 +192,12 @@ fn threads_that_cannot_be_had_are_no_panic() {
         match command.output() {
             Ok(output) => {
                 let text = stderr(&output);
-                assert!(output.status.code().is_some_and(|code| code <= 2), "{most}: {text}");
                 assert!(!text.contains("panicked"), "{most}: {text}");
                 codes.push(output.status.code());
+                if output.status.success() {
+                    break;
+                }
+                assert!(output.status.code() == Some(1) && text.contains("thread"), "{most}: {text}");
             }
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 skip!("this user cannot be another one, or that one not come here: {error}");
@@ -203,5 +207,5 @@ fn threads_that_cannot_be_had_are_no_panic() {
         }
     }
     // Both too few and enough were tried.
-    assert!(codes.contains(&Some(1)) && codes.last() == Some(&Some(0)), "{codes:?}");
+    assert!(codes.first() == Some(&Some(1)) && codes.last() == Some(&Some(0)), "{codes:?}");
 }

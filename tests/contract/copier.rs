@@ -84,7 +84,7 @@ pub(super) fn pieces(on: &Subject) {
         while !sent.is_over() {
             pump(on, &copier);
         }
-        assert_eq!(sent.progress().landed_to, 20);
+        assert_eq!(sent.progress().landed_pieces, 20);
         drop(sent);
         // After a stream's work, and before it.
         let stream = on.stream();

@@ -1,8 +1,8 @@
-//! Copies beyond a single upload: the copy queue, pieces by a copier, and the pipeline between files and devices. All
-//! on host devices.
+//! Copies beyond a single upload: the copy queue, and the copier with pieces, sources, files and sinks. All on host
+//! devices.
 
+mod bulk;
 mod pieces;
-mod pipeline;
 mod queue;
 #[path = "../support/mod.rs"]
 mod support;

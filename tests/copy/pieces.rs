@@ -27,7 +27,7 @@ struct Setup {
 
 impl Setup {
     fn up(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<()> {
-        self.copier.upload_pieces(pieces)?.wait()
+        Ok(self.copier.upload_pieces(pieces)?.wait()?)
     }
 }
 
@@ -343,7 +343,7 @@ fn a_copy_of_buffers_fails() {
             for failure in [Failure::Argument, Failure::RunsAnyway] {
                 let fault = || s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
                 fault();
-                let error = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap_err();
+                let error = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap_err().error;
                 assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
                 assert_eq!(s.node.clear_faults(), 0);
                 s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap();
@@ -382,7 +382,7 @@ fn a_device_dies_under_buffers() {
                         })
                         .collect();
                     match s.copier.upload_buffers(pieces) {
-                        Ok(sent) if waits => sent.wait().err(),
+                        Ok(sent) if waits => sent.wait().err().map(|failed| failed.error),
                         Ok(sent) => {
                             drop(sent);
                             s.device.lost()
@@ -471,8 +471,9 @@ fn empty_pieces_wait_for_nothing() {
     let (send, receive) = std::sync::mpsc::channel();
     let copier = s.copier.clone();
     std::thread::spawn(move || {
-        let up =
-            copier.upload_pieces(&[(&[], place.clone()), (&[], place.clone())]).and_then(|sent| sent.wait());
+        let up = copier
+            .upload_pieces(&[(&[], place.clone()), (&[], place.clone())])
+            .and_then(|sent| Ok(sent.wait()?));
         send.send(up).unwrap();
     });
     assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
@@ -789,7 +790,7 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
         s.copier.reap();
         s.device.reap();
     }
-    assert!(sent.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
+    assert!(sent.wait().is_err_and(|failed| failed.error.class() == ErrorClass::Argument));
     // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
     assert!(s.node.queued(0) > 0);
     let mut taken = no_room(&s);

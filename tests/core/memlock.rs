@@ -171,7 +171,10 @@ fn refusing_is_an_error_and_leaves_nothing_behind() {
             let mut resident = 0;
             for round in 0..40 {
                 let error = Pool::builder(&device).capacity(32 << 20).initial(32 << 20).build().unwrap_err();
-                let limit = format!("{} KiB", LIMIT * page() / 1024);
+                let limit = match LIMIT * page() {
+                    bytes if bytes < 1 << 20 => format!("{} KiB", bytes >> 10),
+                    bytes => format!("{} MiB", bytes >> 20),
+                };
                 assert_eq!(error, Error::MemLock { wanted: 32 << 20, limit: limit.clone() });
                 assert!(error.is_retryable());
                 let text = error.to_string();

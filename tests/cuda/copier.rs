@@ -238,8 +238,10 @@ fn an_idle_ring_is_given_back() {
         let mut random = Random(3);
         let places = b.places(&mut random, 2000, |_| 1 << 10);
         for round in 0..2 {
+            let before = b.copier.stats().ring_bytes;
             b.pieces(&mut random, &places, "idle ring");
-            assert!(b.copier.stats().ring > 0, "round {round}");
+            // On a busy machine the ring may have been given back by now.
+            assert!(b.copier.stats().ring_bytes > before, "round {round}");
             let since = Instant::now();
             while b.copier.stats().ring > 0 {
                 assert!(since.elapsed() < HANG, "the ring is never given back");

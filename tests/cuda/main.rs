@@ -4,6 +4,7 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+mod bulk;
 mod copier;
 mod cudarc;
 mod driver;
@@ -12,7 +13,6 @@ mod hardware;
 mod memory;
 mod nodes;
 mod pieces;
-mod pipeline;
 mod pointers;
 mod queue;
 mod sharing_faults;

@@ -5,10 +5,10 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
-use pinpool::{Copier, Device, PinnedBuf, Pool};
+use pinpool::{Copier, Device, PinnedBuf, Pool, Unpinned};
 
-use crate::support::doubles::StandIn;
 use crate::support::doubles::gpu::{bytes, filled, on_gpu, pool, until};
+use crate::support::doubles::{HANG, StandIn};
 
 const LEN: usize = 500;
 const PIECE: usize = 512;
@@ -76,7 +76,10 @@ fn pieces_of_one_call_go_in_batches() {
         let device = open();
         let (from, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
         for (overlap, fails, room) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
-            let pool = pool(&device, 4 << 20);
+            // It grows no more, so what is taken below is all that it ever has.
+            let whole = Pool::builder(&device).capacity(4 << 20).initial(4 << 20).extent(128 << 10);
+            let pool = whole.region(256 << 10).unpinned(Unpinned::Allow).build().unwrap();
+            pool.wait_pinned(Some(HANG)).unwrap();
             let copier = copier(&pool, &device);
             let mut taken = Vec::new();
             for len in [1 << 20, 64 << 10, 4 << 10, 64] {

@@ -25,13 +25,13 @@ fn an_index_says_which_tensors_are_in_which_file() {
     folder.put("other.safetensors", "not a checkpoint at all");
     let map = r#"{"metadata":{"total_size":1},"weight_map":{"c":"model-2.safetensors","a":"model-1.safetensors","b":"model-1.safetensors"}}"#;
     let index = folder.put("model.safetensors.index.json", map);
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     for path in [&*index, folder.path()] {
         let checkpoint = Checkpoint::open(path).unwrap();
         let expected: Vec<&Made> = vec![&first[0], &first[2], &second[0]];
         assert_eq!(checkpoint.tensors().map(|t| t.name()).collect::<Vec<_>>(), ["a", "b", "c"]);
-        let got = checkpoint.loader(&pipeline).load().unwrap();
-        arrived(&pipeline, &got, &expected);
+        let got = checkpoint.loader(&copier).load().unwrap();
+        arrived(&copier, &got, &expected);
     }
     rig.all_is_back();
 }

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::task::{Context, Waker};
 
 use pinpool::Error;
-use pinpool::pipeline::Reading;
+use pinpool::copier::Reading;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 
 use super::{Folder, Made, Rig, arrived, block_on, file, made};
@@ -30,17 +30,17 @@ fn various() -> Vec<Made> {
 fn all_tensors_arrive_in_the_files_order_with_every_byte() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(&path).unwrap();
     assert_eq!((checkpoint.len(), checkpoint.is_empty()), (tensors.len(), false));
     assert_eq!(checkpoint.bytes(), tensors.iter().map(|t| t.bytes.len() as u64).sum::<u64>());
     assert_eq!(checkpoint.metadata().collect::<Vec<_>>(), [("format", "pt")]);
     assert_eq!(checkpoint.files().collect::<Vec<_>>(), [&*path]);
     let all: Vec<&Made> = tensors.iter().collect();
-    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         for sums in [false, true] {
-            let got = checkpoint.loader(&pipeline).reading(reading).checksums(sums).load().unwrap();
-            arrived(&pipeline, &got, &all);
+            let got = checkpoint.loader(&copier).reading(reading).checksums(sums).load().unwrap();
+            arrived(&copier, &got, &all);
             assert!(got.iter().all(|tensor| tensor.checksum().is_some() == sums));
         }
     }
@@ -51,10 +51,10 @@ fn all_tensors_arrive_in_the_files_order_with_every_byte() {
 fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(path).unwrap();
     for align in [1, 2, 16, 256, 4096, 1 << 16] {
-        let got = checkpoint.loader(&pipeline).align(align).load().unwrap();
+        let got = checkpoint.loader(&copier).align(align).load().unwrap();
         let places: Vec<(u64, u64)> =
             got.iter().filter_map(|t| Some((t.address()?, t.address()? + t.tensor().len()))).collect();
         for (place, next) in places.iter().zip(&places[1..]) {
@@ -65,10 +65,10 @@ fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
             );
         }
         assert!(places.iter().all(|place| place.0 % align as u64 == 0), "{align} {places:x?}");
-        arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+        arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
     }
     for align in [0, 3, 4 << 20] {
-        let refused = checkpoint.loader(&pipeline).align(align).start().map(drop).unwrap_err();
+        let refused = checkpoint.loader(&copier).align(align).start().map(drop).unwrap_err();
         assert!(matches!(refused, Error::BadAlignment { .. }), "{refused}");
     }
     rig.all_is_back();
@@ -78,34 +78,34 @@ fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
 fn what_is_not_asked_for_is_not_loaded() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(path).unwrap();
     let of = |wanted: &dyn Fn(&Made) -> bool| tensors.iter().filter(|made| wanted(made)).collect::<Vec<_>>();
 
-    let got = checkpoint.loader(&pipeline).prefix("h.1").prefix("la").load().unwrap();
-    arrived(&pipeline, &got, &of(&|made| made.name.starts_with("h.1") || made.name == "last"));
-    let got = checkpoint.loader(&pipeline).prefix("h.").filter(|t| t.shape().len() == 2).load().unwrap();
-    arrived(&pipeline, &got, &of(&|made| made.name.starts_with("h.") && made.name.ends_with('w')));
+    let got = checkpoint.loader(&copier).prefix("h.1").prefix("la").load().unwrap();
+    arrived(&copier, &got, &of(&|made| made.name.starts_with("h.1") || made.name == "last"));
+    let got = checkpoint.loader(&copier).prefix("h.").filter(|t| t.shape().len() == 2).load().unwrap();
+    arrived(&copier, &got, &of(&|made| made.name.starts_with("h.") && made.name.ends_with('w')));
     // With gaps between them in the file; the checksums are of the tensors, not of what was read along.
     let mut turn = 0;
-    let loader = checkpoint.loader(&pipeline).checksums(true).filter(|_| {
+    let loader = checkpoint.loader(&copier).checksums(true).filter(|_| {
         turn += 1;
         turn % 2 == 0
     });
     let got = loader.load().unwrap();
     let expected: Vec<&Made> = tensors.iter().skip(1).step_by(2).collect();
-    arrived(&pipeline, &got, &expected);
+    arrived(&copier, &got, &expected);
     for (tensor, made) in got.iter().zip(expected) {
         assert_eq!(tensor.checksum(), Some(xxhash_rust::xxh3::xxh3_128(&made.bytes)), "{}", made.name);
     }
-    assert!(checkpoint.loader(&pipeline).prefix("nobody").load().unwrap().is_empty());
+    assert!(checkpoint.loader(&copier).prefix("nobody").load().unwrap().is_empty());
 
     // Lazily, one at a time.
-    let one = checkpoint.tensor(&pipeline, "h.0.w").unwrap().unwrap();
-    arrived(&pipeline, &[one], &of(&|made| made.name == "h.0.w"));
-    let none = checkpoint.tensor(&pipeline, "none").unwrap().unwrap();
+    let one = checkpoint.tensor(&copier, "h.0.w").unwrap().unwrap();
+    arrived(&copier, &[one], &of(&|made| made.name == "h.0.w"));
+    let none = checkpoint.tensor(&copier, "none").unwrap().unwrap();
     assert!(none.slice().is_none() && none.address().is_none() && none.tensor().is_empty());
-    assert!(checkpoint.tensor(&pipeline, "h.2.w").unwrap().is_none());
+    assert!(checkpoint.tensor(&copier, "h.2.w").unwrap().is_none());
     assert_eq!(checkpoint.get("odd").unwrap().shape(), [3]);
     assert!(checkpoint.get("even").is_none());
     rig.all_is_back();
@@ -115,27 +115,27 @@ fn what_is_not_asked_for_is_not_loaded() {
 fn checksums_of_what_was_read_of_the_file_and_of_the_device_agree() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(path).unwrap();
-    let got = checkpoint.loader(&pipeline).checksums(true).load().unwrap();
-    let back = device_checksums(&pipeline, &got).unwrap();
+    let got = checkpoint.loader(&copier).checksums(true).load().unwrap();
+    let back = device_checksums(&copier, &got).unwrap();
     for ((tensor, made), back) in got.iter().zip(&tensors).zip(&back) {
         let right = xxhash_rust::xxh3::xxh3_128(&made.bytes);
         assert_eq!(tensor.checksum(), Some(right), "{}", made.name);
         assert_eq!(*back, right, "{}", made.name);
-        assert_eq!(tensor.device_checksum(&pipeline).unwrap(), right);
+        assert_eq!(tensor.device_checksum(&copier).unwrap(), right);
         assert_eq!(checkpoint.file_checksum(tensor.name()).unwrap(), Some(right));
     }
     assert_eq!(checkpoint.file_checksum("nobody").unwrap(), None);
-    assert!(device_checksums(&pipeline, &[]).unwrap().is_empty());
+    assert!(device_checksums(&copier, &[]).unwrap().is_empty());
 
     // A wrong byte on the device is found, and no other tensor is blamed.
     let odd = got.iter().position(|tensor| tensor.name() == "h.1.w").unwrap();
     let slice = got[odd].slice().unwrap();
-    let mut byte = pipeline.download_vec(slice.slice(8191..)).unwrap();
+    let mut byte = copier.download_vec(slice.slice(8191..)).unwrap();
     byte[0] = !byte[0];
-    pipeline.upload_slice(&byte, slice.slice(8191..)).unwrap();
-    let now = device_checksums(&pipeline, &got).unwrap();
+    copier.upload_slice(&byte, slice.slice(8191..)).unwrap();
+    let now = device_checksums(&copier, &got).unwrap();
     let wrong: Vec<usize> = (0..got.len()).filter(|&i| got[i].checksum() != Some(now[i])).collect();
     assert_eq!(wrong, [odd]);
     rig.all_is_back();
@@ -149,7 +149,7 @@ fn checksums_are_those_of_everybody() {
     abc.bytes = b"abc".into();
     let path = folder.put("model.safetensors", file(&[made("none", "U8", &[0], 1), abc]));
     let checkpoint = Checkpoint::open(path).unwrap();
-    let got = checkpoint.loader(&rig.pipeline()).checksums(true).load().unwrap();
+    let got = checkpoint.loader(&rig.copier()).checksums(true).load().unwrap();
     let sums: Vec<String> = got.iter().map(|tensor| format!("{:032x}", tensor.checksum().unwrap())).collect();
     assert_eq!(sums, ["99aa06d3014798d86001c324468d497f", "06b05ab6733a618578af5f94892f3950"]);
 }
@@ -159,9 +159,9 @@ fn a_load_knows_how_many_are_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let paths =
         [folder.put("1.safetensors", file(&tensors[..4])), folder.put("2.safetensors", file(&tensors[4..]))];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
-    let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
+    let mut loading = checkpoint.loader(&copier).filter(|t| t.name() != "odd").start().unwrap();
     for left in (0..tensors.len()).rev() {
         // No upper bound may be promised: an error ends the load early.
         assert_eq!((loading.left(), loading.blocking().size_hint()), (left, (0, Some(left))));
@@ -178,18 +178,18 @@ fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     let (rig, folder) = (Rig::late(), Folder::new());
     let tensors: Vec<Made> = (0..64).map(|i| made(&format!("t{i}"), "F32", &[16 << 10], i)).collect();
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     // All of it would take half a minute; a tensor may lie in two chunks.
-    pipeline.set_rate(Some(128 << 10));
+    copier.set_rate(Some(128 << 10));
     let checkpoint = Checkpoint::open(path).unwrap();
-    let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
     let first = loading.next_blocking().unwrap().unwrap();
     let progress = loading.progress();
     assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
-    arrived_first(&pipeline, &first, &tensors[0]);
-    pipeline.set_rate(None);
+    arrived_first(&copier, &first, &tensors[0]);
+    copier.set_rate(None);
     let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
-    arrived(&pipeline, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
+    arrived(&copier, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
     let progress = loading.progress();
     assert!(
         progress.over
@@ -200,9 +200,9 @@ fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     rig.all_is_back();
 }
 
-/// By a stream of its own: the pipeline is as slow as it was told.
-fn arrived_first(pipeline: &pinpool::pipeline::Pipeline, tensor: &DeviceTensor, made: &Made) {
-    let stream = pipeline.device().stream().unwrap();
+/// By a stream of its own: the copier is as slow as it was told.
+fn arrived_first(copier: &pinpool::copier::Copier, tensor: &DeviceTensor, made: &Made) {
+    let stream = copier.device().stream().unwrap();
     let mut back = vec![0; made.bytes.len()];
     stream.download_blocking(tensor.slice().unwrap(), &mut back).unwrap();
     assert!(back == made.bytes);
@@ -216,27 +216,27 @@ fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
         .enumerate()
         .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
         .collect();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
-    let mut loading = checkpoint.loader(&pipeline).checksums(true).start().unwrap();
+    let mut loading = checkpoint.loader(&copier).checksums(true).start().unwrap();
     let got: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
     assert!(loading.next_blocking().is_none());
     // At once, not a little later.
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
-    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
     let mut count = 0;
     checkpoint
-        .loader(&pipeline)
+        .loader(&copier)
         .for_each(|_| {
             count += 1;
             Ok(())
         })
         .unwrap();
     assert_eq!(count, tensors.len());
-    let stopped = checkpoint.loader(&pipeline).for_each(|_| Err(Error::Closed)).unwrap_err();
+    let stopped = checkpoint.loader(&copier).for_each(|_| Err(Error::Closed)).unwrap_err();
     assert_eq!(stopped, Error::Closed);
-    let none = checkpoint.loader(&pipeline).filter(|_| false).start().unwrap();
+    let none = checkpoint.loader(&copier).filter(|_| false).start().unwrap();
     assert!(none.left() == 0 && none.progress().over, "of nothing it has ended");
     rig.all_is_back();
 }
@@ -245,22 +245,22 @@ fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
 fn memory_of_the_callers_own_is_used() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let path = folder.put("model.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(path).unwrap();
     let memory = rig.device.alloc(4 << 20).unwrap();
     let get = |len: usize| memory.slice(4096..4096 + len);
-    let got = checkpoint.loader(&pipeline).memory(get).load().unwrap();
+    let got = checkpoint.loader(&copier).memory(get).load().unwrap();
     assert_eq!(got[0].address(), Some(memory.address() + 4096));
-    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
-    let small = checkpoint.loader(&pipeline).memory(|len| memory.slice(..len - 1)).start().map(drop);
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    let small = checkpoint.loader(&copier).memory(|len| memory.slice(..len - 1)).start().map(drop);
     assert!(matches!(small, Err(Error::TooSmall { .. })), "{small:?}");
-    let crooked = checkpoint.loader(&pipeline).memory(|len| memory.slice(1..=len)).start().map(drop);
+    let crooked = checkpoint.loader(&copier).memory(|len| memory.slice(1..=len)).start().map(drop);
     assert!(matches!(&crooked, Err(Error::Config(text)) if text.contains("align")), "{crooked:?}");
-    let none = checkpoint.loader(&pipeline).memory(|_| Err(Error::Closed)).start().map(drop);
+    let none = checkpoint.loader(&copier).memory(|_| Err(Error::Closed)).start().map(drop);
     assert_eq!(none, Err(Error::Closed));
     let other = Rig::late();
     let foreign = other.device.alloc(4 << 20).unwrap();
-    let wrong = checkpoint.loader(&pipeline).memory(|len| foreign.slice(..len)).start().map(drop);
+    let wrong = checkpoint.loader(&copier).memory(|len| foreign.slice(..len)).start().map(drop);
     assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
     rig.all_is_back();
 }
@@ -282,10 +282,10 @@ fn tasks_get_tensors_as_threads_do() {
         .enumerate()
         .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
         .collect();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let got = block_on(async {
-        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
         let mut got = Vec::new();
         while let Some(tensor) = loading.next_tensor().await {
             got.push(tensor.unwrap());
@@ -295,21 +295,21 @@ fn tasks_get_tensors_as_threads_do() {
     });
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
-    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
 
     // As a stream, by a trait like those of futures and tokio, whose `next` no other trait's is mistaken for.
     let got = block_on(async {
-        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
         let mut got = Vec::new();
         while let Some(tensor) = loading.next().await {
             got.push(tensor.unwrap());
         }
         got
     });
-    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
 
     // Polled once, and dropped: what it had begun ends by itself.
-    let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
     let mut next = Box::pin(loading.next_tensor());
     let _ = next.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     drop(next);

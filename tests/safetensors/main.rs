@@ -17,7 +17,7 @@ mod trouble;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use pinpool::pipeline::Pipeline;
+use pinpool::copier::Copier;
 use pinpool::safetensors::DeviceTensor;
 
 pub(crate) use support::rig::{Rig, block_on, pattern};
@@ -81,7 +81,7 @@ impl Folder {
 }
 
 /// The same tensors, with the same bytes on the device, in the same order.
-pub(crate) fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &[&Made]) {
+pub(crate) fn arrived(copier: &Copier, tensors: &[DeviceTensor], expected: &[&Made]) {
     let names = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(
         names(tensors.iter().map(DeviceTensor::name).collect()),
@@ -91,7 +91,7 @@ pub(crate) fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &
         assert_eq!(tensor.shape(), made.shape);
         assert_eq!(tensor.dtype().to_string(), made.dtype);
         match tensor.slice() {
-            Some(slice) => assert!(pipeline.download_vec(slice).unwrap() == made.bytes, "{}", made.name),
+            Some(slice) => assert!(copier.download_vec(slice).unwrap() == made.bytes, "{}", made.name),
             None => assert!(made.bytes.is_empty()),
         }
     }

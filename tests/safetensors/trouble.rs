@@ -21,13 +21,13 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for sums in [false, true] {
         for after in [0, 1, 7, 19, 20, 23] {
             // Slow enough for none to be whole before it is cancelled.
-            pipeline.set_rate(Some(4 << 20));
-            let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+            copier.set_rate(Some(4 << 20));
+            let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
             let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
             let canceller = loading.canceller();
             std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
@@ -42,9 +42,9 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
             assert!(matches!(errors[..], [Error::Cancelled { .. }]), "{errors:?}");
             assert!(loading.next_blocking().is_none() && loading.progress().over);
             drop(loading);
-            pipeline.set_rate(None);
+            copier.set_rate(None);
             let whole = more.len();
-            arrived(&pipeline, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+            arrived(&copier, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
             rig.all_is_back();
         }
     }
@@ -57,10 +57,10 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for round in 0..60 {
-        let mut loading = checkpoint.loader(&pipeline).checksums(round % 2 == 0).start().unwrap();
+        let mut loading = checkpoint.loader(&copier).checksums(round % 2 == 0).start().unwrap();
         match round % 3 {
             0 => drop(loading.blocking().take(round % 41).collect::<Vec<_>>()),
             1 => drop(block_on(loading.next_tensor())),
@@ -69,8 +69,8 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
         drop(loading);
     }
     rig.all_is_back();
-    let got = checkpoint.loader(&pipeline).load().unwrap();
-    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+    let got = checkpoint.loader(&copier).load().unwrap();
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
     rig.all_is_back();
 }
 
@@ -79,13 +79,13 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let first = folder.put("1.safetensors", file(&tensors[..20]));
     let second = folder.put("2.safetensors", file(&tensors[20..]));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let cut = |len: u64| OpenOptions::new().write(true).open(&second).unwrap().set_len(len).unwrap();
 
     // Before it is loaded.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     cut(1_000_000);
-    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
     assert!(
         matches!(&error, Error::Shrunk { what, end: 1_000_000, .. } if what.ends_with("2.safetensors")),
         "{error}"
@@ -99,10 +99,10 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     for sums in [false, true] {
         folder.put("2.safetensors", file(&tensors[20..]));
         let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-        pipeline.set_rate(Some(1));
-        let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+        copier.set_rate(Some(1));
+        let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
         cut(1_000_000);
-        pipeline.set_rate(None);
+        copier.set_rate(None);
         let (mut got, mut errors) = (Vec::new(), Vec::new());
         for next in loading.blocking() {
             match next {
@@ -121,7 +121,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
             "{told}"
         );
         assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
-        arrived(&pipeline, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+        arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
         drop(loading);
         rig.all_is_back();
     }
@@ -139,13 +139,13 @@ fn write_to(path: &std::path::Path) {
 fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
     let (rig, folder, tensors) = (Rig::plain(), Folder::new(), many());
     let path = folder.put("1.safetensors", file(&tensors));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     for name in ["t00", "t20", "t39"] {
         let checkpoint = Checkpoint::open(&path).unwrap();
-        assert!(checkpoint.tensor(&pipeline, name).unwrap().is_some());
+        assert!(checkpoint.tensor(&copier, name).unwrap().is_some());
         rig.node.hang(0);
         let got = std::thread::scope(|scope| {
-            let loading = scope.spawn(|| checkpoint.tensor(&pipeline, name));
+            let loading = scope.spawn(|| checkpoint.tensor(&copier, name));
             let since = std::time::Instant::now();
             // A chunk on its way was read already.
             while rig.pool.stats().in_flight_bytes < 100_000 {
@@ -166,11 +166,11 @@ fn a_load_that_ends_early_leaves_nothing_on_the_wire() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     folder.put("1.safetensors", file(&tensors[..20]));
     folder.put("2.safetensors", file(&tensors[20..]));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     std::thread::scope(|scope| {
         let mut resumes = None;
-        let ended = checkpoint.loader(&pipeline).for_each(|_| {
+        let ended = checkpoint.loader(&copier).for_each(|_| {
             rig.node.hang(0);
             let node = &rig.node;
             resumes.get_or_insert_with(|| {
@@ -192,7 +192,7 @@ fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     folder.put("1.safetensors", file(&tensors[..20]));
     folder.put("2.safetensors", file(&tensors[20..]));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let mut blocks = 0;
     std::thread::scope(|scope| {
@@ -214,7 +214,7 @@ fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
             });
             Err(Error::Closed)
         };
-        let ended = checkpoint.loader(&pipeline).memory(memory).load().map(drop);
+        let ended = checkpoint.loader(&copier).memory(memory).load().map(drop);
         assert_eq!(ended, Err(Error::Closed));
         assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
     });
@@ -229,12 +229,12 @@ fn progress_never_goes_back() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
         // Four seconds of it.
-        pipeline.set_rate(Some(1 << 20));
-        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        copier.set_rate(Some(1 << 20));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
         while loading.progress().done < 256 << 10 {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -259,7 +259,7 @@ fn progress_never_goes_back() {
         assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
         assert!(last.over && last.done < last.total && loading.next_blocking().is_none());
         assert_eq!(loading.progress().done, last.done);
-        pipeline.set_rate(None);
+        copier.set_rate(None);
         drop(loading);
         rig.all_is_back();
     }
@@ -272,10 +272,10 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
     for nth in [0, 3, 30] {
         for sums in [false, true] {
             let rig = Rig::late();
-            let pipeline = rig.pipeline();
+            let copier = rig.copier();
             let checkpoint = Checkpoint::open(&path).unwrap();
             rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
-            let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+            let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
             let results: Vec<_> = loading.blocking().collect();
             drop(loading);
             let (last, got) = results.split_last().unwrap();
@@ -287,7 +287,7 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
                 "{error}"
             );
             let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
-            arrived(&pipeline, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+            arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
             rig.all_is_back();
         }
     }
@@ -299,12 +299,12 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
     let path = folder.put("1.safetensors", file(&tensors));
     for task in [false, true] {
         let rig = Rig::plain();
-        let pipeline = rig.pipeline();
+        let copier = rig.copier();
         let checkpoint = Checkpoint::open(&path).unwrap();
-        pipeline.set_rate(Some(1 << 10));
-        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        copier.set_rate(Some(1 << 10));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
         rig.node.kill(0);
-        pipeline.set_rate(None);
+        copier.set_rate(None);
         let error = loop {
             let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
             match next.expect("it does not end without an error") {
@@ -314,7 +314,7 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
         };
         assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
         assert!(loading.next_blocking().is_none());
-        assert!(checkpoint.loader(&pipeline).start().map(drop).is_err());
+        assert!(checkpoint.loader(&copier).start().map(drop).is_err());
     }
 }
 
@@ -324,9 +324,9 @@ fn a_device_without_room_is_an_error_before_anything_moves() {
     let tensors = [made("a", "U8", &[1 << 20], 1)];
     let path = folder.put("1.safetensors", file(&tensors));
     let checkpoint = Checkpoint::open(path).unwrap();
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let _all = rig.device.alloc((1 << 30) - (1 << 19)).unwrap();
-    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Transient, "{error}");
     rig.all_is_back();
 }
@@ -336,7 +336,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let first = folder.put("1.safetensors", file(&tensors[..20]));
     let second = folder.put("2.safetensors", file(&tensors[20..]));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     // Some bytes in its midst, the length as before; and a clock that has gone on, however coarse it is.
     let write = || {
         std::thread::sleep(Duration::from_millis(30));
@@ -347,16 +347,16 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     // Before it is loaded.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     write();
-    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
     assert!(changed(&error), "{error}");
     rig.all_is_back();
 
     // While it is: tensors that were not handed out by then are not, and the load ends with an error.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-    pipeline.set_rate(Some(1));
-    let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+    copier.set_rate(Some(1));
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
     write();
-    pipeline.set_rate(None);
+    copier.set_rate(None);
     let results: Vec<_> = loading.blocking().collect();
     let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
     assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
@@ -368,10 +368,10 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     let before = std::fs::read(&second).unwrap();
     std::fs::remove_file(&second).unwrap();
     folder.put("2.safetensors", "something else");
-    let got = checkpoint.loader(&pipeline).prefix("t39").load().unwrap();
+    let got = checkpoint.loader(&copier).prefix("t39").load().unwrap();
     let last = made("t39", "F32", &[tensors[39].shape[0]], 39);
     assert!(before.ends_with(&last.bytes));
-    arrived(&pipeline, &got, &[&last]);
+    arrived(&copier, &got, &[&last]);
     drop(got);
     rig.all_is_back();
 }
@@ -382,14 +382,14 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let first = folder.put("1.safetensors", file(&tensors[..20]));
     let second = folder.put("2.safetensors", file(&tensors[20..]));
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     for (path, before) in [(&first, 19), (&second, 39)] {
         for task in [false, true] {
             let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-            pipeline.set_rate(Some(1));
-            let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+            copier.set_rate(Some(1));
+            let mut loading = checkpoint.loader(&copier).start().unwrap();
             write_to(path);
-            pipeline.set_rate(None);
+            copier.set_rate(None);
             let left = loading.left();
             let results: Vec<_> = match task {
                 false => loading.blocking().take(left).collect(),
@@ -413,12 +413,12 @@ fn two_files_in_the_same_memory_are_refused() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let memory = rig.device.alloc(8 << 20).unwrap();
     for step in [0, 16, 1 << 20] {
         let mut at = 0;
-        let start = checkpoint.loader(&pipeline).memory(|len| {
+        let start = checkpoint.loader(&copier).memory(|len| {
             at += step;
             memory.slice(at..at + len)
         });
@@ -428,11 +428,11 @@ fn two_files_in_the_same_memory_are_refused() {
     }
     // Longer than need be: the bytes beyond the first file's tensors are used for the second's.
     let mut at = 0;
-    let got = checkpoint.loader(&pipeline).memory(|len| {
+    let got = checkpoint.loader(&copier).memory(|len| {
         at += len.next_multiple_of(16);
         memory.slice(at - len.next_multiple_of(16)..)
     });
-    arrived(&pipeline, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
 }
 
 /// The program's own code may do anything, and end in any way.
@@ -443,38 +443,36 @@ fn callbacks_that_panic_or_wait_leave_nothing_behind() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let pipeline = rig.pipeline();
+    let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let panics = |what: &dyn Fn() -> bool| {
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
         assert!(caught.is_err());
         rig.all_is_back();
     };
-    panics(&|| {
-        checkpoint.loader(&pipeline).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok()
-    });
+    panics(&|| checkpoint.loader(&copier).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok());
     panics(&|| {
         let mut calls = 0;
-        let loader = checkpoint.loader(&pipeline).memory(|len| {
+        let loader = checkpoint.loader(&copier).memory(|len| {
             calls += 1;
             assert!(calls < 2, "as told");
             rig.device.alloc(len).map(Into::into)
         });
         loader.start().is_ok()
     });
-    panics(&|| checkpoint.loader(&pipeline).for_each(|t| panic!("as told, at {}", t.name())).is_ok());
+    panics(&|| checkpoint.loader(&copier).for_each(|t| panic!("as told, at {}", t.name())).is_ok());
 
-    // One that waits for another load by the same pipeline, and for bytes to come back by it.
+    // One that waits for another load by the same copier, and for bytes to come back by it.
     let mut count = 0;
     let each = |tensor: DeviceTensor| {
         count += 1;
         if count % 13 == 1 {
-            let other = checkpoint.tensor(&pipeline, "t39")?.expect("it is there");
-            arrived(&pipeline, &[tensor, other], &[&tensors[count - 1], &tensors[39]]);
+            let other = checkpoint.tensor(&copier, "t39")?.expect("it is there");
+            arrived(&copier, &[tensor, other], &[&tensors[count - 1], &tensors[39]]);
         }
         Ok(())
     };
-    checkpoint.loader(&pipeline).for_each(each).unwrap();
+    checkpoint.loader(&copier).for_each(each).unwrap();
     assert_eq!(count, 40);
     rig.all_is_back();
 }

@@ -1,6 +1,6 @@
 //! Programs that end in the middle of their work, in each way in which a program can end.
 //!
-//! A test starts itself again and again as a small server ([`Busy`]): pool, streams, copy queue and pipeline, all at
+//! A test starts itself again and again as a small server ([`Busy`]): pool, streams, copy queue and bulk, all at
 //! work on threads of its own, and large device buffers that are dropped right before the end, which a thread of the
 //! crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
 //! exits, and must have seen no call after the exit began, nor one under way.
@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use libloading::Library;
-use pinpool::{CopyQueue, Device, DeviceBuffer, ErrorClass, Pool, Stream, pipeline::Pipeline};
+use pinpool::{CopyQueue, Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
 
 use super::{doubles, process};
 
@@ -195,7 +195,7 @@ struct Busy {
     pool: Pool,
     stream: Stream,
     queue: CopyQueue,
-    pipeline: Pipeline,
+    bulk: Copier,
     memory: DeviceBuffer,
 }
 
@@ -207,9 +207,9 @@ impl Busy {
         let pool = Pool::builder(&device).capacity(16 << 20).build().expect("a pool");
         let stream = device.stream().expect("a stream");
         let queue = device.copy_queue().expect("a queue");
-        let pipeline = Pipeline::builder(&pool, &device).chunk(LEN).build().expect("a pipeline");
+        let bulk = Copier::builder(&pool, &device).chunk(LEN).build().expect("a bulk");
         let memory = device.alloc(1 << 20).expect("device memory");
-        Self { device, pool, stream, queue, pipeline, memory }
+        Self { device, pool, stream, queue, bulk, memory }
     }
 
     /// Threads of the program that go on until a call fails, and say why it did.
@@ -232,8 +232,8 @@ impl Busy {
             drop(queue.upload(buf, memory.slice(2000..2500)?).map_err(|refused| refused.error)?);
             Ok(())
         });
-        let (pipeline, memory) = (self.pipeline.clone(), self.memory.clone());
-        on_thread(move || pipeline.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
+        let (bulk, memory) = (self.bulk.clone(), self.memory.clone());
+        on_thread(move || bulk.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
     }
 
     /// Large device buffers that are dropped right before the end: a thread of the crate's frees them.
@@ -285,7 +285,7 @@ fn run(way: Way, number: u64, device: &str) {
     if way == Way::Return {
         let mut buf = busy.pool.checkout(LEN).expect("a buffer");
         buf.extend_from_slice(&[4; 1000]);
-        drop(busy.pipeline.upload_slice(&[3; 4 * LEN], busy.memory.slice(LEN..5 * LEN).expect("a range")));
+        drop(busy.bulk.upload_slice(&[3; 4 * LEN], busy.memory.slice(LEN..5 * LEN).expect("a range")));
         let sent = busy.stream.upload(buf, busy.memory.slice(..1000).expect("a range")).expect("an upload");
         drop(sent);
         busy.drop_large();

@@ -6,22 +6,52 @@ use super::Copier;
 use super::engine::Engine;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
-use crate::pool::Pool;
+use crate::pool::{Pool, Request};
+use crate::segment::PAGE;
 
 /// Bytes of a chunk where nothing else is said. A launch takes as long for 1 MiB as for 4, and each copy costs the
 /// link some 2 us between it and the next one.
 const CHUNK: usize = 4 << 20;
-const LEAST_CHUNK: usize = 16 << 10;
+const LEAST_CHUNK: usize = PAGE;
 /// A row of the kernels' tables has 32 bits for an offset.
 const MOST_CHUNK: usize = 1 << 30;
 /// Threads where nothing else is said, if there are as many processors.
 const THREADS: usize = 8;
 const MOST_THREADS: usize = 1 << 10;
-/// Copies in flight in each direction.
+/// Bulk copies in flight in each direction: by default, and after foreground work of the last moments.
 const DEPTH: usize = 6;
+const SHALLOW: usize = 2;
+const MOST_DEPTH: usize = 1 << 10;
+/// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
+/// is room for a table.
+const BESIDE: usize = 3 * PAGE;
 /// Bytes of pinned memory and of device memory that a copier uses at most.
 const SHARE: usize = 256 << 20;
 const RING: usize = 64 << 20;
+
+/// Which transfers go first: [`Copier::with_priority`].
+///
+/// ```
+/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (weights, bulk) = (device.alloc(4096)?, Copier::builder(&pool, &device).build()?);
+/// use pinpool::copier::Priority;
+///
+/// let foreground = bulk.with_priority(Priority::Foreground); // the same copier
+/// foreground.upload_slice(&[1; 4096], &weights)?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Priority {
+    /// Loads of much data: in the order in which they were started, with at most [`depth`](CopierBuilder::depth) chunks
+    /// in flight in each direction.
+    #[default]
+    Bulk,
+    /// Requests whose latency counts: before all bulk transfers, on streams of their own, with segments kept for them.
+    /// The rate limit does not hold for them.
+    Foreground,
+}
 
 /// Sets up a [`Copier`]: [`Copier::builder`]. Sizes are bytes.
 ///
@@ -42,17 +72,24 @@ pub struct CopierBuilder {
     chunk: Option<usize>,
     share: Option<usize>,
     ring: usize,
+    depth: Option<usize>,
+    rate: Option<u64>,
 }
 
 /// Everything decided.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Settings {
     pub(super) threads: usize,
-    /// Bytes of a segment.
+    /// Bytes of a chunk, and of a segment.
     pub(super) chunk: usize,
+    pub(super) segment: usize,
+    pub(super) share: usize,
     /// Segments in use at most.
     pub(super) segments: usize,
+    /// Bulk copies in flight in each direction: at most, and while there is foreground work now and then.
     pub(super) depth: usize,
+    pub(super) shallow: usize,
+    pub(super) rate: Option<u64>,
     /// Bytes of the device ring at most.
     pub(super) ring: usize,
 }
@@ -60,7 +97,7 @@ pub(super) struct Settings {
 impl CopierBuilder {
     pub(super) fn new(pool: &Pool, device: &Device) -> Self {
         let (pool, device) = (pool.clone(), device.clone());
-        Self { pool, device, threads: None, chunk: None, share: None, ring: RING }
+        Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: None, rate: None }
     }
 
     /// Threads that fill and drain segments, beside the thread of a blocking call. They start with the first transfer
@@ -71,7 +108,8 @@ impl CopierBuilder {
         self
     }
 
-    /// Bytes of a segment, 16 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small.
+    /// Bytes of a chunk, 4 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small. A
+    /// segment has three pages of 4 KiB more.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
@@ -89,6 +127,22 @@ impl CopierBuilder {
     /// kernels for it, pieces are copied in batches.
     pub fn ring(mut self, bytes: usize) -> Self {
         self.ring = bytes;
+        self
+    }
+
+    /// Bulk chunks in each direction that are in flight at most. A foreground copy, or a copy of the program's own, may
+    /// have to wait until as many are copied. Default: 2 while there are foreground transfers now and then (the last at
+    /// most 100 ms ago), and 6 while there are none, which keeps the link busier. A depth that is given here holds at
+    /// all times.
+    pub fn depth(mut self, chunks: usize) -> Self {
+        self.depth = Some(chunks);
+        self
+    }
+
+    /// Bytes a second that bulk transfers move at most, both directions together. Default: no limit. It can be changed
+    /// later: [`Copier::set_rate`].
+    pub fn rate(mut self, bytes_per_second: u64) -> Self {
+        self.rate = Some(bytes_per_second);
         self
     }
 
@@ -120,8 +174,24 @@ impl CopierBuilder {
             Some(threads) => threads,
             None => cores.min(THREADS),
         };
+        match self.depth {
+            Some(0) => return wrong("a copier with a depth of 0; it needs at least 1".into()),
+            Some(depth) if depth > MOST_DEPTH => {
+                return wrong(format!("a copier with a depth of {depth}; at most {MOST_DEPTH} make sense"));
+            }
+            _ => {}
+        }
+        if self.rate == Some(0) {
+            return wrong("a rate of 0 bytes a second would never end; leave it out for no limit".into());
+        }
         let (capacity, largest) = self.pool.room();
         let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
+        // The segment's header and its rounding, and the pool's class.
+        let segment = |chunk: usize| chunk + BESIDE;
+        let taken = |chunk: usize| {
+            let request = Request::new(segment(chunk)).align(PAGE);
+            request.segment_bytes().unwrap_or(usize::MAX)
+        };
         let chunk = match self.chunk {
             Some(bytes) if (LEAST_CHUNK..=MOST_CHUNK).contains(&bytes) => bytes,
             Some(bytes) => {
@@ -131,18 +201,34 @@ impl CopierBuilder {
             }
             None => {
                 let mut chunk = CHUNK;
-                while chunk > LEAST_CHUNK && (chunk > largest || chunk * 2 > share) {
+                while chunk > LEAST_CHUNK && (segment(chunk) > largest || taken(chunk) * 4 > share) {
                     chunk /= 2;
                 }
                 chunk
             }
         };
-        if chunk > largest {
+        if let Some(share) = self.share.filter(|share| *share < taken(LEAST_CHUNK)) {
             return wrong(format!(
-                "a copier with a chunk of {chunk} bytes; the pool's largest buffer has {largest}: make the chunk \
-                 smaller or the pool or its extents larger"
+                "a copier with a share of {share} bytes; the smallest segment takes {}",
+                taken(LEAST_CHUNK)
             ));
         }
-        Ok(Settings { threads, chunk, segments: (share / chunk).max(1), depth: DEPTH, ring: self.ring })
+        if segment(chunk) > largest {
+            return wrong(format!(
+                "a copier with a chunk of {chunk} bytes; the pool's largest buffer has {largest}, and {BESIDE} are needed \
+                 beside the chunk: make the chunk smaller or the pool or its extents larger"
+            ));
+        }
+        Ok(Settings {
+            threads,
+            chunk,
+            segment: segment(chunk),
+            share,
+            segments: (share / taken(chunk)).max(1),
+            depth: self.depth.unwrap_or(DEPTH),
+            shallow: self.depth.unwrap_or(SHALLOW),
+            rate: self.rate,
+            ring: self.ring,
+        })
     }
 }

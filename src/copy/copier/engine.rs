@@ -1,14 +1,20 @@
 //! What the workers of a copier share, and how they submit copies.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
-use super::config::Settings;
-use super::job::{Body, Direction, Job, KeptMemories, LentWork, Memories, Work};
+use super::config::{Priority, Settings};
+use super::flights::Flights;
+use super::job::{Direction, Job, KeptMemories, Memories};
 use super::lent::Lent;
+use super::order::Order;
+use super::permits::Permits;
 use super::pieces::LEAST;
-use super::ring::{Ring, Slot};
+use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
+use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
@@ -21,7 +27,7 @@ use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
-use crate::pool::{Pool, Request};
+use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::{Resource, Submission, Ticket};
@@ -34,32 +40,29 @@ impl Takes for Arc<Job> {
     fn may_take(&self) -> bool {
         Job::may_take(self)
     }
+
+    fn needs_none(&self) -> bool {
+        Job::needs_none(self)
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.priority == Priority::Foreground
+    }
 }
 
 /// The streams of one direction, which chunks use by turns, and the copies in flight there.
 struct Lane {
     streams: Vec<Stream>,
+    /// For the foreground.
+    urgent: Stream,
     turn: AtomicUsize,
-    flying: Mutex<Flying>,
-}
-
-/// The copies of chunks in one direction. At most so many are in flight as the copier is deep, so that a copy of the
-/// program's own waits for no more than these.
-///
-/// Any thread that needs room, or looks after its own chunks, finds out which of them are complete: the thread that
-/// submitted a copy may be busy filling its next segment.
-#[derive(Default)]
-struct Flying {
-    /// Copies that are about to be submitted.
-    reserved: usize,
-    sent: Vec<Sent>,
-    /// How many of those a thread has taken out to ask about them.
-    asked: usize,
+    flights: Flights<Sent>,
 }
 
 struct Sent {
     ticket: Ticket,
     then: Then,
+    priority: Priority,
 }
 
 /// What follows a chunk's copy.
@@ -73,7 +76,6 @@ pub(super) enum Then {
 
 /// See the module's page.
 pub(super) struct Engine {
-    pub(super) pool: Pool,
     pub(super) device: Device,
     pub(super) settings: Settings,
     pub(super) scheduler: Scheduler<Arc<Job>>,
@@ -81,9 +83,10 @@ pub(super) struct Engine {
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
+    pub(super) permits: Permits,
+    order: Order<Arc<Job>>,
     lanes: [Lane; 2],
-    /// Segments that workers have.
-    segments: AtomicUsize,
+    pub(super) segments: Segments,
     /// Threads that were started.
     started: Mutex<usize>,
     /// What the one worker of a copier without threads has, while no thread is that worker.
@@ -95,20 +98,22 @@ impl Engine {
         crate::os::check_fork()?;
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
-            Ok(Lane { streams, turn: AtomicUsize::new(0), flying: Mutex::default() })
+            let urgent = device.urgent_stream()?;
+            Ok(Lane { streams, urgent, turn: AtomicUsize::new(0), flights: Flights::new() })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
         Ok(Arc::new(Self {
-            ring: Ring::new(settings.chunk, settings.ring),
-            pool,
-            device,
+            ring: Ring::new(settings.segment, settings.ring),
+            device: device.clone(),
             settings,
             scheduler: Scheduler::new(),
             spreaders,
             counters: Counters::default(),
+            permits: Permits::new(&settings),
+            order: Order::new(),
             lanes,
-            segments: AtomicUsize::new(0),
+            segments: Segments::new(pool, device, &settings),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))
@@ -139,17 +144,37 @@ impl Engine {
     /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
     pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
         let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
-        let mut streams = self.lanes.iter().flat_map(|lane| &lane.streams).chain(spreading);
+        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
+        let mut streams = lanes.chain(spreading);
         streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
     }
 
-    /// Starts a job on the copier's threads.
-    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>) -> Result<()> {
-        if job.is_over() {
+    /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
+    pub(super) fn order(self: &Arc<Self>, job: &Arc<Job>, ranges: Vec<Range<u64>>) {
+        let (number, free) = self.order.enter(job.clone(), ranges, job.direction == Direction::Up);
+        let engine = Arc::downgrade(self);
+        job.hold(
+            !free,
+            Box::new(move || {
+                let Some(engine) = engine.upgrade() else { return };
+                for next in engine.order.over(number) {
+                    let left = next.release();
+                    if let Err(error) = engine.start(&next, left) {
+                        next.fail(error);
+                    }
+                }
+            }),
+        );
+    }
+
+    /// Starts a job on the copier's threads, or starts a fed job anew, for so many bytes.
+    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
+        // A call that writes the bytes itself moves its own chunks.
+        if job.is_over() || job.is_pulled {
             return Ok(());
         }
         self.start_threads()?;
-        let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
+        let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
         self.scheduler.add(job.clone(), chunks);
         if self.settings.threads == 0 {
             Worker::advance(self);
@@ -157,20 +182,18 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes a job of work that the caller lends.
-    ///
-    /// # Safety
-    /// As for [`LentWork::new`].
-    pub(super) unsafe fn lend(
-        &self,
-        direction: Direction,
-        total: u64,
-        work: &(dyn Work + '_),
-        memories: Vec<Arc<Allocation>>,
-    ) -> Arc<Job> {
-        // SAFETY: the caller's promise.
-        let body = Body::Lent(unsafe { LentWork::new(work) });
-        Job::new(direction, total, body, memories)
+    /// Waits until `until` holds of a job. Whether it does.
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        job: &Job,
+        deadline: Option<Instant>,
+        until: impl Fn(&Job) -> bool,
+    ) -> bool {
+        if self.settings.threads == 0 {
+            Worker::step_until(self, job, &until);
+            return until(job);
+        }
+        job.wait(deadline, until)
     }
 
     fn start_threads(self: &Arc<Self>) -> Result<()> {
@@ -197,59 +220,52 @@ impl Engine {
         Ok(())
     }
 
-    // --- segments and permits ----------------------------------------------------------------------------------------
+    // --- permits ---------------------------------------------------------------------------------------------------
 
-    pub(super) fn request(&self) -> Request<'_> {
-        Request::new(self.settings.chunk).near(&self.device)
-    }
-
-    /// Counts a segment that a worker is about to have. `false`: the copier's share is in use.
-    pub(super) fn count_segment(&self) -> bool {
-        // Relaxed, here and below: a bound, not a signal.
-        let more = |count: usize| (count < self.settings.segments).then_some(count + 1);
-        self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
-    }
-
-    /// Whether any worker has a segment.
-    pub(super) fn has_segments(&self) -> bool {
-        self.segments.load(Ordering::Relaxed) > 0
-    }
-
-    pub(super) fn segment_gone(&self) {
-        self.segments.fetch_sub(1, Ordering::Relaxed);
+    /// A slot of the ring. A worker that went to sleep before there was a ring is woken: it frees the ring when that is
+    /// idle. The thread that allocates it may be a caller's, which leaves when its own job is over.
+    pub(super) fn slot(&self) -> Take {
+        self.ring.take(&self.device, || self.scheduler.poke())
     }
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
-    pub(super) fn may_send(&self, direction: Direction) -> bool {
-        let reserve = || {
-            let mut flying = self.lanes[direction as usize].flying.lock();
-            let room = flying.reserved + flying.sent.len() + flying.asked < self.settings.depth;
-            flying.reserved += usize::from(room);
-            room
-        };
-        reserve() || self.land(direction) && reserve()
+    pub(super) fn may_send(&self, job: &Job, bytes: usize) -> bool {
+        if job.priority == Priority::Foreground {
+            self.permits.hurry();
+            return true;
+        }
+        let flights = &self.lanes[job.direction as usize].flights;
+        let depth = self.permits.depth();
+        let may = flights.reserve(depth) || self.land(job.direction) && flights.reserve(depth);
+        if may && !self.permits.may_go(job.priority, bytes) {
+            flights.release();
+            return false;
+        }
+        may
     }
 
     /// A copy was submitted, or (`None`) was not.
-    pub(super) fn sent(&self, direction: Direction, sent: Option<(Ticket, Then)>) {
-        let mut flying = self.lanes[direction as usize].flying.lock();
-        flying.reserved -= 1;
-        flying.sent.extend(sent.map(|(ticket, then)| Sent { ticket, then }));
+    pub(super) fn sent(&self, job: &Job, sent: Option<(Ticket, Then)>) {
+        let (direction, priority) = (job.direction, job.priority);
+        match sent {
+            Some((ticket, then)) => {
+                self.lanes[direction as usize].flights.sent(Sent { ticket, then, priority });
+            }
+            None => self.landed(direction, priority),
+        }
+    }
+
+    /// A copy is in flight no more.
+    fn landed(&self, direction: Direction, priority: Priority) {
+        match priority {
+            Priority::Bulk => self.lanes[direction as usize].flights.release(),
+            Priority::Foreground => self.permits.calm(),
+        }
     }
 
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
     fn land(&self, direction: Direction) -> bool {
-        let lane = &self.lanes[direction as usize];
-        let asked = {
-            let mut flying = lane.flying.lock();
-            if flying.asked > 0 || flying.sent.is_empty() {
-                // Another thread is asking.
-                return false;
-            }
-            flying.asked = flying.sent.len();
-            std::mem::take(&mut flying.sent)
-        };
-        let mut asking = Asking { lane, left: asked };
+        let Some(mut asking) = self.lanes[direction as usize].flights.ask() else { return false };
         let mut any = false;
         let mut n = 0;
         while n < asking.left.len() {
@@ -263,7 +279,8 @@ impl Engine {
                 Err(error) => Err(error),
             };
             any = true;
-            let Sent { then, .. } = asking.left.remove(n);
+            let Sent { then, priority, .. } = asking.left.remove(n);
+            self.landed(direction, priority);
             match (then, said) {
                 (Then::Nothing, _) => {}
                 (Then::Give(slot), Ok(())) => self.ring.give(slot),
@@ -281,8 +298,11 @@ impl Engine {
     }
 
     /// The stream of the next chunk in this direction.
-    pub(super) fn stream(&self, direction: Direction) -> &Stream {
-        let Lane { streams, turn, .. } = &self.lanes[direction as usize];
+    pub(super) fn stream(&self, direction: Direction, priority: Priority) -> &Stream {
+        let Lane { streams, urgent, turn, .. } = &self.lanes[direction as usize];
+        if priority == Priority::Foreground {
+            return urgent;
+        }
         // Relaxed: only to spread chunks over streams.
         let turn = turn.fetch_add(1, Ordering::Relaxed);
         &streams[turn / RUNS[direction as usize] % streams.len()]
@@ -291,7 +311,8 @@ impl Engine {
     /// All streams on which the copies of a direction go.
     pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
         let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
-        self.lanes[direction as usize].streams.iter().chain(spreader)
+        let Lane { streams, urgent, .. } = &self.lanes[direction as usize];
+        streams.iter().chain([urgent]).chain(spreader)
     }
 
     /// Lets all that is on the device go on. Whether anything has changed.
@@ -316,7 +337,7 @@ impl Engine {
         transfers: &[Transfer],
         memories: &Kept<'_>,
         written: Option<usize>,
-    ) -> Result<InFlight<PinnedBuf>> {
+    ) -> std::result::Result<InFlight<PinnedBuf>, Refusal> {
         let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
         let timeline = stream.timeline();
         let (one, all) = memories.split();
@@ -331,7 +352,7 @@ impl Engine {
         // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
         flight.submitted(seq);
-        said.map(|()| flight)
+        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
     }
 
     /// Submits copies of memory that `lent` keeps.
@@ -344,7 +365,7 @@ impl Engine {
         transfers: &[Transfer],
         lent: Lent,
         memories: &Kept<'_>,
-    ) -> Result<Ticket> {
+    ) -> std::result::Result<Ticket, Refusal> {
         let timeline = stream.timeline();
         let (one, all) = memories.split();
         let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
@@ -356,7 +377,11 @@ impl Engine {
         };
         // SAFETY: as in `submit`.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        said.map(|()| Ticket { timeline: timeline.clone(), seq })
+        let ticket = Ticket { timeline: timeline.clone(), seq };
+        match said {
+            Ok(()) => Ok(ticket),
+            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
+        }
     }
 
     /// # Safety
@@ -397,6 +422,18 @@ impl Engine {
     }
 }
 
+/// The driver has refused a copy. `ticket`: what was submitted with it, if anything was.
+pub(super) struct Refusal {
+    pub(super) error: Error,
+    pub(super) ticket: Option<Ticket>,
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        Self { error, ticket: None }
+    }
+}
+
 /// The device memory that copies use.
 pub(super) enum Kept<'a> {
     /// The ring.
@@ -413,20 +450,5 @@ impl Kept<'_> {
                 _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
             },
         }
-    }
-}
-
-/// A thread asks about the copies of a lane. Its end puts back those that are in flight.
-struct Asking<'a> {
-    lane: &'a Lane,
-    left: Vec<Sent>,
-}
-
-impl Drop for Asking<'_> {
-    fn drop(&mut self) {
-        let mut flying = self.lane.flying.lock();
-        flying.asked = 0;
-        let later = std::mem::replace(&mut flying.sent, std::mem::take(&mut self.left));
-        flying.sent.extend(later);
     }
 }

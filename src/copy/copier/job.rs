@@ -5,30 +5,41 @@
 //! the job is cancelled, no further chunk is taken. So the thread that sees that a job is over knows that no worker
 //! touches what the job reads or writes.
 //!
+//! The bytes of a *fed* job come from its caller, chunk by chunk. Such a job is open until the caller closes it, and is
+//! not over before.
+//!
 //! What a job reads or writes ([`Work`]) is borrowed from a caller that waits, or owned by the job, which drops it when
 //! it is over. An upload reads all of it before its copies are complete, so a caller that lends bytes may go on as soon
 //! as the job is [read](Job::is_read).
 //!
 //! A job has one lock. No other lock of the crate is taken under it.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use super::config::Priority;
 use super::packing::{Content, Packing};
+use super::trace::Trace;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::locks::Mutex;
 use crate::stream::timeline::{Quarantined, Retain};
 use crate::sync::thread::{self, Thread};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     Up,
     Down,
+}
+
+impl Direction {
+    pub(super) const BOTH: [Self; 2] = [Self::Up, Self::Down];
 }
 
 /// A place in a call's pieces.
@@ -43,8 +54,9 @@ pub(super) struct Cut {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cursor {
     pub(super) at: Cut,
-    /// Chunks so far.
+    /// Chunks so far, and bytes in them.
     pub(super) chunks: usize,
+    pub(super) cut: u64,
     /// Bytes that are in none of them.
     pub(super) left: u64,
 }
@@ -66,6 +78,10 @@ pub(super) struct Chunk {
     pub(super) start: Cut,
     pub(super) end: Cut,
     pub(super) bytes: usize,
+    /// Where its first byte lies in what the call reads or writes, for errors.
+    pub(super) at: u64,
+    /// [`Progress::landed_to`] when it and all chunks before it have arrived.
+    pub(super) landed_to: u64,
     /// The bytes of a segment that its layout may use. `None`: its bytes are copied from or to where they are.
     pub(super) most: Option<usize>,
 }
@@ -73,6 +89,16 @@ pub(super) struct Chunk {
 /// What a job moves. `prepare` and `drain` are called without a lock, by several threads at once, for a chunk by one
 /// thread only.
 pub(super) trait Work: Send + Sync {
+    /// Whether `prepare` or `drain` may take long, since they run code of the program's or read files.
+    fn may_block(&self) -> bool {
+        false
+    }
+
+    /// Whether the caller itself takes the bytes of a download out of the segments, in order.
+    fn is_pulled(&self) -> bool {
+        false
+    }
+
     /// What the next chunk needs. Called while bytes are left, as `cut` is.
     fn needs(&self, _cursor: &Cursor) -> Needs {
         Needs::Segment
@@ -82,17 +108,19 @@ pub(super) trait Work: Send + Sync {
     /// job's lock: runs no foreign code.
     fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk;
 
-    /// Lays a chunk out, and fills it if it is on its way to the device.
+    /// Lays a chunk out, and fills it if it is on its way to the device. `job`: its own job.
     ///
     /// # Errors
     /// The error that the job ends with.
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content>;
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, job: &Job) -> Result<Content>;
 
     /// Takes the bytes of a chunk that has come from the device, from the segment that it was laid out in.
     ///
     /// # Errors
     /// The error that the job ends with.
-    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()>;
+    fn drain(&self, _chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// How a chunk ended.
@@ -115,6 +143,15 @@ pub(super) enum Body {
     Owned(Arc<dyn Work>),
     /// Valid until the job is over, or (for an upload) until it is read.
     Lent(LentWork),
+}
+
+impl Body {
+    fn work(&self) -> *const dyn Work {
+        match self {
+            Self::Owned(work) => &raw const **work,
+            Self::Lent(LentWork(work)) => *work,
+        }
+    }
 }
 
 /// The address of [`Work`] that a caller lends.
@@ -154,51 +191,121 @@ impl Retain for KeptMemories {
     }
 }
 
-/// How far a transfer has come.
+/// How far a transfer has come: [`Transfer::progress`](super::Transfer::progress).
+///
+/// ```
+/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// let load = copier.upload(vec![7; 1 << 20], &memory)?;
+/// let progress = load.progress();
+/// println!("{} of {} bytes, {:?} left", progress.done, progress.total, progress.remaining());
+/// # load.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct CopyProgress {
+pub struct Progress {
     /// Bytes that have arrived.
     pub done: u64,
     /// Bytes in all.
     pub total: u64,
-    /// All pieces of the call before this one have arrived.
-    pub landed_to: usize,
+    /// All bytes before this offset of what is read or written have arrived. For a call with many pieces of memory the
+    /// offset counts the bytes of all of them, in the order of the call.
+    pub landed_to: u64,
+    /// All pieces of the call before this one have arrived. (A source's or file's pieces count in the order of their
+    /// offsets.)
+    pub landed_pieces: usize,
     /// The time since the transfer was started, until now or until it was over.
     pub elapsed: Duration,
     /// Whether it is over, with or without an error.
     pub over: bool,
 }
 
+impl Progress {
+    /// That of several transfers together.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn of(done: u64, total: u64, elapsed: Duration, landed_to: u64, over: bool) -> Self {
+        Self { done, total, landed_to, landed_pieces: 0, elapsed, over }
+    }
+
+    /// Bytes a second, on average.
+    #[must_use]
+    pub fn rate(&self) -> f64 {
+        let seconds = self.elapsed.as_secs_f64();
+        if seconds > 0.0 { self.done as f64 / seconds } else { 0.0 }
+    }
+
+    /// How long the rest takes at that rate. `None` before anything has arrived.
+    #[must_use]
+    pub fn remaining(&self) -> Option<Duration> {
+        let left = self.total.saturating_sub(self.done) as f64;
+        let rate = self.rate();
+        (rate > 0.0).then(|| Duration::try_from_secs_f64(left / rate).unwrap_or(Duration::MAX))
+    }
+}
+
+/// What is known of a job before it starts.
+pub(super) struct Plan {
+    pub(super) direction: Direction,
+    pub(super) priority: Priority,
+    pub(super) total: u64,
+    /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
+    pub(super) name: Option<Cow<'static, str>>,
+    pub(super) memories: Vec<Arc<Allocation>>,
+    /// Its device memory, if it has its place in the order of all transfers.
+    pub(super) spans: Vec<Range<u64>>,
+    /// The bytes come from the caller, later.
+    pub(super) fed: bool,
+}
+
 /// See the module's page.
 pub(super) struct Job {
     pub(super) direction: Direction,
+    pub(super) priority: Priority,
     pub(super) memories: Arc<Memories>,
-    pub(super) total: u64,
+    pub(super) name: Option<Cow<'static, str>>,
+    /// What the work says: see [`Work`].
+    pub(super) may_block: bool,
+    pub(super) is_pulled: bool,
     since: Instant,
     body: Body,
     state: Mutex<JobState>,
+    /// How far it had come when it was over, for handles that do not keep the job.
+    pub(super) last: Arc<OnceLock<Progress>>,
 }
 
 struct JobState {
-    /// What was taken so far.
     cursor: Cursor,
-    /// Chunks that are taken and have not ended, and how many of these a worker is preparing.
+    total: u64,
+    /// More bytes may come from the caller.
+    open: bool,
+    /// Earlier transfers use its device memory: no chunk is taken.
+    held: bool,
+    /// Called when it is over.
+    after: Option<Box<dyn FnOnce() + Send>>,
+    /// Chunks that were taken and have not ended.
     active: usize,
+    /// Of these, those that are being prepared.
     preparing: usize,
+    ended: usize,
     done: u64,
-    /// The first chunk that has not arrived, and those after it that have.
+    /// The first chunk that has not arrived; and what follows when those behind it that have arrived are the next.
     missing: usize,
-    early: BTreeMap<usize, usize>,
-    /// All pieces before this one have arrived.
-    landed_to: usize,
+    early: BTreeMap<usize, (usize, u64)>,
+    landed: (usize, u64),
     /// The error of the first chunk that failed, by its place.
     error: Option<(usize, Error)>,
     cancelled: bool,
+    /// Closed before the job counts as over. Taken by the thread that ends the job.
+    trace: Option<Trace>,
+    ending: bool,
     over: Option<Duration>,
-    threads: Vec<Thread>,
+    /// Threads and tasks that wait for a change, each under a number of its own.
+    threads: Vec<(u64, Thread)>,
     wakers: Vec<(u64, Arc<Task>)>,
-    next_waker: u64,
+    next_waiter: u64,
 }
 
 impl JobState {
@@ -207,52 +314,89 @@ impl JobState {
     }
 
     fn may_take(&self) -> bool {
+        self.cursor.left > 0 && !self.held && !self.is_stopped()
+    }
+
+    /// Whether bytes are left that will be taken, now or later.
+    fn has_left(&self) -> bool {
         self.cursor.left > 0 && !self.is_stopped()
     }
 
     fn is_read(&self) -> bool {
-        self.preparing == 0 && !self.may_take()
+        self.preparing == 0 && !self.has_left()
+    }
+
+    /// Whether nothing is under way, and nothing will be.
+    fn is_at_end(&self) -> bool {
+        self.active == 0 && !self.has_left() && !self.open
+    }
+
+    fn told(&mut self) -> Told {
+        let wakers = self.wakers.drain(..).map(|(_, task)| task).collect();
+        Told { threads: std::mem::take(&mut self.threads), wakers }
     }
 }
 
 /// Who is to be told of a change, after the lock.
 #[derive(Default)]
 struct Told {
-    threads: Vec<Thread>,
+    threads: Vec<(u64, Thread)>,
     wakers: Vec<Arc<Task>>,
 }
 
 impl Told {
     fn tell(self) {
-        self.threads.iter().for_each(Thread::unpark);
+        self.threads.iter().for_each(|(_, thread)| thread.unpark());
         self.wakers.into_iter().for_each(Task::wake_shared);
     }
 }
 
 impl Job {
-    pub(super) fn new(
-        direction: Direction,
-        total: u64,
-        body: Body,
-        memories: Vec<Arc<Allocation>>,
-    ) -> Arc<Self> {
+    pub(super) fn new(plan: Plan, body: Body, trace: Option<Trace>) -> Arc<Self> {
+        let Plan { direction, priority, total, name, memories, fed, spans: _ } = plan;
+        let left = if fed { 0 } else { total };
+        let (may_block, is_pulled) = {
+            let work = body.work();
+            // SAFETY: a lender waits from here on.
+            let work = unsafe { &*work };
+            (work.may_block(), work.is_pulled())
+        };
         let state = JobState {
-            cursor: Cursor { at: Cut::default(), chunks: 0, left: total },
+            cursor: Cursor { at: Cut::default(), chunks: 0, cut: 0, left },
+            total,
+            open: fed,
+            held: false,
+            after: None,
             active: 0,
             preparing: 0,
+            ended: 0,
             done: 0,
             missing: 0,
             early: BTreeMap::new(),
-            landed_to: 0,
+            landed: (0, 0),
             error: None,
             cancelled: false,
-            over: (total == 0).then_some(Duration::ZERO),
+            trace,
+            ending: false,
+            over: None,
             threads: Vec::new(),
             wakers: Vec::new(),
-            next_waker: 0,
+            next_waiter: 0,
         };
-        let memories = Arc::new(Memories(memories));
-        Arc::new(Self { direction, memories, total, since: Instant::now(), body, state: Mutex::new(state) })
+        let job = Arc::new(Self {
+            direction,
+            priority,
+            memories: Arc::new(Memories(memories)),
+            name,
+            may_block,
+            is_pulled,
+            since: Instant::now(),
+            body,
+            state: Mutex::new(state),
+            last: Arc::default(),
+        });
+        job.settle(job.state.lock());
+        job
     }
 
     /// What the job reads or writes.
@@ -261,16 +405,18 @@ impl Job {
     /// A chunk can be taken under the lock that the caller holds; or the caller has taken one, and is preparing it, or
     /// (for a download) has not ended it.
     pub(super) unsafe fn work(&self) -> &dyn Work {
-        match &self.body {
-            Body::Owned(work) => &**work,
-            // SAFETY: the lender waits until no chunk is being prepared, for a download until none is left.
-            Body::Lent(LentWork(work)) => unsafe { &**work },
-        }
+        // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
+        unsafe { &*self.body.work() }
     }
 
     /// Whether a chunk can be taken.
     pub(super) fn may_take(&self) -> bool {
         self.state.lock().may_take()
+    }
+
+    /// Whether a chunk can be taken by a worker without a segment.
+    pub(super) fn needs_none(&self) -> bool {
+        self.needs() == Some(Needs::Nothing)
     }
 
     /// What the next chunk needs, if there is one.
@@ -302,7 +448,7 @@ impl Job {
     pub(super) fn prepared(&self) {
         let mut state = self.state.lock();
         state.preparing -= 1;
-        let told = if state.is_read() { self.told(&mut state) } else { Told::default() };
+        let told = if state.is_read() { state.told() } else { Told::default() };
         drop(state);
         told.tell();
     }
@@ -311,65 +457,131 @@ impl Job {
     pub(super) fn end(&self, chunk: &Chunk, end: End) {
         let mut state = self.state.lock();
         state.active -= 1;
+        state.ended += 1;
         match end {
             End::Arrived => {
                 state.done += chunk.bytes as u64;
-                state.early.insert(chunk.index, chunk.end.piece);
-                while let Some(pieces) = {
+                state.early.insert(chunk.index, (chunk.end.piece, chunk.landed_to));
+                while let Some(landed) = {
                     let missing = state.missing;
                     state.early.remove(&missing)
                 } {
                     state.missing += 1;
-                    state.landed_to = pieces;
+                    state.landed = landed;
                 }
             }
             End::Failed(error) if state.error.as_ref().is_none_or(|known| chunk.index < known.0) => {
-                state.error = Some((chunk.index, error));
+                state.error = Some((chunk.index, self.failed_at(chunk.at, error)));
             }
             End::Failed(_) | End::Dropped => {}
         }
-        let told = self.settle(&mut state);
-        drop(state);
-        told.tell();
+        self.settle(state);
+    }
+
+    /// An error, with what it is about: the first byte of a chunk.
+    fn failed_at(&self, offset: u64, error: Error) -> Error {
+        match (&self.name, error) {
+            (None, error)
+            | (
+                _,
+                error @ (Error::Transfer { .. }
+                | Error::Read { .. }
+                | Error::Write { .. }
+                | Error::Shrunk { .. }),
+            ) => error,
+            (Some(name), cause) => {
+                Error::Transfer { what: name.clone().into_owned(), offset, cause: Box::new(cause) }
+            }
+        }
     }
 
     /// The job ends with this error, unless a chunk fails.
     pub(super) fn fail(&self, error: Error) {
         let mut state = self.state.lock();
-        if state.over.is_some() {
-            return;
+        if state.over.is_none() {
+            let (place, at) = (state.cursor.chunks, state.cursor.cut);
+            state.error.get_or_insert_with(|| (place, self.failed_at(at, error)));
+            self.settle(state);
         }
-        let place = state.cursor.chunks;
-        state.error.get_or_insert((place, error));
-        let told = self.settle(&mut state);
-        drop(state);
-        told.tell();
     }
 
     /// No further chunk is taken.
     pub(super) fn cancel(&self) {
         let mut state = self.state.lock();
-        if state.over.is_some() {
-            return;
+        if state.over.is_none() {
+            state.cancelled = true;
+            self.settle(state);
         }
-        state.cancelled = true;
-        let told = self.settle(&mut state);
+    }
+
+    // --- fed jobs ----------------------------------------------------------------------------------------------------
+
+    /// The caller has brought so many bytes more. `false`: the job has stopped, and no worker takes them.
+    pub(super) fn feed(&self, bytes: usize) -> bool {
+        let mut state = self.state.lock();
+        if state.is_stopped() {
+            return false;
+        }
+        state.cursor.left += bytes as u64;
+        true
+    }
+
+    /// The caller brings no more.
+    pub(super) fn close(&self) {
+        let mut state = self.state.lock();
+        if std::mem::take(&mut state.open) {
+            if !state.is_stopped() {
+                state.total = state.cursor.cut + state.cursor.left;
+            }
+            self.settle(state);
+        }
+    }
+
+    /// Chunks that have ended.
+    pub(super) fn ended(&self) -> usize {
+        self.state.lock().ended
+    }
+
+    /// Something has changed: tells all that wait, and ends the job if nothing of it is left.
+    fn settle<'a>(&'a self, mut state: MutexGuard<'a, JobState>) {
+        if state.is_at_end() && !state.ending {
+            state.ending = true;
+            if let Some(trace) = state.trace.take() {
+                let (done, elapsed) = (state.done, self.since.elapsed());
+                let outcome = self.how(&state);
+                // A subscriber is called, so without the lock. Nothing changes any more.
+                drop(state);
+                trace.end(&outcome, done, elapsed);
+                state = self.state.lock();
+            }
+            state.over = Some(self.since.elapsed());
+            let _ = self.last.set(self.progress_of(&state));
+        }
+        let after = if state.over.is_some() { state.after.take() } else { None };
+        let told = state.told();
         drop(state);
+        if let Some(after) = after {
+            after();
+        }
         told.tell();
     }
 
-    fn settle(&self, state: &mut JobState) -> Told {
-        if state.active == 0 && !state.may_take() && state.over.is_none() {
-            state.over = Some(self.since.elapsed());
-        }
-        self.told(state)
+    /// No chunk is taken before [`release`](Self::release) is called. `after` is called when the job is over.
+    pub(super) fn hold(&self, held: bool, after: Box<dyn FnOnce() + Send>) {
+        let mut state = self.state.lock();
+        state.held = held;
+        state.after = Some(after);
+        // It may be over already, without bytes.
+        self.settle(state);
     }
 
-    fn told(&self, state: &mut JobState) -> Told {
-        Told {
-            threads: std::mem::take(&mut state.threads),
-            wakers: state.wakers.drain(..).map(|(_, task)| task).collect(),
-        }
+    /// Chunks may be taken from now on. The bytes that are left for them.
+    pub(super) fn release(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.held = false;
+        let left = state.cursor.left;
+        self.settle(state);
+        left
     }
 
     /// Whether no worker will read what the job uploads any more.
@@ -389,21 +601,36 @@ impl Job {
     pub(super) fn outcome(&self) -> Option<Result<()>> {
         let state = self.state.lock();
         state.over?;
-        Some(match &state.error {
-            Some((_, error)) => Err(error.clone()),
-            None if state.done < self.total => {
-                Err(Error::Cancelled { what: "pieces".into(), done: state.done, total: self.total })
-            }
-            None => Ok(()),
-        })
+        Some(self.how(&state))
     }
 
-    pub(super) fn progress(&self) -> CopyProgress {
-        let state = self.state.lock();
-        CopyProgress {
+    fn how(&self, state: &JobState) -> Result<()> {
+        match &state.error {
+            Some((_, error)) => Err(error.clone()),
+            None if state.done < state.total => {
+                let what = self.name.as_deref().unwrap_or("pieces").to_owned();
+                Err(Error::Cancelled { what, done: state.done, total: state.total })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The error of a job that has stopped.
+    pub(super) fn stopped_with(&self) -> Error {
+        let stopped = self.how(&self.state.lock());
+        stopped.err().unwrap_or(Error::Closed)
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        self.progress_of(&self.state.lock())
+    }
+
+    fn progress_of(&self, state: &JobState) -> Progress {
+        Progress {
             done: state.done,
-            total: self.total,
-            landed_to: state.landed_to,
+            total: state.total,
+            landed_to: state.landed.1,
+            landed_pieces: state.landed.0,
             elapsed: state.over.unwrap_or_else(|| self.since.elapsed()),
             over: state.over.is_some(),
         }
@@ -413,14 +640,18 @@ impl Job {
     pub(super) fn wait(&self, deadline: Option<Instant>, until: impl Fn(&Self) -> bool) -> bool {
         loop {
             // Left before the look: what changes after the look unparks this thread.
-            self.state.lock().threads.push(thread::current());
-            if until(self) {
-                return true;
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return false;
+            let mut state = self.state.lock();
+            state.next_waiter += 1;
+            let number = state.next_waiter;
+            state.threads.push((number, thread::current()));
+            drop(state);
+            let there = until(self);
+            if there || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.state.lock().threads.retain(|(other, _)| *other != number);
+                return there;
             }
             thread::park_until(deadline);
+            self.state.lock().threads.retain(|(other, _)| *other != number);
         }
     }
 
@@ -431,9 +662,9 @@ impl Job {
         let mut state = self.state.lock();
         let known = key.and_then(|key| state.wakers.iter().position(|(other, _)| *other == key));
         let old = known.map(|place| state.wakers.swap_remove(place));
-        state.next_waker += 1;
-        *key = Some(state.next_waker);
-        let entry = (state.next_waker, task);
+        state.next_waiter += 1;
+        *key = Some(state.next_waiter);
+        let entry = (state.next_waiter, task);
         state.wakers.push(entry);
         drop(state);
         drop(old);

@@ -3,12 +3,12 @@
 use std::mem::MaybeUninit;
 
 use super::job::Direction;
-use super::layout::{Layout, ROW, Stretch, table_at};
+use super::layout::{LONGEST_ROW, Layout, ROW, Stretch, table_at};
 use super::lent::Lent;
+use super::stores::{self, Stores};
 use crate::buffer::PinnedBuf;
-use crate::copy::pipeline::stores::{self, Stores};
 use crate::device::{DevicePtr, Transfer};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What a prepared chunk is.
 pub(super) enum Content {
@@ -18,6 +18,8 @@ pub(super) enum Content {
     InPlace(Vec<Transfer>, Lent),
     /// Pages: contiguous host memory for many places on the device.
     Pages(Pages),
+    /// Bytes that are in a segment of the caller's, which counts or not.
+    Fed { segment: PinnedBuf, stretch: Stretch, counts: bool },
 }
 
 /// Host memory that one copy moves to or from a slot of the ring.
@@ -103,6 +105,7 @@ pub(super) struct Packing<'a> {
     segment: Option<&'a mut PinnedBuf>,
     layout: Layout,
     stretches: Vec<Stretch>,
+    data: usize,
 }
 
 impl<'a> Packing<'a> {
@@ -110,20 +113,27 @@ impl<'a> Packing<'a> {
     pub(super) fn new(direction: Direction, segment: Option<(&'a mut PinnedBuf, usize)>) -> Self {
         let most = segment.as_ref().map_or(0, |(segment, most)| (*most).min(segment.capacity()));
         let segment = segment.map(|(segment, _)| segment);
-        Self { direction, segment, layout: Layout::new(most), stretches: Vec::new() }
+        Self { direction, segment, layout: Layout::new(most), stretches: Vec::new(), data: 0 }
     }
 
     /// Puts a piece's bytes from `from` to `to` at the end, as the layout has them: all of them, for a chunk that was
-    /// cut by the same layout.
+    /// cut by the same layout. For an upload `fill` writes each part: it is given the part's first byte in the piece,
+    /// and the part's place in the segment, all of which it writes unless it fails.
     ///
     /// # Safety
-    /// For an upload the piece's bytes can be read, and no thread writes them meanwhile.
-    pub(super) unsafe fn put(&mut self, piece: &Piece, from: usize, to: usize) {
+    /// `fill` has written all bytes of the place that it is given when it returns `Ok`.
+    pub(super) unsafe fn put(
+        &mut self,
+        piece: &Piece,
+        from: usize,
+        to: usize,
+        mut fill: impl FnMut(usize, &mut [MaybeUninit<u8>]) -> Result<()>,
+    ) -> Result<()> {
         let mut from = from;
         while from < to {
             let device = piece.device.wrapping_add(from as u64);
-            let Some(part) = self.layout.put(piece.memory, device, to - from) else { return };
-            let before = self.stretches.last().map_or(0, |last| last.offset + last.len);
+            let Some(part) = self.layout.put(piece.memory, device, to - from) else { return Ok(()) };
+            let before = self.data;
             match self.stretches.last_mut() {
                 Some(last) if part.joins => last.len += part.len,
                 _ => self.stretches.push(Stretch {
@@ -132,43 +142,65 @@ impl<'a> Packing<'a> {
                     len: part.len,
                 }),
             }
-            if let Some(segment) = self.segment.as_mut() {
-                // SAFETY: the layout keeps to the segment's capacity. The segment is borrowed exclusively, and the
-                // caller promises that the piece can be read.
-                unsafe {
+            self.data = part.offset + part.len;
+            if let (Some(segment), Direction::Up) = (self.segment.as_mut(), self.direction) {
+                // SAFETY: the layout keeps to the segment's capacity, and the segment is borrowed exclusively.
+                let place = unsafe {
                     let base = segment.as_mut_ptr();
                     base.add(before).write_bytes(0, part.offset - before);
-                    if self.direction == Direction::Up {
-                        std::ptr::copy_nonoverlapping(piece.host.add(from), base.add(part.offset), part.len);
-                    }
-                }
+                    std::slice::from_raw_parts_mut(base.add(part.offset).cast(), part.len)
+                };
+                fill(from, place)?;
             }
             from += part.len;
         }
+        Ok(())
+    }
+
+    /// The segment of a chunk that lays itself out: the bytes up to the buffer's length are written, and those of each
+    /// [`stretch`](Self::stretch) are among them.
+    pub(super) fn segment(&mut self) -> Option<&mut PinnedBuf> {
+        self.segment.as_deref_mut()
+    }
+
+    pub(super) fn stretch(&mut self, stretch: Stretch) {
+        self.data = self.data.max(stretch.offset + stretch.len);
+        self.stretches.push(stretch);
+    }
+
+    fn rows(&self) -> usize {
+        self.stretches.iter().map(|stretch| stretch.len.div_ceil(LONGEST_ROW)).sum()
+    }
+
+    /// Whether the table fits into the segment, behind the bytes.
+    pub(super) fn has_room_for_table(&self) -> bool {
+        let room = self.segment.as_ref().map_or(0, |segment| segment.capacity());
+        table_at(self.data) + self.rows() * ROW <= room
     }
 
     /// Writes the table of rows behind the bytes, and gives what was laid out. The segment's length is then what is to
-    /// be copied: the bytes and, with `table`, the table.
-    pub(super) fn finish(self, table: bool) -> Packed {
-        let Self { direction, segment, layout, stretches } = self;
-        let (data, rows) = (layout.data(), layout.rows());
+    /// be copied: the bytes and, with `table`, the table. `is_filled`: all bytes were written.
+    pub(super) fn finish(self, table: bool, is_filled: bool) -> Packed {
+        let rows = self.rows();
+        let Self { direction, segment, stretches, data, .. } = self;
         let at = table_at(data);
         if let Some(segment) = segment {
             let base = segment.as_mut_ptr();
             if table {
-                // SAFETY: the layout has left room for the table, at a multiple of its rows' size from the segment's
-                // start, which is a multiple of 64. The bytes between data and table are zeroed.
+                // SAFETY: there is room for the table (`has_room_for_table`), at a multiple of its rows' size from the
+                // segment's start, which is a multiple of 64. The bytes between data and table are zeroed.
                 unsafe {
                     base.add(data).write_bytes(0, at - data);
                     write_table(base.add(at), &stretches);
                 }
             }
             let written = match (direction, table) {
+                (Direction::Up, _) if !is_filled => 0,
                 (Direction::Up, false) => data,
                 (Direction::Up, true) => at + rows * ROW,
                 (Direction::Down, _) => 0,
             };
-            // SAFETY: written above and by `put`, without a gap.
+            // SAFETY: written above and by `put`, without a gap, or by the chunk itself.
             unsafe { segment.set_len(written) };
         }
         Packed { data, rows, stretches }
@@ -176,7 +208,7 @@ impl<'a> Packing<'a> {
 
     /// Stretches so far, and bytes.
     pub(super) fn shape(&self) -> (usize, usize) {
-        (self.layout.stretches(), self.layout.data())
+        (self.stretches.len(), self.data)
     }
 }
 
@@ -199,27 +231,38 @@ impl Unpacking {
         Self { layout: Layout::new(most) }
     }
 
-    /// Copies a piece's bytes from `from` to `to` out of the segment.
-    ///
-    /// # Safety
-    /// The piece can be written, and no other thread uses these bytes of it.
-    pub(super) unsafe fn put(&mut self, piece: &Piece, from: usize, to: usize, bytes: &[u8]) -> Result<()> {
+    /// Gives `drain` a piece's bytes from `from` to `to`, part by part: each part's first byte in the piece, and its
+    /// bytes in the segment.
+    pub(super) fn put(
+        &mut self,
+        piece: &Piece,
+        from: usize,
+        to: usize,
+        bytes: &[u8],
+        mut drain: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         let mut from = from;
         while from < to {
             let device = piece.device.wrapping_add(from as u64);
             let Some(part) = self.layout.put(piece.memory, device, to - from) else { return Ok(()) };
             let Some(source) = bytes.get(part.offset..part.offset + part.len) else {
-                return Err(crate::error::Error::Internal("a chunk is shorter than its layout"));
+                return Err(Error::Internal("a chunk is shorter than its layout"));
             };
-            // SAFETY: within the piece, by the caller's promise.
-            let target = unsafe {
-                std::slice::from_raw_parts_mut(piece.host.add(from).cast::<MaybeUninit<u8>>(), part.len)
-            };
-            stores::copy(source, target, Stores::Streaming);
+            drain(from, source)?;
             from += part.len;
         }
         Ok(())
     }
+}
+
+/// Copies bytes out of a segment, past the caches: the memory that they go to is read later, if at all.
+///
+/// # Safety
+/// As many bytes can be written at `to`, and no other thread uses them.
+pub(super) unsafe fn copy_out(from: &[u8], to: *mut u8) {
+    // SAFETY: the caller's promise.
+    let target = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), from.len()) };
+    stores::copy(from, target, Stores::Streaming);
 }
 
 /// Has the processor fetch the beginnings of the pages of a piece that is copied next: it goes on by itself within a

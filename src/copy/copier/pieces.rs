@@ -6,13 +6,14 @@
 
 use std::cell::UnsafeCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::Engine;
-use super::job::{Chunk, Cursor, Cut, Direction, Needs, Work};
+use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
 use super::lent::{Block, Lent};
-use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, transfer};
+use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, copy_out, transfer};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
@@ -21,6 +22,7 @@ use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::sealed::KEY;
+use crate::segment::PAGE;
 use crate::stream::timeline::RetainedResource;
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
@@ -48,7 +50,7 @@ impl Ramp {
     }
 
     /// Bytes of the next chunk's segment that are used.
-    fn next(&self, cursor: &Cursor) -> usize {
+    pub(super) fn next(&self, cursor: &Cursor) -> usize {
         let Self { most, hands } = *self;
         let least = LEAST.min(most);
         let growing = least + (most - least) / hands * cursor.chunks.min(hands);
@@ -61,11 +63,19 @@ impl Ramp {
 #[derive(Default)]
 pub(super) struct Survey {
     pub(super) bytes: u64,
+    /// The device memory, by address, for a transfer that has its place in the order of all.
+    pub(super) spans: Vec<Range<u64>>,
+    is_ordered: bool,
     pub(super) memories: Vec<Arc<Allocation>>,
     known: HashSet<u64>,
 }
 
 impl Survey {
+    /// For a transfer that has its place in the order of all.
+    pub(super) fn ordered() -> Self {
+        Self { is_ordered: true, ..Self::default() }
+    }
+
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
@@ -73,6 +83,13 @@ impl Survey {
             return Err(Error::TooSmall { need: len, have: memory.len() });
         }
         self.bytes += len as u64;
+        if self.is_ordered {
+            let start = memory.address();
+            match self.spans.last_mut().filter(|last| last.end == start) {
+                Some(last) => last.end += len as u64,
+                None => self.spans.push(start..start + len as u64),
+            }
+        }
         let number = memory.allocation_number();
         if self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number) {
             return Ok(());
@@ -92,7 +109,10 @@ impl Survey {
 }
 
 /// The parts of a chunk: each piece, and the bytes of it from where to where.
-fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = (Piece, usize, usize)> {
+pub(super) fn parts(
+    chunk: &Chunk,
+    piece: impl Fn(usize) -> Piece,
+) -> impl Iterator<Item = (Piece, usize, usize)> {
     let Chunk { start, end, .. } = *chunk;
     (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
         let found = piece(n);
@@ -102,38 +122,74 @@ fn parts(chunk: &Chunk, piece: impl Fn(usize) -> Piece) -> impl Iterator<Item = 
     })
 }
 
-/// Cuts a chunk off that goes through a segment, of pieces for which `fits` holds.
-fn cut(
+/// What a chunk that goes through a segment may have.
+pub(super) struct Limits<F, P> {
+    /// Bytes of the segment, the table included; and bytes of pieces.
+    pub(super) most: usize,
+    pub(super) bytes: usize,
+    /// Whether a piece may be in it.
+    pub(super) fits: F,
+    /// Where a piece that would be cut behind so many of its bytes is cut rather, by its number.
+    pub(super) on_page: P,
+}
+
+/// Cuts a chunk off that goes through a segment.
+pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
-    fits: impl Fn(&Piece) -> bool,
+    limits: Limits<impl Fn(&Piece) -> bool, impl Fn(usize, usize) -> usize>,
     cursor: &mut Cursor,
-    most: usize,
 ) -> Chunk {
-    let start = cursor.at;
+    let Limits { most, bytes: full, fits, on_page } = limits;
     let mut layout = Layout::new(most);
-    let (mut at, mut bytes) = (start, 0);
+    let (mut at, mut bytes) = (cursor.at, 0);
     while at.piece < count {
         let next = piece(at.piece);
         if at.from == next.len {
             at = Cut { piece: at.piece + 1, from: 0 };
             continue;
         }
-        if !fits(&next) && bytes > 0 {
+        if bytes >= full || !fits(&next) && bytes > 0 {
             break;
         }
+        let left = next.len - at.from;
         let device = next.device.wrapping_add(at.from as u64);
-        let Some(part) = layout.put(next.memory, device, next.len - at.from) else { break };
-        bytes += part.len;
-        at.from += part.len;
+        let Some(part) = layout.put(next.memory, device, left.min(full - bytes)) else { break };
+        let mut end = at.from + part.len;
+        if part.len < left {
+            end = Some(on_page(at.piece, end)).filter(|page| *page > at.from).unwrap_or(end);
+        }
+        bytes += end - at.from;
+        at.from = end;
+        if end < next.len {
+            break;
+        }
     }
     finish(cursor, at, bytes, Some(most))
 }
 
-fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
-    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, most };
+/// A chunk of pieces in memory, of so many bytes.
+fn cut_memory(
+    count: usize,
+    piece: impl Fn(usize) -> Piece,
+    fits: impl Fn(&Piece) -> bool,
+    cursor: &mut Cursor,
+    bytes: usize,
+) -> Chunk {
+    let most = bytes + BESIDE;
+    cut(count, piece, Limits { most, bytes, fits, on_page: |_, end| end }, cursor)
+}
+
+/// Bytes of a segment beside those of the pieces: for the table, and for gaps.
+pub(super) const BESIDE: usize = 2 * PAGE;
+
+/// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
+pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
+    let (at, landed_to) = (cursor.cut, cursor.cut + bytes as u64);
+    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, at, landed_to, most };
     cursor.at = end;
     cursor.chunks += 1;
+    cursor.cut = landed_to;
     cursor.left -= bytes as u64;
     chunk
 }
@@ -142,26 +198,41 @@ fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> C
 ///
 /// # Safety
 /// For an upload the pieces can be read, and no thread writes them meanwhile.
-unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, is_read: bool, piece: impl Fn(usize) -> Piece) {
+unsafe fn pack(
+    chunk: &Chunk,
+    packing: &mut Packing<'_>,
+    is_read: bool,
+    piece: impl Fn(usize) -> Piece,
+) -> Result<Content> {
     let mut parts = parts(chunk, piece).peekable();
     while let Some((this, from, to)) = parts.next() {
         if let (true, Some((next, ..))) = (is_read, parts.peek()) {
             announce(next);
         }
-        // SAFETY: the caller's promise.
-        unsafe { packing.put(&this, from, to) };
+        // SAFETY: all of the place is written. The caller promises that the piece can be read.
+        unsafe {
+            packing.put(&this, from, to, |from, place| {
+                let src = this.host.add(from);
+                std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
+                Ok(())
+            })?;
+        }
     }
+    Ok(Content::Packed)
 }
 
-/// Empties a chunk's segment.
+/// Takes a chunk's bytes out of its segment.
 ///
 /// # Safety
-/// The pieces can be written, and no other thread uses their bytes in this chunk.
+/// The pieces can be written, and no other thread uses the chunk's bytes of them.
 unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
     let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
     for (this, from, to) in parts(chunk, piece) {
-        // SAFETY: the caller's promise.
-        unsafe { unpacking.put(&this, from, to, bytes)? };
+        unpacking.put(&this, from, to, bytes, |from, bytes| {
+            // SAFETY: within the piece; the caller's promise.
+            unsafe { copy_out(bytes, this.host.add(from)) };
+            Ok(())
+        })?;
     }
     Ok(())
 }
@@ -188,17 +259,12 @@ fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
 impl Work for Slices<'_> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
+        cut_memory(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: shared borrows of bytes.
-        unsafe { pack(chunk, packing, true, |n| self.get(n)) };
-        Ok(Content::Packed)
-    }
-
-    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
-        Ok(())
+        unsafe { pack(chunk, packing, true, |n| self.get(n)) }
     }
 }
 
@@ -235,13 +301,12 @@ impl<'a> Targets<'a> {
 impl Work for Targets<'_> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut(self.count, |n| self.get(n), |_| true, cursor, most)
+        cut_memory(self.count, |n| self.get(n), |_| true, cursor, most)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: a download's chunk is laid out only.
-        unsafe { pack(chunk, packing, false, |n| self.get(n)) };
-        Ok(Content::Packed)
+        unsafe { pack(chunk, packing, false, |n| self.get(n)) }
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
@@ -257,8 +322,16 @@ pub(super) trait Values: Send + Sync {
     type Back;
 
     /// # Safety
-    /// The job is over. Called at most once.
+    /// The job is over, without an error. Called at most once, as is `rescue`.
     unsafe fn take(&self) -> Result<Self::Back>;
+
+    /// What can be given back though the job has failed or was cancelled.
+    ///
+    /// # Safety
+    /// The job is over. Called at most once, as is `take`.
+    unsafe fn rescue(&self) -> Option<Self::Back> {
+        None
+    }
 }
 
 impl Values for () {
@@ -301,7 +374,7 @@ impl<B: Lend> Buffer for Up<B> {
 
     fn lend(&mut self, _: usize) -> RetainedResource {
         self.lent = true;
-        RetainedResource::of(self.value.lend(KEY))
+        RetainedResource::counted(self.value.lend(KEY))
     }
 
     fn back(self, _: usize) -> Result<B> {
@@ -331,12 +404,12 @@ impl<L: Landing> Buffer for Down<L> {
             Self::Here(landing) => {
                 let (resource, half) = landing.lend(KEY);
                 *self = Self::Lent(L::Landed::from(half), written);
-                RetainedResource::of(resource)
+                RetainedResource::counted(resource)
             }
             // Not so: a piece in place is in one chunk.
             other => {
                 *self = other;
-                RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
+                RetainedResource::counted(crate::stream::timeline::Resource::Object(Box::new(())))
             }
         }
     }
@@ -432,7 +505,13 @@ impl<V: Buffer> Work for Buffers<V> {
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut(self.pieces.len(), |n| self.pieces[n], |piece| !self.stays(piece), cursor, most);
+            return cut_memory(
+                self.pieces.len(),
+                |n| self.pieces[n],
+                |piece| !self.stays(piece),
+                cursor,
+                most,
+            );
         }
         let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
         let (mut end, mut bytes) = (cursor.at.piece, 0);
@@ -447,12 +526,11 @@ impl<V: Buffer> Work for Buffers<V> {
         finish(cursor, Cut { piece: end, from: 0 }, bytes, None)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         if chunk.most.is_some() {
             let is_read = self.direction == Direction::Up;
             // SAFETY: the job owns the buffers, and no device writes to those that are packed.
-            unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
-            return Ok(Content::Packed);
+            return unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
         }
         let range = chunk.start.piece..chunk.end.piece;
         let mut transfers = Vec::with_capacity(range.len());
@@ -567,7 +645,7 @@ impl<V: Buffer> Work for Paged<V> {
         finish(cursor, at, bytes, None)
     }
 
-    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: changed only before the job starts and after it is over.
         let blocks = unsafe { &*self.blocks.get() };
         let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
@@ -593,10 +671,6 @@ impl<V: Buffer> Work for Paged<V> {
             data += len;
         }
         Ok(Content::Pages(Pages { runs, stretches, data, lent }))
-    }
-
-    fn drain(&self, _: &Chunk, _: &[u8]) -> Result<()> {
-        Ok(())
     }
 }
 

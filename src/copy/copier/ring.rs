@@ -69,8 +69,8 @@ impl Ring {
         Self { slot, most: bytes / slot, state: Mutex::default() }
     }
 
-    /// A slot, if one is free.
-    pub(super) fn take(&self, device: &Device) -> Take {
+    /// A slot, if one is free. `made` is called when the ring has been allocated: from then on it needs [`rest`](Self::rest).
+    pub(super) fn take(&self, device: &Device, made: impl FnOnce()) -> Take {
         if self.most < FEWEST {
             return Take::None;
         }
@@ -87,13 +87,15 @@ impl Ring {
         }
         state.allocating = true;
         drop(state);
-        let made = self.allocate(device);
+        let allocated = self.allocate(device);
         let mut state = self.state.lock();
         state.allocating = false;
-        match made {
+        match allocated {
             Ok((memory, mut slots)) => {
                 let first = slots.pop();
                 (state.slots, state.free, state.memory) = (slots.len() + 1, slots, Some(memory));
+                drop(state);
+                made();
                 first.map_or(Take::None, Take::Slot)
             }
             Err(error) => {

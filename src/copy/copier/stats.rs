@@ -25,6 +25,15 @@ pub struct CopierStats {
     pub batch_bytes: u64,
     /// Bytes of pinned buffers that were copied from or to where they are.
     pub in_place_bytes: u64,
+    /// Bytes of files that were read from the page cache.
+    pub cached_bytes: u64,
+    /// Bytes of files that were read past the page cache.
+    pub direct_bytes: u64,
+    /// Bytes of files that were read in the ordinary way, because the file system does not tell what is cached, or
+    /// refuses reads past the cache, or there were too few bytes for that.
+    pub buffered_bytes: u64,
+    /// Files that could not be opened for reading past the cache, or failed to be read so.
+    pub direct_refused: u64,
     /// Kernels that were launched, and the chunks that they worked on.
     pub launches: u64,
     /// See [`launches`](Self::launches).
@@ -44,6 +53,10 @@ pub(super) struct Counters {
     pub(super) ring: AtomicU64,
     pub(super) batch: AtomicU64,
     pub(super) in_place: AtomicU64,
+    pub(super) cached: AtomicU64,
+    pub(super) direct: AtomicU64,
+    pub(super) buffered: AtomicU64,
+    pub(super) direct_refused: AtomicU64,
 }
 
 impl Counters {
@@ -58,6 +71,10 @@ impl Counters {
             ring_bytes: read(&self.ring),
             batch_bytes: read(&self.batch),
             in_place_bytes: read(&self.in_place),
+            cached_bytes: read(&self.cached),
+            direct_bytes: read(&self.direct),
+            buffered_bytes: read(&self.buffered),
+            direct_refused: read(&self.direct_refused),
             ..CopierStats::default()
         }
     }

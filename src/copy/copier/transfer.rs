@@ -2,54 +2,63 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::job::{CopyProgress, Job};
+use super::job::{Job, Progress};
 use super::pieces::Values;
-use super::{may_wait, worker::Worker};
-use crate::error::{Error, Result};
+use super::{Copier, may_wait, worker::Worker};
+use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 
-/// A transfer of a [`Copier`](super::Copier). Wait for it, await it (no runtime is assumed), look at it, cancel it.
+/// A transfer of a [`Copier`]. Wait for it, await it (no runtime is assumed), look at it, cancel it, order streams
+/// behind it.
 ///
-/// Dropped, it goes on by itself: what it owns returns when the device is done with it.
+/// Dropped, it goes on by itself, as every copy of this crate does: what it owns returns, or is dropped, when it is
+/// over. A transfer that is not wanted any more is [cancelled](Self::cancel). No drop waits.
 ///
 /// # After an error
-/// The error is that of the first piece, in the order of the call, whose chunk has failed. All pieces before
-/// [`CopyProgress::landed_to`] have arrived; which of the others have is not known.
+/// The error is that of the first byte, in the order of the call, whose chunk has failed. What lies before
+/// [`Progress::landed_to`] has arrived; which of the rest has is not known. A source or sink comes back with the error;
+/// buffers that a device may still use return to their pools by themselves.
 ///
 /// ```
 /// # use pinpool::{Copier, Device, Pool, Unpinned};
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(64)?);
-/// let pieces = [(&b"hello"[..], memory.slice(..5)?), (&b"world"[..], memory.slice(32..37)?)];
-/// let sent = copier.upload_pieces(&pieces)?; // the bytes have been read
-/// println!("{} of {} bytes are there", sent.progress().done, sent.progress().total);
-/// sent.wait()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// let load = copier.upload(vec![7; 1 << 20], &memory)?;
+/// if load.wait_landed(4096) {
+///     // The first 4096 bytes are on the device.
+/// }
+/// let bytes = load.wait()?; // the source comes back
+/// # drop(bytes);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[must_use = "dropping it is fine: the transfer goes on; say so with `drop`"]
-pub struct Copying<T = ()> {
-    engine: Arc<Engine>,
+pub struct Transfer<T = ()> {
+    copier: Copier,
     job: Arc<Job>,
     values: Option<Arc<dyn Values<Back = T>>>,
     waker: Option<u64>,
 }
 
-impl<T> Copying<T> {
-    pub(super) fn new(engine: Arc<Engine>, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
-        Self { engine, job, values: Some(values), waker: None }
+impl<T> Transfer<T> {
+    pub(super) fn new(copier: Copier, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
+        Self { copier, job, values: Some(values), waker: None }
     }
 
-    /// How far it has come.
+    fn engine(&self) -> &Arc<Engine> {
+        self.copier.engine()
+    }
+
+    /// How far it has come. (In the child of a fork: not at all, and it is over.)
     #[must_use]
-    pub fn progress(&self) -> CopyProgress {
+    pub fn progress(&self) -> Progress {
         if crate::os::forked() {
-            return CopyProgress { over: true, ..CopyProgress::default() };
+            return Progress { over: true, ..Progress::default() };
         }
         self.job.progress()
     }
@@ -60,47 +69,75 @@ impl<T> Copying<T> {
         self.progress().over
     }
 
-    /// Waits until it is over, and gives the buffers back, in the order of the call.
+    /// Waits until it is over, and gives back what the call was given: the source or sink, or the buffers in the order
+    /// of the call.
     ///
     /// # Errors
-    /// See [the type's page](Self); [`Error::Cancelled`] after a [`cancel`](Self::cancel) that came in time;
-    /// [`Error::Unsupported`] on a thread of the crate (in a waker, say), where the wait could never end;
-    /// [`Error::Forked`]. The buffers then return by themselves.
-    pub fn wait(mut self) -> Result<T> {
-        crate::os::check_fork()?;
-        self.finish(None)?;
-        self.take()
-    }
-
-    /// The same, for at most `timeout`.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`] with the handle; all others as for [`wait`](Self::wait).
-    #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
-    pub fn wait_timeout(mut self, timeout: Duration) -> Result<T, crate::error::SubmitError<Self>> {
-        let since = Instant::now();
-        let waited = crate::os::check_fork().and_then(|()| self.finish(since.checked_add(timeout)));
-        match waited.and_then(|()| self.take()) {
-            Ok(back) => Ok(back),
-            Err(error @ Error::Timeout(_)) if !self.is_over() => {
-                Err(crate::error::SubmitError { error: error.waited(since), buffer: Some(self) })
-            }
-            Err(error) => Err(crate::error::SubmitError { error, buffer: None }),
+    /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of
+    /// [`Error::Transfer`] where a source, sink or slice is copied; [`Error::Cancelled`] after a [`cancel`](Self::cancel)
+    /// that came in time; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), where the
+    /// wait could never end: the transfer goes on then; [`Error::Forked`].
+    pub fn wait(mut self) -> Result<T, SubmitError<T>> {
+        match self.finish(None) {
+            Ok(()) => self.take(),
+            Err(error) => Err(SubmitError { error, buffer: None }),
         }
     }
 
-    /// Waits until all pieces of the call before this one have arrived, or until the transfer is over. Whether they have
-    /// arrived. On a thread of the crate it only looks.
+    /// The same, for at most `timeout`. On a thread of the crate it only looks.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] with the handle; all others as for [`wait`](Self::wait), inside of the inner result.
+    #[allow(clippy::type_complexity, clippy::result_large_err, reason = "the handle back, or the outcome")]
+    pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
+        let since = Instant::now();
+        let timeout = if may_wait().is_ok() { timeout } else { Duration::ZERO };
+        if crate::os::forked() || self.until(since.checked_add(timeout), Job::is_over) {
+            return Ok(self.take());
+        }
+        Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
+    }
+
+    /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
+    /// Whether they have arrived. On a thread of the crate it only looks.
     #[must_use]
-    pub fn wait_landed(&self, piece: usize) -> bool {
+    pub fn wait_landed(&self, offset: u64) -> bool {
+        self.wait_progress(|progress| progress.landed_to >= offset)
+    }
+
+    /// Waits until all pieces of the call before this one have arrived, or until the transfer is over. Whether they
+    /// have arrived. On a thread of the crate it only looks.
+    #[must_use]
+    pub fn wait_pieces(&self, pieces: usize) -> bool {
+        self.wait_progress(|progress| progress.landed_pieces >= pieces)
+    }
+
+    fn wait_progress(&self, there: impl Fn(&Progress) -> bool) -> bool {
         if crate::os::forked() {
             return false;
         }
-        let there = |job: &Job| job.progress().landed_to >= piece;
         if may_wait().is_ok() {
-            self.until(None, |job| there(job) || job.is_over());
+            self.until(None, |job| there(&job.progress()) || job.is_over());
         }
-        there(&self.job)
+        there(&self.job.progress())
+    }
+
+    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
+    pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
+        if crate::os::forked() {
+            return Poll::Ready(false);
+        }
+        let landed = |job: &Job| job.progress().landed_to >= offset;
+        // The waker first: what changes after the look wakes the task.
+        if !landed(&self.job) && !self.job.is_over() {
+            self.job.wake_later(&mut self.waker, cx.waker());
+        }
+        let over = self.job.is_over();
+        match landed(&self.job) {
+            true => Poll::Ready(true),
+            false if over => Poll::Ready(false),
+            false => Poll::Pending,
+        }
     }
 
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
@@ -110,23 +147,38 @@ impl<T> Copying<T> {
     /// The error of the transfer; [`Error::WrongDevice`] for a stream of another device; as for [`wait`](Self::wait).
     pub fn order(&self, stream: &Stream) -> Result<()> {
         crate::os::check_fork()?;
-        if stream.device().context().id() != self.engine.device.context().id() {
-            return Err(Error::WrongDevice { device: self.engine.device.name().into() });
+        if stream.device().context().id() != self.engine().device.context().id() {
+            return Err(Error::WrongDevice { device: self.engine().device.name().into() });
         }
         self.finish(None)?;
         self.job.outcome().unwrap_or(Ok(()))
     }
 
     /// Cancels the transfer: no further chunk is begun, and chunks that are under way are dropped where that is
-    /// possible. What is on the device then is undefined, but for the pieces before [`CopyProgress::landed_to`].
+    /// possible. Waiting tells when it is over. What is on the device then is undefined, but for the bytes before
+    /// [`Progress::landed_to`].
     pub fn cancel(&self) {
         if !crate::os::forked() {
             self.job.cancel();
         }
     }
 
+    /// A handle that looks at it and cancels it, for another thread.
+    #[must_use]
+    pub fn canceller(&self) -> Canceller {
+        Canceller { job: Arc::downgrade(&self.job), last: self.job.last.clone() }
+    }
+
+    /// Cancels it, and waits until nothing of it is under way, where this thread may.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn settle(self) {
+        self.cancel();
+        let _ = self.finish(None);
+    }
+
     /// Waits until the job is over.
     fn finish(&self, deadline: Option<Instant>) -> Result<()> {
+        crate::os::check_fork()?;
         if self.job.is_over() {
             return Ok(());
         }
@@ -135,33 +187,57 @@ impl<T> Copying<T> {
     }
 
     fn until(&self, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {
-        if self.engine.settings.threads == 0 {
-            Worker::step_until(&self.engine, &self.job, &until);
-            return true;
-        }
-        self.job.wait(deadline, until)
+        self.engine().wait(&self.job, deadline, until)
     }
 
-    fn take(&mut self) -> Result<T> {
-        self.job.outcome().unwrap_or(Ok(()))?;
-        match self.values.take() {
+    /// The outcome of a job that is over.
+    fn take(&mut self) -> Result<T, SubmitError<T>> {
+        let polled = || Error::Unsupported("a transfer was polled after it was ready".into());
+        if let Err(error) = crate::os::check_fork() {
+            return Err(SubmitError { error, buffer: None });
+        }
+        let (Some(outcome), Some(values)) = (self.job.outcome(), self.values.take()) else {
+            return Err(SubmitError { error: polled(), buffer: None });
+        };
+        match outcome {
             // SAFETY: the job is over, and the handle gives the values up.
-            Some(values) => unsafe { values.take() },
-            None => Err(Error::Unsupported("a transfer was polled after it was ready".into())),
+            Ok(()) => unsafe { values.take() }.map_err(|error| SubmitError { error, buffer: None }),
+            // SAFETY: as above.
+            Err(error) => Err(SubmitError { error, buffer: unsafe { values.rescue() } }),
         }
     }
 }
 
-impl<T> Future for Copying<T> {
-    type Output = Result<T>;
+impl<T: 'static> Transfer<Vec<T>> {
+    /// That of a call with one value.
+    pub(super) fn single(mut self) -> Transfer<T> {
+        let values = self.values.take().map(|values| Arc::new(Single(values)) as Arc<dyn Values<Back = T>>);
+        Transfer { copier: self.copier.clone(), job: self.job.clone(), values, waker: None }
+    }
+}
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T>> {
-        if let Err(error) = crate::os::check_fork() {
-            return Poll::Ready(Err(error));
-        }
+/// One value, out of a list of one.
+struct Single<T>(Arc<dyn Values<Back = Vec<T>>>);
+
+impl<T> Values for Single<T> {
+    type Back = T;
+
+    unsafe fn take(&self) -> Result<T> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.take() }?.pop().ok_or(Error::Closed)
+    }
+}
+
+impl<T> Future for Transfer<T> {
+    type Output = Result<T, SubmitError<T>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        if this.engine.settings.threads == 0 {
-            Worker::advance(&this.engine);
+        if crate::os::forked() {
+            return Poll::Ready(this.take());
+        }
+        if this.engine().settings.threads == 0 {
+            Worker::advance(this.engine());
         }
         // The waker first: what changes after the look wakes the task.
         if !this.job.is_over() {
@@ -171,11 +247,11 @@ impl<T> Future for Copying<T> {
     }
 }
 
-impl<T> Drop for Copying<T> {
+impl<T> Drop for Transfer<T> {
     fn drop(&mut self) {
         if crate::os::forked() {
             // All of it is the parent's.
-            std::mem::forget((self.engine.clone(), self.job.clone(), self.values.take()));
+            std::mem::forget((self.job.clone(), self.values.take()));
             return;
         }
         self.job.forget_waker(&mut self.waker);
@@ -183,10 +259,66 @@ impl<T> Drop for Copying<T> {
 }
 
 // Nothing in it is pinned in place.
-impl<T> Unpin for Copying<T> {}
+impl<T> Unpin for Transfer<T> {}
 
-impl<T> std::fmt::Debug for Copying<T> {
+impl<T> std::fmt::Debug for Transfer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Copying").field("progress", &self.progress()).finish_non_exhaustive()
+        f.debug_struct("Transfer")
+            .field("of", &self.job.name.as_deref().unwrap_or("pieces"))
+            .field("progress", &self.progress())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Looks at a transfer and cancels it, from any thread: [`Transfer::canceller`].
+///
+/// It keeps neither the transfer's memory nor the copier.
+///
+/// ```
+/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// let transfer = copier.upload(vec![7; 1 << 20], &memory)?;
+/// let canceller = transfer.canceller();
+/// std::thread::spawn(move || canceller.cancel());
+/// match transfer.wait() {
+///     Ok(_) => println!("it was copied before"),
+///     Err(refused) => println!("{}", refused.error),
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Canceller {
+    job: Weak<Job>,
+    last: Arc<OnceLock<Progress>>,
+}
+
+impl Canceller {
+    /// As [`Transfer::cancel`].
+    pub fn cancel(&self) {
+        if let Some(job) = self.job.upgrade().filter(|_| !crate::os::forked()) {
+            job.cancel();
+        }
+    }
+
+    /// How far the transfer has come.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let over = Progress { over: true, ..Progress::default() };
+        if crate::os::forked() {
+            return over;
+        }
+        // In this order: no job goes before it is over.
+        match self.job.upgrade() {
+            Some(job) => job.progress(),
+            None => self.last.get().copied().unwrap_or(over),
+        }
+    }
+}
+
+impl std::fmt::Debug for Canceller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Canceller").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }

@@ -9,22 +9,28 @@
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
-//! A segment whose copy is complete takes the worker's next chunk.
 //!
 //! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, and takes another chunk if there
-//! is room. Only a worker that owns no chunk parks or waits for a segment. So a worker that waits holds nothing that
-//! another one needs.
+//! is room. Only a worker that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources,
+//! sinks and files may block: a worker that is about to call one owns chunks of that job only.
+//!
+//! A caller that writes the bytes of a download itself is a worker for that time. Its chunks stay `Landed` until the
+//! caller has written them, in order.
+
+mod pages;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, Kept, Then};
+use super::config::Priority;
+use super::engine::{Engine, Kept, Refusal, Then};
 use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::{ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::packing::{Content, Packed, Packing, Pages, transfer, write_table};
 use super::ring::{IDLE, Slot, Take};
 use super::scheduler::Woken;
+use super::segments::look;
 use super::spreader::Entry;
 use super::stats::Counters;
 use super::way::{Way, way};
@@ -33,11 +39,13 @@ use crate::buffer::{InFlight, PinnedBuf};
 use crate::device::{DevicePtr, SpreadRun, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::pool::Checkout;
 use crate::sealed::KEY;
 use crate::stream::timeline::{RetainedResource, Ticket};
 
-/// Segments of a worker at most.
+/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.
 const MOST: usize = 3;
+const MOST_URGENT: usize = 5;
 /// Chunks of a worker at most, those included that have no segment any more.
 const MOST_CHUNKS: usize = 16;
 /// For how long a worker that has found nothing to do looks again at once.
@@ -45,8 +53,6 @@ const SPIN: Duration = Duration::from_micros(200);
 /// How long it sleeps between two looks after that.
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
-/// For how long a worker waits for a segment before it looks whether its job still wants one.
-const PATIENCE: Duration = Duration::from_millis(10);
 /// Looks without any change after which a stepped device, which has nothing left to step, never will change.
 const STILL: u32 = 100;
 
@@ -105,6 +111,11 @@ enum Stage {
     Collecting { flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
     /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
     Collected { buf: PinnedBuf, slot: Option<Slot> },
+    /// Down: the bytes are in the segment, and the caller writes them.
+    Landed(PinnedBuf),
+    /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
+    /// complete.
+    Refused { ticket: Ticket, error: Error, slot: Option<Slot> },
 }
 
 /// What came of a look at a chunk.
@@ -122,26 +133,22 @@ struct Owned {
     chunk: Chunk,
     packed: Packed,
     way: Way,
+    /// Its segment, if it has one, counts: see [`super::segments`].
+    counts: bool,
     stage: Option<Stage>,
-}
-
-/// What a worker has.
-#[derive(Default)]
-pub(super) struct Holdings {
-    owned: Vec<Owned>,
-    /// Segments that no chunk of this worker is in.
-    spares: Vec<PinnedBuf>,
-    /// Segments of this worker, spare or not.
-    segments: usize,
 }
 
 /// See the module's page.
 pub(super) struct Worker<'a> {
     engine: &'a Arc<Engine>,
     owned: Vec<Owned>,
-    spares: Vec<PinnedBuf>,
-    segments: usize,
+    /// A caller's, in the pool's queue: for its segment that does not count.
+    place: Option<Checkout>,
 }
+
+/// What the one worker of a copier without threads owns, while no thread is that worker.
+#[derive(Default)]
+pub(super) struct Holdings(Vec<Owned>);
 
 /// What to do when nothing has changed.
 struct Pause {
@@ -150,24 +157,19 @@ struct Pause {
 
 impl<'a> Worker<'a> {
     pub(super) fn new(engine: &'a Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), spares: Vec::new(), segments: 0 }
+        Self { engine, owned: Vec::new(), place: None }
     }
 
     /// The one worker of a copier without threads, on whichever thread calls. `None`: another thread is it now.
     pub(super) fn inline(engine: &'a Arc<Engine>) -> Option<Self> {
-        let Holdings { owned, spares, segments } = engine.inline.lock().take()?;
-        Some(Self { engine, owned, spares, segments })
+        let Holdings(owned) = engine.inline.lock().take()?;
+        Some(Self { engine, owned, place: None })
     }
 
     /// Ends being the one worker.
     fn leave(mut self) {
-        self.give_back();
-        let held = Holdings {
-            owned: std::mem::take(&mut self.owned),
-            spares: Vec::new(),
-            segments: std::mem::take(&mut self.segments),
-        };
-        *self.engine.inline.lock() = Some(held);
+        self.engine.segments.rest();
+        *self.engine.inline.lock() = Some(Holdings(std::mem::take(&mut self.owned)));
     }
 
     /// Does what can be done without waiting, on a copier without threads. Whether anything has changed.
@@ -176,7 +178,7 @@ impl<'a> Worker<'a> {
         let mut any = false;
         loop {
             let mut changed = worker.turn();
-            while worker.has_room() && engine.scheduler.first().is_some_and(|job| worker.take(&job)) {
+            while worker.take_any() {
                 changed = true;
             }
             if !changed {
@@ -213,12 +215,7 @@ impl<'a> Worker<'a> {
     pub(super) fn serve(&mut self) {
         let mut pause = Pause { since: None };
         while !crate::os::forked() {
-            let mut changed = self.turn();
-            if self.has_room() {
-                if let Some(job) = self.engine.scheduler.first() {
-                    changed |= self.take(&job);
-                }
-            }
+            let changed = self.turn() | self.take_any();
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
@@ -234,9 +231,7 @@ impl<'a> Worker<'a> {
         let mut pause = Pause { since: None };
         while !crate::os::forked() {
             let mut changed = self.turn();
-            if self.has_room() && job.may_take() {
-                changed |= self.take(job);
-            }
+            changed |= self.take(job);
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || job.may_take() {
@@ -248,26 +243,69 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// For a caller that writes a download's bytes: goes on until the chunk with this index has landed, or the job is
+    /// over. The chunk's place among those that are owned.
+    pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {
+        let mut pause = Pause { since: None };
+        while !crate::os::forked() && !job.is_over() {
+            let is_due =
+                |owned: &Owned| owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)));
+            if let Some(n) = self.owned.iter().position(is_due) {
+                return Some(n);
+            }
+            if self.turn() | self.take(job) {
+                pause.since = None;
+            } else {
+                pause.rest();
+            }
+        }
+        None
+    }
+
+    /// A chunk that has landed, and its bytes.
+    pub(super) fn landed(&self, n: usize) -> Option<(&Chunk, &[u8])> {
+        match &self.owned.get(n)?.stage {
+            Some(Stage::Landed(buf)) => Some((&self.owned[n].chunk, buf)),
+            _ => None,
+        }
+    }
+
+    /// The caller has written a chunk that had landed, or could not.
+    pub(super) fn written(&mut self, n: usize, said: Result<()>) {
+        let Owned { job, chunk, stage, counts, .. } = self.owned.remove(n);
+        if let Some(Stage::Landed(buf)) = stage {
+            self.give(buf, counts);
+        }
+        self.end(&job, &chunk, said.into());
+    }
+
+    /// A chunk has ended, and its segment was given back.
+    fn end(&self, job: &Job, chunk: &Chunk, end: End) {
+        // Before a caller can hear of the end: nothing of the pool is in use without work.
+        if !self.engine.scheduler.has_work() {
+            self.engine.segments.rest();
+        }
+        job.end(chunk, end);
+    }
+
     /// Sleeps until there may be work. `true`: there will be none.
     fn park(&mut self) -> bool {
-        self.give_back();
+        self.engine.segments.rest();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
         self.engine.scheduler.park(deadline) == Woken::Closed
     }
 
-    fn give_back(&mut self) {
-        for buf in self.spares.drain(..) {
-            drop(buf);
-            self.segments -= 1;
-            self.engine.segment_gone();
-        }
+    /// A segment that no chunk uses any more.
+    fn give(&self, buf: PinnedBuf, counts: bool) {
+        if counts { self.engine.segments.give(buf) } else { drop(buf) }
     }
 
-    /// Whether the worker may take another chunk.
-    fn has_room(&self) -> bool {
-        let busy = self.segments - self.spares.len();
-        busy < MOST && self.owned.len() < MOST_CHUNKS
+    /// Whether the worker may take another chunk of this job, which needs this.
+    fn has_room(&self, job: &Job, needs: Needs) -> bool {
+        let busy = self.owned.iter().filter(|owned| owned.chunk.most.is_some()).count();
+        let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
+        self.owned.len() < MOST_CHUNKS && (needs == Needs::Nothing || busy < segments)
     }
 
     /// Looks at all chunks once.
@@ -292,7 +330,7 @@ impl<'a> Worker<'a> {
                 Step::Ended(end) => {
                     let Owned { job, chunk, .. } = self.owned.remove(n);
                     Counters::add(&self.engine.counters.chunks, 1);
-                    job.end(&chunk, end);
+                    self.end(&job, &chunk, end);
                     changed = true;
                 }
             }
@@ -331,131 +369,150 @@ impl<'a> Worker<'a> {
                 // The table's copy comes before the kernel on the same stream, so it is complete.
                 Some(Ok(())) => match Flight::Segment(flight).end() {
                     Ok(Some(buf)) => Step::Moved(Stage::Collected { buf, slot: Some(slot) }),
-                    other => self.lost(other.err(), Some(slot)),
+                    other => self.lost(n, other.err(), Some(slot)),
                 },
                 Some(Err(error)) => {
                     drop(flight);
-                    self.lost(Some(error), Some(slot))
+                    self.lost(n, Some(error), Some(slot))
                 }
             },
             Stage::Collected { buf, slot } => self.fetch(n, buf, slot),
+            Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(n, buf, None, End::Dropped),
+            landed @ Stage::Landed(_) => Step::Same(landed),
+            Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
+                Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
+                Ok(true) | Err(_) => self.lost(n, Some(error), slot),
+            },
         }
     }
 
-    /// A chunk has failed with a segment that is not this worker's any more, and perhaps a slot that is still in use.
-    fn lost(&mut self, error: Option<Error>, slot: Option<Slot>) -> Step {
+    /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
+    fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        self.segments -= 1;
-        self.engine.segment_gone();
+        if self.owned[n].counts {
+            self.engine.segments.gone();
+        }
         Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
     }
 
+    /// The driver has refused a copy of a chunk.
+    fn refused(&mut self, n: usize, refusal: Refusal, slot: Option<Slot>) -> Step {
+        let Refusal { error, ticket } = refusal;
+        match ticket {
+            Some(ticket) => Step::Moved(Stage::Refused { ticket, error, slot }),
+            None => self.lost(n, Some(error), slot),
+        }
+    }
+
     /// Ends a chunk whose segment no copy uses.
-    fn stopped(&mut self, buf: PinnedBuf, slot: Option<Slot>, end: End) -> Step {
+    fn stopped(&mut self, n: usize, buf: PinnedBuf, slot: Option<Slot>, end: End) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-        self.spares.push(buf);
+        self.give(buf, self.owned[n].counts);
         Step::Ended(end)
     }
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
+    /// Takes a chunk of the first job of which one can be taken.
+    fn take_any(&mut self) -> bool {
+        let Some(first) = self.engine.scheduler.first() else { return false };
+        self.take(&first) || self.engine.scheduler.without_segment().is_some_and(|other| self.take(&other))
+    }
+
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
-        let buf = match needs {
-            Needs::Nothing => None,
-            Needs::Segment | Needs::SegmentIfAny => match self.segment(job, needs) {
-                Ok(buf) => buf,
-                Err(error) => {
-                    job.fail(error);
-                    return true;
-                }
-            },
-        };
-        // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
-        if buf.is_none()
-            && (needs == Needs::Segment || needs == Needs::SegmentIfAny && self.engine.has_segments())
-        {
+        if !self.has_room(job, needs) {
             return false;
         }
-        let Some(chunk) = job.take(buf.is_some()) else {
-            self.spares.extend(buf);
+        // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none. An upload's
+        // chunk that is owned has been filled.
+        let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;
+        let others = |owned: &Owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || blocks(owned));
+        if self.owned.iter().any(others) {
             return false;
+        }
+        let got = match needs {
+            Needs::Nothing => Ok(None),
+            Needs::Segment | Needs::SegmentIfAny => self.segment(job, needs == Needs::Segment),
         };
-        self.prepare(job, chunk, buf);
+        let segment = match got {
+            Ok(segment) => segment,
+            Err(error) => {
+                // With a lost device a pool says that it has nothing more to give, which is not the cause.
+                job.fail(self.engine.device.lost().unwrap_or(error));
+                return true;
+            }
+        };
+        // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
+        let is_better = needs == Needs::SegmentIfAny && self.engine.segments.used() > 0;
+        if segment.is_none() && (needs == Needs::Segment || is_better) {
+            return false;
+        }
+        match (job.take(segment.is_some()), segment) {
+            (Some(chunk), segment) => self.prepare(job, chunk, segment),
+            (None, segment) => {
+                segment.into_iter().for_each(|(buf, counts)| self.give(buf, counts));
+                return false;
+            }
+        }
         true
     }
 
-    /// A segment for the next chunk. `None`: not now.
-    fn segment(&mut self, job: &Job, needs: Needs) -> Result<Option<PinnedBuf>> {
-        if let Some(buf) = self.spares.pop() {
-            return Ok(Some(buf));
+    /// A segment for the next chunk, and whether it counts. `None`: not now.
+    fn segment(&mut self, job: &Job, waits: bool) -> Result<Option<(PinnedBuf, bool)>> {
+        let segments = &self.engine.segments;
+        if !job.is_pulled {
+            return Ok(segments.take(job.priority, waits)?.map(|buf| (buf, true)));
         }
-        if !self.engine.count_segment() {
-            return Ok(None);
+        if self.owned.iter().any(|owned| !owned.counts) {
+            return Ok(segments.take_more(job.priority)?.map(|buf| (buf, true)));
         }
-        let got = match self.engine.pool.try_checkout(self.engine.request()) {
-            // Only a worker that holds no segment waits, as any other request does.
-            Err(Error::Exhausted { .. })
-                if needs == Needs::Segment
-                    && self.segments == 0
-                    && self.owned.is_empty()
-                    && job.may_take() =>
-            {
-                let (pool, request) = (&self.engine.pool, self.engine.request());
-                match crate::sync::free_to_wait(|| pool.checkout_timeout(request, PATIENCE)) {
-                    Err(Error::Timeout(_)) => Ok(None),
-                    got => got.map(Some),
-                }
-            }
-            Err(Error::Exhausted { .. }) => Ok(None),
-            got => got.map(Some),
-        };
-        match got {
-            Ok(Some(buf)) => {
-                self.segments += 1;
-                Ok(Some(buf))
-            }
-            other => {
-                self.engine.segment_gone();
-                // With a lost device a pool says that it has nothing more to give, which is not the cause.
-                other.map_err(|error| self.engine.device.lost().unwrap_or(error))
-            }
+        let got = look(self.place.get_or_insert_with(|| segments.ask_pool()));
+        if !matches!(got, Ok(None)) {
+            self.place = None;
         }
+        Ok(got?.map(|buf| (buf, false)))
     }
 
     /// Lays a chunk out, and fills it.
-    fn prepare(&mut self, job: &Arc<Job>, chunk: Chunk, mut buf: Option<PinnedBuf>) {
+    fn prepare(&mut self, job: &Arc<Job>, chunk: Chunk, segment: Option<(PinnedBuf, bool)>) {
         let direction = job.direction;
+        let (mut buf, mut counts) = segment.map_or((None, false), |(buf, counts)| (Some(buf), counts));
         let mut packing = Packing::new(direction, buf.as_mut().zip(chunk.most));
-        let prepared = foreign::call("a source of a transfer panicked: the transfer fails", || {
+        let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
-            unsafe { job.work() }.prepare(&chunk, &mut packing)
+            unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
-        let content = prepared.unwrap_or(Err(Error::Internal("a source of a transfer panicked")));
+        let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let (stretches, bytes) = packing.shape();
         let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
-        let way = if ring { way(stretches, bytes) } else { Way::Batch };
-        let packed = packing.finish(way == Way::Ring);
+        let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
+        let mut packed = packing.finish(way == Way::Ring, content.is_ok());
         job.prepared();
         let stage = match (content, buf) {
             (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
             (Ok(Content::Packed), Some(buf)) => Stage::Laid(buf),
-            (Ok(Content::InPlace(transfers, lent)), buf) => {
-                self.spares.extend(buf);
-                Stage::InPlace(transfers, lent)
-            }
-            (Ok(Content::Pages(pages)), buf) => {
-                self.spares.extend(buf);
-                Stage::Pages(pages)
-            }
             (content, buf) => {
-                self.spares.extend(buf);
-                let error = content.err().unwrap_or(Error::Internal("a chunk has no segment"));
-                return job.end(&chunk, End::Failed(error));
+                // The chunk needs none.
+                buf.into_iter().for_each(|buf| self.give(buf, std::mem::take(&mut counts)));
+                match content {
+                    Ok(Content::InPlace(transfers, lent)) => Stage::InPlace(transfers, lent),
+                    Ok(Content::Pages(pages)) => Stage::Pages(pages),
+                    Ok(Content::Fed { segment, stretch, counts: counted }) => {
+                        counts = counted;
+                        packed.stretches.push(stretch);
+                        Stage::Filled(segment)
+                    }
+                    Ok(Content::Packed) => {
+                        let error = Error::Internal("a chunk has no segment");
+                        return job.end(&chunk, End::Failed(error));
+                    }
+                    Err(error) => return job.end(&chunk, End::Failed(error)),
+                }
             }
         };
-        self.owned.push(Owned { job: job.clone(), chunk, packed, way, stage: Some(stage) });
+        self.owned.push(Owned { job: job.clone(), chunk, packed, way, counts, stage: Some(stage) });
     }
 
     // --- to the device -----------------------------------------------------------------------------------------------
@@ -464,17 +521,17 @@ impl<'a> Worker<'a> {
     fn send(&mut self, n: usize, buf: PinnedBuf) -> Step {
         let Owned { job, chunk, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, None, End::Dropped);
+            return self.stopped(n, buf, None, End::Dropped);
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Filled(buf)),
                 Take::Full | Take::None => None,
             },
         };
-        if !self.engine.may_send(Direction::Up) {
+        if !self.engine.may_send(job, chunk.bytes) {
             slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
             return Step::Same(Stage::Filled(buf));
         }
@@ -498,17 +555,17 @@ impl<'a> Worker<'a> {
             }
         };
         Counters::add(counter, chunk.bytes);
-        let stream = self.engine.stream(Direction::Up);
+        let stream = self.engine.stream(Direction::Up, job.priority);
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, None) } {
             Ok(flight) => {
                 let (then, done) = self.then_spread(n, slot);
-                self.engine.sent(Direction::Up, flight.ticket().map(|ticket| (ticket, then)));
+                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done })
             }
-            Err(error) => {
-                self.engine.sent(Direction::Up, None);
-                self.lost(Some(error), slot)
+            Err(refusal) => {
+                self.engine.sent(&self.owned[n].job, None);
+                self.refused(n, refusal, slot)
             }
         }
     }
@@ -533,14 +590,14 @@ impl<'a> Worker<'a> {
             // The device never got them.
             return Step::Ended(End::Dropped);
         }
-        let direction = job.direction;
-        if !self.engine.may_send(direction) {
+        if !self.engine.may_send(job, chunk.bytes) {
             return Step::Same(Stage::InPlace(transfers, lent));
         }
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let kept = Kept::Job(&job.memories);
+        let memories = job.memories.clone();
+        let kept = Kept::Job(&memories);
         // SAFETY: the buffers are among what is lent, and the device memory is the job's.
-        unsafe { self.submit_in_place(direction, &transfers, lent, &kept, Then::Nothing, None) }
+        unsafe { self.submit_in_place(n, &transfers, lent, &kept, Then::Nothing, None) }
     }
 
     /// Submits copies of memory that is lent, and hands what follows to the engine.
@@ -548,139 +605,32 @@ impl<'a> Worker<'a> {
     /// # Safety
     /// The transfers stay within what is lent and kept.
     unsafe fn submit_in_place(
-        &self,
-        direction: Direction,
+        &mut self,
+        n: usize,
         transfers: &[Transfer],
         lent: Lent,
         kept: &Kept<'_>,
         then: Then,
         done: Option<Done>,
     ) -> Step {
-        let (stream, back) = (self.engine.stream(direction), lent.back.clone());
+        let job = &self.owned[n].job;
+        let (stream, back) = (self.engine.stream(job.direction, job.priority), lent.back.clone());
         // SAFETY: the caller's promise.
         match unsafe { self.engine.submit_in_place(stream, transfers, lent, kept) } {
             Ok(ticket) => {
-                self.engine.sent(direction, Some((ticket.clone(), then)));
+                self.engine.sent(job, Some((ticket.clone(), then)));
                 Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket, back), done })
             }
-            Err(error) => {
-                self.engine.sent(direction, None);
-                match then {
-                    Then::Give(slot) | Then::Spread(Entry { slot: Some(slot), .. }) => {
-                        self.engine.ring.lose(slot)
-                    }
-                    Then::Nothing | Then::Spread(_) => {}
-                }
-                Step::Ended(End::Failed(error))
+            Err(refusal) => {
+                self.engine.sent(job, None);
+                let slot = match then {
+                    Then::Give(slot) => Some(slot),
+                    Then::Spread(Entry { slot, .. }) => slot,
+                    Then::Nothing => None,
+                };
+                self.refused(n, refusal, slot)
             }
         }
-    }
-
-    // --- pages -------------------------------------------------------------------------------------------------------
-
-    /// Has pages copied to a slot, or collected in one; or copied one by one.
-    fn send_pages(&mut self, n: usize, pages: Pages) -> Step {
-        let direction = self.owned[n].job.direction;
-        let ring = self.engine.spreaders.as_ref().filter(|both| !both[direction as usize].is_slow());
-        let wanted = way(pages.stretches.len(), pages.data) == Way::Ring && ring.is_some();
-        if self.owned[n].job.is_stopped() {
-            return Step::Ended(End::Dropped);
-        }
-        let rows: usize = pages.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-        let slot = if wanted { self.engine.ring.take(&self.engine.device) } else { Take::None };
-        let slot = match slot {
-            Take::Slot(slot) => slot,
-            Take::Full if !self.is_slow(direction) => return Step::Same(Stage::Pages(pages)),
-            Take::Full | Take::None => {
-                return self.send_in_place(n, pages.transfers(direction), pages.lent);
-            }
-        };
-        // The table is in a small segment of its own, which returns by itself.
-        let table = match self.engine.pool.try_checkout(rows * ROW) {
-            Ok(table) => table,
-            Err(_) => {
-                self.engine.ring.give(slot);
-                return self.send_in_place(n, pages.transfers(direction), pages.lent);
-            }
-        };
-        let at = table_at(pages.data);
-        self.owned[n].packed = Packed { data: pages.data, rows, stretches: Vec::new() };
-        match direction {
-            Direction::Up => self.upload_pages(n, pages, slot, table, at),
-            Direction::Down => self.collect_pages(n, pages, slot, table, at),
-        }
-    }
-
-    fn upload_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
-        if !self.engine.may_send(Direction::Up) {
-            self.engine.ring.give(slot);
-            return Step::Same(Stage::Pages(pages));
-        }
-        let Owned { chunk, packed, .. } = &self.owned[n];
-        let host = table.as_mut_ptr();
-        // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
-        unsafe { write_table(host, &pages.stretches) };
-        let Pages { runs, mut lent, .. } = pages;
-        let mut transfers: Vec<Transfer> =
-            runs.iter().map(|run| transfer(Direction::Up, run.host, slot.at(run.offset), run.len)).collect();
-        transfers.push(transfer(Direction::Up, host, slot.at(at), packed.rows * ROW));
-        // Lent with the pages, and not asked for any more.
-        lent.retained.push(RetainedResource::of(Lend::lend(&table, KEY)));
-        Lend::abandon(table, KEY);
-        Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let kept = Kept::Ring(slot.memory.allocation());
-        let (then, done) = self.then_spread(n, Some(slot));
-        // SAFETY: blocks and table are lent, and the device memory is the slot's.
-        unsafe { self.submit_in_place(Direction::Up, &transfers, lent, &kept, then, done) }
-    }
-
-    fn collect_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
-        let Some(both) = &self.engine.spreaders else { return Step::Same(Stage::Pages(pages)) };
-        let Owned { job, packed, .. } = &self.owned[n];
-        let (spreader, host) = (&both[Direction::Down as usize], table.as_mut_ptr());
-        // SAFETY: as in `upload_pages`.
-        unsafe { write_table(host, &pages.stretches) };
-        let copy = transfer(Direction::Up, host, slot.at(at), packed.rows * ROW);
-        let ring = slot.memory.allocation();
-        // SAFETY: within the segment and the slot.
-        match unsafe {
-            self.engine.submit(spreader.stream(), table, &[copy], &Kept::Ring(ring.clone()), None)
-        } {
-            Ok(flight) => {
-                let done = Done::default();
-                spreader.add(Entry {
-                    run: run(&slot, packed),
-                    memories: job.memories.clone(),
-                    ring,
-                    slot: None,
-                    done: done.clone(),
-                });
-                Step::Moved(Stage::CollectingPages { pages, flight, slot, done })
-            }
-            Err(error) => {
-                self.engine.ring.lose(slot);
-                Step::Ended(End::Failed(error))
-            }
-        }
-    }
-
-    fn fetch_pages(&mut self, n: usize, pages: Pages, slot: Slot) -> Step {
-        let Owned { job, chunk, .. } = &self.owned[n];
-        if job.is_stopped() {
-            self.engine.ring.give(slot);
-            return Step::Ended(End::Dropped);
-        }
-        if !self.engine.may_send(Direction::Down) {
-            return Step::Same(Stage::CollectedPages { pages, slot });
-        }
-        let Pages { runs, lent, .. } = pages;
-        let down =
-            |run: &super::packing::Run| transfer(Direction::Down, run.host, slot.at(run.offset), run.len);
-        let transfers: Vec<Transfer> = runs.iter().map(down).collect();
-        Counters::add(&self.engine.counters.ring, chunk.bytes);
-        let kept = Kept::Ring(slot.memory.allocation());
-        // SAFETY: the blocks are lent, and the device memory is the slot's.
-        unsafe { self.submit_in_place(Direction::Down, &transfers, lent, &kept, Then::Give(slot), None) }
     }
 
     /// The copy of a chunk has ended.
@@ -688,26 +638,29 @@ impl<'a> Worker<'a> {
         let Owned { job, chunk, .. } = &self.owned[n];
         let buf = match ended {
             Ok(buf) => buf,
-            Err(error) if chunk.most.is_some() => return self.lost(Some(error), None),
-            Err(error) => return Step::Ended(End::Failed(error)),
+            Err(error) => return self.lost(n, Some(error), None),
         };
         match (job.direction, buf) {
             (Direction::Up, buf) => {
-                self.spares.extend(buf);
+                let counts = std::mem::take(&mut self.owned[n].counts);
+                buf.into_iter().for_each(|buf| self.give(buf, counts));
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, None) => Step::Ended(End::Arrived),
+            (Direction::Down, Some(buf)) if job.is_pulled && !job.is_stopped() => {
+                Step::Moved(Stage::Landed(buf))
+            }
             (Direction::Down, Some(buf)) => {
                 let drained = if job.is_stopped() {
                     End::Dropped
                 } else {
                     // SAFETY: the chunk was taken and has not ended.
                     let drain = || unsafe { job.work() }.drain(chunk, &buf);
-                    foreign::call("a target of a transfer panicked: the transfer fails", drain)
-                        .unwrap_or(Err(Error::Internal("a target of a transfer panicked")))
+                    foreign::survive("the work of a transfer panicked: the transfer fails", drain)
+                        .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
                         .into()
                 };
-                self.stopped(buf, None, drained)
+                self.stopped(n, buf, None, drained)
             }
         }
     }
@@ -722,11 +675,11 @@ impl<'a> Worker<'a> {
     fn collect(&mut self, n: usize, buf: PinnedBuf) -> Step {
         let Owned { job, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, None, End::Dropped);
+            return self.stopped(n, buf, None, End::Dropped);
         }
         let slot = match way {
             Way::Batch => None,
-            Way::Ring => match self.engine.ring.take(&self.engine.device) {
+            Way::Ring => match self.engine.slot() {
                 Take::Slot(slot) => Some(slot),
                 Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Laid(buf)),
                 Take::Full | Take::None => None,
@@ -756,7 +709,7 @@ impl<'a> Worker<'a> {
                 });
                 Step::Moved(Stage::Collecting { flight, slot, done })
             }
-            Err(error) => self.lost(Some(error), Some(slot)),
+            Err(refusal) => self.refused(n, refusal, Some(slot)),
         }
     }
 
@@ -764,9 +717,9 @@ impl<'a> Worker<'a> {
     fn fetch(&mut self, n: usize, mut buf: PinnedBuf, slot: Option<Slot>) -> Step {
         let Owned { job, chunk, packed, .. } = &self.owned[n];
         if job.is_stopped() {
-            return self.stopped(buf, slot, End::Dropped);
+            return self.stopped(n, buf, slot, End::Dropped);
         }
-        if !self.engine.may_send(Direction::Down) {
+        if !self.engine.may_send(job, chunk.bytes) {
             return Step::Same(Stage::Collected { buf, slot });
         }
         let base = buf.as_mut_ptr();
@@ -788,42 +741,40 @@ impl<'a> Worker<'a> {
             }
         };
         Counters::add(counter, chunk.bytes);
-        let (stream, written) = (self.engine.stream(Direction::Down), Some(packed.data));
+        let (stream, written) = (self.engine.stream(Direction::Down, job.priority), Some(packed.data));
         // SAFETY: within the segment, and within the slot or the job's memory.
         match unsafe { self.engine.submit(stream, buf, &transfers, &kept, written) } {
             Ok(flight) => {
                 let then = slot.map_or(Then::Nothing, Then::Give);
-                self.engine.sent(Direction::Down, flight.ticket().map(|ticket| (ticket, then)));
+                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
                 Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done: None })
             }
-            Err(error) => {
-                self.engine.sent(Direction::Down, None);
-                self.lost(Some(error), slot)
+            Err(refusal) => {
+                self.engine.sent(&self.owned[n].job, None);
+                self.refused(n, refusal, slot)
             }
         }
     }
 
     /// Ends all chunks: nothing of them will change any more.
     fn abandon(&mut self) {
-        for Owned { job, chunk, .. } in self.owned.drain(..) {
+        for Owned { job, chunk, counts, .. } in self.owned.drain(..) {
+            if counts {
+                self.engine.segments.gone();
+            }
             job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO.into())));
         }
-        for _ in self.spares.len()..self.segments {
-            self.engine.segment_gone();
-        }
-        self.segments = self.spares.len();
     }
 }
 
 impl Drop for Worker<'_> {
     fn drop(&mut self) {
         if crate::os::forked() {
-            std::mem::forget((std::mem::take(&mut self.owned), std::mem::take(&mut self.spares)));
+            std::mem::forget((std::mem::take(&mut self.owned), self.place.take()));
             return;
         }
         // By a panic only: a worker that returns owns no chunk.
         self.abandon();
-        self.give_back();
     }
 }
 

@@ -215,10 +215,6 @@ impl Driver for HostDriver {
         let _ = self.last.set(last);
     }
 
-    fn holds_pages(&self) -> bool {
-        false
-    }
-
     fn takes_ordinary_memory(&self) -> bool {
         true
     }
@@ -338,7 +334,8 @@ impl Driver for HostDriver {
         self.unit.memory.begin_free(ptr.0).map_err(|refusal| self.error(call, refusal))?;
         // Its drop frees the memory, so the memory is freed too where the device dies or the stream ends before its
         // turn.
-        let freeing = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
+        let unit = Arc::downgrade(&self.unit) as _;
+        let freeing = Freeing { unit, address: ptr.0 };
         if let Some(stream) = stream {
             self.unit.submit(call, &stream, StreamWork::Free(freeing), twist == Twist::Stall)?;
         }

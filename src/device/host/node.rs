@@ -69,14 +69,14 @@ impl Node {
         let Some(stepper) = &self.stepper else { return false };
         let mut stepper = stepper.lock();
         let Stepper { random, scratch } = &mut *stepper;
-        let mut ready: Vec<_> = self.units().map(|unit| (unit, unit.runnable())).collect();
+        let mut ready: Vec<_> = self.units().map(|unit| (&**unit, unit.runnable())).collect();
         ready.retain(|(_, streams)| !streams.is_empty());
         if ready.is_empty() {
             return false;
         }
         let (unit, streams) = &ready[random.below(ready.len() as u64) as usize];
         let stream = &streams[random.below(streams.len() as u64) as usize];
-        matches!(stream.step(unit, scratch), StreamNext::Ready)
+        matches!(stream.step(*unit, scratch), StreamNext::Ready)
     }
 
     fn step_stream(&self, ordinal: u32, nth: usize) -> bool {
@@ -85,7 +85,7 @@ impl Node {
         let runnable = unit.runnable();
         runnable
             .get(nth)
-            .is_some_and(|stream| matches!(stream.step(unit, &mut stepper.scratch), StreamNext::Ready))
+            .is_some_and(|stream| matches!(stream.step(&**unit, &mut stepper.scratch), StreamNext::Ready))
     }
 
     /// Waits for an operation of the stream. On a stepped node it runs everything that must come before it.

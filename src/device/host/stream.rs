@@ -8,10 +8,11 @@
 //! an operation waits only for one that was submitted before it.
 //!
 //! *Stopping.* A copy is cut into parts of at most 1 MiB. Each part runs under the stream's `running` lock, after a
-//! check that the device is alive. [`HostUnit::kill`] first changes the device's state, then takes each stream's
+//! check that the device is alive. [`StreamDevice::kill`] first changes the device's state, then takes each stream's
 //! `running` lock once. After that no stream touches memory any more, and the wait is at most the time of one part.
 
 use std::collections::VecDeque;
+use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -20,13 +21,32 @@ use std::time::{Duration, Instant};
 use crate::locks::{Condvar, Mutex, MutexGuard};
 
 use super::memory::{Birth, HostPlace, STRIPE};
-use super::unit::HostUnit;
 
 /// Bytes that a copy moves between two checks that its device is alive.
 const PART: usize = STRIPE;
 /// Bytes of the buffer through which a copy within the device goes: large enough for full speed, small enough for the
 /// L2 cache.
 const BOUNCE: usize = 256 << 10;
+
+/// What a stream needs of its device. Streams are below devices, which have a table of them.
+pub(super) trait StreamDevice: Debug + Send + Sync {
+    fn is_alive(&self) -> bool;
+
+    /// Whether all of the device's streams stop before their next operation.
+    fn is_hung(&self) -> bool;
+
+    /// Kills the device.
+    fn kill(&self, cause: &str);
+
+    /// Notes that the turn of an event's recording has come.
+    fn record(&self, slot: u32, number: u64);
+
+    /// Frees device memory whose freeing has begun.
+    fn free(&self, address: u64);
+
+    /// Takes a stream that has nothing more to run out of the table.
+    fn forget(&self, stream: u64);
+}
 
 /// A copy, its device ranges checked.
 #[derive(Debug)]
@@ -67,7 +87,12 @@ impl StreamJob {
         }
     }
 
-    fn run(&self, stream: &HostStream, unit: &HostUnit, scratch: &mut Scratch) -> Result<(), Stopped> {
+    fn run(
+        &self,
+        stream: &HostStream,
+        unit: &dyn StreamDevice,
+        scratch: &mut Scratch,
+    ) -> Result<(), Stopped> {
         if self.uses_absent_memory() {
             return Err(Stopped::Absent);
         }
@@ -107,7 +132,7 @@ fn parts(
     most: usize,
     backward: bool,
     stream: &HostStream,
-    unit: &HostUnit,
+    unit: &dyn StreamDevice,
     mut copy: impl FnMut(usize, usize),
 ) -> Result<(), Stopped> {
     let mut done = 0;
@@ -187,15 +212,14 @@ impl Drop for Promise {
 /// Device memory that is freed when this is dropped: when its turn comes, or with the queue.
 #[derive(Debug)]
 pub(super) struct Freeing {
-    pub(super) unit: Weak<HostUnit>,
+    pub(super) unit: Weak<dyn StreamDevice>,
     pub(super) address: u64,
 }
 
 impl Drop for Freeing {
     fn drop(&mut self) {
         if let Some(unit) = self.unit.upgrade() {
-            // It cannot fail: the address was checked at the submit, and `begin_free` refuses a second free.
-            let _ = unit.memory.free(self.address);
+            unit.free(self.address);
         }
     }
 }
@@ -398,7 +422,7 @@ impl HostStream {
             })
     }
 
-    fn next(&self, queue: &StreamQueue, unit: &HostUnit) -> StreamNext {
+    fn next(&self, queue: &StreamQueue, unit: &dyn StreamDevice) -> StreamNext {
         match queue.end {
             StreamEnd::Abandoned | StreamEnd::Dead => return StreamNext::Over,
             StreamEnd::Open | StreamEnd::Destroyed => {}
@@ -418,13 +442,13 @@ impl HostStream {
     }
 
     /// Whether the stream's next operation could run.
-    pub(super) fn is_runnable(&self, unit: &HostUnit) -> bool {
+    pub(super) fn is_runnable(&self, unit: &dyn StreamDevice) -> bool {
         matches!(self.next(&self.queue.lock(), unit), StreamNext::Ready)
     }
 
     /// Runs the next operation if it may run. For nodes without threads; the caller makes sure that one thread at a
     /// time runs a stream.
-    pub(super) fn step(&self, unit: &HostUnit, scratch: &mut Scratch) -> StreamNext {
+    pub(super) fn step(&self, unit: &dyn StreamDevice, scratch: &mut Scratch) -> StreamNext {
         let mut queue = self.queue.lock();
         let next = self.next(&queue, unit);
         if matches!(next, StreamNext::Ready) {
@@ -434,7 +458,12 @@ impl HostStream {
     }
 
     /// Runs the first operation, with the queue unlocked meanwhile.
-    fn run_first(&self, queue: &mut MutexGuard<'_, StreamQueue>, unit: &HostUnit, scratch: &mut Scratch) {
+    fn run_first(
+        &self,
+        queue: &mut MutexGuard<'_, StreamQueue>,
+        unit: &dyn StreamDevice,
+        scratch: &mut Scratch,
+    ) {
         let Some(Operation { position, work, .. }) = queue.operations.pop_front() else { return };
         let job = match work {
             StreamWork::Copy { job, promise } => {
@@ -457,7 +486,7 @@ impl HostStream {
                 Some((job, promise))
             }
             StreamWork::Record { slot, number } => {
-                unit.events.complete(slot, number);
+                unit.record(slot, number);
                 None
             }
             StreamWork::Allocate(birth) => {
@@ -522,7 +551,7 @@ pub(super) struct Delays {
 }
 
 /// A stream's thread: runs what is queued, and sleeps when nothing can run.
-pub(super) fn serve(unit: &HostUnit, stream: &Arc<HostStream>, mut delays: Option<Delays>) {
+pub(super) fn serve(unit: &dyn StreamDevice, stream: &Arc<HostStream>, mut delays: Option<Delays>) {
     let mut scratch = Scratch::default();
     // The positions of the last operation that was delayed, and of the last wait that the other stream knows of.
     let (mut delayed, mut following) = (0, 0);

@@ -17,7 +17,7 @@ use crate::locks::{Mutex, RwLock};
 use super::event::HostEvents;
 use super::fault::Call;
 use super::memory::HostMemory;
-use super::stream::{self, Delays, HostStream, Random, StreamEnd, StreamWork};
+use super::stream::{self, Delays, HostStream, Random, StreamDevice, StreamEnd, StreamWork};
 use super::{HostConfig, Refusal};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 
@@ -134,10 +134,6 @@ impl HostUnit {
         crate::foreign::debug!(target: "pinpool::device", device = %self.name, cause, dropped, "host device died");
     }
 
-    pub(super) fn is_hung(&self) -> bool {
-        self.hung.load(Ordering::Acquire)
-    }
-
     /// Stops all streams before their next operation.
     pub(super) fn hang(&self) {
         self.hung.store(true, Ordering::Release);
@@ -212,7 +208,7 @@ impl HostUnit {
         let (unit, stream) = (Arc::clone(self), Arc::clone(stream));
         let name = format!("pinpool-host-{}", THREADS.fetch_add(1, Ordering::Relaxed));
         // Detached: the thread ends by itself after its stream, and no thread waits for that.
-        crate::os::thread::spawn(name, move || stream::serve(&unit, &stream, delays)).map(drop)
+        crate::os::thread::spawn(name, move || stream::serve(&*unit, &stream, delays)).map(drop)
     }
 
     /// The stream of this handle.
@@ -249,13 +245,6 @@ impl HostUnit {
         Ok(())
     }
 
-    /// Takes a stream that has nothing more to run out of the table.
-    pub(super) fn forget(&self, handle: u64) {
-        // A statement of its own: the stream is dropped after the lock is released.
-        let removed = self.streams.write().remove(&handle);
-        drop(removed);
-    }
-
     /// Ends the streams that a driver has left, since no caller can ask about their queued work any more.
     pub(super) fn abandon(&self, owner: u64) {
         let mut left = Vec::new();
@@ -269,5 +258,34 @@ impl HostUnit {
         for stream in left {
             stream.end(StreamEnd::Abandoned);
         }
+    }
+}
+
+impl StreamDevice for HostUnit {
+    fn is_alive(&self) -> bool {
+        self.is_alive()
+    }
+
+    fn is_hung(&self) -> bool {
+        self.hung.load(Ordering::Acquire)
+    }
+
+    fn kill(&self, cause: &str) {
+        self.kill(cause);
+    }
+
+    fn record(&self, slot: u32, number: u64) {
+        self.events.complete(slot, number);
+    }
+
+    fn free(&self, address: u64) {
+        // It cannot fail: the address was checked at the submit, and `begin_free` refuses a second free.
+        let _ = self.memory.free(address);
+    }
+
+    fn forget(&self, stream: u64) {
+        // A statement of its own: the stream is dropped after the lock is released.
+        let removed = self.streams.write().remove(&stream);
+        drop(removed);
     }
 }

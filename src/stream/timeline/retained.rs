@@ -186,6 +186,8 @@ impl Joint {
 pub(crate) struct RetainedResource {
     retained: Retained,
     bytes: usize,
+    /// Its bytes are among those that several timelines hold, from the start to the end.
+    counts: bool,
 }
 
 impl RetainedResource {
@@ -195,13 +197,44 @@ impl RetainedResource {
             Resource::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.descriptor().depart();
-                Self { retained: Retained::Segment { segment, word }, bytes }
+                Self { retained: Retained::Segment { segment, word }, bytes, counts: false }
             }
-            Resource::Object(object) => Self { retained: Retained::Object(InUse::new(object)), bytes: 0 },
-            Resource::Joint(joint) => Self { retained: Retained::Joint(joint), bytes: 0 },
+            Resource::Object(object) => Self::other(Retained::Object(InUse::new(object))),
+            Resource::Joint(joint) => Self::other(Retained::Joint(joint)),
             // A claim belongs to its timeline, and no queue is given one.
-            Resource::Claimed(_) => Self { retained: Retained::Nothing, bytes: 0 },
+            Resource::Claimed(_) => Self::other(Retained::Nothing),
         }
+    }
+
+    /// The same, and counts the segment's bytes as in flight until the end.
+    pub(crate) fn counted(resource: Resource) -> Self {
+        let Resource::Segment(segment) = resource else { return Self::of(resource) };
+        let bytes = segment.granted();
+        let word = segment.central().in_one(|central| {
+            central.joint_in_flight(bytes as isize);
+            segment.descriptor().depart()
+        });
+        Self { retained: Retained::Segment { segment, word }, bytes, counts: true }
+    }
+
+    fn other(retained: Retained) -> Self {
+        Self { retained, bytes: 0, counts: false }
+    }
+
+    /// Ends being in flight, by `end`.
+    fn leave(
+        segment: &Segment,
+        bytes: usize,
+        counts: bool,
+        end: impl FnOnce() -> Option<Segment>,
+    ) -> Option<Segment> {
+        if !counts {
+            return end();
+        }
+        segment.central().in_one(|central| {
+            central.joint_in_flight(-(bytes as isize));
+            end()
+        })
     }
 
     /// The bytes to be counted as in flight, and the segment that they belong to.
@@ -219,8 +252,11 @@ impl RetainedResource {
 
     /// The device is done with it, or never got it. `true`: a handle was dropped, so no handle will ask about the copy.
     pub(crate) fn complete(self) -> bool {
-        let returned = match self.retained {
-            Retained::Segment { segment, word } => complete_segment(&segment, word),
+        let Self { retained, bytes, counts } = self;
+        let returned = match retained {
+            Retained::Segment { segment, word } => {
+                Self::leave(&segment, bytes, counts, || complete_segment(&segment, word))
+            }
             Retained::Joint(joint) => joint.complete(),
             Retained::Object(object) => {
                 drop(object.release());
@@ -238,8 +274,11 @@ impl RetainedResource {
 
     /// The device can never be shown to be done with it. Returns what is quarantined by that.
     pub(crate) fn quarantine(self) -> Quarantined {
-        let lost = match self.retained {
-            Retained::Segment { segment, word } => quarantine_segment(&segment, word),
+        let Self { retained, bytes, counts } = self;
+        let lost = match retained {
+            Retained::Segment { segment, word } => {
+                Self::leave(&segment, bytes, counts, || quarantine_segment(&segment, word))
+            }
             Retained::Joint(joint) => joint.quarantine(),
             Retained::Object(object) => return object.release().quarantine(),
             Retained::Nothing => None,

@@ -16,7 +16,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::pipeline::Pipeline;
 use pinpool::telemetry::Sampler;
 use pinpool::{Copier, Device, Error, Pool, QueueOptions, Request, Result, Stream, Unpinned};
 
@@ -366,8 +365,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
-    let pipeline =
-        Pipeline::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let filled = |len: usize| {
         let mut buf = pool.checkout(len).unwrap();
@@ -383,9 +381,9 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let queued = Cell::new(Some(queue.upload(filled(64), at(0..64)).unwrap()));
     let claimed = Cell::new(Some(pool.checkout_on(&stream, 1000).unwrap()));
     let bytes = vec![1_u8; 300_000];
-    let upload = || Cell::new(Some(pipeline.upload(bytes.clone(), at(0..300_000)).unwrap()));
+    let upload = || Cell::new(Some(bulk.upload(bytes.clone(), at(0..300_000)).unwrap()));
     let (ticket, polled, left) = (upload(), upload(), upload());
-    let feed = || Cell::new(Some(pipeline.feed(at(400_000..500_000)).unwrap()));
+    let feed = || Cell::new(Some(bulk.feed(at(400_000..500_000)).unwrap()));
     let (feed, other_feed) = (feed(), feed());
     let pieces = [(&[1_u8; 100][..], at(0..100))];
     let copying = || Cell::new(Some(copier.upload_buffers(vec![(filled(100), at(0..100))]).unwrap()));
@@ -429,7 +427,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             "a copier's transfer, for a while",
             Box::new(|| {
                 let waited = copying.take().unwrap().wait_timeout(Duration::MAX);
-                waited.is_err_and(|waited| waited.error == Error::Forked && waited.buffer.is_none())
+                waited.is_ok_and(|ended| ended.is_err_and(|failed| failed.error == Error::Forked))
             }),
         ),
         ("order behind a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().order(&stream)))),
@@ -499,11 +497,11 @@ fn a_child_is_told_by_whatever_it_waits_for() {
                 true
             }),
         ),
-        ("a new transfer", Box::new(|| is_forked(pipeline.upload(vec![1_u8; 1000], at(0..1000))))),
-        ("a slice", Box::new(|| is_forked(pipeline.upload_slice(&[1; 1000], at(0..1000))))),
-        ("a vector", Box::new(|| is_forked(pipeline.download_vec(at(0..10))))),
-        ("a reader", Box::new(|| is_forked(pipeline.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
-        ("a writer", Box::new(|| is_forked(pipeline.download_write(at(0..10), &mut Vec::new())))),
+        ("a new transfer", Box::new(|| is_forked(bulk.upload(vec![1_u8; 1000], at(0..1000))))),
+        ("a slice", Box::new(|| is_forked(bulk.upload_slice(&[1; 1000], at(0..1000))))),
+        ("a vector", Box::new(|| is_forked(bulk.download_vec(at(0..10))))),
+        ("a reader", Box::new(|| is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
+        ("a writer", Box::new(|| is_forked(bulk.download_write(at(0..10), &mut Vec::new())))),
         ("a feed's end", Box::new(|| is_forked(feed.take().unwrap().finish_blocking()))),
         (
             "a feed's end, by a task",
@@ -524,12 +522,12 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         (
             "making way",
             Box::new(|| {
-                drop(pipeline.give_way());
-                pipeline.set_rate(Some(1));
-                is_forked(pipeline.wait_for(&stream))
+                drop(bulk.give_way());
+                bulk.set_rate(Some(1));
+                is_forked(bulk.wait_for(&stream))
             }),
         ),
-        ("a new pipeline", Box::new(|| is_forked(Pipeline::builder(&pool, &device).build()))),
+        ("a new bulk", Box::new(|| is_forked(Copier::builder(&pool, &device).build()))),
         ("memory", Box::new(|| is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)))),
         (
             "memory, by a task",
@@ -558,7 +556,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         let path = std::env::temp_dir().join(format!("pinpool-fork-{}.safetensors", std::process::id()));
         std::fs::write(&path, file).unwrap();
         let checkpoint = pinpool::safetensors::Checkpoint::open(&path).unwrap();
-        let load = || Cell::new(Some(checkpoint.loader(&pipeline).start().unwrap()));
+        let load = || Cell::new(Some(checkpoint.loader(&bulk).start().unwrap()));
         (loading, dropped) = (load(), load());
         std::fs::remove_file(path).unwrap();
         cases.push((

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pinpool::pipeline::Pipeline;
+use pinpool::copier::Copier;
 use pinpool::telemetry::Sampler;
 use pinpool::{CopyQueue, Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
 
@@ -12,14 +12,7 @@ use super::{device, first_wrong, forked, is_forked};
 use crate::support::own_process;
 
 /// Threads of the parent's that have every lock of the crate now and then.
-fn busy(
-    device: &Device,
-    pool: &Pool,
-    tracked: &Pool,
-    queue: &CopyQueue,
-    pipeline: &Pipeline,
-    stop: &AtomicBool,
-) {
+fn busy(device: &Device, pool: &Pool, tracked: &Pool, queue: &CopyQueue, bulk: &Copier, stop: &AtomicBool) {
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let mut i = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -37,7 +30,7 @@ fn busy(
             drop(queue.try_download(memory.slice(..64), buf));
         }
         if i % 16 == 0 {
-            pipeline.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
+            bulk.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
             pool.trim(1 << 20);
             drop((pool.snapshot(), pool.stuck(Duration::ZERO), device.register(vec![1_u8; 9000])));
         }
@@ -47,7 +40,7 @@ fn busy(
 /// What a child does with what it inherited, by turns.
 fn child(
     turn: usize,
-    (device, pool, tracked, queue, pipeline): (Device, Pool, Pool, CopyQueue, Pipeline),
+    (device, pool, tracked, queue, bulk): (Device, Pool, Pool, CopyQueue, Copier),
     (stream, memory): (Stream, DeviceBuffer),
     held: PinnedBuf,
     rest: impl Sized,
@@ -67,12 +60,12 @@ fn child(
     }
     let wrong = match turn % 7 {
         0 => {
-            drop((held, rest, queue, pipeline, stream, memory, pool, tracked));
+            drop((held, rest, queue, bulk, stream, memory, pool, tracked));
             !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
         }
         1 => {
             let sent = queue.try_upload(held, memory.slice(..10));
-            let slice = pipeline.upload_slice(&[1; 10], memory.slice(..10));
+            let slice = bulk.upload_slice(&[1; 10], memory.slice(..10));
             !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
         }
         2 => {
@@ -117,14 +110,13 @@ fn beside_threads(device: &Device, rounds: usize) {
     let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
     let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
     let queue = device.copy_queue().unwrap();
-    let pipeline =
-        Pipeline::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let bulk = Copier::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
     let sampling = Cell::new(Some(sampling));
     let stop = AtomicBool::new(false);
     let wrong = std::thread::scope(|scope| {
         for _ in 0..3 {
-            scope.spawn(|| busy(device, &pool, &tracked, &queue, &pipeline, &stop));
+            scope.spawn(|| busy(device, &pool, &tracked, &queue, &bulk, &stop));
         }
         let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
         let wait = Duration::from_secs(20);
@@ -135,10 +127,10 @@ fn beside_threads(device: &Device, rounds: usize) {
             let mut buf = Some(buf);
             let sent = stream.upload(buf.take().unwrap(), memory.slice(..1000)).unwrap();
             let landing = pool.try_checkout_on(&stream, 500);
-            let transfer = pipeline.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
-            let feed = pipeline.feed(memory.slice(300_000..400_000)).unwrap();
+            let transfer = bulk.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
+            let feed = bulk.feed(memory.slice(300_000..400_000)).unwrap();
             let all = Cell::new(Some((
-                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), pipeline.clone()),
+                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), bulk.clone()),
                 (stream.clone(), memory.clone()),
                 held,
                 (sent, landing, pool.checkout_async(500), transfer, feed),

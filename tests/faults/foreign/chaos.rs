@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
-use pinpool::pipeline::{Fill, Pipeline, Priority, Sink, Source, Staging};
 use pinpool::telemetry::Sampler;
 use pinpool::{
     Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
@@ -321,7 +321,7 @@ struct Worker<'a> {
     pool: &'a Pool,
     queue: &'a CopyQueue,
     copier: &'a Copier,
-    pipeline: &'a Pipeline,
+    bulk: &'a Copier,
     stream: Stream,
     random: Random,
     faults: bool,
@@ -423,13 +423,10 @@ impl Worker<'_> {
                 let long = 1 + self.random.below(MEMORY as u64);
                 let memory = self.device.alloc(long as usize)?;
                 let urgent = self.random.below(4) == 0;
-                let pipeline = if urgent {
-                    self.pipeline.with_priority(Priority::Foreground)
-                } else {
-                    self.pipeline.clone()
-                };
+                let bulk =
+                    if urgent { self.bulk.with_priority(Priority::Foreground) } else { self.bulk.clone() };
                 let source = Steady { mischief: self.mischief.clone(), len: long, byte };
-                let sent = pipeline.upload(source, &memory).map_err(refused)?;
+                let sent = bulk.upload(source, &memory).map_err(refused)?;
                 match self.random.below(4) {
                     0 => drop(sent),
                     1 => {
@@ -443,8 +440,7 @@ impl Worker<'_> {
                             return Ok(());
                         }
                         let sink = Steady { mischief: self.mischief.clone(), len: long, byte };
-                        let taken =
-                            pipeline.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
+                        let taken = bulk.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
                         quiet(move || drop(taken));
                     }
                 }
@@ -539,13 +535,7 @@ fn chaos(faults: bool) {
         .unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
-    let pipeline = Pipeline::builder(&pool, &device)
-        .threads(2)
-        .chunk(64 << 10)
-        .share(512 << 10)
-        .staging(Staging::Always)
-        .build()
-        .unwrap();
+    let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let mischief = Mischief::new(&pool, seed);
     let own = mischief.clone();
     turn.act(move |_| own.happens(40));
@@ -557,23 +547,13 @@ fn chaos(faults: bool) {
     std::thread::scope(|scope| {
         for (at, beat) in beats.iter().enumerate() {
             let stream = device.stream().unwrap();
-            let (mischief, device, pool, pipeline) = (&mischief, &device, &pool, &pipeline);
+            let (mischief, device, pool, bulk) = (&mischief, &device, &pool, &bulk);
             let (queue, copier) = (&queue, &copier);
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
                 let random = Random::new(seed ^ (at as u64 + 1) << 40);
-                let mut worker = Worker {
-                    mischief,
-                    device,
-                    pool,
-                    queue,
-                    copier,
-                    pipeline,
-                    stream,
-                    random,
-                    faults,
-                    what: 0,
-                };
+                let mut worker =
+                    Worker { mischief, device, pool, queue, copier, bulk, stream, random, faults, what: 0 };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
                     // A refusal by the pool, the device or a source is an error, never a panic.
@@ -636,7 +616,7 @@ fn chaos(faults: bool) {
     turn.quiet();
     #[cfg(feature = "metrics")]
     recorder::set(None);
-    drop((pipeline, queue, copier, mischief));
+    drop((bulk, queue, copier, mischief));
     let shutdown = pool.shutdown(HANG);
     pool.check().unwrap();
     let stats = pool.stats();

@@ -180,14 +180,17 @@ fn what_is_gone_leaves_the_answers() {
     };
     let gauges =
         |text: &str| text.lines().filter(|line| line.contains("pinpool_stream_in_flight_bytes{")).count();
-    assert!(poll(100).contains("pool=\"gone-19\""), "as long as it is there");
+    let text = poll(100);
+    assert!(text.contains("pool=\"gone-19\""), "as long as it is there");
+    assert_eq!(gauges(&text), 16 + 1, "the busiest, and the others' sum");
     drop(gone);
     for _ in 0..19 {
         poll(100);
     }
     let text = poll(100);
-    let most = 256 + 1;
-    assert!((17..=most).contains(&gauges(&text)), "2,100 streams have lived: {} gauges", gauges(&text));
+    // 256 streams have had gauges of their own, and no further one gets them. On a slow machine the exporter has
+    // forgotten these by now.
+    assert!(gauges(&text) <= 256 + 1, "2,100 streams have lived: {} gauges", gauges(&text));
     assert!(text.contains("stream=\"other\""), "the others' sum");
     std::thread::sleep(2 * TIMEOUT);
     let text = poll(3);

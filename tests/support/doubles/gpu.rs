@@ -41,19 +41,8 @@ pub fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
 
 /// The same, on the stand-in only: for what only a double can be made to do. No check afterwards.
 pub fn on_stand_in(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
-    on_stand_in_with(test, &[], body);
-}
-
-/// The same for a test that leaks on purpose, which a sanitizer that looks for leaks is not to report.
-pub fn on_stand_in_leaking(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
-    let options = std::env::var("ASAN_OPTIONS").unwrap_or_default();
-    // The last option counts.
-    on_stand_in_with(test, &[("ASAN_OPTIONS", &format!("{options}:detect_leaks=0"))], body);
-}
-
-fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnOnce(&Gpu, &StandIn)) {
     if !is_set() {
-        return again(test, environment);
+        return again(test, &[]);
     }
     let gpu = Gpu::open();
     match &gpu.stand_in {

@@ -1,4 +1,4 @@
-//! What the tests of the pipeline, of checkpoints and of copy queues share: a host device of its own with a pool, bytes
+//! What the tests of copiers, of checkpoints and of copy queues share: a host device of its own with a pool, bytes
 //! to move, and a wait for a task's end.
 #![allow(dead_code, reason = "each of them uses a part of it")]
 
@@ -11,15 +11,13 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::pipeline::{Pipeline, PipelineBuilder, Staging};
-use pinpool::{Device, Pool, Unpinned};
+use pinpool::{Copier, CopierBuilder, Device, Pool, Unpinned};
 
 /// A device of its own, with a pool.
 pub struct Rig {
     pub node: HostNode,
     pub device: Device,
     pub pool: Pool,
-    pub staging: Staging,
 }
 
 impl Rig {
@@ -27,13 +25,7 @@ impl Rig {
         let node = HostNode::new(config.memory(1 << 30)).unwrap();
         let device = Device::on(&node, 0).unwrap();
         let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-        Self { node, device, pool, staging: Staging::Always }
-    }
-
-    /// With the staging that the host device itself chooses, which is none.
-    pub fn direct(mut self) -> Self {
-        self.staging = Staging::Auto;
-        self
+        Self { node, device, pool }
     }
 
     pub fn plain() -> Self {
@@ -45,15 +37,11 @@ impl Rig {
     }
 
     /// Small chunks, so that there are many of them.
-    pub fn builder(&self) -> PipelineBuilder {
-        Pipeline::builder(&self.pool, &self.device)
-            .threads(3)
-            .chunk(64 << 10)
-            .share(1 << 20)
-            .staging(self.staging)
+    pub fn builder(&self) -> CopierBuilder {
+        Copier::builder(&self.pool, &self.device).threads(3).chunk(64 << 10).share(1 << 20)
     }
 
-    pub fn pipeline(&self) -> Pipeline {
+    pub fn copier(&self) -> Copier {
         self.builder().build().unwrap()
     }
 

@@ -1,0 +1,236 @@
+//! The calls for sources, files, sinks, readers and writers.
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+
+use super::collect::{Collect, Filler};
+use super::feed::{Fed, Feed};
+use super::file::FileSource;
+use super::job::{Body, Direction, Plan, Work};
+use super::pieces::{Survey, Values};
+use super::pull::Pull;
+use super::ranges::{FromFile, FromSource, Piece, Pulled, Ranges, ToSink};
+use super::source::{self, Sink, Source};
+use super::transfer::Transfer;
+use super::{Copier, may_wait};
+use crate::copy::DeviceRange;
+#[allow(unused_imports, reason = "named in the pages")]
+use crate::error::{Error, Result, SubmitError};
+
+impl Copier {
+    // --- to the device -----------------------------------------------------------------------------------------------
+
+    /// Copies all of a source to the front of `dst`. Goes on by itself: see [`Transfer`].
+    ///
+    /// # Errors
+    /// With the source: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device.
+    pub fn upload<S: Source>(&self, source: S, dst: impl DeviceRange) -> Result<Transfer<S>, SubmitError<S>> {
+        match source::length(&source).and_then(|len| self.target(dst, len)) {
+            Ok(device) => self.upload_ranges(source, vec![Piece { at: 0, device }]),
+            Err(error) => Err(SubmitError::refused(error, source)),
+        }
+    }
+
+    /// Copies ranges of a source to where each belongs.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`] for a piece that leaves the source.
+    pub fn upload_ranges<S: Source>(
+        &self,
+        source: S,
+        pieces: Vec<Piece>,
+    ) -> Result<Transfer<S>, SubmitError<S>> {
+        let name = source::name("the source", || source.name().into_owned());
+        let ranges = self.ranges(pieces).and_then(|(ranges, survey)| {
+            let ranges = ranges.within(0, source::length(&source)?)?;
+            Ok((ranges, self.plan(Direction::Up, survey, Some(name.clone()))))
+        });
+        match ranges {
+            Ok((ranges, plan)) => self.run(plan, Arc::new(FromSource::new(source, name, ranges))),
+            Err(error) => Err(SubmitError::refused(error, source)),
+        }
+    }
+
+    /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter
+    /// is an error; one that is written to meanwhile is not, and arrives partly old and partly new: see [`FileSource`]
+    /// for how to find out.
+    ///
+    /// # Errors
+    /// With the source, as for [`upload`](Self::upload).
+    #[allow(clippy::result_large_err, reason = "the error carries the source back")]
+    pub fn upload_file(
+        &self,
+        source: FileSource,
+        dst: impl DeviceRange,
+    ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
+        match self.target(dst, source.len()) {
+            Ok(device) => {
+                let at = source.start();
+                self.upload_file_ranges(source, vec![Piece { at, device }])
+            }
+            Err(error) => Err(SubmitError::refused(error, source)),
+        }
+    }
+
+    /// Copies ranges of a file, by the file's offsets, to where each belongs. A file of a thousand tensors is one
+    /// transfer, read in the file's order; [`Transfer::wait_landed`] tells when the first of them can be used. Ranges
+    /// that follow each other on both sides are copied as one.
+    ///
+    /// # Errors
+    /// As for [`upload_ranges`](Self::upload_ranges).
+    #[allow(clippy::result_large_err, reason = "the error carries the source back")]
+    pub fn upload_file_ranges(
+        &self,
+        source: FileSource,
+        pieces: Vec<Piece>,
+    ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
+        let ranges = self.ranges(pieces).and_then(|(ranges, survey)| {
+            let ranges = ranges.within(source.start(), source.end())?;
+            Ok((ranges, self.plan(Direction::Up, survey, Some(source.name().to_owned().into()))))
+        });
+        match ranges {
+            Ok((ranges, plan)) => self.run(plan, Arc::new(FromFile::new(self.engine(), source, ranges))),
+            Err(error) => Err(SubmitError::refused(error, source)),
+        }
+    }
+
+    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
+    /// are on the device. After an error too it returns only when nothing of it is in flight any more.
+    ///
+    /// # Errors
+    /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
+    pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
+        may_wait()?;
+        let feed = self.feed(dst)?;
+        // Dropped behind the feed, which cancels what is not finished.
+        let _settled = feed.settled();
+        let mut feed = feed;
+        feed.read_from(reader, "the reader")?;
+        feed.finish_blocking()
+    }
+
+    /// An upload to the front of `dst` whose bytes are pushed, in order.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`], a bad range, a lost device.
+    pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
+        let device = self.own(dst)?;
+        self.device().context().alive()?;
+        let mut survey = Survey::ordered();
+        survey.add(self.engine(), &device, device.len())?;
+        let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some("what is fed".into())) };
+        let work = Fed::new(self.engine(), device);
+        let job = self.job(plan, Body::Owned(work.clone()));
+        Ok(Feed::new(self.clone(), job, work))
+    }
+
+    // --- from the device ---------------------------------------------------------------------------------------------
+
+    /// Copies device memory into a new vector, on huge pages where the system has them: touching memory for the first
+    /// time is what takes longest.
+    ///
+    /// # Errors
+    /// As for [`download_slice`](Self::download_slice); [`Error::OutOfMemory`].
+    pub fn download_vec(&self, src: impl DeviceRange) -> Result<Vec<u8>> {
+        may_wait()?;
+        self.download_collect(src)?.wait()?.into_vec()
+    }
+
+    /// The same, going on by itself: see [`Transfer`].
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; else as for [`download`](Self::download).
+    pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
+        let device = self.own(src)?;
+        let filler = Filler::new(Collect::new(device.len())?);
+        Ok(self.download_as(vec![Piece { at: 0, device }], filler, Filler::into_inner)?)
+    }
+
+    /// Copies device memory to a sink. Goes on by itself: see [`Transfer`].
+    ///
+    /// # Errors
+    /// With the sink: [`Error::WrongDevice`], a bad range, a lost device.
+    pub fn download<S: Sink>(&self, src: impl DeviceRange, sink: S) -> Result<Transfer<S>, SubmitError<S>> {
+        match self.own(src) {
+            Ok(device) => self.download_ranges(vec![Piece { at: 0, device }], sink),
+            Err(error) => Err(SubmitError::refused(error, sink)),
+        }
+    }
+
+    /// Copies ranges of device memory to where in the sink each belongs.
+    ///
+    /// # Errors
+    /// As for [`download`](Self::download).
+    pub fn download_ranges<S: Sink>(
+        &self,
+        pieces: Vec<Piece>,
+        sink: S,
+    ) -> Result<Transfer<S>, SubmitError<S>> {
+        self.download_as(pieces, sink, |sink| sink)
+    }
+
+    fn download_as<S: Sink, B: 'static>(
+        &self,
+        pieces: Vec<Piece>,
+        sink: S,
+        back: fn(S) -> B,
+    ) -> Result<Transfer<B>, SubmitError<B>> {
+        let name = source::name("the target", || sink.name().into_owned());
+        match self.ranges(pieces) {
+            Ok((ranges, survey)) => {
+                let plan = self.plan(Direction::Down, survey, Some(name.clone()));
+                self.run(plan, Arc::new(ToSink::new(sink, back, name, ranges)))
+            }
+            Err(error) => Err(SubmitError::refused(error, back(sink))),
+        }
+    }
+
+    /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer may
+    /// wait for other transfers of this copier.
+    ///
+    /// # Errors
+    /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
+    pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
+        let device = self.own(src)?;
+        self.download_write_ranges(vec![Piece { at: 0, device }], writer)
+    }
+
+    /// Writes several ranges of device memory to a writer, on the caller's thread, in the order of their offsets: what
+    /// lies between them is left out. How many bytes.
+    ///
+    /// # Errors
+    /// As for [`download_write`](Self::download_write).
+    pub fn download_write_ranges(&self, pieces: Vec<Piece>, writer: &mut impl Write) -> Result<u64> {
+        may_wait()?;
+        let (ranges, survey) = self.ranges(pieces)?;
+        let work = Arc::new(Pulled(ranges));
+        let plan = self.plan(Direction::Down, survey, Some("the writer".into()));
+        let job = self.job(plan, Body::Owned(work.clone()));
+        Pull::new(self.engine(), &job).write_to(&work, writer, "the writer")
+    }
+
+    // --- all of them -------------------------------------------------------------------------------------------------
+
+    fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
+        crate::os::check_fork()?;
+        self.device().context().alive()?;
+        let mut survey = Survey::ordered();
+        let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
+        Ok((ranges, survey))
+    }
+
+    /// Starts a job that owns what it moves. An error gives that back.
+    fn run<W, B>(&self, plan: Plan, work: Arc<W>) -> Result<Transfer<B>, SubmitError<B>>
+    where
+        W: Work + Values<Back = B> + 'static,
+    {
+        let total = plan.total;
+        let job = self.job(plan, Body::Owned(work.clone()));
+        if let Err(error) = self.engine().start(&job, total) {
+            job.fail(error.clone());
+            // SAFETY: the job was never started, so it is over.
+            return Err(SubmitError { error, buffer: unsafe { work.rescue() } });
+        }
+        Ok(Transfer::new(self.clone(), job, work))
+    }
+}

@@ -1,0 +1,488 @@
+//! Files as sources and sinks.
+//!
+//! What of a file is in the page cache is copied from there into a segment; what is not is read past the cache straight
+//! into the segment, which is made for that (it starts on a page), so that a load of a model does not push everything
+//! else out of memory. Which of the two it is, is found out chunk by chunk: each chunk is first read with the flag that
+//! gives only what is cached, and where that stops the rest is read past the cache. Both ways fall back to reading like
+//! everybody, where the file system does not know the flag, or refuses to be read past the cache.
+//!
+//! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
+//! becomes shorter is an error with the place where it ends now.
+
+use std::borrow::Cow;
+use std::fs::{File, Metadata};
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::source::ours::Token;
+use super::source::{Sink, read_error, write_error};
+use super::stats::Counters;
+use crate::buffer::PinnedBuf;
+use crate::error::{Error, Result};
+use crate::escape::{TEXT, clean};
+use crate::os::file::{
+    Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
+};
+use crate::segment::PAGE;
+
+/// Less than this is read through the cache in any case.
+const LEAST_DIRECT: usize = 256 << 10;
+
+/// How a file is read: [`FileSource::reading`].
+///
+/// ```
+/// use pinpool::copier::{FileSource, Reading};
+///
+/// let source = FileSource::open("Cargo.toml")?.reading(Reading::Direct);
+/// # drop(source);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reading {
+    /// Bytes in the page cache are read from there; the rest is read past the cache.
+    #[default]
+    Auto,
+    /// By ordinary reads, through the page cache.
+    Buffered,
+    /// Past the page cache (`O_DIRECT`), where the file system can.
+    Direct,
+}
+
+/// Sees the bytes of a file that are read for an upload, on the threads that read them.
+pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
+    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in
+    /// any. While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never
+    /// comes.
+    fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
+}
+
+/// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
+///
+/// # Files that change meanwhile
+///
+/// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
+/// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
+/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
+/// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
+/// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
+/// tells writes apart as far as the file system's clock does. (The module `safetensors` does so for checkpoints.)
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let copier = Copier::builder(&pool, &device).build()?;
+/// use pinpool::copier::FileSource;
+///
+/// let source = FileSource::open("Cargo.toml")?;
+/// let memory = device.alloc(source.len() as usize)?;
+/// copier.upload_file(source, &memory)?.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct FileSource {
+    file: Arc<File>,
+    name: String,
+    /// Bytes that the file had when it was opened.
+    whole: u64,
+    range: Range<u64>,
+    reading: Reading,
+    /// The file system does not say what is cached.
+    blind: AtomicBool,
+    /// For reading past the cache, if that can be had.
+    direct: OnceLock<Option<Arc<File>>>,
+    tap: Option<Arc<dyn Tap>>,
+}
+
+impl FileSource {
+    /// Opens a file. A named pipe is not waited for.
+    ///
+    /// # Errors
+    /// [`Error::Read`] at offset 0 with what the system says; and as for [`new`](Self::new).
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.display().to_string();
+        // Before it is opened: opening a named pipe would wait for somebody who writes to it.
+        Self::whole(&name, std::fs::metadata(path))?;
+        let file = File::open(path).map_err(|error| read_error(&name, 0, &error))?;
+        Self::new(file, name)
+    }
+
+    /// A file that is open for reading, all of it; `name` is for errors. One that was opened past the page cache
+    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one
+    /// but by chance. How it is read is [`reading`](Self::reading)'s to say then, too.
+    ///
+    /// # Errors
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the
+    /// system does not open it again; where it is a folder; and where it has no length and is no regular file: pipes,
+    /// sockets and devices, block devices too, are for [`Copier::upload_read`](super::Copier::upload_read). (A
+    /// regular file may be empty.)
+    pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
+        let (file, name) = (file.into(), name.into());
+        let whole = Self::whole(&name, file.metadata())?;
+        let (reading, direct, blind) = (Reading::Auto, OnceLock::new(), AtomicBool::new(false));
+        let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
+        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, tap: None })
+    }
+
+    /// Bytes that a file has.
+    fn whole(name: &str, metadata: io::Result<Metadata>) -> Result<u64> {
+        let refused = |kind, text| Err(read_error(name, 0, &io::Error::new(kind, text)));
+        let metadata = metadata.map_err(|error| read_error(name, 0, &error))?;
+        match metadata.len() {
+            _ if metadata.is_dir() => {
+                refused(io::ErrorKind::IsADirectory, "it is a folder; name a file in it")
+            }
+            0 if !metadata.is_file() => refused(
+                io::ErrorKind::InvalidInput,
+                "it is no regular file and has no length; use upload_read",
+            ),
+            len => Ok(len),
+        }
+    }
+
+    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the
+    /// caller may have put on the file (flock(2)).
+    fn ordinary(
+        name: &str,
+        file: Arc<File>,
+        whole: u64,
+        direct: &OnceLock<Option<Arc<File>>>,
+    ) -> Result<Arc<File>> {
+        match reopen(&file) {
+            Ok(ordinary) => {
+                let _ = direct.set(Some(file));
+                Ok(Arc::new(ordinary))
+            }
+            // It can be read as it is, in whole blocks.
+            Err(_) if whole % PAGE as u64 == 0 => Ok(file),
+            Err(error) => {
+                let text = format!(
+                    "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
+                );
+                Err(read_error(name, 0, &io::Error::new(error.kind(), text)))
+            }
+        }
+    }
+
+    /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets
+    /// too. Called again it names another part, anywhere in the file.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a range that leaves the file, as long as it was when it was opened.
+    pub fn range(mut self, range: Range<u64>) -> Result<Self> {
+        if range.start > range.end || range.end > self.whole {
+            let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.whole));
+            return Err(Error::OutOfRange { start, end, len });
+        }
+        self.range = range;
+        Ok(self)
+    }
+
+    /// Has everything that is read seen by `tap`.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn tap(mut self, tap: Arc<dyn Tap>) -> Self {
+        self.tap = Some(tap);
+        self
+    }
+
+    /// A chunk was read.
+    pub(super) fn tapped(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
+        if let Some(tap) = &self.tap {
+            tap.read(at, bytes, stopped);
+        }
+    }
+
+    /// How it is read. Default: [`Reading::Auto`].
+    #[must_use]
+    pub fn reading(mut self, reading: Reading) -> Self {
+        self.reading = reading;
+        self
+    }
+
+    /// Bytes of the range: of the whole file, unless a part was named.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// What errors call it.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The same for events.
+    pub(super) fn shown_name(&self) -> Cow<'_, str> {
+        clean(&self.name, TEXT)
+    }
+
+    /// First byte of the range.
+    pub(super) fn start(&self) -> u64 {
+        self.range.start
+    }
+
+    /// One past its last byte.
+    pub(super) fn end(&self) -> u64 {
+        self.range.end
+    }
+
+    fn direct(&self, counters: &Counters) -> Option<&File> {
+        let opened = self.direct.get_or_init(|| {
+            reopen_direct(&self.file)
+                .inspect_err(|error| {
+                    Counters::add(&counters.direct_refused, 1);
+                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "not read past the page cache");
+                })
+                .ok()
+                .map(Arc::new)
+        });
+        opened.as_deref()
+    }
+
+    /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
+    pub(super) fn fill(
+        &self,
+        at: u64,
+        len: usize,
+        buf: &mut PinnedBuf,
+        counters: &Counters,
+    ) -> Result<usize> {
+        // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
+        let lead = (at % PAGE as u64) as usize;
+        buf.try_resize(lead, 0)?;
+        let end = lead + len;
+        if self.reading == Reading::Auto && !self.blind.load(Ordering::Relaxed) {
+            self.fill_cached(at - lead as u64, end, buf, counters)
+                .map_err(|e| self.unread(at, lead, buf, &e))?;
+        }
+        if self.reading != Reading::Buffered && end - buf.len() >= LEAST_DIRECT {
+            self.fill_direct(at - lead as u64, lead, end, buf, counters);
+        }
+        while buf.len() < end {
+            let (have, from) = (buf.len(), at + (buf.len() - lead) as u64);
+            let spare = &mut buf.spare_capacity_mut()[..end - have];
+            match read_at(&self.file, spare, from) {
+                Ok(0) => return Err(self.shrunk(from)),
+                Ok(read) => {
+                    Counters::add(&counters.buffered, read);
+                    advance(buf, read);
+                }
+                Err(error) => return Err(self.unread(at, lead, buf, &error)),
+            }
+        }
+        Ok(lead)
+    }
+
+    /// As far as the page cache has it. `start` is the file's offset of the buffer's first byte.
+    fn fill_cached(
+        &self,
+        start: u64,
+        end: usize,
+        buf: &mut PinnedBuf,
+        counters: &Counters,
+    ) -> io::Result<()> {
+        while buf.len() < end {
+            let have = buf.len();
+            let spare = &mut buf.spare_capacity_mut()[..end - have];
+            match read_cached(&self.file, spare, start + have as u64)? {
+                Cached::Read(0) | Cached::Missing => break,
+                Cached::Read(read) => {
+                    Counters::add(&counters.cached, read);
+                    advance(buf, read);
+                }
+                Cached::Unknown => {
+                    // Relaxed: a hint.
+                    self.blind.store(true, Ordering::Relaxed);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
+    fn fill_direct(&self, start: u64, lead: usize, end: usize, buf: &mut PinnedBuf, counters: &Counters) {
+        if self.blind.load(Ordering::Relaxed) && self.reading != Reading::Direct {
+            // Most likely memory, such as tmpfs.
+            return;
+        }
+        let Some(direct) = self.direct(counters) else { return };
+        // Back to a page: what the cache had of it is read again.
+        let from = buf.len() / PAGE * PAGE;
+        buf.truncate(from);
+        let until = end.next_multiple_of(PAGE);
+        while buf.len() < until {
+            let have = buf.len();
+            if have % PAGE != 0 || have >= end {
+                break;
+            }
+            let spare = &mut buf.spare_capacity_mut()[..until - have];
+            match read_at(direct, spare, start + have as u64) {
+                Ok(0) => break,
+                Ok(read) => {
+                    Counters::add(&counters.direct, read.min(end - have));
+                    advance(buf, read.min(end - have));
+                }
+                Err(error) => {
+                    Counters::add(&counters.direct_refused, 1);
+                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "read through the page cache");
+                    break;
+                }
+            }
+        }
+        if buf.len() < lead {
+            // In a segment that is large enough this cannot fail.
+            let _ = buf.try_resize(lead, 0);
+        }
+    }
+
+    fn unread(&self, at: u64, lead: usize, buf: &PinnedBuf, error: &io::Error) -> Error {
+        read_error(&self.name, at + buf.len().saturating_sub(lead) as u64, error)
+    }
+
+    fn shrunk(&self, end: u64) -> Error {
+        // Where it ends now, which may be far before this.
+        let end = self.file.metadata().map_or(end, |m| m.len().min(end));
+        Error::Shrunk { what: self.name.clone(), end, len: self.range.end }
+    }
+}
+
+/// `n` more bytes were read.
+#[allow(unsafe_code, reason = "the kernel's answer")]
+fn advance(buf: &mut PinnedBuf, n: usize) {
+    let len = buf.len();
+    // SAFETY: the caller passes what the kernel has just put at the front of the spare capacity.
+    unsafe { buf.set_len(len + n) };
+}
+
+/// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
+/// [`Copier::download_write`](super::Copier::download_write).
+///
+/// # What the end of a download means
+///
+/// The system has taken all bytes: any process that reads the file finds them. They are in the page cache and not on
+/// the disk yet. Should the machine stop now, they are lost. File systems that look for room only later (NFS, some
+/// quotas) have not reported yet that there is none: they do when the file is closed, which this type cannot report,
+/// and to [`sync`](Self::sync), which can.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(4096)?);
+/// # let path = std::env::temp_dir().join(format!("pinpool-sink-{}", std::process::id()));
+/// use pinpool::copier::FileSink;
+///
+/// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
+/// copier.download(&memory, sink)?.wait()?;
+/// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct FileSink {
+    file: Arc<File>,
+    name: String,
+    start: u64,
+}
+
+impl FileSink {
+    /// Makes a file, or empties the one that there is.
+    ///
+    /// # Errors
+    /// [`Error::Write`] at offset 0 with what the system says.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.display().to_string();
+        let file = File::create(path).map_err(|error| write_error(&name, 0, &error))?;
+        Ok(Self::new(file, name))
+    }
+
+    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system
+    /// puts all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
+    /// [`Error::Write`] before a byte is written.
+    pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
+        Self { file: file.into(), name: name.into(), start: 0 }
+    }
+
+    /// Where in the file the first byte goes. Default: its start. Errors tell the file's offsets.
+    #[must_use]
+    pub fn at(mut self, offset: u64) -> Self {
+        self.start = offset;
+        self
+    }
+
+    /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
+    /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Pool, Unpinned};
+    /// use pinpool::copier::FileSink;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let copier = Copier::builder(&pool, &device).build()?;
+    /// # let memory = device.alloc(4096)?;
+    /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
+    ///
+    /// copier.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
+    /// # std::fs::remove_file(path).ok();
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then
+    /// anything that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|error| write_error(&self.name, self.start, &error))
+    }
+
+    /// What the system says, with the remedy where it lies in how the file was opened.
+    fn refused(&self, error: io::Error) -> io::Error {
+        let text = match error.kind() {
+            io::ErrorKind::InvalidInput if is_direct(&self.file) => {
+                "it was opened with O_DIRECT, and takes whole blocks only; open it without O_DIRECT"
+            }
+            io::ErrorKind::NotSeekable => {
+                "it is a pipe or a socket, which has no offsets; use download_write"
+            }
+            _ if error.raw_os_error() == Some(libc::EBADF) => "it is not open for writing",
+            _ => return error,
+        };
+        io::Error::new(error.kind(), text)
+    }
+}
+
+impl Sink for FileSink {
+    fn name(&self) -> Cow<'_, str> {
+        (&*self.name).into()
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        // Asked each time, which is nothing beside the writing: whoever shares the open file can change it.
+        if appends(&self.file) {
+            let text = "it was opened for appending, where offsets do not count; open it for writing";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
+        match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
+            Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
+            None => Err(io::Error::new(io::ErrorKind::InvalidInput, "no file has such an offset")),
+        }
+    }
+
+    fn lies_at(&self, offset: u64, _: Token) -> u64 {
+        self.start.saturating_add(offset)
+    }
+}

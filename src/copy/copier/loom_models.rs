@@ -1,0 +1,312 @@
+//! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a caller that waits
+//! for a job is woken, and what it has lent is touched by no worker any more; every copy is seen complete once.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use super::config::Priority;
+use super::flights::Flights;
+use super::job::{Body, Chunk, Cursor, Direction, End, Job, LentWork, Needs, Plan, Work};
+use super::packing::{Content, Packing};
+use super::scheduler::{Scheduler, Takes, Woken};
+use crate::error::Result;
+use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
+
+/// A job of so many chunks.
+#[derive(Clone)]
+struct Counted(Arc<AtomicU64>);
+
+impl Takes for Counted {
+    fn may_take(&self) -> bool {
+        self.0.load(Ordering::SeqCst) > 0
+    }
+
+    fn needs_none(&self) -> bool {
+        false
+    }
+
+    fn is_urgent(&self) -> bool {
+        false
+    }
+}
+
+impl Counted {
+    fn new(chunks: u64) -> Self {
+        Self(Arc::new(AtomicU64::new(chunks)))
+    }
+
+    fn take(&self) -> bool {
+        let take = |left: u64| left.checked_sub(1);
+        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok()
+    }
+}
+
+/// What a thread of a copier does. Returns the number of chunks that it has taken.
+fn serve(scheduler: &Scheduler<Counted>) -> u64 {
+    let mut taken = 0;
+    loop {
+        while let Some(job) = scheduler.first() {
+            taken += u64::from(job.take());
+        }
+        if scheduler.park(None) == Woken::Closed {
+            return taken;
+        }
+    }
+}
+
+/// Every chunk is taken, and no worker sleeps for good: loom tells of a thread that does.
+#[test]
+fn loom_copier_workers_find_all_chunks() {
+    model("copier: two workers, two jobs, and the end", 3, || {
+        let scheduler = Arc::new(Scheduler::new());
+        let workers = [(); 2].map(|()| {
+            let scheduler = scheduler.clone();
+            loom::thread::spawn(move || serve(&scheduler))
+        });
+        for chunks in [2, 1] {
+            scheduler.add(Counted::new(chunks), 1);
+        }
+        scheduler.close();
+        let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
+        assert_eq!(taken, 3);
+    });
+}
+
+/// What was made before a poke is seen by a worker, also by one that looked for it before and parks only now.
+#[test]
+fn loom_copier_a_poked_worker_looks_again() {
+    model("copier: a worker parks, another thread pokes", 3, || {
+        let (scheduler, made) = (Arc::new(Scheduler::<Counted>::new()), Arc::new(AtomicU64::new(0)));
+        let worker = {
+            let (scheduler, made) = (scheduler.clone(), made.clone());
+            loom::thread::spawn(move || {
+                while made.load(Ordering::SeqCst) == 0 {
+                    let _ = scheduler.park(None);
+                }
+            })
+        };
+        made.store(1, Ordering::SeqCst);
+        scheduler.poke();
+        worker.join().unwrap();
+    });
+}
+
+/// A worker that sleeps is woken by a job that starts later.
+#[test]
+fn loom_copier_a_sleeper_is_woken() {
+    model("copier: a worker sleeps, a job starts", 3, || {
+        let scheduler = Arc::new(Scheduler::new());
+        let worker = {
+            let scheduler = scheduler.clone();
+            loom::thread::spawn(move || {
+                let mut taken = 0;
+                while taken < 1 {
+                    match scheduler.first() {
+                        Some(job) => taken += u64::from(Counted::take(&job)),
+                        None => _ = scheduler.park(None),
+                    }
+                }
+            })
+        };
+        scheduler.add(Counted::new(1), 2);
+        worker.join().unwrap();
+    });
+}
+
+/// Two chunks of memory that a caller lends. A chunk has a cell, which each access goes to.
+struct Memory([UnsafeCell<u32>; 2]);
+
+// SAFETY: the cells are loom's, which checks each access.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn new() -> Arc<Self> {
+        Arc::new(Self([UnsafeCell::new(0), UnsafeCell::new(0)]))
+    }
+
+    /// What the caller does with its memory when it has it back.
+    fn reuse(&self) {
+        for cell in &self.0 {
+            // SAFETY: loom fails the model if a worker is at it.
+            cell.with_mut(|cell| unsafe { *cell += 1 });
+        }
+    }
+}
+
+impl Work for Memory {
+    fn cut(&self, cursor: &mut Cursor, _has_segment: bool) -> Chunk {
+        let (index, start) = (cursor.chunks, cursor.at);
+        cursor.at.piece += 1;
+        let chunk = Chunk {
+            index,
+            start,
+            end: cursor.at,
+            bytes: 1,
+            at: cursor.cut,
+            landed_to: cursor.cut + 1,
+            most: None,
+        };
+        cursor.chunks += 1;
+        cursor.cut += 1;
+        cursor.left -= 1;
+        chunk
+    }
+
+    fn needs(&self, _cursor: &Cursor) -> Needs {
+        Needs::Nothing
+    }
+
+    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>, _job: &Job) -> Result<Content> {
+        unreachable!("models drain")
+    }
+
+    /// The access of either direction.
+    fn drain(&self, chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
+        // SAFETY: loom fails the model if another thread is at it.
+        self.0[chunk.index].with_mut(|cell| unsafe { *cell += 1 });
+        Ok(())
+    }
+}
+
+/// A job of two chunks, and a worker that takes what it finds of it.
+fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
+    // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
+    let body = Body::Lent(unsafe { LentWork::new(&**memory) });
+    let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
+    let job = Job::new(Plan { direction, priority, total: 2, name, memories, spans, fed: false }, body, None);
+    let worker = job.clone();
+    let worker = loom::thread::spawn(move || {
+        while let Some(chunk) = worker.take(false) {
+            step();
+            // SAFETY: the chunk was taken and has not ended.
+            let touch = || unsafe { worker.work() }.drain(&chunk, &[]);
+            match direction {
+                Direction::Up => {
+                    touch().unwrap();
+                    worker.prepared();
+                    step();
+                    worker.end(&chunk, End::Arrived);
+                }
+                Direction::Down => {
+                    worker.prepared();
+                    step();
+                    worker.end(&chunk, touch().into());
+                }
+            }
+        }
+    });
+    (job, worker)
+}
+
+/// A caller that lends bytes reuses them when they were read, before its copies are complete, and is woken at both.
+#[test]
+fn loom_copier_lent_bytes_were_read() {
+    model("copier: a caller lends bytes", 3, || {
+        let memory = Memory::new();
+        let (job, worker) = start(Direction::Up, &memory);
+        // With a wake-up missed it sleeps for good, which loom tells.
+        job.wait(None, Job::is_read);
+        memory.reuse();
+        job.wait(None, Job::is_over);
+        assert!(job.outcome().is_some_and(|outcome| outcome.is_ok()));
+        worker.join().unwrap();
+    });
+}
+
+/// A caller that cancels a job has its memory back when the job is over.
+#[test]
+fn loom_copier_cancelled_leaves_memory() {
+    model("copier: a caller cancels", 3, || {
+        let memory = Memory::new();
+        let (job, worker) = start(Direction::Down, &memory);
+        step();
+        job.cancel();
+        job.wait(None, Job::is_over);
+        memory.reuse();
+        assert!(job.outcome().is_some());
+        worker.join().unwrap();
+    });
+}
+
+/// Copies that threads submit and ask about.
+struct Air {
+    flights: Flights<usize>,
+    complete: [AtomicBool; 2],
+    /// Copies that were submitted and not seen complete, and how often each one was seen. No part of the protocol, so
+    /// not loom's.
+    aloft: AtomicUsize,
+    seen: [AtomicUsize; 2],
+}
+
+impl Air {
+    fn new(depth: usize) -> Arc<Self> {
+        let complete = [AtomicBool::new(false), AtomicBool::new(false)];
+        Arc::new(Self { flights: Flights::new(), complete, aloft: 0.into(), seen: [0.into(), 0.into()] })
+    }
+
+    /// What `Engine::land` does.
+    fn land(&self) -> bool {
+        step();
+        let Some(mut asking) = self.flights.ask() else { return false };
+        let before = asking.left.len();
+        asking.left.retain(|copy| {
+            step();
+            let complete = self.complete[*copy].load(Ordering::Relaxed);
+            if complete {
+                self.seen[*copy].fetch_add(1, Ordering::Relaxed);
+                self.aloft.fetch_sub(1, Ordering::Relaxed);
+                self.flights.release();
+            }
+            !complete
+        });
+        asking.left.len() < before
+    }
+
+    /// What a worker does that has filled a segment. Whether there was room.
+    fn send(&self, copy: usize, depth: usize) -> bool {
+        step();
+        let room = self.flights.reserve(depth) || self.land() && self.flights.reserve(depth);
+        if room {
+            assert!(
+                self.aloft.fetch_add(1, Ordering::Relaxed) < depth,
+                "more copies in flight than the depth"
+            );
+            step();
+            self.flights.sent(copy);
+        }
+        room
+    }
+}
+
+/// Two threads submit a copy each, where there is room, and ask about all copies. Each copy is seen complete once, and
+/// no more are in flight than there may be.
+#[test]
+fn loom_copier_copies_are_seen() {
+    for depth in [1, 2] {
+        model("copier: two threads submit, and see what is complete", 3, move || {
+            let air = Air::new(depth);
+            let other = {
+                let air = air.clone();
+                loom::thread::spawn(move || {
+                    let sent = air.send(1, depth);
+                    air.land();
+                    sent
+                })
+            };
+            let mut sent = [air.send(0, depth), false];
+            air.complete[0].store(true, Ordering::Relaxed);
+            air.land();
+            sent[1] = other.join().unwrap();
+            air.complete[1].store(true, Ordering::Relaxed);
+            air.land();
+            for (sent, seen) in sent.into_iter().zip(&air.seen) {
+                assert_eq!(usize::from(sent), seen.load(Ordering::Relaxed), "a copy was not seen, or twice");
+            }
+            assert!(sent[0] || sent[1]);
+        });
+    }
+}

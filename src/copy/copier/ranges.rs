@@ -1,0 +1,449 @@
+//! Sources, files and sinks as the work of one job: ranges of what is read or written, each with its place on the
+//! device.
+//!
+//! Ranges are sorted by their offsets, and those that lie one behind the other on both sides are joined, so that a
+//! thousand tensors with neighbouring places are one range.
+//!
+//! A chunk of a source or sink is packed like pieces of memory: each part is read to, or written from, its place in the
+//! segment. A chunk of a file is one contiguous range of the file, which is read at once: it starts and ends on pages
+//! of the file where it can, since that is how files are read past the page cache. Ranges that are close together in
+//! the file share a chunk; what lies between them is read and left out of the copies.
+
+use std::borrow::Cow;
+use std::cell::UnsafeCell;
+use std::io;
+use std::sync::Arc;
+
+use super::engine::Engine;
+use super::file::FileSource;
+use super::job::{Chunk, Cursor, Cut, Job, Work};
+use super::layout::Stretch;
+use super::packing::{Content, Packing, Piece as Place, Unpacking};
+use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish, parts};
+use super::source::ours::Token;
+use super::source::{Fill, Sink, Source, read_error, write_error};
+use crate::device::DevicePtr;
+use crate::device::memory::DeviceSlice;
+use crate::error::{Error, Result};
+use crate::foreign::{self, Owned};
+use crate::segment::PAGE;
+
+/// Bytes of a file between two ranges that are read though no range has them: one longer read is faster than two.
+const GAP: u64 = 32 << 10;
+
+/// Where bytes of a source go on the device, or from where on the device bytes of a sink come.
+///
+/// ```
+/// # use pinpool::{Device, copier::Piece};
+/// # let memory = Device::open("host")?.alloc(4096)?;
+/// let second_page = Piece::new(4096, memory.slice(..)?); // bytes 4096..8192 of the source
+/// # drop(second_page);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// First byte in the source or sink.
+    pub at: u64,
+    /// As many bytes, on the device.
+    pub device: DeviceSlice,
+}
+
+impl Piece {
+    /// The bytes of the source or sink from `at` on, as many as `device` has.
+    #[must_use]
+    pub fn new(at: u64, device: impl Into<DeviceSlice>) -> Self {
+        Self { at, device: device.into() }
+    }
+
+    fn end(&self) -> u64 {
+        self.at + self.device.len() as u64
+    }
+}
+
+/// See the module's page.
+pub(super) struct Ranges {
+    pieces: Vec<Piece>,
+    /// The end of the range that reaches furthest.
+    end: u64,
+    ramp: Ramp,
+}
+
+impl Ranges {
+    /// Looks at pieces, in any order. Those that overlap are allowed.
+    pub(super) fn new(engine: &Engine, mut pieces: Vec<Piece>, survey: &mut Survey) -> Result<Self> {
+        if pieces.is_empty() {
+            return Err(Error::Empty);
+        }
+        let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        for piece in &pieces {
+            let len = piece.device.len();
+            if piece.at.checked_add(len as u64).is_none() {
+                return Err(Error::OutOfRange { start: clip(piece.at), end: usize::MAX, len });
+            }
+            survey.add(engine, &piece.device, len)?;
+        }
+        pieces.sort_by_key(|piece| piece.at);
+        let mut joined: Vec<Piece> = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let last = joined.last_mut().filter(|last| last.end() == piece.at);
+            match last.and_then(|last| last.device.joined(&piece.device).map(|device| (last, device))) {
+                Some((last, device)) => last.device = device,
+                None => joined.push(piece),
+            }
+        }
+        joined.shrink_to_fit();
+        let end = joined.iter().map(Piece::end).max().unwrap_or(0);
+        Ok(Self { pieces: joined, end, ramp: Ramp::new(engine) })
+    }
+
+    /// # Errors
+    /// [`Error::OutOfRange`] if a piece leaves these bounds.
+    pub(super) fn within(self, start: u64, end: u64) -> Result<Self> {
+        let first = self.pieces.first().map_or(start, |piece| piece.at);
+        if first >= start && self.end <= end {
+            return Ok(self);
+        }
+        let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Err(Error::OutOfRange { start: clip(first), end: clip(self.end), len: clip(end) })
+    }
+
+    /// A piece as the layout knows it. It has no address on the host.
+    fn get(&self, n: usize) -> Place {
+        let Piece { device, .. } = &self.pieces[n];
+        let (len, memory) = (device.len(), device.allocation_number());
+        Place { host: std::ptr::null_mut(), len, device: device.address(), memory }
+    }
+
+    /// The offset of a place among the pieces; where none follows, the end of all.
+    fn offset(&self, cut: Cut) -> u64 {
+        self.pieces.get(cut.piece).map_or(self.end, |piece| piece.at + cut.from as u64)
+    }
+
+    /// Up to which offset everything is there when all before this place is: the first byte of what is missing.
+    fn landed_to(&self, cut: Cut) -> u64 {
+        // A later range may begin before this place, where ranges overlap.
+        let next = self.pieces.get(cut.piece + 1).map_or(u64::MAX, |piece| piece.at);
+        self.offset(cut).min(next)
+    }
+
+    /// A chunk, with places that are offsets.
+    fn placed(&self, chunk: Chunk) -> Chunk {
+        Chunk { at: self.offset(chunk.start), landed_to: self.landed_to(chunk.end), ..chunk }
+    }
+
+    fn cut(&self, cursor: &mut Cursor) -> Chunk {
+        let bytes = self.ramp.next(cursor);
+        let most = bytes + BESIDE;
+        // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
+        let on_page = |n: usize, end: usize| {
+            let at = self.pieces[n].at;
+            ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
+        };
+        let limits = Limits { most, bytes, fits: |_: &Place| true, on_page };
+        self.placed(cut(self.pieces.len(), |n| self.get(n), limits, cursor))
+    }
+
+    /// The parts of a chunk: the number of each piece, and the bytes of it from where to where.
+    fn parts<'a>(&'a self, chunk: &Chunk) -> impl Iterator<Item = (u64, Place, usize, usize)> + 'a {
+        let first = chunk.start.piece;
+        let numbered = parts(chunk, |n| self.get(n)).collect::<Vec<_>>();
+        (first..).zip(numbered).map(|(n, (place, from, to))| (self.pieces[n].at, place, from, to))
+    }
+}
+
+/// Calls code of the program's, which may panic: that ends its transfer, and no thread.
+fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    foreign::call("a source or sink panicked: its transfer fails", call)
+        .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
+}
+
+// --- sources ---------------------------------------------------------------------------------------------------------
+
+/// A value of the program's that a job reads or writes, until its handle takes it back.
+struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
+
+// SAFETY: shared while the job runs, by workers that only read the cell; taken by one thread when the job is over.
+unsafe impl<T: Send + Sync + 'static> Sync for Kept<T> {}
+
+impl<T: Send + 'static> Kept<T> {
+    fn new(value: T) -> Self {
+        Self(UnsafeCell::new(Some(Owned::new(value))))
+    }
+
+    /// # Safety
+    /// The job is not over, or its handle has not taken the value.
+    unsafe fn get(&self) -> Result<&T> {
+        // SAFETY: the caller's promise: no thread changes the cell.
+        unsafe { &*self.0.get() }.as_deref().ok_or(Error::Closed)
+    }
+
+    /// # Safety
+    /// The job is over, and no other thread takes the value.
+    unsafe fn take(&self) -> Option<T> {
+        // SAFETY: the caller's promise: no other thread uses the cell.
+        unsafe { &mut *self.0.get() }.take().map(Owned::into_inner)
+    }
+}
+
+/// A source on its way to the device.
+pub(super) struct FromSource<S: Source> {
+    source: Kept<S>,
+    name: Cow<'static, str>,
+    ranges: Ranges,
+}
+
+impl<S: Source> FromSource<S> {
+    pub(super) fn new(source: S, name: Cow<'static, str>, ranges: Ranges) -> Self {
+        Self { source: Kept::new(source), name, ranges }
+    }
+}
+
+impl<S: Source> Work for FromSource<S> {
+    fn may_block(&self) -> bool {
+        // SAFETY: the job is not over.
+        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(Token))
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        self.ranges.cut(cursor)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+        // SAFETY: a chunk was taken, so the job is not over.
+        let source = unsafe { self.source.get() }?;
+        for (at, place, from, to) in self.ranges.parts(chunk) {
+            let fill = |from: usize, into: &mut [std::mem::MaybeUninit<u8>]| {
+                let offset = at + from as u64;
+                let mut fill = Fill::new(into);
+                let filled = guarded(|| source.fill(offset, &mut fill));
+                let (left, have) = (fill.remaining(), fill.filled() as u64);
+                filled.map_err(|error| read_error(&self.name, offset + have, &error))?;
+                if left > 0 {
+                    let len = self.ranges.end;
+                    return Err(Error::Shrunk {
+                        what: self.name.clone().into_owned(),
+                        end: offset + have,
+                        len,
+                    });
+                }
+                Ok(())
+            };
+            // SAFETY: a `Fill` counts what was written, and all of it was.
+            unsafe { packing.put(&place, from, to, fill) }?;
+        }
+        Ok(Content::Packed)
+    }
+}
+
+impl<S: Source> Values for FromSource<S> {
+    type Back = S;
+
+    unsafe fn take(&self) -> Result<S> {
+        // SAFETY: the caller's promise.
+        unsafe { self.source.take() }.ok_or(Error::Closed)
+    }
+
+    unsafe fn rescue(&self) -> Option<S> {
+        // SAFETY: the caller's promise. No device reads a source.
+        unsafe { self.source.take() }
+    }
+}
+
+// --- sinks -----------------------------------------------------------------------------------------------------------
+
+/// A sink that bytes from the device go to. `back`: what the handle gives back of it.
+pub(super) struct ToSink<S: Sink, B> {
+    sink: Kept<S>,
+    back: fn(S) -> B,
+    name: Cow<'static, str>,
+    ranges: Ranges,
+}
+
+impl<S: Sink, B> ToSink<S, B> {
+    pub(super) fn new(sink: S, back: fn(S) -> B, name: Cow<'static, str>, ranges: Ranges) -> Self {
+        Self { sink: Kept::new(sink), back, name, ranges }
+    }
+}
+
+impl<S: Sink, B> Work for ToSink<S, B> {
+    fn may_block(&self) -> bool {
+        // SAFETY: the job is not over.
+        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(Token))
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        self.ranges.cut(cursor)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+        self.ranges.lay_out(chunk, packing)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        // SAFETY: a chunk was taken and has not ended, so the job is not over.
+        let sink = unsafe { self.sink.get() }?;
+        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
+        for (at, place, from, to) in self.ranges.parts(chunk) {
+            unpacking.put(&place, from, to, bytes, |from, bytes| {
+                let offset = at + from as u64;
+                guarded(|| sink.put(offset, bytes))
+                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, Token), &error))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl<S: Sink, B> Values for ToSink<S, B> {
+    type Back = B;
+
+    unsafe fn take(&self) -> Result<B> {
+        // SAFETY: the caller's promise.
+        unsafe { self.sink.take() }.map(self.back).ok_or(Error::Closed)
+    }
+
+    unsafe fn rescue(&self) -> Option<B> {
+        // SAFETY: the caller's promise. No device writes to a sink.
+        unsafe { self.sink.take() }.map(self.back)
+    }
+}
+
+impl Ranges {
+    /// Lays a download's chunk out.
+    fn lay_out(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+        for (_, place, from, to) in self.parts(chunk) {
+            // SAFETY: a download's chunk is laid out only, and nothing is filled.
+            unsafe { packing.put(&place, from, to, |_, _| Ok(())) }?;
+        }
+        Ok(Content::Packed)
+    }
+}
+
+/// A download whose caller writes the bytes, in order: see [`super::pull`].
+pub(super) struct Pulled(pub(super) Ranges);
+
+impl Work for Pulled {
+    fn is_pulled(&self) -> bool {
+        true
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        self.0.cut(cursor)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+        self.0.lay_out(chunk, packing)
+    }
+}
+
+impl Pulled {
+    /// Writes a chunk's bytes. How many.
+    pub(super) fn write(
+        &self,
+        chunk: &Chunk,
+        bytes: &[u8],
+        mut write: impl FnMut(&[u8]) -> io::Result<()>,
+        name: &str,
+        before: u64,
+    ) -> Result<u64> {
+        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
+        let mut written = 0;
+        for (_, place, from, to) in self.0.parts(chunk) {
+            unpacking.put(&place, from, to, bytes, |_, bytes| {
+                write(bytes).map_err(|error| write_error(name, before + written, &error))?;
+                written += bytes.len() as u64;
+                Ok(())
+            })?;
+        }
+        Ok(written)
+    }
+}
+
+// --- files -----------------------------------------------------------------------------------------------------------
+
+/// A file on its way to the device.
+pub(super) struct FromFile {
+    file: Kept<FileSource>,
+    ranges: Ranges,
+    engine: std::sync::Weak<Engine>,
+}
+
+impl FromFile {
+    pub(super) fn new(engine: &Arc<Engine>, file: FileSource, ranges: Ranges) -> Self {
+        Self { file: Kept::new(file), ranges, engine: Arc::downgrade(engine) }
+    }
+
+    /// The ranges of a chunk, which starts and ends at these places.
+    fn stretches(&self, start: Cut, end: Cut) -> impl Iterator<Item = (u64, DevicePtr, usize)> + '_ {
+        (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
+            let piece = &self.ranges.pieces[n];
+            let from = if n == start.piece { start.from } else { 0 };
+            let to = if n == end.piece { end.from } else { piece.device.len() };
+            (piece.at + from as u64, DevicePtr(piece.device.address() + from as u64), to - from)
+        })
+    }
+}
+
+impl Work for FromFile {
+    fn may_block(&self) -> bool {
+        true
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        let (start, pieces) = (cursor.at, &self.ranges.pieces);
+        let at = self.ranges.offset(start);
+        let len = (self.ranges.ramp.next(cursor) / PAGE * PAGE).max(PAGE) as u64;
+        // The next chunk starts on a page.
+        let most = (at - at % PAGE as u64).saturating_add(len);
+        let (mut cut, mut end, mut bytes) = (start, at, 0);
+        while let Some(piece) = pieces.get(cut.piece) {
+            let from = piece.at + cut.from as u64;
+            // A range that overlaps another has chunks of its own.
+            if bytes > 0 && (from < end || from >= most || from > end.saturating_add(GAP)) {
+                break;
+            }
+            let until = piece.end().min(most);
+            bytes += (until - from) as usize;
+            end = until;
+            if piece.end() > most {
+                cut.from = (most - piece.at) as usize;
+                break;
+            }
+            cut = Cut { piece: cut.piece + 1, from: 0 };
+        }
+        let chunk = finish(cursor, cut, bytes, Some(usize::MAX));
+        self.ranges.placed(chunk)
+    }
+
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, job: &Job) -> Result<Content> {
+        // SAFETY: a chunk was taken, so the job is not over.
+        let file = unsafe { self.file.get() }?;
+        let engine = self.engine.upgrade().ok_or(Error::Closed)?;
+        let Some(segment) = packing.segment() else { return Err(Error::Internal("a chunk has no segment")) };
+        let last = self.stretches(chunk.start, chunk.end).last();
+        let len = last.map_or(0, |(at, _, len)| at + len as u64 - chunk.at) as usize;
+        segment.clear();
+        let lead = file.fill(chunk.at, len, segment, &engine.counters)?;
+        if let Some(read) = segment.get(lead..lead + len) {
+            file.tapped(chunk.at, read, &|| job.is_stopped());
+        }
+        for (at, place, len) in self.stretches(chunk.start, chunk.end) {
+            packing.stretch(Stretch { place, offset: lead + (at - chunk.at) as usize, len });
+        }
+        Ok(Content::Packed)
+    }
+}
+
+impl Values for FromFile {
+    type Back = FileSource;
+
+    unsafe fn take(&self) -> Result<FileSource> {
+        // SAFETY: the caller's promise.
+        unsafe { self.file.take() }.ok_or(Error::Closed)
+    }
+
+    unsafe fn rescue(&self) -> Option<FileSource> {
+        // SAFETY: the caller's promise. No device reads a file.
+        unsafe { self.file.take() }
+    }
+}

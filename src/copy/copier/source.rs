@@ -1,0 +1,249 @@
+//! Where an upload's bytes come from, and where a download's go.
+//!
+//! Both are read and written at offsets, by several threads at once, since that is what makes them fast. What can only
+//! be read in order goes through [`Copier::upload_read`](super::Copier::upload_read) or a [`Feed`](super::Feed)
+//! instead.
+
+use std::borrow::Cow;
+use std::io;
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::stores::{self, Stores};
+use crate::error::{Error, Result};
+use crate::foreign;
+
+/// A source of an upload that can be read anywhere, by several threads at once.
+///
+/// Implemented for owned bytes: `Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`.
+/// Implement it for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the
+/// file become shorter, the process dies; a [`FileSource`](super::FileSource) reports an error.
+///
+/// ```
+/// use pinpool::copier::{Fill, Source};
+///
+/// /// A megabyte in which each byte is its offset, modulo 256.
+/// struct Ramp;
+///
+/// impl Source for Ramp {
+///     fn len(&self) -> u64 {
+///         1 << 20
+///     }
+///     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+///         (offset..).take(into.remaining()).for_each(|at| _ = into.push(&[at as u8]));
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// copier.upload(Ramp, &memory)?.wait()?;
+/// # assert_eq!(copier.download_vec(memory.slice(256..258))?, [0, 1]);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+pub trait Source: Send + Sync + 'static {
+    /// Bytes that there are.
+    fn len(&self) -> u64;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What errors and progress call it.
+    fn name(&self) -> Cow<'_, str> {
+        "the source".into()
+    }
+
+    /// Puts bytes from `offset` on into `into`, until that is full. Called on the copier's threads; it may block, and
+    /// then holds up one of them.
+    ///
+    /// # Errors
+    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
+    /// it with [`Error::Shrunk`](crate::Error::Shrunk).
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
+
+    /// Whether [`fill`](Self::fill) may block. Ours alone to say.
+    #[doc(hidden)]
+    fn may_block(&self, _: ours::Token) -> bool {
+        true
+    }
+}
+
+/// Bytes of a source, by its own word.
+pub(super) fn length(source: &impl Source) -> Result<u64> {
+    let len =
+        foreign::call("a source panicked when it was asked for its length: it is refused", || source.len());
+    len.ok_or_else(|| Error::Read {
+        what: "the source".into(),
+        offset: 0,
+        kind: io::ErrorKind::Other,
+        text: "it panicked when it was asked for its length".into(),
+    })
+}
+
+/// What errors and events call a source or sink, by its own word.
+pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'static, str> {
+    foreign::call("a source or sink panicked when it was asked for its name", ask)
+        .map_or(Cow::Borrowed(or), Cow::Owned)
+}
+
+pub(super) mod ours {
+    //! What cannot be named elsewhere: methods that take it can be overridden here only.
+
+    /// See the module's page.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Token;
+}
+
+/// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use pinpool::copier::Sink;
+///
+/// /// Sums the bytes up.
+/// #[derive(Default)]
+/// struct Sum(AtomicU64);
+///
+/// impl Sink for Sum {
+///     fn put(&self, _offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+///         self.0.fetch_add(bytes.iter().map(|byte| u64::from(*byte)).sum(), Ordering::Relaxed);
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, Copier};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1000)?);
+/// # copier.upload_slice(&[2; 1000], &memory)?;
+/// let sum = copier.download(&memory, Sum::default())?.wait()?;
+/// assert_eq!(sum.0.into_inner(), 2000);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+pub trait Sink: Send + Sync + 'static {
+    /// What errors and progress call it.
+    fn name(&self) -> Cow<'_, str> {
+        "the target".into()
+    }
+
+    /// Takes bytes that belong at `offset`.
+    ///
+    /// # Errors
+    /// Whatever the transfer is to end with, as [`Error::Write`](crate::Error::Write).
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+
+    /// Whether [`put`](Self::put) may block. Ours alone to say.
+    #[doc(hidden)]
+    fn may_block(&self, _: ours::Token) -> bool {
+        true
+    }
+
+    /// What errors call this offset of the transfer: where the bytes lie in what is written. Ours alone to say.
+    #[doc(hidden)]
+    fn lies_at(&self, offset: u64, _: ours::Token) -> u64 {
+        offset
+    }
+}
+
+/// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
+/// more than fits.
+///
+/// ```
+/// use std::io::Read;
+/// use pinpool::copier::Fill;
+///
+/// /// Fills `into` from a reader, in the manner of [`Source::fill`](pinpool::copier::Source::fill).
+/// fn fill_from(reader: &mut impl Read, into: &mut Fill<'_>) -> std::io::Result<()> {
+///     let left = into.remaining() as u64;
+///     std::io::copy(&mut reader.take(left), into).map(drop)
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Fill<'a> {
+    place: &'a mut [MaybeUninit<u8>],
+    filled: usize,
+}
+
+impl<'a> Fill<'a> {
+    pub(super) fn new(place: &'a mut [MaybeUninit<u8>]) -> Self {
+        Self { place, filled: 0 }
+    }
+
+    /// Bytes that are there.
+    pub(super) fn filled(&self) -> usize {
+        self.filled
+    }
+
+    /// Bytes still to come.
+    #[must_use]
+    pub fn remaining(&self) -> usize {
+        self.place.len() - self.filled
+    }
+
+    /// Appends bytes; those that do not fit are left out. How many were taken.
+    pub fn push(&mut self, bytes: &[u8]) -> usize {
+        let n = bytes.len().min(self.remaining());
+        stores::copy(&bytes[..n], &mut self.spare()[..n], Stores::Cached);
+        // SAFETY: just written.
+        unsafe { self.advance(n) };
+        n
+    }
+
+    /// The memory to fill. What is put there counts after [`advance`](Self::advance).
+    pub fn spare(&mut self) -> &mut [MaybeUninit<u8>] {
+        &mut self.place[self.filled..]
+    }
+
+    /// Says that `n` more bytes are there.
+    ///
+    /// # Safety
+    /// `n` is at most [`remaining`](Self::remaining), and that many bytes at the front of [`spare`](Self::spare) are
+    /// initialised.
+    pub unsafe fn advance(&mut self, n: usize) {
+        debug_assert!(n <= self.remaining());
+        self.filled += n;
+    }
+}
+
+impl io::Write for Fill<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(self.push(bytes))
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+macro_rules! bytes_are_a_source {
+    ($($type:ty),*) => {$(
+        impl Source for $type {
+            fn len(&self) -> u64 {
+                <[u8]>::len(self) as u64
+            }
+            fn name(&self) -> Cow<'_, str> {
+                "bytes in memory".into()
+            }
+            fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+                let rest = usize::try_from(offset).ok().and_then(|offset| self.get(offset..));
+                into.push(rest.unwrap_or_default());
+                Ok(())
+            }
+            fn may_block(&self, _: ours::Token) -> bool {
+                false
+            }
+        }
+    )*};
+}
+bytes_are_a_source!(Vec<u8>, Box<[u8]>, Arc<[u8]>, Arc<Vec<u8>>, Bytes, &'static [u8]);
+
+pub(super) fn read_error(what: &str, offset: u64, error: &io::Error) -> Error {
+    Error::Read { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}
+
+pub(super) fn write_error(what: &str, offset: u64, error: &io::Error) -> Error {
+    Error::Write { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}

@@ -1,0 +1,60 @@
+//! The span of a transfer: from when it was started until nothing of it is under way any more.
+//!
+//! Made on the thread of whoever starts it, so that it lies within that one's spans, and filled in and closed by whoever
+//! finishes it, before anyone is told that it is over. It is never entered: threads of ours work on many transfers by turns,
+//! and a chunk is too small a thing for a span. Subscribers are foreign code, so they are called under no lock.
+
+use std::time::Duration;
+
+use tracing::field::Empty;
+
+use super::config::Priority;
+use super::job::Direction;
+use crate::error::{Error, Result};
+use crate::escape::{TEXT, clean};
+use crate::foreign::{self, Span};
+
+/// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
+#[derive(Clone, Debug)]
+pub(super) struct Trace(Span);
+
+impl Trace {
+    pub(super) fn begin(
+        device: &str,
+        direction: Direction,
+        priority: Priority,
+        bytes: u64,
+        what: &str,
+    ) -> Self {
+        let direction = match direction {
+            Direction::Up => "upload",
+            Direction::Down => "download",
+        };
+        let priority = match priority {
+            Priority::Bulk => "bulk",
+            Priority::Foreground => "foreground",
+        };
+        let what = &*clean(what, TEXT);
+        Self(foreign::span!(
+            INFO, target: "pinpool::copier", "transfer", device, direction, priority, bytes, what,
+            outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
+        ))
+    }
+
+    /// It is over, after so many bytes.
+    pub(super) fn end(self, result: &Result<()>, copied: u64, elapsed: Duration) {
+        self.0.record(|span| {
+            let outcome = match result {
+                Ok(()) => "done",
+                Err(Error::Cancelled { .. }) => "cancelled",
+                Err(_) => "failed",
+            };
+            span.record("outcome", outcome);
+            span.record("copied_bytes", copied);
+            span.record("seconds", elapsed.as_secs_f64());
+            if let (Err(error), "failed") = (result, outcome) {
+                span.record("error", tracing::field::display(error));
+            }
+        });
+    }
+}

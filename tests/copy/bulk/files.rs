@@ -1,0 +1,290 @@
+//! Files, up and down.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+
+use pinpool::Error;
+use pinpool::copier::{FileSink, FileSource, Piece, Reading};
+
+use super::{Rig, pattern};
+use crate::support::skip;
+
+#[test]
+fn files_go_up_in_every_way_of_reading() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern((3 << 20) + 1234, 1);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
+        for range in [0..bytes.len(), 1..bytes.len(), 4096..bytes.len() - 1, 70_001..2_000_003] {
+            let source = FileSource::open(file.path()).unwrap().reading(reading);
+            let source = source.range(range.start as u64..range.end as u64).unwrap();
+            copier.upload_file(source, &memory).unwrap().wait().unwrap();
+            assert!(
+                copier.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                "{reading:?} {range:?}"
+            );
+        }
+    }
+    let stats = copier.stats();
+    let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
+    assert!(read >= 4 * 4 * 1_900_000, "{stats:?}");
+    rig.all_is_back();
+}
+
+#[test]
+fn pieces_of_a_file_go_where_they_belong() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern(1 << 20, 2);
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    copier.upload_slice(&vec![0; 1 << 20], &memory).unwrap();
+    let source = FileSource::new(file, "pieces").unwrap();
+    // From, length, to: out of order, with gaps, across chunks.
+    let pieces = [(900_000, 100_000, 0), (0, 10, 100_001), (17, 5000, 200_000), (30_000, 300_000, 300_000)];
+    let list = pieces.iter().map(|&(at, len, to)| Piece::new(at as u64, memory.slice(to..to + len).unwrap()));
+    copier.upload_file_ranges(source, list.collect()).unwrap().wait().unwrap();
+    let mut expected = vec![0; 1 << 20];
+    for (at, len, to) in pieces {
+        expected[to..to + len].copy_from_slice(&bytes[at..at + len]);
+    }
+    assert!(copier.download_vec(&memory).unwrap() == expected);
+    rig.all_is_back();
+}
+
+#[test]
+fn downloads_land_in_files() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern((2 << 20) + 77, 3);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("out");
+    copier.download(&memory, FileSink::create(&path).unwrap().at(5)).unwrap().wait().unwrap();
+    let back = std::fs::read(&path).unwrap();
+    assert!(back[5..] == bytes && back[..5] == [0; 5]);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_opened_for_appending_is_refused_and_stays_as_it_is() {
+    // There the system puts bytes at the end, whatever the offset: several threads would bring them in any order.
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let opened = OpenOptions::new().append(true).open(file.path()).unwrap();
+    let sink = FileSink::new(opened, "a journal").at(4096);
+    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
+    assert!(failed.buffer.is_some());
+    match failed.error {
+        Error::Write { what, kind, text, .. } => {
+            assert_eq!((&*what, kind), ("a journal", io::ErrorKind::InvalidInput));
+            assert!(text.contains("opened for appending") && text.contains("open it for writing"), "{text}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_eq!(file.as_file().metadata().unwrap().len(), 0);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(256 << 10).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let bytes = pattern(512 << 10, 4);
+    std::fs::write(file.path(), &bytes).unwrap();
+    // Not open for writing: nothing in the file is incomplete, and no error says to remove it.
+    let sink = FileSink::new(std::fs::File::open(file.path()).unwrap(), "read");
+    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err().error.to_string();
+    assert!(failed.contains("not open for writing") && !failed.contains("remove"), "{failed}");
+    for start in [u64::MAX - 10, i64::MAX as u64 - 10] {
+        let sink = FileSink::new(file.reopen().unwrap(), "far").at(start);
+        let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
+        match failed.error {
+            Error::Write { kind, .. } => assert_eq!(kind, io::ErrorKind::InvalidInput, "{start}"),
+            other => panic!("{other}"),
+        }
+    }
+    assert!(std::fs::read(file.path()).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern(4096, 5);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(4096).unwrap();
+    // Behind the first part, before it, around it.
+    for (first, second) in [(0..10, 10..20), (5..10, 0..3), (10..20, 0..4096)] {
+        let source = FileSource::open(file.path()).unwrap().range(first.clone()).unwrap();
+        let source = source.range(second.clone()).unwrap();
+        let len = (second.end - second.start) as usize;
+        assert_eq!(source.len(), len as u64);
+        copier.upload_file(source, &memory).unwrap().wait().unwrap();
+        let part = &bytes[second.start as usize..second.end as usize];
+        assert!(copier.download_vec(memory.slice(..len)).unwrap() == part, "{first:?} {second:?}");
+    }
+    #[allow(clippy::reversed_empty_ranges, reason = "that is to be refused")]
+    for wrong in [0..4097, 4097..4097, 20..10] {
+        let source = FileSource::open(file.path()).unwrap().range(0..10).unwrap();
+        let refused = source.range(wrong.clone()).unwrap_err();
+        assert!(matches!(refused, Error::OutOfRange { len: 4096, .. }), "{wrong:?}: {refused}");
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern((1 << 20) + 1, 6);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
+        for range in [0..bytes.len(), 1..bytes.len() - 2] {
+            let mut how = OpenOptions::new();
+            let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
+                skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+                return;
+            };
+            let source = FileSource::new(opened, "direct").unwrap().reading(reading);
+            let source = source.range(range.start as u64..range.end as u64).unwrap();
+            if let Err(failed) = copier.upload_file(source, &memory).unwrap().wait() {
+                panic!("{reading:?} {range:?}: {}", failed.error);
+            }
+            assert!(
+                copier.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                "{reading:?} {range:?}"
+            );
+        }
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_take() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern((1 << 20) + 1, 7);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut how = OpenOptions::new();
+    let Ok(opened) = how.write(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
+        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+        return;
+    };
+    let sink = FileSink::new(opened.try_clone().unwrap(), "direct");
+    copier.download(memory.slice(..1 << 20), sink).unwrap().wait().unwrap();
+    assert!(std::fs::read(file.path()).unwrap() == bytes[..1 << 20]);
+    match copier.download(&memory, FileSink::new(opened, "direct")).unwrap().wait() {
+        // Some file systems take any length.
+        Ok(_) => assert!(std::fs::read(file.path()).unwrap() == bytes),
+        Err(failed) if !failed.error.to_string().contains("incomplete") => panic!("{failed}"),
+        Err(failed) => match failed.error {
+            Error::Write { text, offset, .. } => {
+                assert!(text.contains("O_DIRECT") && offset == 1 << 20, "{text} {offset}");
+            }
+            other => panic!("{other}"),
+        },
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_cannot_be_written_is_told_by_the_offset_of_the_file() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(4096).unwrap();
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let sink = FileSink::new(full, "/dev/full").at(1 << 30);
+    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
+    match failed.error {
+        Error::Write { offset, kind, .. } => {
+            assert_eq!((offset, kind), (1 << 30, io::ErrorKind::StorageFull));
+        }
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_has_no_length_is_refused_with_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // Both ends, so that opening it does not wait.
+    let both = || OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+    let sources = [
+        // No process writes to it: to open it would wait.
+        FileSource::open(&pipe),
+        FileSource::new(both(), "a pipe"),
+        FileSource::open("/dev/zero"),
+        FileSource::new(File::open("/dev/zero").unwrap(), "zeros"),
+    ];
+    for source in sources {
+        match source.unwrap_err() {
+            Error::Read { offset: 0, kind: io::ErrorKind::InvalidInput, text, what } => {
+                assert!(text.contains("no regular file") && text.contains("upload_read"), "{what}: {text}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+    match FileSource::open(folder.path()).unwrap_err() {
+        Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. } => {}
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_pipe_is_no_target_and_the_error_names_what_takes_one() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(4096).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let sink = FileSink::new(OpenOptions::new().read(true).write(true).open(&pipe).unwrap(), "a pipe");
+    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
+    match failed.error {
+        Error::Write { kind: io::ErrorKind::NotSeekable, text, .. } => {
+            assert!(text.contains("download_write"), "{text}");
+        }
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_target_can_be_waited_for_until_it_is_on_the_disk() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern(100_000, 8);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let sink = copier.download(&memory, FileSink::create(file.path()).unwrap()).unwrap().wait().unwrap();
+    sink.sync().unwrap();
+    assert!(std::fs::read(file.path()).unwrap() == bytes);
+    // It takes bytes and has no disk.
+    let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let sink = copier.download(&memory, FileSink::new(null, "null").at(7)).unwrap().wait().unwrap();
+    match sink.sync().unwrap_err() {
+        Error::Write { what, offset: 7, .. } => assert_eq!(what, "null"),
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}

@@ -1,0 +1,400 @@
+//! How a copier behaves beside others: how much it takes, the order of bulk and foreground, and what it does when
+//! there is nothing to do.
+
+use std::borrow::Cow;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use pinpool::copier::{Fill, Priority, Sink, Source};
+use pinpool::host::{Call, HostConfig};
+use pinpool::{Copier, Error};
+
+use super::{Rig, block_on, pattern};
+
+#[test]
+fn settings_that_make_no_sense_are_refused_and_say_why() {
+    let rig = Rig::plain();
+    let builder = || Copier::builder(&rig.pool, &rig.device);
+    for (wrong, word) in [
+        (builder().threads(0), "threads"),
+        (builder().depth(0), "depth"),
+        (builder().chunk(0), "chunk"),
+        (builder().rate(0), "rate"),
+        (builder().chunk(1 << 30), "chunk"),
+        (builder().share(8192), "share"),
+        (builder().chunk(usize::MAX), "chunk"),
+        (builder().threads(usize::MAX), "threads"),
+        (builder().depth(usize::MAX), "depth"),
+    ] {
+        match wrong.build() {
+            Err(Error::Config(text)) => assert!(text.contains(word), "{word}: {text}"),
+            other => panic!("{word}: {other:?}"),
+        }
+    }
+    let other = Rig::plain();
+    let wrong = Copier::builder(&rig.pool, &other.device).build();
+    assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
+    // Small pools get small chunks by themselves.
+    for capacity in [256 << 10, 1 << 20, 5 << 20, 64 << 20] {
+        let rig = Rig::new(HostConfig::new(), capacity);
+        let copier = Copier::builder(&rig.pool, &rig.device).build().unwrap();
+        let (bytes, memory) = (pattern(3 << 20, 1), rig.device.alloc(3 << 20).unwrap());
+        copier.upload_slice(&bytes, &memory).unwrap();
+        assert!(copier.download_vec(&memory).unwrap() == bytes, "{capacity} {copier:?}");
+        rig.all_is_back();
+    }
+}
+
+/// A source that looks at the pool whenever a chunk is filled.
+struct Looks {
+    bytes: Vec<u8>,
+    pool: pinpool::Pool,
+    most: Arc<AtomicUsize>,
+}
+
+impl Source for Looks {
+    fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "looks".into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let stats = self.pool.stats();
+        self.most.fetch_max(stats.checked_out_bytes + stats.in_flight_bytes, Ordering::Relaxed);
+        into.push(&self.bytes[offset as usize..]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_load_stays_within_its_share_and_leaves_some_of_it_to_the_foreground() {
+    let rig = Rig::late();
+    let copier = rig.builder().threads(4).share(1 << 20).build().unwrap();
+    let most = Arc::new(AtomicUsize::new(0));
+    let memory = rig.device.alloc(6 << 20).unwrap();
+    let source = Looks { bytes: pattern(6 << 20, 1), pool: rig.pool.clone(), most: most.clone() };
+    copier.upload(source, &memory).unwrap().wait().map_err(|failed| failed.error).unwrap();
+    let most = most.load(Ordering::Relaxed);
+    assert!(most > 200_000, "several segments were in use: {most}");
+    assert!(most <= (1 << 20) - 80_000, "one segment at least is not theirs: {most}");
+    rig.all_is_back();
+}
+
+#[test]
+fn at_most_so_many_bulk_chunks_are_on_the_wire_and_the_foreground_goes_past_them() {
+    let rig = Rig::plain();
+    let copier = rig.builder().depth(2).build().unwrap();
+    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
+    let small = rig.device.alloc(1000).unwrap();
+    // The first two copies get stuck on their streams.
+    rig.node.start_trace();
+    for nth in 0..2 {
+        let failure = pinpool::host::Failure::Stall;
+        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
+    }
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while copies() < 2 {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(copies(), 2, "no third is submitted");
+    assert!(!load.is_over() && load.progress().done == 0);
+    // A foreground transfer still gets through.
+    let first = copier.with_priority(Priority::Foreground);
+    first.upload_slice(&bytes[..1000], &small).unwrap();
+    assert!(first.download_vec(&small).unwrap() == bytes[..1000]);
+    assert!(!load.is_over());
+    rig.node.resume(0);
+    load.wait().unwrap();
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn while_way_is_given_bulk_chunks_go_one_by_one() {
+    let rig = Rig::plain();
+    let copier = rig.builder().build().unwrap();
+    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
+    // The first copies get stuck on their streams.
+    rig.node.start_trace();
+    for nth in 0..6 {
+        let failure = pinpool::host::Failure::Stall;
+        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
+    }
+    let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
+    let reaches = |most: usize| {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while copies() < most {
+            assert!(Instant::now() < deadline, "{} of {most}", copies());
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(copies(), most);
+    };
+    let (way, another) = (copier.give_way(), copier.give_way());
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    reaches(1);
+    drop(another);
+    reaches(1);
+    // At once, and not when the first has arrived; two, since the foreground was active a short time ago.
+    drop(way);
+    reaches(2);
+    for _ in 0..100 {
+        rig.node.resume(0);
+        if load.is_over() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    load.wait().unwrap();
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+/// A sink that is slower than anything.
+struct Slow(Duration);
+
+impl Sink for Slow {
+    fn name(&self) -> Cow<'_, str> {
+        "slow".into()
+    }
+    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
+        std::thread::sleep(self.0);
+        Ok(())
+    }
+}
+
+#[test]
+fn the_foreground_goes_before_what_has_landed_in_bulk() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).build().unwrap();
+    let first = copier.with_priority(Priority::Foreground);
+    // Longer than what is copied on the caller's own thread.
+    let (bytes, small) = (pattern(300_000, 3), rig.device.alloc(300_000).unwrap());
+    let memory = rig.device.alloc(6 << 20).unwrap();
+    copier.upload_slice(&pattern(6 << 20, 2), &memory).unwrap();
+    let saves = copier.download(&memory, Slow(Duration::from_millis(30))).unwrap();
+    while saves.progress().done < 200_000 {
+        std::thread::yield_now();
+    }
+    first.upload_slice(&bytes, &small).unwrap();
+    assert!(first.download_vec(&small).unwrap() == bytes);
+    let done = saves.progress();
+    assert!(!done.over && done.done < 4 << 20, "it had to wait for the whole of it: {done:?}");
+    saves.cancel();
+    drop(saves);
+    rig.all_is_back();
+}
+
+#[test]
+fn the_foreground_is_seen_to_arrive_before_bulk_chunks_that_went_earlier() {
+    let rig = Rig::plain();
+    let copier = rig.builder().depth(2).build().unwrap();
+    let first = copier.with_priority(Priority::Foreground);
+    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
+    let small = rig.device.alloc(300_000).unwrap();
+    rig.node.start_trace();
+    for nth in 0..2 {
+        let failure = pinpool::host::Failure::Stall;
+        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
+    }
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while rig.node.trace().iter().filter(|call| **call == Call::Copy).count() < 2 {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(30));
+    // Through the workers, which see it while the watcher waits for the others.
+    let sent = first.upload(bytes[..300_000].to_vec(), &small).unwrap();
+    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "no worker looks");
+    assert!(!load.is_over());
+    rig.node.resume(0);
+    load.wait().unwrap();
+    rig.all_is_back();
+}
+
+#[test]
+fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(2).build().unwrap();
+    let (bytes, memory) = (pattern(100_000, 5), rig.device.alloc(100_000).unwrap());
+    let small = rig.device.alloc(1000).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    for round in 0..1000_u64 {
+        let back = copier.download_collect(&memory).unwrap();
+        // Somewhere between the arrival of a chunk and a worker's next look for one.
+        let since = Instant::now();
+        while since.elapsed() < Duration::from_micros(round % 200) {
+            std::hint::spin_loop();
+        }
+        // The feed stays open, so that its end wakes no worker.
+        let feed = copier.feed(&small).unwrap();
+        let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: no worker drains") };
+        assert!(back.unwrap().into_vec().unwrap() == bytes);
+        drop(feed);
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_uses_the_same_memory_takes_effect_in_order() {
+    let rig = Rig::late();
+    let copier = rig.builder().threads(4).build().unwrap();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    for round in 0..10 {
+        let (a, b) = (pattern(1 << 20, round * 2), pattern(600_000, round * 2 + 1));
+        let first = copier.upload(a.clone(), &memory).unwrap();
+        let second = copier.upload(b.clone(), memory.slice(1000..)).unwrap();
+        let back = copier.download_collect(&memory).unwrap();
+        let third = copier.upload(vec![0_u8; 1 << 20], &memory).unwrap();
+        let back = back.wait().unwrap().into_vec().unwrap();
+        assert!(back[..1000] == a[..1000] && back[1000..601_000] == b && back[601_000..] == a[601_000..]);
+        first.wait().unwrap();
+        second.wait().unwrap();
+        third.wait().unwrap();
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_rate_is_kept_and_can_be_changed() {
+    let rig = Rig::plain();
+    let copier = rig.builder().rate(4 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 3), rig.device.alloc(1 << 20).unwrap());
+    let since = Instant::now();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    let taken = since.elapsed();
+    // The first chunk, less than a quarter, goes at once. A machine that is slower than this is within its rate.
+    assert!(taken >= Duration::from_millis(190), "{taken:?}");
+    // The foreground has no rate.
+    copier.set_rate(Some(1));
+    let first = copier.with_priority(Priority::Foreground);
+    first.upload_slice(&bytes, &memory).unwrap();
+    let slow = copier.upload(bytes.clone(), &memory).unwrap();
+    assert!(!slow.is_over());
+    copier.set_rate(None);
+    slow.wait().unwrap();
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_rate_that_is_set_again_is_kept() {
+    let rig = Rig::plain();
+    let copier = rig.builder().rate(4 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 4), rig.device.alloc(1 << 20).unwrap());
+    let since = Instant::now();
+    let upload = copier.upload(bytes, &memory).unwrap();
+    while !upload.is_over() {
+        copier.set_rate(Some(4 << 20));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let taken = since.elapsed();
+    // As above: all but the first chunk.
+    assert!(taken >= Duration::from_millis(190), "{taken:?}");
+    upload.wait().unwrap();
+    rig.all_is_back();
+}
+
+#[test]
+fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.builder().threads(4).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 4), rig.device.alloc(1 << 20).unwrap());
+    let mut all = Vec::new();
+    while let Ok(buf) = rig.pool.try_checkout(64 << 10) {
+        all.push(buf);
+    }
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while rig.pool.stats().waiting == 0 {
+        assert!(Instant::now() < deadline, "it waits like any other");
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(rig.pool.stats().waiting <= 1, "one request, however many threads");
+    assert!(!load.is_over());
+    // Enough for one segment is enough.
+    all.truncate(all.len() - 2);
+    load.wait().unwrap();
+    drop(all);
+    // A load that waits can be cancelled, and a feed's task too.
+    let mut all = Vec::new();
+    while let Ok(buf) = rig.pool.try_checkout(64 << 10) {
+        all.push(buf);
+    }
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    load.cancel();
+    assert!(matches!(load.wait().unwrap_err().error, Error::Cancelled { done: 0, .. }));
+    let mut feed = copier.feed(&memory).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            all.clear();
+        });
+        block_on(feed.push(&bytes)).unwrap();
+    });
+    assert_eq!(block_on(feed.finish()).unwrap(), 1 << 20);
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_transfer_keeps_its_copier() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let (bytes, memory) = (pattern(1 << 20, 5), rig.device.alloc(1 << 20).unwrap());
+    let load = copier.upload(bytes, &memory).unwrap();
+    drop(copier);
+    load.wait().unwrap();
+    let copier = rig.copier();
+    drop(copier.upload(pattern(1 << 20, 6), &memory).unwrap());
+    drop(copier);
+    rig.all_is_back();
+}
+
+#[test]
+fn progress_says_how_far_it_is_and_what_is_left() {
+    let rig = Rig::plain();
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 6), rig.device.alloc(1 << 20).unwrap());
+    let load = copier.upload(bytes, &memory).unwrap();
+    assert!(load.wait_landed(300_000));
+    let progress = load.progress();
+    assert!(progress.done >= 300_000 && progress.landed_to >= 300_000 && !progress.over);
+    assert!(progress.rate() > 0.0 && progress.remaining().is_some());
+    let load = load.wait_timeout(Duration::ZERO).unwrap_err();
+    assert!(matches!(load.error, Error::Timeout(_)));
+    let load = load.buffer.unwrap();
+    copier.set_rate(None);
+    assert!(load.wait_landed(1 << 20));
+    assert!(!load.wait_landed((1 << 20) + 1), "there is no more");
+    let progress = load.progress();
+    assert!(progress.over && progress.done == progress.total && progress.remaining() == Some(Duration::ZERO));
+    load.wait().unwrap();
+    rig.all_is_back();
+}
+
+#[test]
+fn a_transfer_begins_after_what_a_stream_was_told() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let stream = rig.device.stream().unwrap();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    for round in 0..10_u8 {
+        let mut buf = rig.pool.checkout(1 << 20).unwrap();
+        buf.try_resize(1 << 20, round).unwrap();
+        drop(stream.upload(buf, &memory).unwrap());
+        copier.wait_for(&stream).unwrap();
+        let back = copier.download_vec(&memory).unwrap();
+        assert!(back.iter().all(|byte| *byte == round), "{round}");
+    }
+    rig.all_is_back();
+}

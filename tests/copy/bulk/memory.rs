@@ -1,0 +1,170 @@
+//! Bytes in memory, up and down.
+
+use std::io::Read;
+use std::sync::Arc;
+
+use pinpool::Error;
+use pinpool::copier::Piece;
+
+use super::{Rig, block_on, pattern};
+
+#[test]
+fn slices_go_up_and_come_back() {
+    for rig in [Rig::plain(), Rig::late()] {
+        let copier = rig.copier();
+        for len in [1, 63, 4096, 65_536, 65_537, 1 << 20, (5 << 20) + 17] {
+            let bytes = pattern(len, len as u64);
+            let memory = rig.device.alloc(len + 5).unwrap();
+            copier.upload_slice(&bytes, memory.slice(3..).unwrap()).unwrap();
+            let mut back = vec![0; len + 2];
+            copier.download_slice(memory.slice(3..3 + len), &mut back).unwrap();
+            assert!(back[..len] == bytes, "{len}");
+            assert_eq!(back[len..], [0, 0]);
+            assert!(copier.download_vec(memory.slice(3..3 + len)).unwrap() == bytes, "{len}");
+        }
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_pool_is_left_with_nothing_in_use() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(3 << 20).unwrap();
+    copier.upload_slice(&pattern(3 << 20, 1), &memory).unwrap();
+    rig.all_is_back();
+    copier.download_vec(&memory).unwrap();
+    rig.all_is_back();
+}
+
+#[test]
+fn owned_bytes_go_up_by_themselves_and_come_back() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern(3 << 20, 2);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let transfer = copier.upload(bytes.clone(), &memory).unwrap();
+    assert!(transfer.wait_landed(1 << 20));
+    let progress = transfer.progress();
+    assert!(progress.landed_to >= 1 << 20 && progress.done >= 1 << 20 && progress.total == 3 << 20);
+    assert!(transfer.wait().unwrap() == bytes, "the source comes back");
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+
+    let shared: Arc<[u8]> = pattern(1 << 20, 3).into();
+    let transfer = copier.upload(shared.clone(), memory.slice(..1 << 20)).unwrap();
+    block_on(transfer).unwrap();
+    assert!(copier.download_vec(memory.slice(..1 << 20)).unwrap()[..] == shared[..]);
+    let transfer = copier.upload(bytes::Bytes::from(shared.to_vec()), memory.slice(1 << 20..)).unwrap();
+    drop(transfer);
+    // In the order of the calls, since both use the same memory.
+    assert!(copier.download_vec(memory.slice(1 << 20..2 << 20)).unwrap()[..] == shared[..]);
+    rig.all_is_back();
+}
+
+#[test]
+fn what_cannot_work_is_refused_and_gives_the_source_back() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(100).unwrap();
+    assert!(matches!(copier.upload_slice(&[], &memory), Err(Error::Empty)));
+    assert!(matches!(copier.upload_slice(&[0; 101], &memory), Err(Error::TooSmall { need: 101, have: 100 })));
+    let refused = copier.upload(vec![1_u8; 101], &memory).unwrap_err();
+    assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer == Some(vec![1; 101]));
+    let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(1, &memory)]).unwrap_err();
+    assert!(matches!(refused.error, Error::OutOfRange { .. }) && refused.buffer.is_some());
+    let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(u64::MAX, &memory)]).unwrap_err();
+    assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    // In the last chunk that there is.
+    let last = Piece::new(u64::MAX - 100, memory.slice(..50).unwrap());
+    let refused = copier.upload_ranges(vec![1_u8; 50], vec![last]).unwrap_err();
+    assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    assert!(matches!(copier.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
+    let other = Rig::plain();
+    let theirs = other.device.alloc(100).unwrap();
+    assert!(matches!(copier.upload_slice(&[1], &theirs), Err(Error::WrongDevice { .. })));
+    rig.all_is_back();
+}
+
+#[test]
+fn readers_and_writers_are_served_in_order() {
+    for rig in [Rig::plain(), Rig::late()] {
+        let copier = rig.copier();
+        let bytes = pattern((2 << 20) + 333, 4);
+        let memory = rig.device.alloc(bytes.len()).unwrap();
+        // A reader that gives a little at a time.
+        struct Slow<'a>(&'a [u8]);
+        impl Read for Slow<'_> {
+            fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+                let n = into.len().min(self.0.len()).min(7001);
+                self.0.read(&mut into[..n])
+            }
+        }
+        assert_eq!(copier.upload_read(&mut Slow(&bytes), &memory).unwrap(), bytes.len() as u64);
+        let mut back = Vec::new();
+        assert_eq!(copier.download_write(&memory, &mut back).unwrap(), bytes.len() as u64);
+        assert!(back == bytes);
+        // Less than there is room for.
+        let mut short = &bytes[7..100_007];
+        assert_eq!(copier.upload_read(&mut short, &memory).unwrap(), 100_000);
+        assert!(copier.download_vec(memory.slice(..100_000)).unwrap() == bytes[7..100_007]);
+        // More than there is room for.
+        let mut long = &bytes[..];
+        assert_eq!(copier.upload_read(&mut long, memory.slice(..70_000)).unwrap(), 70_000);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_feed_takes_what_comes() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern((1 << 20) + 9, 5);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let mut feed = copier.feed(&memory).unwrap();
+    block_on(async {
+        for piece in bytes.chunks(10_007) {
+            feed.push(piece).await.unwrap();
+        }
+        assert!(matches!(feed.push(&[0]).await, Err(Error::TooSmall { .. })));
+        assert_eq!(feed.finish().await.unwrap(), bytes.len() as u64);
+    });
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    // Dropped half-way: nothing stays behind.
+    let mut feed = copier.feed(&memory).unwrap();
+    feed.push_blocking(&bytes[..200_000]).unwrap();
+    drop(feed);
+    let feed = copier.feed(&memory).unwrap();
+    assert_eq!(feed.finish_blocking().unwrap(), 0);
+    // Behind an earlier transfer to the same memory, for a task and for a thread.
+    for task in [true, false] {
+        let first = copier.upload(vec![1_u8; bytes.len()], &memory).unwrap();
+        let mut feed = copier.feed(&memory).unwrap();
+        if task {
+            block_on(feed.push(&bytes)).unwrap();
+            block_on(feed.finish()).unwrap();
+        } else {
+            feed.push_blocking(&bytes).unwrap();
+            feed.finish_blocking().unwrap();
+        }
+        first.wait().unwrap();
+        assert!(copier.download_vec(&memory).unwrap() == bytes);
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_is_pinned_is_not_staged() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern(1 << 20, 6);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let mut buf = rig.pool.checkout(bytes.len()).unwrap();
+    buf.extend_from_slice(&bytes);
+    let before = rig.pool.stats().checkouts;
+    let buf = copier.upload_pinned(buf, &memory).unwrap().wait().unwrap();
+    assert!(*buf == bytes[..]);
+    assert_eq!(rig.pool.stats().checkouts, before, "no segment was taken");
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    drop(buf);
+    rig.all_is_back();
+}

@@ -1,0 +1,14 @@
+//! Sources, files, sinks and feeds by a copier on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
+//! others.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod ending;
+mod feeds;
+mod files;
+mod manners;
+mod memory;
+mod shapes;
+mod trouble;
+mod waiting;
+
+pub use crate::support::rig::{Rig, block_on, pattern};

@@ -1,0 +1,449 @@
+//! Transfers that wait for a segment, for a permit or for the pool, where only other transfers can make
+//! room: they go on when there is some.
+
+use std::borrow::Cow;
+use std::io;
+use std::time::{Duration, Instant};
+
+use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
+use pinpool::host::HostConfig;
+use pinpool::{Error, PinnedBuf};
+
+use super::{Rig, block_on, pattern};
+
+/// Longer than anything takes.
+const HANG: Duration = Duration::from_secs(10);
+
+/// Bytes that the copier cannot take for memory.
+struct Opaque(Vec<u8>);
+
+impl Source for Opaque {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "opaque".into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        into.push(&self.0[offset as usize..]);
+        Ok(())
+    }
+}
+
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// All that the pool has left.
+fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
+    std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect()
+}
+
+#[test]
+fn what_needs_no_segment_goes_past_what_waits_for_one() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(2).share(100 << 10).build().unwrap();
+    let bytes = pattern(1 << 20, 2);
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let mut pinned = rig.pool.checkout(1 << 20).unwrap();
+    pinned.try_extend_from_slice(&bytes).unwrap();
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    // The only segment.
+    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 2 << 19);
+    let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let plain = copier.upload_pinned(pinned, &memory[2]).unwrap();
+    plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
+    assert!(!staged.is_over());
+    drop(told);
+    assert!(slow.wait_timeout(HANG).is_ok() && staged.wait_timeout(HANG).is_ok());
+    for memory in &memory[1..] {
+        assert!(copier.download_vec(memory).unwrap() == bytes);
+    }
+    rig.all_is_back();
+}
+
+/// The worker that waits in the pool's queue for all of them leaves it, and another has to join it.
+#[test]
+fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.builder().threads(4).build().unwrap();
+    let bytes = pattern(1 << 20, 3);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    copier.upload_slice(&bytes, &memory[0]).unwrap();
+    let all = all_of(&rig);
+    let first = copier.download_collect(&memory[0]).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    let second = copier.upload(bytes.clone(), &memory[1]).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    first.cancel();
+    // Longer than a worker takes to see that.
+    std::thread::sleep(Duration::from_millis(500));
+    drop(all);
+    assert!(second.wait_timeout(HANG).is_ok(), "no worker is in the pool's queue any more");
+    assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
+    // A worker in the queue, and a task that waits.
+    let all = all_of(&rig);
+    let first = copier.upload(bytes.clone(), &memory[0]).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    let mut feed = copier.feed(&memory[1]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            first.cancel();
+            std::thread::sleep(Duration::from_millis(500));
+            drop(all);
+        });
+        block_on(feed.push(&bytes)).unwrap();
+    });
+    block_on(feed.finish()).unwrap();
+    drop(first);
+    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+/// The feed's owner may be waiting for one of the other transfers.
+#[test]
+fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.copier();
+    let bytes = pattern(200_000, 4);
+    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
+    copier.upload_slice(&bytes, &memory[0]).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
+    feed.push_blocking(&bytes[..10]).unwrap();
+    for upload in [false, true] {
+        let all = all_of(&rig);
+        let third = rig.device.alloc(200_000).unwrap();
+        let waits: Box<dyn FnOnce() -> bool> = if upload {
+            let load = copier.upload(bytes.clone(), &third).unwrap();
+            Box::new(move || load.wait_timeout(HANG).is_ok())
+        } else {
+            let load = copier.download_collect(&memory[0]).unwrap();
+            Box::new(move || load.wait_timeout(HANG).is_ok())
+        };
+        std::thread::sleep(Duration::from_millis(50));
+        drop(all);
+        assert!(waits(), "upload: {upload}");
+    }
+    feed.push_blocking(&bytes[10..]).unwrap();
+    feed.finish_blocking().unwrap();
+    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
+    let rig = Rig::plain();
+    let bytes = pattern(200_000, 6);
+    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
+    for threads in [1, 3] {
+        let copier = rig.builder().threads(threads).depth(1).build().unwrap();
+        memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
+        for up in [false, true] {
+            let mut pinned = rig.pool.checkout(200_000).unwrap();
+            pinned.try_extend_from_slice(&bytes).unwrap();
+            let all = all_of(&rig);
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let (download, upload) = match up {
+                false => {
+                    let sink = FileSink::create(file.path()).unwrap();
+                    (Some(copier.download(&memory[0], sink).unwrap()), None)
+                }
+                true => (None, Some(copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap())),
+            };
+            until("it waits for the pool", || rig.pool.stats().waiting == 1);
+            let plain = copier.upload_pinned(pinned, &memory[1]).unwrap();
+            assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
+            drop(all);
+            assert!(download.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
+            assert!(upload.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
+        }
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_waits_for_the_rate_goes_on_when_there_is_none() {
+    for rig in [Rig::plain(), Rig::late()] {
+        let copier = rig.builder().threads(1).rate(1).build().unwrap();
+        let bytes = pattern(1 << 20, 7);
+        let memory = rig.device.alloc(1 << 20).unwrap();
+        for _ in 0..20 {
+            copier.set_rate(Some(1));
+            let load = copier.upload(bytes.clone(), &memory).unwrap();
+            until("the first has arrived", || load.progress().done > 0);
+            copier.set_rate(None);
+            assert!(load.wait_timeout(HANG).is_ok());
+        }
+        rig.all_is_back();
+    }
+}
+
+/// A chunk that lands for its caller is in flight no more, and wakes no worker by that.
+#[test]
+fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
+    struct Waits<F: FnMut()>(Option<F>);
+    impl<F: FnMut()> io::Write for Waits<F> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.take().iter_mut().for_each(|call| call());
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20);
+    let copier = rig.builder().depth(1).build().unwrap();
+    let bytes = pattern(1 << 20, 8);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
+    let beside = || {
+        let Ok(back) = copier.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+            panic!("no thread tells it")
+        };
+        assert!(back.unwrap().into_vec().unwrap() == bytes);
+    };
+    copier.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
+    rig.all_is_back();
+}
+
+/// A waiter that looks up from time to time does not go back to the end of the pool's queue for that.
+#[test]
+fn who_waits_for_the_pool_keeps_his_place() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.builder().threads(2).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
+    let all = all_of(&rig);
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    // Longer than a waiter waits at a time.
+    std::thread::sleep(Duration::from_millis(900));
+    let stats = rig.pool.stats();
+    assert!(stats.waiting == 1 && stats.timeouts == 0, "no waiter has given up: {stats:?}");
+    drop(all);
+    assert!(load.wait_timeout(HANG).is_ok());
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+/// A sink that makes a call for the bytes it is given.
+struct Puts<F>(F);
+
+impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
+    fn name(&self) -> Cow<'_, str> {
+        "puts".into()
+    }
+    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
+        (self.0)();
+        Ok(())
+    }
+}
+
+/// An arrival makes room for a copy and brings a chunk to be drained: two workers are woken.
+#[test]
+fn a_place_on_the_wire_is_told_beside_what_has_landed() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(2).depth(1).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let hears = std::sync::Mutex::new(hears);
+    rig.node.hang(0);
+    let sink = Puts(move || _ = hears.lock().unwrap().recv_timeout(2 * HANG));
+    let slow = copier.download(&memory[0], sink).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let plain = copier.download_collect(&memory[1]).unwrap();
+    // Both workers have looked for a place.
+    std::thread::sleep(Duration::from_millis(50));
+    rig.node.resume(0);
+    let over = plain.wait_timeout(HANG).is_ok();
+    drop(told);
+    slow.wait().unwrap();
+    assert!(over, "no worker was told of the place");
+    rig.all_is_back();
+}
+
+/// That many bytes, when told.
+struct Told(usize, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl Source for Told {
+    fn len(&self) -> u64 {
+        self.0 as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "told".into()
+    }
+    fn fill(&self, _offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        _ = self.1.lock().unwrap().recv_timeout(3 * HANG);
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// The same for a task, for which no thread waits, also where a watcher waits for the rate.
+#[test]
+fn a_task_is_looked_after_while_all_workers_are_busy() {
+    for (rate, rounds) in [(None, 3), (Some(256), 10)] {
+        let rig = Rig::plain();
+        let copier = rig.builder().threads(1).build().unwrap();
+        let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+        copier.set_rate(rate);
+        copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
+        let (told, hears) = std::sync::mpsc::channel::<()>();
+        let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+        until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+        let all = all_of(&rig);
+        let mut feed = copier.feed(&memory[1]).unwrap();
+        // The watcher sleeps.
+        std::thread::sleep(Duration::from_millis(50));
+        let (done, hears_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                block_on(feed.push(&[7; 1000])).unwrap();
+                done.send(()).unwrap();
+            });
+            // It has asked the pool in vain, more than once.
+            std::thread::sleep(Duration::from_millis(rounds * 250));
+            drop(all);
+            let pushed = hears_done.recv_timeout(HANG);
+            copier.set_rate(None);
+            drop(told);
+            assert_eq!(pushed, Ok(()), "no thread asks the pool");
+        });
+        slow.wait().unwrap();
+        feed.finish_blocking().unwrap();
+        rig.all_is_back();
+    }
+}
+
+/// The same beside a transfer that needs neither workers nor segments, and keeps the link busy.
+#[test]
+fn a_task_is_looked_after_beside_a_busy_wire() {
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
+    let copier = rig.builder().threads(1).depth(2).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let pinned =
+        rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
+    let place = rig.device.alloc(128 << 20).unwrap();
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
+    let all: Vec<PinnedBuf> = std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect();
+    let wire = copier.upload_pinned(pinned.unwrap(), &place).unwrap();
+    let mut feed = copier.feed(&memory[1]).unwrap();
+    let (done, hears_done) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            block_on(feed.push(&[7; 1000])).unwrap();
+            done.send(wire.is_over()).unwrap();
+        });
+        std::thread::sleep(Duration::from_millis(400));
+        drop(all);
+        let pushed = hears_done.recv_timeout(HANG);
+        wire.cancel();
+        drop(told);
+        assert_eq!(pushed, Ok(false), "no thread asks the pool");
+    });
+    slow.wait().unwrap();
+    feed.finish_blocking().unwrap();
+    drop(wire);
+    rig.all_is_back();
+}
+
+/// However much other work goes on.
+#[test]
+fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
+    let mut feed = copier.feed(&memory[0]).unwrap();
+    feed.push_blocking(&[7; 1000]).unwrap();
+    let all = all_of(&rig);
+    let busy = copier.download_collect(&memory[1]).unwrap();
+    let (done, hears) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let first = copier.with_priority(Priority::Foreground);
+            let few = memory[2].slice(..300 << 10).unwrap();
+            first.download_write(&few, &mut Vec::new()).unwrap();
+            done.send(busy.is_over()).unwrap();
+        });
+        std::thread::sleep(Duration::from_millis(500));
+        drop(all);
+        let heard = hears.recv_timeout(HANG / 2);
+        busy.cancel();
+        assert_eq!(heard, Ok(false), "no thread asks the pool");
+    });
+    drop((busy, feed));
+    rig.all_is_back();
+}
+
+/// Where all workers are busy with something else, feeds and writers ask the pool themselves.
+#[test]
+fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).build().unwrap();
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let hears = std::sync::Mutex::new(hears);
+    // The only worker, with a segment.
+    let slow = copier.upload(Told(64 << 10, hears), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+    let all = all_of(&rig);
+    let (done, hears_done) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut to = Vec::new();
+            copier.download_write(&memory[1], &mut to).unwrap();
+            done.send(to.len()).unwrap();
+        });
+        // It has asked the pool in vain.
+        std::thread::sleep(Duration::from_millis(100));
+        drop(all);
+        let written = hears_done.recv_timeout(HANG);
+        drop(told);
+        assert_eq!(written, Ok(1 << 20), "no thread asks the pool");
+    });
+    slow.wait().unwrap();
+    rig.all_is_back();
+}
+
+/// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
+/// must not sleep for what the pool never gave.
+#[test]
+fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
+    let rig = Rig::new(HostConfig::new(), 400_000);
+    let until = Instant::now() + Duration::from_secs(3);
+    std::thread::scope(|scope| {
+        for number in 0..6_u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let builder = rig.builder().threads(1 + number as usize % 3).share(400_000);
+                let bulk = builder.build().unwrap();
+                let urgent = bulk.with_priority(Priority::Foreground);
+                let mut random = number * 77 + 1;
+                while Instant::now() < until {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let len = 1 + (random >> 11) as usize % 500_000;
+                    let memory = rig.device.alloc(len).unwrap();
+                    let copier = if random >> 60 < 4 { &urgent } else { &bulk };
+                    match random >> 40 & 3 {
+                        0 | 1 => drop(copier.upload(vec![1; len], &memory).unwrap()),
+                        2 => drop(copier.download_collect(&memory).unwrap()),
+                        _ => {
+                            let waited = copier.download_collect(&memory).unwrap().wait_timeout(2 * HANG);
+                            assert!(waited.is_ok(), "it does not move");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    rig.all_is_back();
+}
