@@ -10,7 +10,7 @@ use super::config::Priority;
 use super::flights::Flights;
 use super::job::{Body, Chunk, Cursor, Direction, End, Job, LentWork, Needs, Plan, Work};
 use super::packing::{Content, Packing};
-use super::scheduler::{Scheduler, Takes, Woken};
+use super::scheduler::{RANKS, Scheduler, Takes, Woken};
 use crate::error::Result;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
 
@@ -27,8 +27,8 @@ impl Takes for Counted {
         false
     }
 
-    fn is_urgent(&self) -> bool {
-        false
+    fn rank(&self) -> usize {
+        RANKS - 1
     }
 }
 
@@ -47,7 +47,7 @@ impl Counted {
 fn serve(scheduler: &Scheduler<Counted>) -> u64 {
     let mut taken = 0;
     loop {
-        while let Some(job) = scheduler.first() {
+        while let Some(job) = scheduler.first(|_| true) {
             taken += u64::from(job.take());
         }
         if scheduler.park(None) == Woken::Closed {
@@ -66,7 +66,7 @@ fn loom_copier_workers_find_all_chunks() {
             loom::thread::spawn(move || serve(&scheduler))
         });
         for chunks in [2, 1] {
-            scheduler.add(Counted::new(chunks), 1);
+            scheduler.add(Counted::new(chunks), || 1);
         }
         scheduler.close();
         let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
@@ -103,14 +103,14 @@ fn loom_copier_a_sleeper_is_woken() {
             loom::thread::spawn(move || {
                 let mut taken = 0;
                 while taken < 1 {
-                    match scheduler.first() {
+                    match scheduler.first(|_| true) {
                         Some(job) => taken += u64::from(Counted::take(&job)),
                         None => _ = scheduler.park(None),
                     }
                 }
             })
         };
-        scheduler.add(Counted::new(1), 2);
+        scheduler.add(Counted::new(1), || 2);
         worker.join().unwrap();
     });
 }
