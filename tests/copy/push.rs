@@ -6,10 +6,10 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::Priority;
+use pinpool::copier::{Priority, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Transfer, Unpinned,
+    Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned,
 };
 
 use crate::support::bytes;

@@ -187,7 +187,7 @@ impl Engine {
         }
         self.start_threads()?;
         let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
-        self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.wakes() } else { chunks });
+        self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.going.wakes() } else { chunks });
         if self.settings.threads == 0 {
             Worker::advance(self);
         }
@@ -263,7 +263,7 @@ impl Engine {
             PUSHES => Priority::Bulk,
             _ => return true,
         };
-        self.pushes.going(priority) < self.settings.depth as u64
+        self.pushes.going.count(priority) < self.settings.depth as u64
             && (priority == Priority::Foreground
                 || self.lanes[Direction::Up as usize].flights.has_room(self.permits.depth()))
     }

@@ -10,7 +10,7 @@
 //! full stays with its job, and the lane opens another one.
 //!
 //! The worker that has a pushed chunk in flight looks for the next one. So a job that starts wakes a worker only where
-//! none has: see [`Pushes::wakes`].
+//! none has: see [`Going::wakes`].
 //!
 //! Locks: a job's is taken before its lane's, and the scheduler's before a job's.
 
@@ -96,7 +96,7 @@ impl<C> Lane<C> {
     }
 
     /// A job is over. Its chunk, if no worker has taken it.
-    fn over(&self, number: u64) -> Option<C> {
+    pub(super) fn over(&self, number: u64) -> Option<C> {
         let mut state = self.state.lock();
         let job = state.jobs.iter().position(|(other, _)| *other == number);
         let job = job.map(|place| state.jobs.remove(place));
@@ -191,12 +191,40 @@ impl Filling {
     }
 }
 
+/// Chunks of pushes that workers have, by priority.
+pub(super) struct Going([AtomicU64; 2]);
+
+impl Going {
+    pub(super) fn new() -> Self {
+        Self([AtomicU64::new(0), AtomicU64::new(0)])
+    }
+
+    /// A worker has taken a chunk. Relaxed, here and below: see [`wakes`](Self::wakes).
+    pub(super) fn begin(&self, priority: Priority) {
+        self.0[priority as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn end(&self, priority: Priority) {
+        self.0[priority as usize].fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn count(&self, priority: Priority) -> u64 {
+        self.0[priority as usize].load(Ordering::Relaxed)
+    }
+
+    /// How many workers a job of pushes wakes. Asked when the job has its place in the scheduler, under the scheduler's
+    /// lock: a worker that has a chunk of pushes looks for jobs under that lock after the chunk's end, before it sleeps.
+    /// So no ordering but the lock's is needed.
+    pub(super) fn wakes(&self) -> usize {
+        usize::from(self.count(Priority::Bulk) + self.count(Priority::Foreground) == 0)
+    }
+}
+
 /// The lanes of a copier.
 pub(super) struct Pushes {
     /// Of bulk pushes, and of the foreground's.
     lanes: [Box<[Lane<Filling>]>; 2],
-    /// Chunks that workers have: see [`wakes`](Self::wakes).
-    going: [AtomicU64; 2],
+    pub(super) going: Going,
     next: Counter,
     /// Bytes of a segment that are used.
     chunk: usize,
@@ -208,7 +236,7 @@ impl Pushes {
         let lanes = || (0..lanes).map(|_| Lane::new()).collect();
         Arc::new(Self {
             lanes: [lanes(), lanes()],
-            going: [AtomicU64::new(0), AtomicU64::new(0)],
+            going: Going::new(),
             next: Counter::new(0),
             chunk: settings.chunk,
         })
@@ -219,19 +247,6 @@ impl Pushes {
         LEAST.min(self.chunk / 2)
     }
 
-    /// Chunks of this priority that workers have.
-    pub(super) fn going(&self, priority: Priority) -> u64 {
-        self.going[priority as usize].load(Ordering::Relaxed)
-    }
-
-    /// How many workers a job of pushes wakes. Asked behind the job's place in the scheduler, under the scheduler's lock:
-    /// a worker that has a pushed chunk looks for jobs under that lock after the chunk's end, before it sleeps. So no
-    /// ordering but the lock's is needed.
-    pub(super) fn wakes(&self) -> usize {
-        let going: u64 = self.going.iter().map(|going| going.load(Ordering::Relaxed)).sum();
-        usize::from(going == 0)
-    }
-
     /// Drops what is in the lanes.
     pub(super) fn clear(&self) {
         self.lanes.iter().flatten().for_each(Lane::clear);
@@ -240,7 +255,7 @@ impl Pushes {
     /// A job is over.
     fn over(&self, engine: &Engine, place: Place) {
         match self.lanes[place.priority as usize][place.lane].over(place.number) {
-            None => _ = self.going[place.priority as usize].fetch_sub(1, Ordering::Relaxed),
+            None => self.going.end(place.priority),
             // It has failed before a worker took it.
             Some(Filling { segment, counts, .. }) => give(engine, segment, counts),
         }
@@ -281,7 +296,7 @@ impl Work for Pushed {
         let filling = self.pushes.lanes[priority as usize][lane].close(number);
         let bytes = filling.as_ref().map_or(0, |filling| filling.bytes);
         *self.closed.lock() = filling;
-        self.pushes.going[priority as usize].fetch_add(1, Ordering::Relaxed);
+        self.pushes.going.begin(priority);
         cursor.left = bytes as u64;
         finish(cursor, Cut { piece: 1, from: 0 }, bytes, Some(usize::MAX))
     }
