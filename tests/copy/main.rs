@@ -3,6 +3,7 @@
 
 mod bulk;
 mod pieces;
+mod push;
 mod queue;
 #[path = "../support/mod.rs"]
 mod support;

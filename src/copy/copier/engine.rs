@@ -12,6 +12,7 @@ use super::lent::Lent;
 use super::order::Order;
 use super::permits::Permits;
 use super::pieces::LEAST;
+use super::push::Pushes;
 use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
@@ -36,6 +37,10 @@ use crate::stream::timeline::{Resource, Submission, Ticket};
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
 const RUNS: [usize; 2] = [2, 8];
 
+/// The ranks of pushes. They need no segment and no time to be filled, so they go before long transfers.
+const URGENT_PUSHES: usize = 0;
+const PUSHES: usize = 2;
+
 impl Takes for Arc<Job> {
     fn may_take(&self) -> bool {
         Job::may_take(self)
@@ -45,8 +50,13 @@ impl Takes for Arc<Job> {
         Job::needs_none(self)
     }
 
-    fn is_urgent(&self) -> bool {
-        self.priority == Priority::Foreground
+    fn rank(&self) -> usize {
+        match (self.priority, self.is_shared) {
+            (Priority::Foreground, true) => URGENT_PUSHES,
+            (Priority::Foreground, false) => 1,
+            (Priority::Bulk, true) => PUSHES,
+            (Priority::Bulk, false) => 3,
+        }
     }
 }
 
@@ -84,6 +94,7 @@ pub(super) struct Engine {
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
     pub(super) permits: Permits,
+    pub(super) pushes: Arc<Pushes>,
     order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
@@ -111,6 +122,7 @@ impl Engine {
             spreaders,
             counters: Counters::default(),
             permits: Permits::new(&settings),
+            pushes: Pushes::new(&settings),
             order: Order::new(),
             lanes,
             segments: Segments::new(pool, device, &settings),
@@ -175,7 +187,7 @@ impl Engine {
         }
         self.start_threads()?;
         let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
-        self.scheduler.add(job.clone(), chunks);
+        self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.going.wakes() } else { chunks });
         if self.settings.threads == 0 {
             Worker::advance(self);
         }
@@ -243,6 +255,18 @@ impl Engine {
             return false;
         }
         may
+    }
+
+    /// Whether chunks of this rank may be taken. A chunk of pushes is taken when its copy can go: until then it grows.
+    pub(super) fn is_open(&self, rank: usize) -> bool {
+        let priority = match rank {
+            URGENT_PUSHES => Priority::Foreground,
+            PUSHES => Priority::Bulk,
+            _ => return true,
+        };
+        self.pushes.going.count(priority) < self.settings.depth as u64
+            && (priority == Priority::Foreground
+                || self.lanes[Direction::Up as usize].flights.has_room(self.permits.depth()))
     }
 
     /// A copy was submitted, or (`None`) was not.

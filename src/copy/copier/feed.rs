@@ -14,7 +14,7 @@ use std::task::{Context, Poll, ready};
 use super::engine::Engine;
 use super::job::{Chunk, Cursor, Cut, Job, Needs, Progress, Work};
 use super::layout::Stretch;
-use super::packing::{Content, Packing};
+use super::packing::{Brought, Content, Packing};
 use super::pieces::finish;
 use super::source::read_error;
 use super::{Copier, may_wait};
@@ -98,7 +98,8 @@ impl Work for Fed {
         let ready = self.ready.lock().remove(&chunk.index);
         let Some(Segment { buf: segment, counts }) = ready else { return Err(Error::Closed) };
         let place = DevicePtr(self.memory.address() + chunk.start.from as u64);
-        Ok(Content::Fed { segment, stretch: Stretch { place, offset: 0, len: chunk.bytes }, counts })
+        let stretches = vec![Stretch { place, offset: 0, len: chunk.bytes }];
+        Ok(Content::Brought(Brought { segment, stretches, counts, memories: None }))
     }
 }
 

@@ -12,7 +12,9 @@
 //! it is over. An upload reads all of it before its copies are complete, so a caller that lends bytes may go on as soon
 //! as the job is [read](Job::is_read).
 //!
-//! A job has one lock. No other lock of the crate is taken under it.
+//! Pushes of several callers can be one job: a *shared* one. None of these callers can cancel it.
+//!
+//! A job has one lock. No other lock of the crate is taken under it, but a lane's when a chunk of pushes is taken.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -96,6 +98,11 @@ pub(super) trait Work: Send + Sync {
 
     /// Whether the caller itself takes the bytes of a download out of the segments, in order.
     fn is_pulled(&self) -> bool {
+        false
+    }
+
+    /// Whether it is the work of several callers.
+    fn is_shared(&self) -> bool {
         false
     }
 
@@ -269,6 +276,7 @@ pub(super) struct Job {
     /// What the work says: see [`Work`].
     pub(super) may_block: bool,
     pub(super) is_pulled: bool,
+    pub(super) is_shared: bool,
     since: Instant,
     body: Body,
     state: Mutex<JobState>,
@@ -355,11 +363,11 @@ impl Job {
     pub(super) fn new(plan: Plan, body: Body, trace: Option<Trace>) -> Arc<Self> {
         let Plan { direction, priority, total, name, memories, fed, spans: _ } = plan;
         let left = if fed { 0 } else { total };
-        let (may_block, is_pulled) = {
+        let (may_block, is_pulled, is_shared) = {
             let work = body.work();
             // SAFETY: a lender waits from here on.
             let work = unsafe { &*work };
-            (work.may_block(), work.is_pulled())
+            (work.may_block(), work.is_pulled(), work.is_shared())
         };
         let state = JobState {
             cursor: Cursor { at: Cut::default(), chunks: 0, cut: 0, left },
@@ -390,6 +398,7 @@ impl Job {
             name,
             may_block,
             is_pulled,
+            is_shared,
             since: Instant::now(),
             body,
             state: Mutex::new(state),
@@ -439,6 +448,10 @@ impl Job {
             return None;
         }
         let chunk = work.cut(&mut state.cursor, has_segment);
+        if self.is_shared {
+            // Known now.
+            state.total = state.cursor.cut;
+        }
         state.active += 1;
         state.preparing += 1;
         Some(chunk)
@@ -505,8 +518,11 @@ impl Job {
         }
     }
 
-    /// No further chunk is taken.
+    /// No further chunk is taken. Does nothing to a shared job.
     pub(super) fn cancel(&self) {
+        if self.is_shared {
+            return;
+        }
         let mut state = self.state.lock();
         if state.over.is_none() {
             state.cancelled = true;

@@ -102,6 +102,11 @@ impl Layout {
         Some(Part { offset, len, joins })
     }
 
+    /// Bytes of the segment before the table.
+    pub(super) fn data(&self) -> usize {
+        self.at
+    }
+
     /// Rows of the table.
     #[inline]
     pub(super) fn rows(&self) -> usize {

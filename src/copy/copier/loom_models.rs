@@ -1,5 +1,6 @@
 //! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a caller that waits
-//! for a job is woken, and what it has lent is touched by no worker any more; every copy is seen complete once.
+//! for a job is woken, and what it has lent is touched by no worker any more; every copy is seen complete once; every
+//! push is in a chunk that a worker takes.
 
 #![allow(unsafe_code)]
 
@@ -8,10 +9,13 @@ use std::sync::atomic::AtomicUsize;
 
 use super::config::Priority;
 use super::flights::Flights;
-use super::job::{Body, Chunk, Cursor, Direction, End, Job, LentWork, Needs, Plan, Work};
+use super::job::{Body, Chunk, Cursor, Cut, Direction, End, Job, LentWork, Needs, Plan, Work};
 use super::packing::{Content, Packing};
-use super::scheduler::{Scheduler, Takes, Woken};
+use super::pieces::finish;
+use super::push::{Going, Lane};
+use super::scheduler::{RANKS, Scheduler, Takes, Woken};
 use crate::error::Result;
+use crate::locks;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
 
 /// A job of so many chunks.
@@ -27,8 +31,8 @@ impl Takes for Counted {
         false
     }
 
-    fn is_urgent(&self) -> bool {
-        false
+    fn rank(&self) -> usize {
+        RANKS - 1
     }
 }
 
@@ -47,7 +51,7 @@ impl Counted {
 fn serve(scheduler: &Scheduler<Counted>) -> u64 {
     let mut taken = 0;
     loop {
-        while let Some(job) = scheduler.first() {
+        while let Some(job) = scheduler.first(|_| true) {
             taken += u64::from(job.take());
         }
         if scheduler.park(None) == Woken::Closed {
@@ -66,7 +70,7 @@ fn loom_copier_workers_find_all_chunks() {
             loom::thread::spawn(move || serve(&scheduler))
         });
         for chunks in [2, 1] {
-            scheduler.add(Counted::new(chunks), 1);
+            scheduler.add(Counted::new(chunks), || 1);
         }
         scheduler.close();
         let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
@@ -103,14 +107,14 @@ fn loom_copier_a_sleeper_is_woken() {
             loom::thread::spawn(move || {
                 let mut taken = 0;
                 while taken < 1 {
-                    match scheduler.first() {
+                    match scheduler.first(|_| true) {
                         Some(job) => taken += u64::from(Counted::take(&job)),
                         None => _ = scheduler.park(None),
                     }
                 }
             })
         };
-        scheduler.add(Counted::new(1), 2);
+        scheduler.add(Counted::new(1), || 2);
         worker.join().unwrap();
     });
 }
@@ -309,4 +313,143 @@ fn loom_copier_copies_are_seen() {
             assert!(sent[0] || sent[1]);
         });
     }
+}
+
+/// A lane whose chunks are numbers, and the worker that takes them.
+struct Pushing {
+    scheduler: Scheduler<Arc<Job>>,
+    lane: Arc<Lane<Vec<u32>>>,
+    going: Arc<Going>,
+    next: AtomicUsize,
+    /// What workers found in the chunks that they took. No part of the protocol, so not loom's.
+    found: Arc<locks::Mutex<Vec<u32>>>,
+}
+
+/// The job of a chunk.
+struct Combined {
+    lane: Arc<Lane<Vec<u32>>>,
+    going: Arc<Going>,
+    number: u64,
+    found: Arc<locks::Mutex<Vec<u32>>>,
+}
+
+impl Work for Combined {
+    fn is_shared(&self) -> bool {
+        true
+    }
+
+    fn needs(&self, _cursor: &Cursor) -> Needs {
+        Needs::Nothing
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _has_segment: bool) -> Chunk {
+        let chunk = self.lane.close(self.number).expect("a chunk is closed once");
+        self.going.begin(Priority::Bulk);
+        cursor.left = chunk.len() as u64;
+        let len = chunk.len();
+        self.found.lock().extend(chunk);
+        finish(cursor, Cut { piece: 1, from: 0 }, len, None)
+    }
+
+    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>, _job: &Job) -> Result<Content> {
+        unreachable!("models move no bytes")
+    }
+}
+
+impl Pushing {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            scheduler: Scheduler::new(),
+            lane: Arc::new(Lane::new()),
+            going: Arc::new(Going::new()),
+            next: 0.into(),
+            found: Arc::default(),
+        })
+    }
+
+    /// What `Copier::push` does. Chunks have room for two.
+    fn push(&self, value: u32) {
+        step();
+        let put = self.lane.put(|open| {
+            let room = open.len() < 2;
+            if room {
+                open.push(value);
+            }
+            room
+        });
+        if put == Some(true) {
+            return;
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed) as u64;
+        let (lane, going, found) = (self.lane.clone(), self.going.clone(), self.found.clone());
+        let work = Arc::new(Combined { lane, going, number, found });
+        let (direction, priority, name, memories, spans) =
+            (Direction::Up, Priority::Bulk, None, Vec::new(), Vec::new());
+        let plan = Plan { direction, priority, total: 1, name, memories, spans, fed: false };
+        let job = Job::new(plan, Body::Owned(work), None);
+        let (lane, going) = (self.lane.clone(), self.going.clone());
+        job.hold(
+            false,
+            Box::new(move || {
+                drop(lane.over(number));
+                going.end(Priority::Bulk);
+            }),
+        );
+        self.lane.open(number, vec![value], job.clone());
+        step();
+        self.scheduler.add(job, || self.going.wakes());
+    }
+
+    /// What a worker does, until it has found so much. With a wake-up missed it sleeps for good, which loom tells.
+    fn serve(&self, count: usize) {
+        while self.found.lock().len() < count {
+            let Some(job) = self.scheduler.first(|_| true) else {
+                let _ = self.scheduler.park(None);
+                continue;
+            };
+            if let Some(chunk) = job.take(false) {
+                job.prepared();
+                step();
+                job.end(&chunk, End::Arrived);
+            }
+        }
+    }
+}
+
+/// What is pushed while a worker closes the chunk is in that chunk or in the next, and a worker takes both: also the one
+/// whose job woke none.
+#[test]
+fn loom_copier_pushes_are_found() {
+    model("copier: a thread pushes, a worker closes chunks", 3, || {
+        let pushing = Pushing::new();
+        let worker = {
+            let pushing = pushing.clone();
+            loom::thread::spawn(move || pushing.serve(3))
+        };
+        (1..=3).for_each(|value| pushing.push(value));
+        worker.join().unwrap();
+        assert_eq!(*pushing.found.lock(), [1, 2, 3]);
+    });
+}
+
+/// Two threads push into one lane.
+#[test]
+fn loom_copier_pushes_of_two_threads_are_found() {
+    model("copier: two threads push into a lane, a worker closes chunks", 2, || {
+        let pushing = Pushing::new();
+        let worker = {
+            let pushing = pushing.clone();
+            loom::thread::spawn(move || pushing.serve(2))
+        };
+        let other = {
+            let pushing = pushing.clone();
+            loom::thread::spawn(move || pushing.push(2))
+        };
+        pushing.push(1);
+        other.join().unwrap();
+        worker.join().unwrap();
+        let mut found = std::mem::take(&mut *pushing.found.lock());
+        found.sort_unstable();
+        assert_eq!(found, [1, 2]);
+    });
 }

@@ -99,6 +99,7 @@ mod packing;
 mod permits;
 mod pieces;
 mod pull;
+mod push;
 mod ranges;
 mod ring;
 mod scheduler;
@@ -196,8 +197,10 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if crate::os::forked() {
             // The parent's threads use these.
-            std::mem::forget(self.inline.get_mut().take());
+            std::mem::forget((self.inline.get_mut().take(), self.pushes.clone()));
+            return;
         }
+        self.pushes.clear();
     }
 }
 

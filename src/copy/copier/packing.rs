@@ -1,8 +1,9 @@
 //! Filling a chunk's segment, and emptying it.
 
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
-use super::job::Direction;
+use super::job::{Direction, Memories};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::stores::{self, Stores};
@@ -18,8 +19,18 @@ pub(super) enum Content {
     InPlace(Vec<Transfer>, Lent),
     /// Pages: contiguous host memory for many places on the device.
     Pages(Pages),
-    /// Bytes that are in a segment of the caller's, which counts or not.
-    Fed { segment: PinnedBuf, stretch: Stretch, counts: bool },
+    /// Bytes that the caller has brought.
+    Brought(Brought),
+}
+
+/// A segment that a caller has filled.
+pub(super) struct Brought {
+    pub(super) segment: PinnedBuf,
+    pub(super) stretches: Vec<Stretch>,
+    /// See [`super::segments`].
+    pub(super) counts: bool,
+    /// The device memory of the chunk, where it is not the job's.
+    pub(super) memories: Option<Arc<Memories>>,
 }
 
 /// Host memory that one copy moves to or from a slot of the ring.
@@ -114,6 +125,12 @@ impl<'a> Packing<'a> {
         let most = segment.as_ref().map_or(0, |(segment, most)| (*most).min(segment.capacity()));
         let segment = segment.map(|(segment, _)| segment);
         Self { direction, segment, layout: Layout::new(most), stretches: Vec::new(), data: 0 }
+    }
+
+    /// In a segment that a caller has filled.
+    pub(super) fn brought(direction: Direction, segment: &'a mut PinnedBuf, stretches: Vec<Stretch>) -> Self {
+        let data = stretches.last().map_or(0, |last| last.offset + last.len);
+        Self { direction, segment: Some(segment), layout: Layout::new(0), stretches, data }
     }
 
     /// Puts a piece's bytes from `from` to `to` at the end, as the layout has them: all of them, for a chunk that was

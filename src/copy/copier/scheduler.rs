@@ -1,7 +1,8 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait in the order in which they were started, foreground jobs before all others. A worker that looks for work
-//! gets the first job of which a chunk can be taken. Where there is none, a worker that owns no chunk parks. Starting a
+//! Jobs wait by rank, and those of one rank in the order in which they were started. A worker that looks for work gets
+//! the first job of which a chunk can be taken, of the ranks that are open: those of pushes are closed while as many
+//! copies are in flight as may be. Where there is none, a worker that owns no chunk parks. Starting a
 //! job wakes as many workers as it is worth. A job whose chunks come one by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
@@ -20,8 +21,12 @@ pub(super) trait Takes {
     fn may_take(&self) -> bool;
     /// Whether a chunk of it can be taken by a worker without a segment.
     fn needs_none(&self) -> bool;
-    fn is_urgent(&self) -> bool;
+    /// Its rank, less than [`RANKS`]: jobs of a lower one go first.
+    fn rank(&self) -> usize;
 }
+
+/// Ranks of jobs.
+pub(super) const RANKS: usize = 4;
 
 /// How many jobs are looked at for one that needs no segment.
 const NEAR: usize = 64;
@@ -34,8 +39,8 @@ pub(super) struct Scheduler<J> {
 
 #[derive(Debug)]
 struct SchedulerState<J> {
-    /// Of the foreground, and all others.
-    jobs: [VecDeque<J>; 2],
+    /// By rank.
+    jobs: [VecDeque<J>; RANKS],
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
     /// No worker slept when one was to look around: the next one does not park.
@@ -65,19 +70,20 @@ impl<J: Takes + Clone> Scheduler<J> {
         Self { state: Mutex::new(state) }
     }
 
-    /// Starts a job that is worth so many workers.
-    pub(super) fn add(&self, job: J, workers: usize) {
+    /// Starts a job that is worth so many workers, as `workers` says when the job can be found.
+    pub(super) fn add(&self, job: J, workers: impl FnOnce() -> usize) {
         let mut state = self.state.lock();
-        state.jobs[usize::from(!job.is_urgent())].push_back(job);
-        let awake = state.sleepers.len().saturating_sub(workers);
+        let rank = job.rank();
+        state.jobs[rank].push_back(job);
+        let awake = state.sleepers.len().saturating_sub(workers());
         let sleepers = state.sleepers.split_off(awake);
         drop(state);
         sleepers.iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken.
-    pub(super) fn first(&self) -> Option<J> {
-        self.state.lock().first()
+    /// The first job of which a chunk can be taken, of the ranks that are open.
+    pub(super) fn first(&self, is_open: impl Fn(usize) -> bool) -> Option<J> {
+        self.state.lock().first(is_open)
     }
 
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
@@ -87,9 +93,9 @@ impl<J: Takes + Clone> Scheduler<J> {
         near.into_iter().find(|job| job.may_take() && job.needs_none()).cloned()
     }
 
-    /// Whether there is a chunk to be taken, now or when a segment is free.
+    /// Whether there is a chunk to be taken, now or when a segment is free or a rank is open.
     pub(super) fn has_work(&self) -> bool {
-        self.state.lock().first().is_some()
+        self.state.lock().first(|_| true).is_some()
     }
 
     /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else the
@@ -105,7 +111,7 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// Parks this thread until there may be work, or until the deadline.
     pub(super) fn park(&self, deadline: Option<Instant>) -> Woken {
         let mut state = self.state.lock();
-        if state.first().is_some() || std::mem::take(&mut state.poked) {
+        if state.first(|_| true).is_some() || std::mem::take(&mut state.poked) {
             return Woken::Yes;
         }
         if state.closed {
@@ -133,13 +139,13 @@ impl<J: Takes + Clone> Scheduler<J> {
 }
 
 impl<J: Takes + Clone> SchedulerState<J> {
-    fn first(&mut self) -> Option<J> {
-        for jobs in &mut self.jobs {
-            while let Some(job) = jobs.front() {
-                if job.may_take() {
-                    return Some(job.clone());
-                }
+    fn first(&mut self, is_open: impl Fn(usize) -> bool) -> Option<J> {
+        for (rank, jobs) in self.jobs.iter_mut().enumerate() {
+            while jobs.front().is_some_and(|job| !job.may_take()) {
                 jobs.pop_front();
+            }
+            if let Some(job) = jobs.front().filter(|_| is_open(rank)) {
+                return Some(job.clone());
             }
         }
         None

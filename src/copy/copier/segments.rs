@@ -120,6 +120,11 @@ impl Segments {
         got
     }
 
+    /// There is none now.
+    pub(super) fn exhausted(&self) -> Error {
+        Error::Exhausted { len: self.len, capacity: self.pool.room().0, growth: None, shortage: None }
+    }
+
     /// Waits in the pool's queue for a segment that does not count.
     pub(super) fn ask_pool(&self) -> Checkout {
         self.pool.checkout_async(self.request())

@@ -24,12 +24,12 @@ use std::time::{Duration, Instant};
 
 use super::config::Priority;
 use super::engine::{Engine, Kept, Refusal, Then};
-use super::job::{Chunk, Direction, End, Job, Needs};
+use super::job::{Chunk, Direction, End, Job, Memories, Needs};
 use super::layout::{ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::packing::{Content, Packed, Packing, Pages, transfer, write_table};
 use super::ring::{IDLE, Slot, Take};
-use super::scheduler::Woken;
+use super::scheduler::{Takes as _, Woken};
 use super::segments::look;
 use super::spreader::Entry;
 use super::stats::Counters;
@@ -131,6 +131,8 @@ enum Step {
 struct Owned {
     job: Arc<Job>,
     chunk: Chunk,
+    /// Its device memory.
+    memories: Arc<Memories>,
     packed: Packed,
     way: Way,
     /// Its segment, if it has one, counts: see [`super::segments`].
@@ -415,14 +417,14 @@ impl<'a> Worker<'a> {
 
     /// Takes a chunk of the first job of which one can be taken.
     fn take_any(&mut self) -> bool {
-        let Some(first) = self.engine.scheduler.first() else { return false };
+        let Some(first) = self.engine.scheduler.first(|rank| self.engine.is_open(rank)) else { return false };
         self.take(&first) || self.engine.scheduler.without_segment().is_some_and(|other| self.take(&other))
     }
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
-        if !self.has_room(job, needs) {
+        if !self.has_room(job, needs) || !self.engine.is_open(job.rank()) {
             return false;
         }
         // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none. An upload's
@@ -485,10 +487,20 @@ impl<'a> Worker<'a> {
             unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
         let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
-        let (stretches, bytes) = packing.shape();
-        let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
-        let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
-        let mut packed = packing.finish(way == Way::Ring, content.is_ok());
+        let mut memories = job.memories.clone();
+        let (content, (packed, way)) = match content {
+            Ok(Content::Brought(mut brought)) => {
+                memories = brought.memories.take().unwrap_or(memories);
+                let stretches = std::mem::take(&mut brought.stretches);
+                let packing = Packing::brought(direction, &mut brought.segment, stretches);
+                let laid_out = self.lay_out(direction, packing, true);
+                (Ok(Content::Brought(brought)), laid_out)
+            }
+            content => {
+                let is_filled = content.is_ok();
+                (content, self.lay_out(direction, packing, is_filled))
+            }
+        };
         job.prepared();
         let stage = match (content, buf) {
             (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
@@ -499,10 +511,9 @@ impl<'a> Worker<'a> {
                 match content {
                     Ok(Content::InPlace(transfers, lent)) => Stage::InPlace(transfers, lent),
                     Ok(Content::Pages(pages)) => Stage::Pages(pages),
-                    Ok(Content::Fed { segment, stretch, counts: counted }) => {
-                        counts = counted;
-                        packed.stretches.push(stretch);
-                        Stage::Filled(segment)
+                    Ok(Content::Brought(brought)) => {
+                        counts = brought.counts;
+                        Stage::Filled(brought.segment)
                     }
                     Ok(Content::Packed) => {
                         let error = Error::Internal("a chunk has no segment");
@@ -512,14 +523,22 @@ impl<'a> Worker<'a> {
                 }
             }
         };
-        self.owned.push(Owned { job: job.clone(), chunk, packed, way, counts, stage: Some(stage) });
+        self.owned.push(Owned { job: job.clone(), chunk, memories, packed, way, counts, stage: Some(stage) });
+    }
+
+    /// Chooses the way of a chunk, and ends its layout accordingly.
+    fn lay_out(&self, direction: Direction, packing: Packing<'_>, is_filled: bool) -> (Packed, Way) {
+        let (stretches, bytes) = packing.shape();
+        let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
+        let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
+        (packing.finish(way == Way::Ring, is_filled), way)
     }
 
     // --- to the device -----------------------------------------------------------------------------------------------
 
     /// Submits the copy of a filled chunk.
     fn send(&mut self, n: usize, buf: PinnedBuf) -> Step {
-        let Owned { job, chunk, packed, way, .. } = &self.owned[n];
+        let Owned { job, chunk, memories, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
             return self.stopped(n, buf, None, End::Dropped);
         }
@@ -551,7 +570,7 @@ impl<'a> Worker<'a> {
                     len: stretch.len,
                 };
                 let copies = packed.stretches.iter().map(copy).collect();
-                (copies, Kept::Job(&job.memories), &self.engine.counters.batch)
+                (copies, Kept::Job(memories), &self.engine.counters.batch)
             }
         };
         Counters::add(counter, chunk.bytes);
@@ -573,10 +592,10 @@ impl<'a> Worker<'a> {
     /// What follows the copy of an upload's chunk.
     fn then_spread(&self, n: usize, slot: Option<Slot>) -> (Then, Option<Done>) {
         let Some(slot) = slot else { return (Then::Nothing, None) };
-        let (Owned { job, packed, .. }, done) = (&self.owned[n], Done::default());
+        let (Owned { memories, packed, .. }, done) = (&self.owned[n], Done::default());
         let entry = Entry {
             run: run(&slot, packed),
-            memories: job.memories.clone(),
+            memories: memories.clone(),
             ring: slot.memory.allocation(),
             slot: Some(slot),
             done: done.clone(),
@@ -585,7 +604,7 @@ impl<'a> Worker<'a> {
     }
 
     fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, lent: Lent) -> Step {
-        let Owned { job, chunk, .. } = &self.owned[n];
+        let Owned { job, chunk, memories, .. } = &self.owned[n];
         if job.is_stopped() {
             // The device never got them.
             return Step::Ended(End::Dropped);
@@ -594,7 +613,7 @@ impl<'a> Worker<'a> {
             return Step::Same(Stage::InPlace(transfers, lent));
         }
         Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let memories = job.memories.clone();
+        let memories = memories.clone();
         let kept = Kept::Job(&memories);
         // SAFETY: the buffers are among what is lent, and the device memory is the job's.
         unsafe { self.submit_in_place(n, &transfers, lent, &kept, Then::Nothing, None) }
@@ -673,7 +692,7 @@ impl<'a> Worker<'a> {
 
     /// Has the bytes of a chunk collected in a slot, if it goes that way.
     fn collect(&mut self, n: usize, buf: PinnedBuf) -> Step {
-        let Owned { job, packed, way, .. } = &self.owned[n];
+        let Owned { job, memories, packed, way, .. } = &self.owned[n];
         if job.is_stopped() {
             return self.stopped(n, buf, None, End::Dropped);
         }
@@ -702,7 +721,7 @@ impl<'a> Worker<'a> {
                 let done = Done::default();
                 spreader.add(Entry {
                     run: run(&slot, packed),
-                    memories: job.memories.clone(),
+                    memories: memories.clone(),
                     ring,
                     slot: None,
                     done: done.clone(),
@@ -715,7 +734,7 @@ impl<'a> Worker<'a> {
 
     /// Submits the copy of a chunk's bytes into its segment.
     fn fetch(&mut self, n: usize, mut buf: PinnedBuf, slot: Option<Slot>) -> Step {
-        let Owned { job, chunk, packed, .. } = &self.owned[n];
+        let Owned { job, chunk, memories, packed, .. } = &self.owned[n];
         if job.is_stopped() {
             return self.stopped(n, buf, slot, End::Dropped);
         }
@@ -737,7 +756,7 @@ impl<'a> Worker<'a> {
                     len: stretch.len,
                 };
                 let copies = packed.stretches.iter().map(copy).collect();
-                (copies, Kept::Job(&job.memories), &self.engine.counters.batch)
+                (copies, Kept::Job(memories), &self.engine.counters.batch)
             }
         };
         Counters::add(counter, chunk.bytes);

@@ -66,7 +66,7 @@ impl Worker<'_> {
 
     fn collect_pages(&mut self, n: usize, pages: Pages, slot: Slot, mut table: PinnedBuf, at: usize) -> Step {
         let Some(both) = &self.engine.spreaders else { return Step::Same(Stage::Pages(pages)) };
-        let Owned { job, packed, .. } = &self.owned[n];
+        let Owned { memories, packed, .. } = &self.owned[n];
         let (spreader, host) = (&both[Direction::Down as usize], table.as_mut_ptr());
         // SAFETY: as in `upload_pages`.
         unsafe { write_table(host, &pages.stretches) };
@@ -80,7 +80,7 @@ impl Worker<'_> {
                 let done = Done::default();
                 spreader.add(Entry {
                     run: run(&slot, packed),
-                    memories: job.memories.clone(),
+                    memories: memories.clone(),
                     ring,
                     slot: None,
                     done: done.clone(),

@@ -1,0 +1,374 @@
+//! Pushes on a GPU: the device ring and its kernels, batches, drivers with and without them, and trouble.
+//!
+//! What every device does is in `contract/push.rs`. Here is what only a GPU's driver has: the kernel, the call for many
+//! copies in its two forms, streams of the server's, and a driver that fails, hangs and dies, which only a double can be
+//! made to do.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "raw handles")]
+
+use std::ffi::c_void;
+use std::time::Duration;
+
+use pinpool::copier::Transfer;
+use pinpool::{Copier, Device, DeviceBuffer, Error, ErrorClass, Pool, cuda};
+
+use crate::support::doubles::gpu::{bytes, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::skip;
+
+const LEN: usize = 500;
+const PIECE: usize = 512;
+
+fn open() -> Device {
+    Device::open("cuda:0").unwrap()
+}
+
+fn copier(pool: &Pool, device: &Device, ring: usize) -> Copier {
+    Copier::builder(pool, device).threads(2).chunk(256 << 10).ring(ring).build().unwrap()
+}
+
+fn calls(d: &StandIn, name: &str) -> u64 {
+    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+fn all_back(pool: &Pool) {
+    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    pool.check().unwrap();
+}
+
+/// Pushes pieces that lie next to each other.
+fn push(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Vec<Transfer> {
+    (0..count)
+        .map(|i| copier.push(&bytes(i, LEN), memory.slice(i * PIECE..i * PIECE + LEN)).unwrap())
+        .collect()
+}
+
+fn arrived(device: &Device, memory: &DeviceBuffer, count: usize) {
+    let mut all = vec![0; memory.len()];
+    device.stream().unwrap().download_blocking(memory, &mut all).unwrap();
+    for i in 0..count {
+        assert!(all[i * PIECE..][..LEN] == bytes(i, LEN), "piece {i}");
+    }
+}
+
+/// Pushes while the device is busy go together: by the kernel, or in batches, with one event each.
+fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, ring: usize) {
+    if let (Some(library), false) = (library, doubles::is_set() || doubles::required()) {
+        let Some(library) = doubles::older(library) else { return skip!("no cargo") };
+        return doubles::again(test, &[(doubles::PATH, library.to_str().unwrap())]);
+    }
+    on_gpu(test, |gpu| {
+        const COUNT: usize = 2000;
+        let device = open();
+        let pool = pool(&device, 16 << 20);
+        let copier = copier(&pool, &device, ring);
+        let memory = device.alloc(COUNT * PIECE).unwrap();
+        let counts = |d: &StandIn| {
+            [calls(d, "cuMemcpyHtoDAsync_v2"), calls(d, "cuEventRecord"), batch.map_or(0, |name| calls(d, name))]
+        };
+        let before = gpu.stand_in.as_ref().map(counts);
+        gpu.stand_in.iter().for_each(|d| d.hang(true));
+        let sent = push(&copier, &memory, COUNT);
+        gpu.stand_in.iter().for_each(|d| d.hang(false));
+        sent.into_iter().for_each(|sent| sent.wait().unwrap());
+        arrived(&device, &memory, COUNT);
+        let stats = copier.stats();
+        assert_eq!((stats.pushes, stats.ring_bytes + stats.batch_bytes), (COUNT as u64, (COUNT * LEN) as u64));
+        if let (Some(d), Some(before)) = (&gpu.stand_in, before) {
+            let now = counts(d);
+            let [copies, events, batches] = [0, 1, 2].map(|i| now[i] - before[i]);
+            assert!(stats.chunks < COUNT as u64 / 4, "{stats:?}");
+            assert!(events < COUNT as u64 / 2, "{events} events");
+            if ring > 0 {
+                assert!(stats.ring_bytes > 0 && stats.launches > 0, "{stats:?}");
+                assert!(copies < COUNT as u64 / 2, "{copies} copies");
+            } else {
+                match batch {
+                    Some(_) => {
+                        assert!(batches > 0 && copies < COUNT as u64 / 2, "{batches} batches, {copies} copies")
+                    }
+                    None => assert_eq!((calls(d, "cuMemcpyBatchAsync"), copies), (0, COUNT as u64)),
+                }
+            }
+        }
+        drop(copier);
+        all_back(&pool);
+    });
+}
+
+#[test]
+fn pushes_go_by_the_kernel() {
+    go_together("pushes_go_by_the_kernel", None, Some("cuMemcpyBatchAsync"), 16 << 20);
+}
+
+#[test]
+fn pushes_go_in_batches() {
+    go_together("pushes_go_in_batches", None, Some("cuMemcpyBatchAsync"), 0);
+}
+
+#[test]
+fn pushes_go_in_batches_of_the_newer_form() {
+    go_together("pushes_go_in_batches_of_the_newer_form", Some("cuda13"), Some("cuMemcpyBatchAsync_v2"), 0);
+}
+
+#[test]
+fn pushes_go_one_by_one_where_there_are_no_batches() {
+    go_together("pushes_go_one_by_one_where_there_are_no_batches", Some("cuda12"), None, 0);
+}
+
+/// Threads that have another context current, or none, and one in the middle of a capture: pushes are not in its way.
+#[test]
+fn pushes_leave_captures_and_contexts_alone() {
+    on_gpu("pushes_leave_captures_and_contexts_alone", |gpu| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(64 * PIECE).unwrap();
+        let other = gpu.other_context();
+        let raw = gpu.stream();
+        gpu.begin_capture(raw, 0);
+        for context in [0, other] {
+            gpu.current(context);
+            push(&copier, &memory, 64).into_iter().for_each(|sent| sent.wait().unwrap());
+            assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
+        }
+        gpu.current(gpu.context);
+        // The capture is as it was: `end_capture` would tell.
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        arrived(&device, &memory, 64);
+        drop(copier);
+        all_back(&pool);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        gpu.ok("cuCtxDestroy_v2", &[other]);
+    });
+}
+
+/// A stream of the server's comes after a push, and pushes after the stream's work.
+#[test]
+fn streams_of_the_server_depend_on_pushes() {
+    on_gpu("streams_of_the_server_depend_on_pushes", |gpu| {
+        const LARGE: usize = 300_000;
+        let device = open();
+        let pool = pool(&device, 16 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let (memory, copy) = (device.alloc(LARGE).unwrap(), device.alloc(LARGE).unwrap());
+        let raw = gpu.stream();
+        // SAFETY: destroyed when all is done.
+        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        for seed in 0..20 {
+            let sent = bytes(seed, 100_000);
+            copier.push(&sent, memory.slice(..100_000)).unwrap().order(&stream).unwrap();
+            // The server's own work, of which the crate is not told.
+            gpu.ok(
+                "cuMemcpyDtoDAsync_v2",
+                &[copy.address() as usize, memory.address() as usize, 100_000, raw],
+            );
+            copier.wait_for(&stream).unwrap();
+            let mut back = vec![0; 100_000];
+            copier.download_slice(copy.slice(..100_000), &mut back).unwrap();
+            assert!(back == sent, "round {seed}");
+        }
+        // Not while it is captured: nothing outside comes before what a graph does.
+        gpu.begin_capture(raw, 2);
+        assert!(matches!(copier.wait_for(&stream), Err(Error::Capturing { .. })));
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        drop((copier, stream));
+        all_back(&pool);
+        gpu.ok("cuStreamSynchronize", &[raw]);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+// --- trouble ---------------------------------------------------------------------------------------------------------
+
+/// A batch that the driver refuses goes one by one: only if one is refused then has the chunk failed.
+#[test]
+fn a_refused_batch_of_pushes_goes_one_by_one() {
+    on_stand_in("a_refused_batch_of_pushes_goes_one_by_one", |_, d| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 0);
+        let memory = device.alloc(300 * PIECE).unwrap();
+        for after in [false, true] {
+            d.hang(true);
+            let sent = push(&copier, &memory, 300);
+            (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, after));
+            d.hang(false);
+            sent.into_iter().for_each(|sent| sent.wait().unwrap());
+            d.calm();
+            arrived(&device, &memory, 300);
+        }
+        // And one copy of those is refused as well.
+        (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 2, false));
+        d.fail("cuMemcpyHtoDAsync_v2", 7, 2, false);
+        let failed: Vec<Error> =
+            push(&copier, &memory, 300).into_iter().filter_map(|sent| sent.wait().err()).map(|e| e.error).collect();
+        d.calm();
+        assert!(!failed.is_empty() && failed.iter().all(|error| error.class() == ErrorClass::Transient), "{failed:?}");
+        all_back(&pool);
+        push(&copier, &memory, 300).into_iter().for_each(|sent| sent.wait().unwrap());
+        arrived(&device, &memory, 300);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+        drop(copier);
+        all_back(&pool);
+    });
+}
+
+/// Each call that pushes make fails once, with each kind of error, done or not: nothing is lost, and nothing is reported
+/// as done that is not.
+#[test]
+fn every_call_of_pushes_fails_once() {
+    on_stand_in("every_call_of_pushes_fails_once", |_, d| {
+        const COUNT: usize = 150;
+        for call in [
+            "cuMemcpyBatchAsync",
+            "cuMemcpyHtoDAsync_v2",
+            "cuLaunchKernel",
+            "cuEventRecord",
+            "cuEventQuery",
+            "cuEventCreate",
+        ] {
+            for (code, after) in [(1, false), (2, false), (2, true), (999, false)] {
+                for ring in [8 << 20, 0] {
+                    let device = open();
+                    {
+                        let pool = pool(&device, 8 << 20);
+                        let copier = copier(&pool, &device, ring);
+                        let memory = device.alloc(COUNT * PIECE).unwrap();
+                        for nth in [1, 2, 3] {
+                            d.fail(call, nth, code, after);
+                        }
+                        let sent: Vec<bool> =
+                            push(&copier, &memory, COUNT).into_iter().map(|sent| sent.wait().is_ok()).collect();
+                        d.calm();
+                        let mut all = vec![0; memory.len()];
+                        device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
+                        for (i, sent) in sent.iter().enumerate() {
+                            let there = all[i * PIECE..][..LEN] == bytes(i, LEN);
+                            assert!(!sent || there, "{call} {code} {ring}: piece {i}");
+                        }
+                        push(&copier, &memory, COUNT).into_iter().for_each(|sent| sent.wait().unwrap());
+                        drop(copier);
+                        all_back(&pool);
+                        assert_eq!(pool.stats().quarantined_bytes, 0, "{call} {code} {ring}");
+                    }
+                    assert_eq!(device.lost(), None);
+                }
+            }
+        }
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+/// The device dies with pushes in chunks, in flight, and waited for.
+#[test]
+fn a_device_dies_under_pushes() {
+    on_stand_in("a_device_dies_under_pushes", |_, d| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(400 * PIECE).unwrap();
+        d.hang(true);
+        let mut sent = push(&copier, &memory, 400);
+        let last = sent.pop().unwrap();
+        let waiting = std::thread::spawn(move || last.wait().unwrap_err().error);
+        std::thread::sleep(Duration::from_millis(20));
+        d.kill(0, 700);
+        let error = waiting.join().unwrap();
+        assert!(error.is_device_lost(), "{error}");
+        for sent in sent {
+            // Some may have completed before; no push says so that did not.
+            if let Err(refused) = sent.wait() {
+                assert!(refused.error.is_device_lost(), "{refused:?}");
+            }
+        }
+        until("nothing is in flight", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        let error = copier.push(b"more", &memory).unwrap_err();
+        assert!(error.is_device_lost(), "{error}");
+        pool.check().unwrap();
+        drop((copier, memory, pool, device));
+        // A sticky code says that the context is of no use; the crate gives nothing back to it.
+    });
+}
+
+/// A hung device: a waiter with a deadline gets the handle back, and a push that does not wait says that there is no
+/// room.
+#[test]
+fn a_hung_device_fills_its_lanes() {
+    on_stand_in("a_hung_device_fills_its_lanes", |_, d| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier =
+            Copier::builder(&pool, &device).threads(1).chunk(16 << 10).share(100 << 10).build().unwrap();
+        let memory = device.alloc(4096 * PIECE).unwrap();
+        d.hang(true);
+        let mut sent = Vec::new();
+        let error = loop {
+            let i = sent.len();
+            match copier.try_push(&bytes(i, LEN), memory.slice(i * PIECE..i * PIECE + LEN)) {
+                Ok(push) => sent.push(push),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Exhausted { .. }), "{error}");
+        assert_eq!(error.class(), ErrorClass::Transient);
+        let late = sent.pop().unwrap().wait_timeout(Duration::from_millis(5)).unwrap_err();
+        assert!(matches!(late.error, Error::Timeout(_)));
+        sent.push(late.buffer.unwrap());
+        d.hang(false);
+        let count = sent.len();
+        sent.into_iter().for_each(|sent| sent.wait_timeout(HANG).unwrap().unwrap());
+        arrived(&device, &memory, count);
+        drop(copier);
+        all_back(&pool);
+    });
+}
+
+/// In the child of a fork pushes are refused, and their handles may be dropped.
+#[test]
+fn a_child_leaves_pushes_alone() {
+    on_stand_in("a_child_leaves_pushes_alone", |_, d| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(64 * PIECE).unwrap();
+        let mut sent = push(&copier, &memory, 64);
+        let last = sent.pop().unwrap();
+        last.wait().unwrap();
+        all_back(&pool);
+        // Until the threads have nothing to do and hold no lock.
+        std::thread::sleep(Duration::from_millis(300));
+        let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
+        let before = made();
+        // SAFETY: the child calls what is under test, and `_exit`.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0);
+        if pid == 0 {
+            let child = std::panic::AssertUnwindSafe(|| {
+                let refused = [
+                    copier.push(b"more", &memory).is_err_and(|error| error == Error::Forked),
+                    copier.try_push(b"more", &memory).is_err_and(|error| error == Error::Forked),
+                    sent.pop().is_some_and(|sent| sent.wait().is_err_and(|refused| refused.error == Error::Forked)),
+                ];
+                drop((sent, copier, memory, pool, device));
+                if made() != before {
+                    50
+                } else {
+                    refused.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
+                }
+            });
+            let code = std::panic::catch_unwind(child).unwrap_or(99);
+            // SAFETY: ends the child without running anything of the parent's.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        until("the child ends", || {
+            // SAFETY: our child, and a place for its status.
+            let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+            ended == pid
+        });
+        assert!(libc::WIFEXITED(status));
+        assert_eq!(libc::WEXITSTATUS(status), 0, "which check failed, counted from 1; 50: a call");
+    });
+}
