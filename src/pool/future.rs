@@ -116,15 +116,16 @@ impl Checkout {
     /// ```
     /// # use pinpool::{Device, Error, Pool, Unpinned};
     /// # use std::time::Duration;
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
     /// # let device = Device::open("host")?;
     /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    /// # runtime.block_on(async {
     /// let most = pool.checkout(900_000)?;
     /// let late = pool.checkout_async(500_000).timeout(Duration::from_millis(10)).await;
     /// assert!(matches!(late, Err(Error::Timeout(_))));
+    /// # drop(most);
     /// # Ok::<(), pinpool::Error>(())
-    /// # })
+    /// # })?;
+    /// # Ok::<(), pinpool::Error>(())
     /// ```
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(self, timeout: Duration) -> Self {

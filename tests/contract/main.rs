@@ -19,6 +19,7 @@ mod copies;
 mod ends;
 mod memories;
 mod memory;
+mod push;
 mod queue;
 mod refusals;
 mod replay;
@@ -170,7 +171,8 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
 }
 
 /// The host devices' test leaks a handle, so that device stays open.
-const FORGETS: &str = "a copy queue is dropped in every order";
+const FORGETS: [&str; 2] =
+    ["a copy queue is dropped in every order", "pushes and their copier are dropped in every order"];
 
 /// The suite.
 const TESTS: &[Test] = &[
@@ -212,8 +214,16 @@ const TESTS: &[Test] = &[
     ("what a copy queue refuses", queue::refusals),
     ("a copy queue that is full", queue::depth),
     ("copies of a queue are awaited", queue::awaited),
-    (FORGETS, queue::drops),
+    (FORGETS[0], queue::drops),
     ("a copy queue of many threads", queue::threads),
+    ("pushes arrive", push::round_trips),
+    ("order of pushes and streams", push::order),
+    ("pushes that overlap", push::overlaps),
+    ("pushes that are refused", push::refusals),
+    ("pushes without room", push::room),
+    ("pushes are awaited", push::awaited),
+    (FORGETS[1], push::drops),
+    ("pushes of many threads", push::threads),
     ("many pieces both ways", copier::pieces),
     ("many pinned buffers both ways", copier::buffers),
 ];
@@ -250,7 +260,7 @@ fn run(family: &str) -> usize {
                     println!("{name} ({kind}): {test}");
                     let subject = open().unwrap();
                     call(&subject);
-                    if !(family == "host" && *test == FORGETS) {
+                    if !(family == "host" && FORGETS.contains(test)) {
                         subject.close();
                     }
                     run += 1;

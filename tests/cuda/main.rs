@@ -14,6 +14,7 @@ mod memory;
 mod nodes;
 mod pieces;
 mod pointers;
+mod push;
 mod queue;
 mod sharing_faults;
 mod spread;

@@ -31,7 +31,10 @@ fn calls(d: &StandIn, name: &str) -> u64 {
 }
 
 fn all_back(pool: &Pool) {
-    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    until("all is back", || {
+        let s = pool.stats();
+        s.in_flight_bytes + s.checked_out_bytes == 0
+    });
     pool.check().unwrap();
 }
 
@@ -338,7 +341,10 @@ fn a_device_dies_under_a_queue() {
                 assert!(error.is_device_lost(), "{error}");
             }
         }
-        until("nothing is in flight", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        until("nothing is in flight", || {
+            let s = pool.stats();
+            s.in_flight_bytes + s.checked_out_bytes == 0
+        });
         let refused = queue.upload(filled(&pool, b"more"), &memory).unwrap_err();
         assert!(
             refused.error.is_device_lost() && refused.buffer.is_some_and(|buf| *buf == *b"more"),
