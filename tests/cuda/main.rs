@@ -14,7 +14,7 @@ mod memory;
 mod nodes;
 mod pieces;
 mod pointers;
-mod queue;
+mod push;
 mod sharing_faults;
 mod spread;
 mod standin;

@@ -65,7 +65,11 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
         let copier = copier(&pool, &device, ring);
         let memory = device.alloc(COUNT * PIECE).unwrap();
         let counts = |d: &StandIn| {
-            [calls(d, "cuMemcpyHtoDAsync_v2"), calls(d, "cuEventRecord"), batch.map_or(0, |name| calls(d, name))]
+            [
+                calls(d, "cuMemcpyHtoDAsync_v2"),
+                calls(d, "cuEventRecord"),
+                batch.map_or(0, |name| calls(d, name)),
+            ]
         };
         let before = gpu.stand_in.as_ref().map(counts);
         gpu.stand_in.iter().for_each(|d| d.hang(true));
@@ -74,7 +78,10 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
         sent.into_iter().for_each(|sent| sent.wait().unwrap());
         arrived(&device, &memory, COUNT);
         let stats = copier.stats();
-        assert_eq!((stats.pushes, stats.ring_bytes + stats.batch_bytes), (COUNT as u64, (COUNT * LEN) as u64));
+        assert_eq!(
+            (stats.pushes, stats.ring_bytes + stats.batch_bytes),
+            (COUNT as u64, (COUNT * LEN) as u64)
+        );
         if let (Some(d), Some(before)) = (&gpu.stand_in, before) {
             let now = counts(d);
             let [copies, events, batches] = [0, 1, 2].map(|i| now[i] - before[i]);
@@ -86,7 +93,10 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
             } else {
                 match batch {
                     Some(_) => {
-                        assert!(batches > 0 && copies < COUNT as u64 / 2, "{batches} batches, {copies} copies")
+                        assert!(
+                            batches > 0 && copies < COUNT as u64 / 2,
+                            "{batches} batches, {copies} copies"
+                        )
                     }
                     None => assert_eq!((calls(d, "cuMemcpyBatchAsync"), copies), (0, COUNT as u64)),
                 }
@@ -202,10 +212,16 @@ fn a_refused_batch_of_pushes_goes_one_by_one() {
         // And one copy of those is refused as well.
         (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 2, false));
         d.fail("cuMemcpyHtoDAsync_v2", 7, 2, false);
-        let failed: Vec<Error> =
-            push(&copier, &memory, 300).into_iter().filter_map(|sent| sent.wait().err()).map(|e| e.error).collect();
+        let failed: Vec<Error> = push(&copier, &memory, 300)
+            .into_iter()
+            .filter_map(|sent| sent.wait().err())
+            .map(|e| e.error)
+            .collect();
         d.calm();
-        assert!(!failed.is_empty() && failed.iter().all(|error| error.class() == ErrorClass::Transient), "{failed:?}");
+        assert!(
+            !failed.is_empty() && failed.iter().all(|error| error.class() == ErrorClass::Transient),
+            "{failed:?}"
+        );
         all_back(&pool);
         push(&copier, &memory, 300).into_iter().for_each(|sent| sent.wait().unwrap());
         arrived(&device, &memory, 300);
@@ -239,8 +255,10 @@ fn every_call_of_pushes_fails_once() {
                         for nth in [1, 2, 3] {
                             d.fail(call, nth, code, after);
                         }
-                        let sent: Vec<bool> =
-                            push(&copier, &memory, COUNT).into_iter().map(|sent| sent.wait().is_ok()).collect();
+                        let sent: Vec<bool> = push(&copier, &memory, COUNT)
+                            .into_iter()
+                            .map(|sent| sent.wait().is_ok())
+                            .collect();
                         d.calm();
                         let mut all = vec![0; memory.len()];
                         device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
@@ -349,7 +367,8 @@ fn a_child_leaves_pushes_alone() {
                 let refused = [
                     copier.push(b"more", &memory).is_err_and(|error| error == Error::Forked),
                     copier.try_push(b"more", &memory).is_err_and(|error| error == Error::Forked),
-                    sent.pop().is_some_and(|sent| sent.wait().is_err_and(|refused| refused.error == Error::Forked)),
+                    sent.pop()
+                        .is_some_and(|sent| sent.wait().is_err_and(|refused| refused.error == Error::Forked)),
                 ];
                 drop((sent, copier, memory, pool, device));
                 if made() != before {

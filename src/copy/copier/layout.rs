@@ -115,6 +115,7 @@ impl Layout {
     }
 
     /// Stretches so far.
+    #[cfg(all(test, not(loom)))]
     pub(super) fn stretches(&self) -> usize {
         self.stretches
     }

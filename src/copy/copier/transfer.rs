@@ -51,11 +51,7 @@ impl<T> Transfer<T> {
     }
 
     /// One of several handles of a job.
-    pub(super) fn shared(
-        copier: Arc<Copier>,
-        job: Arc<Job>,
-        values: Arc<dyn Values<Back = T>>,
-    ) -> Self {
+    pub(super) fn shared(copier: Arc<Copier>, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
         Self { copier, job, values: Some(values), waker: None }
     }
 
