@@ -258,7 +258,6 @@ fn gate(row: &str) -> Option<(f64, Option<f64>)> {
     Some(match row {
         "file_8" => (0.95, Some(0.97)),
         "file_4" => (0.65, None),
-        "file_1" => (0.40, None),
         "slice_8" => (0.92, None),
         "touched_16" => (0.94, None),
         "touched_8" => (0.88, None),

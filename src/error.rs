@@ -260,8 +260,9 @@ pub enum Error {
     /// The pool has no free segment for this request now, and the call does not wait. Remedy: wait, let buffers return,
     /// or raise the capacity. [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error(
-        "the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the \
-         capacity{}", .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
+        "the pool has no room for {} now (capacity {}{}); wait, return buffers, or raise the capacity{}",
+        amount(*len), amount(*capacity), .shortage.as_ref().map_or_else(String::new, |s| format!("; {s}")),
+        .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
     )]
     Exhausted {
         /// Bytes asked for.
@@ -271,6 +272,8 @@ pub enum Error {
         capacity: usize,
         /// Why the pool did not grow, where it tried last and failed.
         growth: Option<Box<Error>>,
+        /// The pool, and what there was in it.
+        shortage: Option<Box<Shortage>>,
     },
     /// Memory that was to be adopted has no whole page in it. Remedy: a larger piece, or one that starts on a page.
     #[error(
@@ -303,11 +306,12 @@ pub enum Error {
         "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
     )]
     Internal(&'static str),
-    /// The deadline passed before the wait was over. The field is the time waited: no less than the call was told to
+    /// The deadline passed before the wait was over. The field has the time waited, and where a pool was waited for,
+    /// what there was in the pool. The time is no less than the call was told to
     /// wait, except on a [stepped](crate::host) device, where a wait ends as soon as nothing can move any more. Remedy:
     /// a later deadline; where a pool was waited for, the same as for [`Exhausted`](Self::Exhausted).
-    #[error("timed out after {0:?}")]
-    Timeout(Duration),
+    #[error("timed out after {0}")]
+    Timeout(Waited),
     /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or
     /// quarantined bytes are in the way. Remedy: a larger capacity, or less at once.
     #[error(
@@ -545,7 +549,132 @@ pub enum Error {
     Device(DeviceError),
 }
 
+/// Why a pool did not serve a request: what there was at that moment.
+///
+/// ```
+/// # use pinpool::{Device, Error, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let most = pool.checkout(900_000)?;
+/// let Err(Error::Exhausted { shortage: Some(shortage), .. }) = pool.try_checkout(500_000) else { panic!() };
+/// assert_eq!((shortage.requested, shortage.pool.as_str()), (500_000, pool.name()));
+/// assert!(shortage.largest < 500_000 && shortage.withheld == 0);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shortage {
+    /// The pool's name.
+    pub pool: String,
+    /// Bytes asked for.
+    pub requested: usize,
+    /// Free bytes: those that are withheld included, those that other threads have cached not. All of this is about the
+    /// memory that the request could have come from: that of a NUMA node, or of a reserve.
+    pub free: usize,
+    /// The longest range of free memory that is not withheld, in bytes.
+    pub largest: usize,
+    /// The free bytes that are withheld for requests that wait, and the bytes that the largest of these requests asks
+    /// for.
+    pub withheld: usize,
+    /// See [`withheld`](Self::withheld).
+    pub withheld_for: usize,
+}
+
+impl fmt::Display for Shortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pool, requested, free, largest, withheld, withheld_for } = self;
+        let (asked, free, largest) = (amount(*requested), amount(*free), amount(*largest));
+        write!(f, "pool {}: {asked} asked for, {free} free, {largest} in one piece", shown(pool))?;
+        if *withheld_for > 0 {
+            let (withheld, asked) = (amount(*withheld), amount(*withheld_for));
+            write!(f, ", {withheld} withheld for a request of {asked} that waits")?;
+        }
+        Ok(())
+    }
+}
+
+/// How long a call waited in vain, and for what: the field of [`Error::Timeout`]. It can be used like the [`Duration`].
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Waited {
+    /// The time waited.
+    pub time: Duration,
+    /// Where a pool was waited for: the pool, and what there was in it.
+    pub shortage: Option<Box<Shortage>>,
+}
+
+impl Waited {
+    pub(crate) fn for_memory(time: Duration, shortage: Shortage) -> Self {
+        Self { time, shortage: Some(Box::new(shortage)) }
+    }
+}
+
+impl From<Duration> for Waited {
+    fn from(time: Duration) -> Self {
+        Self { time, shortage: None }
+    }
+}
+
+impl std::ops::Deref for Waited {
+    type Target = Duration;
+    fn deref(&self) -> &Duration {
+        &self.time
+    }
+}
+
+impl PartialEq<Duration> for Waited {
+    fn eq(&self, other: &Duration) -> bool {
+        self.time == *other
+    }
+}
+
+impl PartialOrd<Duration> for Waited {
+    fn partial_cmp(&self, other: &Duration) -> Option<std::cmp::Ordering> {
+        self.time.partial_cmp(other)
+    }
+}
+
+impl PartialEq<Waited> for Duration {
+    fn eq(&self, other: &Waited) -> bool {
+        *self == other.time
+    }
+}
+
+impl PartialOrd<Waited> for Duration {
+    fn partial_cmp(&self, other: &Waited) -> Option<std::cmp::Ordering> {
+        self.partial_cmp(&other.time)
+    }
+}
+
+impl fmt::Debug for Waited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Waited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.time)?;
+        match &self.shortage {
+            Some(shortage) => write!(f, " ({shortage})"),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Error {
+    /// The same error, with the pool's name where the error tells of a shortage.
+    pub(crate) fn of_pool(mut self, name: &str) -> Self {
+        let shortage = match &mut self {
+            Self::Exhausted { shortage, .. } | Self::Timeout(Waited { shortage, .. }) => shortage,
+            _ => return self,
+        };
+        if let Some(shortage) = shortage {
+            shortage.pool = name.to_owned();
+        }
+        self
+    }
+
     /// [`Unavailable`](Self::Unavailable) because of an error that may begin with the device's name.
     #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn unavailable(device: &str, why: &Self) -> Self {
@@ -557,7 +686,9 @@ impl Error {
     /// its own alone, which began later than the time that the deadline counts from.
     pub(crate) fn waited(self, since: Instant) -> Self {
         match self {
-            Self::Timeout(_) => Self::Timeout(since.elapsed()),
+            Self::Timeout(Waited { shortage, .. }) => {
+                Self::Timeout(Waited { time: since.elapsed(), shortage })
+            }
             other => other,
         }
     }

@@ -195,6 +195,7 @@ mod segment;
 mod stream;
 mod sync;
 pub mod telemetry;
+mod timer;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
@@ -207,7 +208,9 @@ pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
+pub use error::{
+    AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, Shortage, SubmitError, Waited,
+};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;

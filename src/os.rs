@@ -211,6 +211,12 @@ mod linux {
         fs::read_to_string(path).ok()?.trim().parse().ok()
     }
 
+    /// Makes this thread's sleeps end on time. By default the kernel may end them up to 50 us later.
+    pub(crate) fn sleep_precisely() {
+        // SAFETY: a number of nanoseconds, for this thread alone. Should it fail, sleeps are longer.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) };
+    }
+
     /// The kernel's version, as major and minor number.
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
@@ -446,6 +452,8 @@ mod other {
     pub(crate) fn run_on_node(_node: u32) -> bool {
         false
     }
+
+    pub(crate) fn sleep_precisely() {}
 
     pub(crate) fn pci_node(_bus: &str) -> Option<u32> {
         None

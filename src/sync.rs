@@ -264,6 +264,8 @@ pub(crate) enum Own {
     Reaper,
     /// A thread that moves the chunks of a copier.
     Copier,
+    /// The timer: looks at windows again, and wakes tasks whose time is up.
+    Timer,
 }
 
 std::thread_local! {

@@ -17,26 +17,36 @@ impl Arena {
         mut visit: impl FnMut(&Descriptor, usize, bool),
     ) -> Result<(), String> {
         let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
-        let mut found_outside = 0;
+        let (mut held_slots, mut held_pages, mut found_outside) = (0, 0, 0);
+        let mut watched = vec![0; CLASSES];
         for (i, e) in &self.extents {
-            let (mut at, mut was_free) = (0u32, false);
+            let (mut at, mut was_free, mut runs_here) = (0u32, None, 0);
+            let mut out = vec![0; e.out.len()];
             while at < e.pages {
                 let entry = e.map[at as usize];
                 if entry & FREE != 0 {
-                    let pages = entry & !FREE;
-                    if was_free {
+                    let pages = free_len(entry);
+                    let window = self.window_at(i as u32, at);
+                    if was_free == Some(window) {
                         return Err(format!("extent {i}: two free runs meet at page {at}"));
                     }
                     if pages == 0 || at + pages > e.pages || e.map[(at + pages - 1) as usize] != entry {
                         return Err(format!("extent {i}: the free run at page {at} has no valid last page"));
                     }
-                    if !self.free.contains(&(pages, i as u32, at)) {
+                    let listed = self.free.contains(&(pages, i as u32, at));
+                    let held = entry & HELD != 0;
+                    if listed == held || held != window.is_some() {
                         return Err(format!(
-                            "extent {i}: the free run at page {at} is not in the set of free runs"
+                            "extent {i}: the free run at page {at} is in {window:?}; withheld: {held}; in the set of \
+                             free runs: {listed}"
                         ));
                     }
+                    if window.is_some_and(|id| self.windows[id.0].end < at + pages) {
+                        return Err(format!("extent {i}: the free run at page {at} leaves its window"));
+                    }
                     free_pages += pages as usize;
-                    (at, was_free) = (at + pages, true);
+                    held_pages += if held { pages as usize } else { 0 };
+                    (at, was_free) = (at + pages, Some(window));
                     continue;
                 }
                 let run = self
@@ -48,18 +58,28 @@ impl Arena {
                     return Err(format!("run {entry} is not where the page map says"));
                 }
                 runs += 1;
+                runs_here += 1;
+                if e.runs.get(&at) != Some(&entry) {
+                    return Err(format!("run {entry} is not in the list of its extent"));
+                }
                 let start = e.base.as_ptr().addr() + at as usize * PAGE;
                 let end = start + run.pages as usize * PAGE;
                 let mut below = start;
                 let mut covered = 0;
+                let lists = run.list.iter().chain(run.held.iter());
                 let listed: std::collections::HashSet<usize> =
-                    run.list.iter().map(|s| std::ptr::from_ref(s).addr()).collect();
-                if listed.len() != run.list.len() as usize {
+                    lists.map(|s| std::ptr::from_ref(s).addr()).collect();
+                let count = run.list.len() + run.held.len();
+                if listed.len() != count as usize {
                     return Err(format!(
-                        "run {entry}: its list counts {} segments but holds {}",
-                        run.list.len(),
+                        "run {entry}: its lists count {count} segments but hold {}",
                         listed.len()
                     ));
+                }
+                let from = if run.window.is_some() { run.keep } else { u32::MAX };
+                let number = |s: &Descriptor| Self::number_of(run, s) as u32;
+                if run.list.iter().any(|s| number(s) >= from) || run.held.iter().any(|s| number(s) < from) {
+                    return Err(format!("run {entry}: a segment is in the wrong list for its window"));
                 }
                 let mut seen = 0;
                 for n in 0..run.count {
@@ -93,6 +113,20 @@ impl Arena {
                         let state = state::name(state);
                         return Err(format!("run {entry}: segment {n} is {state} and is in {places} lists"));
                     }
+                    if !listed.contains(&here) {
+                        let at = base - e.base.as_ptr().addr();
+                        for (block, sum) in out.iter_mut().enumerate() {
+                            let (from, to) =
+                                (block * windows::BLOCK_BYTES, (block + 1) * windows::BLOCK_BYTES);
+                            *sum += (at + bytes).min(to).saturating_sub(at.max(from));
+                        }
+                        if let (Some(class), true) = (descriptor.class(), n >= from) {
+                            watched[class.index()] += 1;
+                        }
+                        if run.window.is_some() && n >= from && outside.contains(&here) {
+                            return Err(format!("run {entry}: segment {n} is in a window, and is cached"));
+                        }
+                    }
                     visit(descriptor, bytes, places == 1);
                 }
                 if seen != listed.len() {
@@ -113,22 +147,44 @@ impl Arena {
                             run.list.len()
                         ));
                     }
-                    free_slots += run.list.len() as usize * class.stride();
+                    free_slots += count as usize * class.stride();
+                    held_slots += run.held.len() as usize * class.stride();
                 }
-                idle += usize::from(run.class.is_some() && Self::is_idle(run));
+                let is_idle = run.class.is_some() && !Self::is_single(run) && Self::is_idle(run);
+                if is_idle != self.idle.contains(&entry) || run.frayed != self.frayed.contains(&entry) {
+                    return Err(format!("run {entry} is in a wrong set: idle {is_idle}, {run:?}"));
+                }
+                idle += usize::from(is_idle);
                 cut += run.cut;
-                (at, was_free) = (at + run.pages, false);
+                (at, was_free) = (at + run.pages, None);
+            }
+            if runs_here != e.runs.len() || out != e.out {
+                return Err(format!(
+                    "extent {i} has {runs_here} runs, counted as {}, and bytes out by block {out:?}, counted as {:?}",
+                    e.runs.len(),
+                    e.out
+                ));
             }
             total += e.pages as usize * PAGE;
         }
         let sums = (total, cut, free_slots, free_pages, idle, runs);
-        let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle, self.runs.len());
+        let kept =
+            (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle.len(), self.runs.len());
         if sums != kept {
             return Err(format!(
                 "(total, cut, bytes of free segments, free pages, idle, runs) are {sums:?}, counted as {kept:?}"
             ));
         }
-        if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages {
+        if (held_slots, held_pages) != (self.held_slot_bytes, self.held_pages) {
+            return Err(format!(
+                "windows hold {held_slots} bytes of free segments and {held_pages} free pages, counted as {} and {}",
+                self.held_slot_bytes, self.held_pages
+            ));
+        }
+        if watched != self.watched {
+            return Err("the segments that are given out in windows are counted wrong".into());
+        }
+        if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages - held_pages {
             return Err("the set of free runs has others than the page maps".into());
         }
         if found_outside != outside.len() {

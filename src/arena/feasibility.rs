@@ -10,21 +10,11 @@ use super::*;
 impl Arena {
     /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back.
     /// `false` is certain. `true` is not certain for a `count` above one, since aligned segments and other classes may
-    /// be in the way. `stuck` tells which segments are quarantined; `None` if none is.
-    pub(crate) fn could_serve(
-        &self,
-        placement: Placement,
-        count: usize,
-        stuck: Option<&dyn Fn(&Descriptor) -> bool>,
-    ) -> bool {
-        let descriptors = |run: &Run| (0..run.count).map(|i| self.descriptor(run, i)).collect::<Vec<_>>();
-        let is_stuck = |descriptor: &NonNull<Descriptor>| {
-            // SAFETY: the descriptors of a run are alive as long as the run.
-            stuck.is_some_and(|stuck| stuck(unsafe { descriptor.as_ref() }))
-        };
+    /// be in the way. Only the runs that have a quarantined segment are looked at one by one.
+    pub(crate) fn could_serve(&self, placement: Placement, count: usize) -> bool {
         let (need, align) = placement.fresh_pages();
         let fitting = |page: usize, first: usize, end: usize| match placement {
-            Placement::Class(class) => (end - first) * PAGE / class.stride(),
+            Placement::Class(class) => end.saturating_sub(first) * PAGE / class.stride(),
             Placement::Pages { .. } => {
                 let start = (page + first).next_multiple_of(align) - page;
                 end.checked_sub(start + need).map_or(0, |rest| 1 + rest / need.next_multiple_of(align))
@@ -33,38 +23,37 @@ impl Arena {
         let mut found = 0;
         for (_, e) in &self.extents {
             let page = e.base.as_ptr().addr() / PAGE;
-            let (mut at, mut free_from) = (0, 0);
-            while stuck.is_some() && at < e.pages as usize {
-                let entry = e.map[at];
-                if entry & FREE != 0 {
-                    at += (entry & !FREE) as usize;
-                    continue;
-                }
-                let run = &self.runs[entry as usize];
-                let descriptors = descriptors(run);
-                if let Some(last) = descriptors.iter().rposition(is_stuck) {
-                    // The pages that stay in use. A single segment comes back without its tail, and a run of a class
-                    // is shortened behind its last segment that stays.
-                    let (from, end) = match run.class {
-                        Some(_) if Self::is_single(run) && !is_stuck(&descriptors[0]) => {
-                            (run.alone / PAGE, run.pages as usize)
-                        }
-                        Some(class) if !Self::is_single(run) => {
-                            (0, ((last + 1) * class.stride()).div_ceil(PAGE))
-                        }
-                        _ => (0, run.pages as usize),
-                    };
-                    found += fitting(page, free_from, at + from);
-                    free_from = at + end;
-                    if let Placement::Class(class) = placement {
-                        // SAFETY: as above.
-                        let fits = |s: &&NonNull<Descriptor>| unsafe { s.as_ref() }.class() == Some(class);
-                        found += descriptors.iter().filter(fits).filter(|s| !is_stuck(s)).count();
+            let mut free_from = 0;
+            let mut stuck: Vec<&Run> = e.stuck.iter().map(|number| &self.runs[*number as usize]).collect();
+            stuck.sort_unstable_by_key(|run| run.first);
+            for run in stuck {
+                let descriptors: Vec<_> = (0..run.count).map(|i| self.descriptor(run, i)).collect();
+                let Some(last) = descriptors.iter().rposition(|d| Self::is_stuck(*d)) else { continue };
+                let at = run.first as usize;
+                // The pages that stay in use. A single segment comes back without its tail, and a run of a class is
+                // shortened behind its last segment that stays.
+                let (from, end) = match run.class {
+                    Some(_) if Self::is_single(run) && !Self::is_stuck(descriptors[0]) => {
+                        (run.alone / PAGE, run.pages as usize)
                     }
+                    Some(class) if !Self::is_single(run) => (0, ((last + 1) * class.stride()).div_ceil(PAGE)),
+                    _ => (0, run.pages as usize),
+                };
+                found += fitting(page, free_from, at + from);
+                free_from = at + end;
+                if let Placement::Class(class) = placement {
+                    // SAFETY: the descriptors of a run are alive as long as the run.
+                    let fits = |d: &&NonNull<Descriptor>| unsafe { d.as_ref() }.class() == Some(class);
+                    found += descriptors.iter().filter(fits).filter(|d| !Self::is_stuck(**d)).count();
                 }
-                at += run.pages as usize;
+                if found >= count {
+                    return true;
+                }
             }
             found += fitting(page, free_from, e.pages as usize);
+            if found >= count {
+                return true;
+            }
         }
         found >= count
     }
@@ -82,15 +71,27 @@ impl Arena {
         self.extents.iter().any(|(_, e)| {
             let page = e.base.as_ptr().addr() / PAGE;
             let fits = |from: usize, end: usize| (page + from).next_multiple_of(align) - page + need <= end;
-            let (mut at, mut free_from) = (0, 0);
-            while at < e.pages as usize {
-                let entry = e.map[at];
-                if entry & FREE != 0 {
-                    at += (entry & !FREE) as usize;
+            let mut free_from = 0;
+            // A window is no free memory for others.
+            let windows = self.windows.iter().map(|(_, w)| w);
+            let mut windows: Vec<(usize, usize)> = windows
+                .filter(|w| std::ptr::eq(&self.extents[w.extent as usize], e))
+                .map(|w| (w.first as usize, w.end as usize))
+                .collect();
+            windows.sort_unstable_by_key(|window| std::cmp::Reverse(window.0));
+            for (at, number) in &e.runs {
+                let at = *at as usize;
+                let run = &self.runs[*number as usize];
+                while let Some((first, end)) = windows.last().copied().filter(|window| window.0 <= at) {
+                    windows.pop();
+                    if fits(free_from, first) {
+                        return true;
+                    }
+                    free_from = free_from.max(end);
+                }
+                if run.window.is_some() {
                     continue;
                 }
-                let run = &self.runs[entry as usize];
-                let end = at + run.pages as usize;
                 // In a single segment's run only the tail counts. If the single segment is back, its tail is out: else
                 // the run would be dissolved.
                 let segments = if Self::is_single(run) { 1 } else { run.count as usize };
@@ -110,7 +111,12 @@ impl Arena {
                     }
                     free_from = at + stays;
                 }
-                at = end;
+            }
+            while let Some((first, end)) = windows.pop() {
+                if fits(free_from, first) {
+                    return true;
+                }
+                free_from = free_from.max(end);
             }
             fits(free_from, e.pages as usize)
         })

@@ -50,8 +50,9 @@ mod pages;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod visit;
+mod windows;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 
 use slab::Slab;
@@ -60,11 +61,21 @@ use crate::freelist::{Chain, Descriptor, state};
 use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
-/// The bit of a page-map entry at the edge of a free run. The other bits are the run's length in pages.
+use windows::Window;
+pub(crate) use windows::{PageRange, WindowId};
+
+/// The bit of a page-map entry at the edge of a free run. The bits below [`HELD`] are the run's length in pages.
 const FREE: u32 = 1 << 31;
+/// The bit of such an entry that says that the free run lies in a window.
+const HELD: u32 = 1 << 30;
 
 /// The largest length of an extent, in bytes: a page-map entry has no more bits for it.
-pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
+pub(crate) const MAX_EXTENT: usize = (HELD as usize - 1) * PAGE;
+
+/// The length of the free run that a page-map entry describes, in pages.
+fn free_len(entry: u32) -> u32 {
+    entry & (HELD - 1)
+}
 
 /// Single segments of up to this many pages have a tail. The tail of a longer one would be less than a sixteenth of it,
 /// and is not worth a descriptor.
@@ -76,9 +87,17 @@ struct ArenaExtent {
     pages: u32,
     region: RegionId,
     pinned: bool,
-    /// For the first and the last page of each run: the run's number, or [`FREE`] and the run's length. Other entries
-    /// are stale.
+    /// For the first and the last page of each run: the run's number, or [`FREE`], perhaps [`HELD`], and the run's
+    /// length. Other entries are stale.
     map: Vec<u32>,
+    /// The runs in use: the number of each, by its first page.
+    runs: BTreeMap<u32, u32>,
+    /// Bytes given out, by block ([`windows::BLOCK`] pages).
+    out: Vec<usize>,
+    /// How many windows and quarantined segments each block meets.
+    blocked: Vec<u32>,
+    /// The runs that have a quarantined segment.
+    stuck: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -94,8 +113,15 @@ struct Run {
     /// Number of descriptors in use, and in the table. A run that was shortened uses fewer than its table has.
     count: u32,
     table: u32,
-    /// The free descriptors, except those in thread caches and transfer caches.
+    /// The free descriptors, except those in thread caches and transfer caches, and those in `held`.
     list: Chain,
+    /// The free descriptors that lie in the window.
+    held: Chain,
+    /// The window that the run's descriptors from number `keep` on lie in.
+    window: Option<WindowId>,
+    keep: u32,
+    /// The run is in [`Arena::frayed`].
+    frayed: bool,
     /// Bytes that no segment covers.
     cut: usize,
 }
@@ -105,11 +131,13 @@ struct Run {
 pub(crate) struct ArenaBytes {
     pub(crate) total: usize,
     pub(crate) unpinned: usize,
-    /// In free runs, and in the segments of the runs' lists.
+    /// In free runs, and in the segments of the runs' lists. What lies in windows included.
     pub(crate) free: usize,
+    /// The free bytes that lie in windows.
+    pub(crate) withheld: usize,
     /// In runs, but covered by no segment.
     pub(crate) cut: usize,
-    /// In the largest free run.
+    /// In the largest free run outside of windows.
     pub(crate) largest_free: usize,
 }
 
@@ -118,19 +146,28 @@ pub(crate) struct ArenaBytes {
 pub(crate) struct Arena {
     extents: Slab<ArenaExtent>,
     runs: Slab<Run>,
-    /// Free runs: pages, extent, first page.
+    /// Free runs outside of windows: pages, extent, first page.
     free: BTreeSet<(u32, u32, u32)>,
     /// Runs whose list is not empty, by class: extent, first page, run.
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
-    /// Number of idle runs.
-    idle: usize,
+    /// The idle runs.
+    idle: BTreeSet<u32>,
+    /// The runs in which a segment may have come back behind the last used one since [`Arena::shorten_runs`] looked.
+    frayed: BTreeSet<u32>,
+    windows: Slab<Window>,
+    /// Segments that are given out and lie in windows, by class.
+    watched: Vec<u32>,
+    /// Idle runs are dissolved at once.
+    eager: bool,
     total: usize,
     unpinned: usize,
     cut: usize,
-    /// Pages in free runs.
+    /// Pages in free runs, and of these the pages in windows.
     free_pages: usize,
-    /// Bytes of the segments in the runs' lists.
+    held_pages: usize,
+    /// Bytes of the segments in the runs' lists, and of these the bytes in windows.
     free_slot_bytes: usize,
+    held_slot_bytes: usize,
     /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
     /// run equals no later one.
     generation: u64,
@@ -147,12 +184,18 @@ impl Arena {
             runs: Slab::new(),
             free: BTreeSet::new(),
             partial: (0..CLASSES).map(|_| BTreeSet::new()).collect(),
-            idle: 0,
+            idle: BTreeSet::new(),
+            frayed: BTreeSet::new(),
+            windows: Slab::new(),
+            watched: vec![0; CLASSES],
+            eager: false,
             total: 0,
             unpinned: 0,
             cut: 0,
             free_pages: 0,
+            held_pages: 0,
             free_slot_bytes: 0,
+            held_slot_bytes: 0,
             generation: 0,
         }
     }
@@ -162,6 +205,7 @@ impl Arena {
             total: self.total,
             unpinned: self.unpinned,
             free: self.free_pages * PAGE + self.free_slot_bytes,
+            withheld: self.held_pages * PAGE + self.held_slot_bytes,
             cut: self.cut,
             largest_free: self.free.last().map_or(0, |f| f.0 as usize * PAGE),
         }
@@ -201,11 +245,16 @@ impl Arena {
             count,
             table: count,
             list: Chain::new(),
+            held: Chain::new(),
+            window: None,
+            keep: 0,
+            frayed: false,
             cut: 0,
         });
-        let map = &mut self.extents[extent as usize].map;
-        map[first as usize] = number;
-        map[(first + pages - 1) as usize] = number;
+        let e = &mut self.extents[extent as usize];
+        e.map[first as usize] = number;
+        e.map[(first + pages - 1) as usize] = number;
+        e.runs.insert(first, number);
         number
     }
 
@@ -241,7 +290,7 @@ impl Arena {
         run.cut = pages as usize * PAGE - used;
         self.cut += run.cut;
         self.free_slot_bytes += used;
-        self.idle += 1;
+        self.idle.insert(number);
         self.partial[class.index()].insert((extent, first, number));
         Some(number)
     }
@@ -252,15 +301,19 @@ impl Arena {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
             self.partial[class.index()].remove(&(run.extent, run.first, number));
-            self.free_slot_bytes -= run.list.len() as usize * class.stride();
-            if run.alone == 0 && run.list.len() == run.count {
-                self.idle -= 1;
-            }
+            let (listed, held) = (run.list.len(), run.held.len());
+            self.free_slot_bytes -= (listed + held) as usize * class.stride();
+            self.held_slot_bytes -= held as usize * class.stride();
+            self.idle.remove(&number);
+        }
+        if run.frayed {
+            self.frayed.remove(&number);
         }
         self.cut -= run.cut;
+        self.extents[run.extent as usize].runs.remove(&run.first);
         self.give_pages(run.extent, run.first, run.pages);
         self.drop_table(&run);
-        let _ = std::mem::ManuallyDrop::new(run.list);
+        let _ = std::mem::ManuallyDrop::new((run.list, run.held));
     }
 
     /// Frees a run's descriptors.
@@ -274,9 +327,32 @@ impl Arena {
         self.generation = self.generation.max(highest.map_or(0, |g| g + 1));
     }
 
-    /// Whether all segments of a run are back.
+    /// Whether all segments of a run are back, and none of them lies in a window.
     fn is_idle(run: &Run) -> bool {
         run.alone == 0 && run.list.len() == run.count
+    }
+
+    /// The bytes of a segment of `bytes` bytes go out (`add`), or come back: counts them in their blocks.
+    fn note_out(&mut self, extent: u32, base: NonNull<u8>, bytes: usize, add: bool) {
+        let e = &mut self.extents[extent as usize];
+        let mut at = base.as_ptr().addr() - e.base.as_ptr().addr();
+        let end = at + bytes;
+        while at < end {
+            let block = at / windows::BLOCK_BYTES;
+            let here = ((block + 1) * windows::BLOCK_BYTES).min(end) - at;
+            let out = &mut e.out[block];
+            *out = if add { *out + here } else { *out - here };
+            at += here;
+        }
+    }
+
+    /// Dissolves idle runs at once from now on, or keeps the last one of each class: while a request waits, no memory
+    /// is kept for a class.
+    pub(crate) fn set_eager(&mut self, eager: bool) {
+        self.eager = eager;
+        if eager {
+            self.release_idle();
+        }
     }
 
     // --- segments ----------------------------------------------------------------------------------------------------
@@ -297,12 +373,19 @@ impl Arena {
     fn take_from(&mut self, number: u32, class: Class, count: u32) -> Chain {
         let run = &mut self.runs[number as usize];
         if Self::is_idle(run) {
-            self.idle -= 1;
+            self.idle.remove(&number);
+            // What lies behind the last segment that is taken now can be freed later.
+            run.frayed = true;
+            self.frayed.insert(number);
         }
         let chain = run.list.split(count);
+        let extent = run.extent;
         self.free_slot_bytes -= chain.len() as usize * class.stride();
         if run.list.is_empty() {
-            self.partial[class.index()].remove(&(run.extent, run.first, number));
+            self.partial[class.index()].remove(&(extent, run.first, number));
+        }
+        for descriptor in chain.iter() {
+            self.note_out(extent, descriptor.base(), class.stride(), true);
         }
         chain
     }
@@ -315,14 +398,6 @@ impl Arena {
         }
     }
 
-    /// Takes one segment of a class from a run that is not idle. An idle run stays idle, and can be dissolved for a
-    /// request that needs its pages.
-    pub(crate) fn take_from_partly_used(&mut self, class: Class) -> Option<NonNull<Descriptor>> {
-        let mut runs = self.partial[class.index()].iter();
-        let &(_, _, number) = runs.find(|r| !Self::is_idle(&self.runs[r.2 as usize]))?;
-        self.take_from(number, class, 1).pop()
-    }
-
     /// Takes a single segment. Its run has a tail where that is worth a descriptor.
     fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Descriptor>> {
         let pages = span.div_ceil(PAGE);
@@ -333,7 +408,9 @@ impl Arena {
             let number = self.make_run(extent, first, pages as u32, &mut std::iter::once((0, None)));
             let run = &mut self.runs[number as usize];
             run.alone = pages * PAGE;
-            return Some(run.descriptors);
+            let descriptors = run.descriptors;
+            self.note_single(number, true);
+            return Some(descriptors);
         };
         let number =
             self.make_run(extent, first, pages as u32, &mut [(0, None), (own, Some(class))].into_iter());
@@ -347,7 +424,16 @@ impl Arena {
         unsafe { run.list.push(tail) };
         self.free_slot_bytes += class.stride();
         self.partial[class.index()].insert((extent, first, number));
+        self.note_single(number, true);
         Some(self.runs[number as usize].descriptors)
+    }
+
+    /// Counts the single segment of a run as out, or as back.
+    fn note_single(&mut self, number: u32, add: bool) {
+        let run = &self.runs[number as usize];
+        // SAFETY: a run's table has at least one descriptor and lives as long as the run.
+        let (extent, bytes, base) = (run.extent, run.alone, unsafe { run.descriptors.as_ref() }.base());
+        self.note_out(extent, base, bytes, add);
     }
 
     /// Bytes that were given to a segment.
@@ -373,19 +459,38 @@ impl Arena {
         self.extents[run.extent as usize].pinned
     }
 
-    /// Puts a segment back into its run. Its state is HOST already.
+    /// Puts a segment back into its run. Its state is HOST already. Returns the window that it lies in.
     ///
     /// # Safety
     /// The descriptor is of this arena, alive, free and in no list. The caller does not use it afterwards: it may be
     /// freed when this returns.
-    pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) {
+    pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
-        let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
+        let (number, class, base) =
+            unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class(), descriptor.as_ref().base()) };
         let Some(class) = class else { return self.give_alone(number) };
-        let run = &mut self.runs[number as usize];
-        // SAFETY: alive, free and in no list by this function's contract.
-        unsafe { run.list.push(descriptor) };
+        self.note_out(self.runs[number as usize].extent, base, class.stride(), false);
         self.free_slot_bytes += class.stride();
+        let run = &mut self.runs[number as usize];
+        let index = (descriptor.as_ptr().addr() - run.descriptors.as_ptr().addr()) / size_of::<Descriptor>();
+        if run.window.is_some() && index >= run.keep as usize {
+            // SAFETY: alive, free and in no list by this function's contract.
+            unsafe { run.held.push(descriptor) };
+            let window = run.window;
+            self.held_slot_bytes += class.stride();
+            self.watched[class.index()] -= 1;
+            if let Some(id) = window {
+                self.windows[id.0].out -= 1;
+            }
+            self.cleared(number);
+            return window;
+        }
+        // SAFETY: as above.
+        unsafe { run.list.push(descriptor) };
+        if !run.frayed {
+            run.frayed = true;
+            self.frayed.insert(number);
+        }
         let (key, first, single) =
             ((run.extent, run.first, number), run.list.len() == 1, Self::is_single(run));
         if first {
@@ -396,11 +501,17 @@ impl Arena {
             if self.runs[number as usize].alone == 0 {
                 self.dissolve(number);
             }
-            return;
+        } else {
+            self.idled(number, class);
         }
+        None
+    }
+
+    /// Notes that a class's run may have become idle, and dissolves it where no memory is kept for the class.
+    fn idled(&mut self, number: u32, class: Class) {
         if Self::is_idle(&self.runs[number as usize]) {
-            self.idle += 1;
-            if self.partial[class.index()].len() > 1 {
+            self.idle.insert(number);
+            if self.eager || self.partial[class.index()].len() > 1 {
                 self.dissolve(number);
             }
         }
@@ -412,12 +523,18 @@ impl Arena {
         unsafe { run.descriptors.as_ref() }.class().is_none()
     }
 
-    /// Takes back the single segment of a run.
-    fn give_alone(&mut self, number: u32) {
+    /// Takes back the single segment of a run. Returns the window that it lies in.
+    fn give_alone(&mut self, number: u32) -> Option<WindowId> {
+        self.note_single(number, false);
         let run = &mut self.runs[number as usize];
-        let own = std::mem::take(&mut run.alone);
-        if run.count == 1 || run.list.len() == 1 {
-            return self.dissolve(number);
+        let (own, window) = (std::mem::take(&mut run.alone), run.window);
+        if let Some(id) = window {
+            self.windows[id.0].out -= 1;
+        }
+        let run = &mut self.runs[number as usize];
+        if run.count == 1 || run.list.len() + run.held.len() == 1 {
+            self.dissolve(number);
+            return window;
         }
         // The tail is still out: the run keeps the page that the tail is in, and the pages before become free.
         let (extent, first) = (run.extent, run.first);
@@ -429,76 +546,92 @@ impl Arena {
         self.cut = self.cut - run.cut + cut;
         run.cut = cut;
         let (start, pages) = (run.first, run.pages);
-        let map = &mut self.extents[extent as usize].map;
-        map[start as usize] = number;
-        map[(start + pages - 1) as usize] = number;
+        let e = &mut self.extents[extent as usize];
+        e.map[start as usize] = number;
+        e.map[(start + pages - 1) as usize] = number;
+        e.runs.remove(&first);
+        e.runs.insert(start, number);
         if before > 0 {
             self.give_pages(extent, first, before);
         }
+        window
     }
 
-    /// Puts the segments of a chain back into their runs.
+    /// Puts the segments of a chain back into their runs. They were cached, so none of them lies in a window.
     ///
     /// # Safety
     /// As for [`Arena::give`], for each descriptor.
     pub(crate) unsafe fn give_chain(&mut self, mut chain: Chain) {
         while let Some(descriptor) = chain.pop() {
             // SAFETY: this function's contract, and just popped, so in no list.
-            unsafe { self.give(descriptor) };
+            let window = unsafe { self.give(descriptor) };
+            debug_assert!(window.is_none(), "a segment in a window was cached");
         }
     }
 
     /// Dissolves all idle runs. `true` if there were any.
     pub(crate) fn release_idle(&mut self) -> bool {
-        if self.idle == 0 {
-            return false;
-        }
-        let idle: Vec<u32> = self
-            .partial
-            .iter()
-            .flatten()
-            .map(|r| r.2)
-            .filter(|&n| Self::is_idle(&self.runs[n as usize]))
-            .collect();
-        for number in &idle {
-            self.dissolve(*number);
-        }
+        let idle = std::mem::take(&mut self.idle);
+        idle.iter().for_each(|number| self.dissolve(*number));
         !idle.is_empty()
     }
 
     /// Frees the pages behind the last segment that is given out, in each run that is not idle. `true` if there were
-    /// any.
+    /// any. Only the runs in which this may have changed since the last call are looked at.
     pub(crate) fn shorten_runs(&mut self) -> bool {
-        let partial: Vec<(u32, Class)> = Class::all()
-            .flat_map(|class| self.partial[class.index()].iter().map(move |r| (r.2, class)))
-            .collect();
-        partial.into_iter().fold(false, |any, (number, class)| self.shorten(number, class) || any)
+        let frayed = std::mem::take(&mut self.frayed);
+        frayed.into_iter().fold(false, |any, number| {
+            let run = &mut self.runs[number as usize];
+            run.frayed = false;
+            self.shorten(number) || any
+        })
     }
 
-    fn shorten(&mut self, number: u32, class: Class) -> bool {
-        let stride = class.stride();
-        let run = &mut self.runs[number as usize];
-        if Self::is_single(run) || Self::is_idle(run) {
+    fn shorten(&mut self, number: u32) -> bool {
+        let run = &self.runs[number as usize];
+        let Some(class) = run.class else { return false };
+        if Self::is_single(run) || Self::is_idle(run) || run.window.is_some() {
             return false;
         }
-        let start = self.extents[run.extent as usize].base.as_ptr().addr() + run.first as usize * PAGE;
-        let index = |descriptor: &Descriptor| (descriptor.base().as_ptr().addr() - start) / stride;
         let mut free = vec![false; run.count as usize];
-        run.list.iter().for_each(|descriptor| free[index(descriptor)] = true);
+        run.list.iter().for_each(|descriptor| free[Self::number_of(run, descriptor)] = true);
         let used = free.iter().rposition(|free| !free).map_or(0, |last| last + 1);
+        self.shorten_to(number, class, used)
+    }
+
+    /// The number of a run's descriptor.
+    fn number_of(run: &Run, descriptor: &Descriptor) -> usize {
+        std::ptr::from_ref(descriptor).addr().wrapping_sub(run.descriptors.as_ptr().addr())
+            / size_of::<Descriptor>()
+    }
+
+    /// Frees the pages behind the first `used` segments of a class's run, which are all that are given out. `true` if
+    /// there were any.
+    fn shorten_to(&mut self, number: u32, class: Class, used: usize) -> bool {
+        let stride = class.stride();
+        let run = &mut self.runs[number as usize];
         let pages = (used * stride).div_ceil(PAGE) as u32;
         if pages >= run.pages {
             return false;
         }
-        let keep = pages as usize * PAGE / stride;
-        let before = run.list.len() as usize;
-        while run.list.pop().is_some() {}
-        for at in (0..keep).rev().filter(|&at| free[at]) {
-            // SAFETY: within the table, alive, free, and just taken off the list. The descriptors beyond `keep` stay in
-            // the table, free and in no list, and are not used again.
-            unsafe { run.list.push(run.descriptors.add(at)) };
+        let keep = (pages as usize * PAGE / stride).min(run.count as usize);
+        let before = run.list.len();
+        let mut kept = Chain::new();
+        while let Some(descriptor) = run.list.pop() {
+            // SAFETY: in a run's list, so alive.
+            if Self::number_of(run, unsafe { descriptor.as_ref() }) < keep {
+                // SAFETY: alive, free, and just taken off the list. The descriptors beyond `keep` stay in the table,
+                // free and in no list, and are not used again.
+                unsafe { kept.push(descriptor) };
+            }
         }
-        self.free_slot_bytes -= (before - run.list.len() as usize) * stride;
+        // The order of the list stays.
+        while let Some(descriptor) = kept.pop() {
+            // SAFETY: as above.
+            unsafe { run.list.push(descriptor) };
+        }
+        let lost = before - run.list.len();
+        self.free_slot_bytes -= lost as usize * stride;
         self.cut -= run.cut;
         run.cut = pages as usize * PAGE - keep * stride;
         self.cut += run.cut;
@@ -526,7 +659,7 @@ impl Drop for Arena {
     fn drop(&mut self) {
         for (_, run) in std::mem::take(&mut self.runs) {
             self.drop_table(&run);
-            let _ = std::mem::ManuallyDrop::new(run.list);
+            let _ = std::mem::ManuallyDrop::new((run.list, run.held));
         }
     }
 }

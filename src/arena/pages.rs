@@ -21,9 +21,18 @@ impl Arena {
     ) {
         debug_assert!(base.as_ptr().addr() % PAGE == 0 && len % PAGE == 0 && len > 0 && len <= MAX_EXTENT);
         let pages = (len / PAGE) as u32;
-        let extent =
-            self.extents.insert(ArenaExtent { base, pages, region, pinned, map: vec![0; pages as usize] })
-                as u32;
+        let blocks = (pages as usize).div_ceil(windows::BLOCK as usize);
+        let extent = self.extents.insert(ArenaExtent {
+            base,
+            pages,
+            region,
+            pinned,
+            map: vec![0; pages as usize],
+            runs: BTreeMap::new(),
+            out: vec![0; blocks],
+            blocked: vec![0; blocks],
+            stuck: Vec::new(),
+        }) as u32;
         self.total += len;
         if !pinned {
             self.unpinned += len;
@@ -120,22 +129,44 @@ impl Arena {
         Some((extent, start))
     }
 
-    /// Frees pages and joins them with the free runs beside them.
+    /// Frees pages and joins them with the free runs beside them. No free run crosses the edge of a window.
     pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
+        let window = self.window_at(extent, first);
         let e = &self.extents[extent as usize];
-        if let Some(left) = first.checked_sub(1).map(|p| e.map[p as usize]).filter(|m| m & FREE != 0) {
-            let len = left & !FREE;
+        let (from, end, held) = match window {
+            Some(id) => (self.windows[id.0].first, self.windows[id.0].end, HELD),
+            None => (0, e.pages, 0),
+        };
+        let joins = |entry: &u32| entry & (FREE | HELD) == FREE | held;
+        if let Some(left) =
+            first.checked_sub(1).filter(|p| *p >= from).map(|p| e.map[p as usize]).filter(joins)
+        {
+            let len = free_len(left);
             let start = first - len;
-            self.remove_free(extent, start, len);
+            self.take_free(extent, start, len, held);
             first = start;
             pages += len;
         }
         let e = &self.extents[extent as usize];
-        if let Some(right) = e.map.get((first + pages) as usize).copied().filter(|m| m & FREE != 0) {
-            let len = right & !FREE;
-            self.remove_free(extent, first + pages, len);
+        let after = first + pages;
+        if let Some(right) = (after < end).then(|| e.map[after as usize]).filter(joins) {
+            let len = free_len(right);
+            self.take_free(extent, after, len, held);
             pages += len;
         }
-        self.insert_free(extent, first, pages);
+        match window {
+            Some(id) => self.insert_held(id, extent, first, pages),
+            None => self.insert_free(extent, first, pages),
+        }
+    }
+
+    /// Takes a free run out of the books, in a window (`held` is [`HELD`]) or outside of one.
+    fn take_free(&mut self, extent: u32, first: u32, pages: u32, held: u32) {
+        if held == 0 {
+            self.remove_free(extent, first, pages);
+        } else {
+            self.free_pages -= pages as usize;
+            self.held_pages -= pages as usize;
+        }
     }
 }

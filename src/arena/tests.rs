@@ -28,7 +28,15 @@ fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Descripto
 
 fn give(arena: &mut Arena, descriptor: NonNull<Descriptor>) {
     // SAFETY: each test returns each descriptor once.
-    unsafe { arena.give(descriptor) };
+    let _ = unsafe { arena.give(descriptor) };
+}
+
+fn quarantine(arena: &mut Arena, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
+    // SAFETY: out, so alive, and the test does not return it.
+    unsafe {
+        descriptor.as_ref().set(state::QUARANTINED);
+        arena.quarantine(descriptor)
+    }
 }
 
 #[test]
@@ -194,14 +202,12 @@ fn what_could_be_gathered_is_known() {
 fn what_can_be_served_is_known() {
     let mut arena = arena(&[64]);
     let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
-    let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
     let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
-    assert!(arena.could_serve(whole, 1, Some(&quarantined)));
-    // SAFETY: out, so alive.
-    unsafe { stuck.as_ref() }.set(state::QUARANTINED);
-    assert!(!arena.could_serve(whole, 1, Some(&quarantined)));
-    assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
-    assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
+    assert!(arena.could_serve(whole, 1));
+    quarantine(&mut arena, stuck);
+    assert!(!arena.could_serve(whole, 1));
+    assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1));
+    assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1));
 }
 
 /// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a class with four of
@@ -250,7 +256,7 @@ fn check_sees_wrong_free_runs() {
     assert_eq!(violation(|arena, _| arena.extents[0].map[free as usize] = FREE | (64 - free + 1)), no_end);
     assert_eq!(violation(|arena, _| arena.extents[0].map[63] = FREE | 1), no_end);
     let says = violation(|arena, _| assert!(arena.free.remove(&(64 - free, 0, free))));
-    assert_eq!(says, "extent 0: the free run at page 18 is not in the set of free runs");
+    assert!(says.ends_with("withheld: false; in the set of free runs: false"), "{says}");
     let says = violation(|arena, _| assert!(arena.free.insert((1, 0, single))));
     assert_eq!(says, "the set of free runs has others than the page maps");
 }
@@ -312,7 +318,7 @@ fn check_sees_wrong_lists() {
         // SAFETY: it is alive. That it is in a list is what is to be noticed.
         unsafe { Chain::new().push(second) };
     });
-    assert!(says.starts_with("run 0: its list counts ") && says.ends_with(" segments but holds 2"), "{says}");
+    assert!(says.starts_with("run 0: its lists count ") && says.ends_with(" segments but hold 2"), "{says}");
     let says = violation(|arena, _| {
         let stray = arena.descriptor(&arena.runs[SINGLE], 0);
         // SAFETY: it is alive. That it is in the list of another run is what is to be noticed.
@@ -323,12 +329,11 @@ fn check_sees_wrong_lists() {
 
 #[test]
 fn check_sees_wrong_sums() {
-    let counts: [fn(&mut Arena); 6] = [
+    let counts: [fn(&mut Arena); 5] = [
         |arena| arena.total += PAGE,
         |arena| arena.cut += 32,
         |arena| arena.free_slot_bytes += 32,
         |arena| arena.free_pages += 1,
-        |arena| arena.idle += 1,
         |arena| {
             // A run without pages and descriptors, of which no page map knows.
             let descriptors = NonNull::dangling();
@@ -343,6 +348,10 @@ fn check_sees_wrong_sums() {
                 count: 0,
                 table: 0,
                 list,
+                held: Chain::new(),
+                window: None,
+                keep: 0,
+                frayed: false,
                 cut: 0,
             };
             arena.runs.insert(run);
@@ -434,7 +443,6 @@ fn regions_are_told_apart() {
     let mut arena = arena(&[16, 16]);
     // SAFETY: nothing dereferences the memory in these tests.
     unsafe { arena.add_extent(RegionId(1), base(1 << 21), 8 * PAGE, false) };
-    let stuck = |s: &Descriptor| s.word().state() == state::QUARANTINED;
     let first = take(&mut arena, 10 * PAGE, 4096).unwrap();
     let second = take(&mut arena, 12 * PAGE, 4096).unwrap();
     assert_eq!(
@@ -444,16 +452,8 @@ fn regions_are_told_apart() {
     );
     assert_eq!((arena.bytes().total, arena.bytes().unpinned), (40 * PAGE, 8 * PAGE));
     // SAFETY: both are out, so alive.
-    let (one, other) = unsafe { (first.as_ref(), second.as_ref()) };
-    // SAFETY: as above.
     assert!(unsafe { arena.pinned(first) && arena.pinned(second) });
-    assert_eq!(arena.regions_with(&stuck), 0);
-    other.set(state::QUARANTINED);
-    assert_eq!(arena.regions_with(&stuck), 24 * PAGE);
-    one.set(state::QUARANTINED);
-    assert_eq!(arena.regions_with(&stuck), 40 * PAGE);
-    one.set(state::HOST);
-    other.set(state::HOST);
+    assert_eq!(arena.stuck_regions(), 0);
     let plain = take(&mut arena, 7 * PAGE, 4096).unwrap();
     // SAFETY: out, so alive.
     assert!(!unsafe { arena.pinned(plain) }, "the smallest run that fits is that of the plain memory");
@@ -464,6 +464,8 @@ fn regions_are_told_apart() {
     assert_eq!(gone, [(base((1 << 20) + 16), 16 * PAGE, true), (base(1 << 21), 8 * PAGE, false)]);
     let left = arena.bytes();
     assert_eq!((left.total, left.unpinned, left.largest_free), (16 * PAGE, 0, 5 * PAGE));
+    quarantine(&mut arena, first);
+    assert_eq!(arena.stuck_regions(), 16 * PAGE);
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
 }
 
@@ -474,25 +476,23 @@ fn how_many_can_be_served_is_known() {
     let class = Class::of(5000).unwrap();
     let fit = |pages: usize| pages * PAGE / class.stride();
     let most = fit(3) + fit(64);
-    assert!(arena.could_serve(Placement::Class(class), most, None));
-    assert!(!arena.could_serve(Placement::Class(class), most + 1, None));
+    assert!(arena.could_serve(Placement::Class(class), most));
+    assert!(!arena.could_serve(Placement::Class(class), most + 1));
     // 16 pages, aligned to 16: at pages 16, 32 and 48 of the address space behind the multiple, and not at 64.
     let aligned = Placement::of(16 * PAGE - 32, 16 * PAGE).unwrap();
-    assert!(arena.could_serve(aligned, 3, None));
-    assert!(!arena.could_serve(aligned, 4, None));
+    assert!(arena.could_serve(aligned, 3));
+    assert!(!arena.could_serve(aligned, 4));
 }
 
 #[test]
 fn a_quarantined_segment_blocks_no_more_than_it_must() {
-    let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
     let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
-    let serves = |arena: &Arena, placement| arena.could_serve(placement, 1, Some(&quarantined));
+    let serves = |arena: &Arena, placement| arena.could_serve(placement, 1);
     // The first and the third segment of a run stay out, and the run ends behind them.
     let mut arena = arena(&[64]);
     let held: Vec<_> = (0..4).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
     for n in [0, 2] {
-        // SAFETY: out, so alive.
-        unsafe { held[n].as_ref() }.set(state::QUARANTINED);
+        quarantine(&mut arena, held[n]);
     }
     assert!(serves(&arena, pages(60)), "three segments need four pages");
     assert!(!serves(&arena, pages(61)));
@@ -502,36 +502,31 @@ fn a_quarantined_segment_blocks_no_more_than_it_must() {
     // The second segment stays out alone.
     let mut arena = self::arena(&[64]);
     let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
-    // SAFETY: out, so alive.
-    unsafe { held[1].as_ref() }.set(state::QUARANTINED);
+    quarantine(&mut arena, held[1]);
     assert!(serves(&arena, pages(61)) && !serves(&arena, pages(62)), "two segments need three pages");
     // A single segment stays out, behind a free run, and its tail is free.
     let mut arena = self::arena(&[24]);
     let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
     let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
     give(&mut arena, before);
-    // SAFETY: out, so alive.
-    unsafe { single.as_ref() }.set(state::QUARANTINED);
+    quarantine(&mut arena, single);
     assert!(serves(&arena, pages(10)) && !serves(&arena, pages(11)));
     // A run as long as the arena: of its class a segment is left, and of others none.
     let mut arena = self::arena(&[4]);
     let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
     for n in [0, 2] {
-        // SAFETY: out, so alive.
-        unsafe { held[n].as_ref() }.set(state::QUARANTINED);
+        quarantine(&mut arena, held[n]);
     }
     let class = |len| Placement::Class(Class::of(len).unwrap());
     assert!(serves(&arena, class(5000)) && !serves(&arena, class(2000)));
-    assert!(!arena.could_serve(class(5000), 2, Some(&quarantined)));
-    // SAFETY: as above.
-    unsafe { held[1].as_ref() }.set(state::QUARANTINED);
+    assert!(!arena.could_serve(class(5000), 2));
+    quarantine(&mut arena, held[1]);
     assert!(!serves(&arena, class(5000)));
     // A tail stays out, and the pages before it come back with the single segment.
     let mut arena = self::arena(&[8]);
     let single = take(&mut arena, 7 * PAGE, 4096).unwrap();
     let tail = take(&mut arena, 3800, 64).unwrap();
-    // SAFETY: out, so alive.
-    unsafe { tail.as_ref() }.set(state::QUARANTINED);
+    quarantine(&mut arena, tail);
     assert!(serves(&arena, pages(7)));
     assert!(!serves(&arena, pages(8)));
     give(&mut arena, single);
@@ -600,13 +595,9 @@ proptest! {
         let is_stuck = |i: usize| stuck.iter().all(|bits| bits >> (i % 64) & 1 == 1);
         let (lost, back): (Vec<_>, Vec<_>) = (0..held.len()).partition(|i| is_stuck(*i));
         for i in &lost {
-            // SAFETY: out, so alive.
-            unsafe { held[*i].as_ref() }.set(state::QUARANTINED);
+            quarantine(&mut arena, held[*i]);
         }
-        let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
-        let quarantined: Option<&dyn Fn(&Descriptor) -> bool> =
-            if lost.is_empty() { None } else { Some(&quarantined) };
-        let known = arena.could_serve(placement, 1, quarantined);
+        let known = arena.could_serve(placement, 1);
         back.iter().for_each(|i| give(&mut arena, held[*i]));
         let served = arena.take(placement);
         let served = served.or_else(|| { arena.release_idle(); arena.take(placement) });
@@ -661,6 +652,183 @@ proptest! {
         arena.release_idle();
         prop_assert_eq!(arena.bytes().free, arena.bytes().total);
         prop_assert_eq!(arena.runs.len(), 0);
+        arena.check(&HashSet::new(), |_, _, _| {}).map_err(TestCaseError::fail)?;
+    }
+}
+
+// --- windows ---------------------------------------------------------------------------------------------------------
+
+/// Withholds the range that is likely to be free soonest.
+fn withhold(arena: &mut Arena, pages: usize) -> Option<WindowId> {
+    let range = arena.choose_window(pages, 1)?;
+    Some(arena.withhold(range, pages, 1))
+}
+
+#[test]
+fn the_range_with_the_fewest_bytes_out_is_chosen() {
+    let mut arena = arena(&[1024]);
+    // Two large segments, with a small one and free pages between them.
+    let large = [(); 2].map(|()| take(&mut arena, 300 * PAGE, 4096).unwrap());
+    let small = take(&mut arena, 4096, 4096).unwrap();
+    let window = withhold(&mut arena, 422).unwrap();
+    let (first, end) = arena.window_addresses(0).unwrap();
+    assert_eq!((end - base(1 << 20).as_ptr().addr()) / PAGE, 1024);
+    // SAFETY: out, so alive.
+    let holds =
+        |s: &NonNull<Descriptor>| (first..end).contains(&unsafe { s.as_ref() }.base().as_ptr().addr());
+    assert_eq!((holds(&large[0]), holds(&large[1]), holds(&small)), (false, false, true));
+    assert_eq!((arena.out_of(window), arena.is_complete(window)), (1, false));
+    assert!((420 * PAGE..422 * PAGE).contains(&arena.bytes().withheld));
+    assert!(take(&mut arena, 100, 64).is_none(), "the pages outside are all in use");
+    // SAFETY: out, and returned once.
+    assert_eq!(unsafe { arena.give(small) }, Some(window));
+    assert!(arena.is_complete(window) && take(&mut arena, 100, 64).is_none());
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    arena.release_window(window);
+    assert!(take(&mut arena, 422 * PAGE - 32, 4096).is_some());
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn of_free_pages_at_its_end_a_window_has_those_that_are_needed() {
+    let mut arena = arena(&[1024]);
+    let large = take(&mut arena, 512 * PAGE - 32, 4096).unwrap();
+    let window = withhold(&mut arena, 640).unwrap();
+    let (first, end) = arena.window_addresses(0).unwrap();
+    assert_eq!((first, end - first), (base(1 << 20).as_ptr().addr(), 640 * PAGE));
+    assert_eq!((arena.bytes().withheld, arena.bytes().largest_free), (128 * PAGE, 384 * PAGE));
+    // SAFETY: out, and returned once.
+    assert_eq!(unsafe { arena.give(large) }, Some(window));
+    assert!(arena.is_complete(window));
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn a_window_begins_within_a_run() {
+    let mut arena = arena(&[64]);
+    let held: Vec<_> = std::iter::from_fn(|| take(&mut arena, 4096, 64)).collect();
+    let window = withhold(&mut arena, 3).unwrap();
+    // SAFETY: out, so alive.
+    let at = |s: &NonNull<Descriptor>| unsafe { s.as_ref() }.base().as_ptr().addr();
+    let (first, _) = arena.window_addresses(0).unwrap();
+    let (before, inside): (Vec<NonNull<Descriptor>>, Vec<_>) =
+        held.iter().partition(|s| at(s) + 4160 <= first);
+    assert_eq!((inside.len(), arena.out_of(window)), (3, 3));
+    // What is before the window serves others.
+    give(&mut arena, before[7]);
+    assert!(take(&mut arena, 4096, 64).is_some() && take(&mut arena, 4096, 64).is_none());
+    for segment in inside {
+        assert!(!arena.is_complete(window));
+        give(&mut arena, segment);
+        assert!(take(&mut arena, 4096, 64).is_none());
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    }
+    assert!(arena.is_complete(window));
+    arena.release_window(window);
+    assert!(take(&mut arena, 3 * PAGE - 32, 4096).is_some());
+}
+
+#[test]
+fn windows_do_not_meet_each_other_nor_what_is_stuck() {
+    let mut arena = arena(&[64]);
+    let held = [(); 4].map(|()| take(&mut arena, 16 * PAGE - 32, 4096).unwrap());
+    assert!(quarantine(&mut arena, held[1]).is_none());
+    assert!(arena.choose_window(33, 1).is_none());
+    let first = withhold(&mut arena, 32).unwrap();
+    assert_eq!(arena.out_of(first), 2);
+    let second = withhold(&mut arena, 16).unwrap();
+    assert_eq!(arena.out_of(second), 1);
+    assert!(arena.choose_window(1, 1).is_none());
+    assert_eq!(quarantine(&mut arena, held[0]), Some(second));
+    give(&mut arena, held[2]);
+    give(&mut arena, held[3]);
+    assert!(arena.is_complete(first) && !arena.is_complete(second));
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    arena.release_window(second);
+    arena.release_window(first);
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert!(take(&mut arena, 32 * PAGE - 32, 4096).is_some());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+    /// Segments inside of windows are given to no one, windows never meet, and a window whose segments are all back
+    /// has the pages that it was chosen for.
+    #[test]
+    fn windows_keep_the_invariants(
+        extents in prop::collection::vec(1usize..700, 1..3),
+        steps in prop::collection::vec((0u8..16, 1usize..2_000_000, 0u32..15, any::<prop::sample::Index>()), 1..120),
+    ) {
+        let mut arena = arena(&extents);
+        let mut held: Vec<NonNull<Descriptor>> = Vec::new();
+        let mut windows: Vec<(WindowId, usize, usize)> = Vec::new();
+        for (what, len, shift, pick) in steps {
+            let len = (len >> (len % 16)).max(1);
+            match what {
+                0..=7 => {
+                    if let Some(descriptor) = take(&mut arena, len, if what < 5 { 64 } else { 1 << shift }) {
+                        // SAFETY: out, so alive.
+                        let at = unsafe { descriptor.as_ref() }.base().as_ptr().addr();
+                        for (id, _, _) in &windows {
+                            let (first, end) = arena.window_addresses(id.index()).unwrap();
+                            prop_assert!(at < first || at >= end, "taken from a window");
+                        }
+                        held.push(descriptor);
+                    }
+                }
+                8 | 9 if windows.len() < 4 => {
+                    let (pages, align) = (len.div_ceil(PAGE), if what == 8 { 1 } else { 1 << (shift % 5) });
+                    if let Some(range) = arena.choose_window(pages, align) {
+                        windows.push((arena.withhold(range, pages, align), pages, align));
+                    }
+                }
+                10 if !windows.is_empty() => {
+                    let (id, _, _) = windows.swap_remove(pick.index(windows.len()));
+                    let (was, can) = (arena.range(id), shift % 2 == 0);
+                    arena.release_window(id);
+                    arena.release_idle();
+                    if can {
+                        prop_assert!(arena.can_withhold(was));
+                        windows.push((arena.withhold(was, 1, 1), 1, 1));
+                    }
+                }
+                11 => { arena.set_eager(shift % 2 == 0); arena.shorten_runs(); }
+                12 if !held.is_empty() && shift == 0 => {
+                    let descriptor = held.swap_remove(pick.index(held.len()));
+                    if let Some(id) = quarantine(&mut arena, descriptor) {
+                        arena.release_window(id);
+                        windows.retain(|window| window.0 != id);
+                    }
+                }
+                _ if !held.is_empty() => {
+                    let descriptor = held.swap_remove(pick.index(held.len()));
+                    give(&mut arena, descriptor);
+                }
+                _ => {}
+            }
+            arena.check(&HashSet::new(), |_, _, _| {}).map_err(TestCaseError::fail)?;
+            let mut ranges: Vec<_> =
+                windows.iter().map(|w| arena.window_addresses(w.0.index()).unwrap()).collect();
+            ranges.sort_unstable();
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+            for (id, pages, align) in &windows {
+                if arena.out_of(*id) == 0 {
+                    prop_assert!(arena.is_complete(*id), "{} pages, aligned to {}", pages, align);
+                }
+            }
+        }
+        for descriptor in held.drain(..) {
+            give(&mut arena, descriptor);
+        }
+        for (id, pages, align) in windows {
+            prop_assert!(arena.is_complete(id));
+            arena.release_window(id);
+            arena.release_idle();
+            let placement = Placement::Pages { span: pages * PAGE, align };
+            let taken = arena.take(placement);
+            prop_assert!(taken.is_some());
+            give(&mut arena, taken.unwrap());
+        }
         arena.check(&HashSet::new(), |_, _, _| {}).map_err(TestCaseError::fail)?;
     }
 }

@@ -39,6 +39,7 @@ impl Arena {
         for (run, start) in runs.iter().flatten() {
             run.list
                 .iter()
+                .chain(run.held.iter())
                 .for_each(|descriptor| leave_out(run, *start, std::ptr::from_ref(descriptor).addr()));
         }
         for (number, descriptor) in elsewhere {
@@ -62,27 +63,22 @@ impl Arena {
         next
     }
 
-    /// Visits each run that has segments of a class: the class, how many there are, and how many of them its list
-    /// holds.
+    /// Visits each run that has segments of a class: the class, how many there are, and how many of them are free.
     pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
         for (_, run) in &self.runs {
             if let Some(class) = run.class {
                 let segments = if Self::is_single(run) { 1 } else { run.count };
-                visit(class, segments.into(), run.list.len().into());
+                visit(class, segments.into(), (run.list.len() + run.held.len()).into());
             }
         }
     }
 
-    /// Bytes of all regions that have a descriptor for which `pred` holds.
-    pub(crate) fn regions_with(&self, pred: &dyn Fn(&Descriptor) -> bool) -> usize {
+    /// Bytes of all regions that have a quarantined segment.
+    pub(crate) fn stuck_regions(&self) -> usize {
         let mut found: Vec<RegionId> = Vec::new();
-        for (_, run) in &self.runs {
-            let region = self.extents[run.extent as usize].region;
-            if !found.contains(&region)
-                // SAFETY: the descriptors of a run are alive as long as the run.
-                && (0..run.count).any(|i| pred(unsafe { self.descriptor(run, i).as_ref() }))
-            {
-                found.push(region);
+        for (_, e) in self.extents.iter().filter(|(_, e)| !e.stuck.is_empty()) {
+            if !found.contains(&e.region) {
+                found.push(e.region);
             }
         }
         let extents = self.extents.iter().filter(|(_, e)| found.contains(&e.region));

@@ -133,6 +133,7 @@ impl CentralPool {
             quarantined_segments: core.quarantined_segments,
             cut: bytes.cut,
             largest_free: bytes.largest_free,
+            withheld: bytes.withheld,
             takes,
             puts,
             waiting: core.queue.len(),

@@ -9,7 +9,7 @@ use std::collections::HashSet;
 
 use super::{CentralPool, Core, mode};
 use crate::freelist::{Descriptor, listed};
-use crate::segment::Class;
+use crate::segment::{CLASSES, Class};
 use crate::sync::{MutexGuard, Ordering};
 
 impl CentralPool {
@@ -34,7 +34,9 @@ impl CentralPool {
     ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();
         let mut twice = None;
+        let mut classes = [false; CLASSES];
         let mut note = |class: Class, descriptor: &Descriptor| {
+            classes[class.index()] = true;
             if descriptor.class() != Some(class) || !outside.insert(std::ptr::from_ref(descriptor).addr()) {
                 twice = Some(format!("a segment of {class:?} is cached twice or under a wrong class"));
             }
@@ -86,13 +88,7 @@ impl CentralPool {
         if core.outstanding.is_some_and(|n| n != out) {
             return Err(format!("{:?} segments are counted as outstanding, {out} are", core.outstanding));
         }
-        if self.gate.mode() & mode::WAITING != 0 && (core.queue.is_empty() || !outside.is_empty()) {
-            return Err(format!(
-                "the central pool is in waiting mode with {} waiting and {} segments cached",
-                core.queue.len(),
-                outside.len()
-            ));
-        }
+        self.check_fences(core, |class| classes[class.index()])?;
         Ok(())
     }
 }
@@ -100,8 +96,8 @@ impl CentralPool {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::central::transfer::tests::central;
-    use crate::central::{ReclaimLevel, Take, Wake};
+    use crate::central::transfer::tests::{BYTES, central};
+    use crate::central::{Leaving, ReclaimLevel, Take, WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
     use crate::sync::thread;
@@ -139,7 +135,7 @@ mod tests {
             let central = cached();
             let mut held = CacheTable::mine(central.cache().unwrap());
             let other = if wrong { Class::of(8192).unwrap() } else { class() };
-            held.set_limit(other, 20);
+            held.set_room(other, 20);
             let twice = if wrong {
                 central.core.lock().arena.take(Placement::Class(class())).unwrap()
             } else {
@@ -167,7 +163,7 @@ mod tests {
         let mut held = CacheTable::mine(central.cache().unwrap());
         let held_now = central.cache().unwrap().cached(class());
         let most = (64 << 10) / STRIDE;
-        held.set_limit(class(), 100);
+        held.set_room(class(), 100);
         let fill = |held: &mut crate::freelist::cache::HeldCache<'_>, n: u64| {
             let chain = central.core.lock().arena.take_batch(class(), n as u32);
             assert!(held.fill(class(), chain).is_empty());
@@ -213,22 +209,27 @@ mod tests {
     }
 
     #[test]
-    fn a_check_sees_a_wrong_waiting_mode() {
+    fn a_check_sees_missing_fences() {
         let central = cached();
-        let count = central.cache().unwrap().cached(class());
-        let waiting = |n: usize, cached: u64| {
-            format!("the central pool is in waiting mode with {n} waiting and {cached} segments cached")
-        };
-        central.gate.quiesce(mode::WAITING, &central.core.lock().table);
-        assert_eq!(violation(&central), waiting(0, count));
-        let wants = vec![central.place(4096, 64).unwrap()];
-        let key = central.core.lock().queue.join(wants, Wake::Thread(thread::current()));
-        assert_eq!(violation(&central), waiting(1, count));
-        let mut core = central.core.lock();
-        central.reclaim_quiet(&mut core);
-        drop(core);
+        let wants = vec![central.place(BYTES - 32, 64).unwrap()];
+        let wake = || Wake::Thread(thread::current());
+        let large = central.join(wants, wake(), false).unwrap();
         central.check(|_, _| ()).unwrap();
-        let _ = central.core.lock().queue.leave(key);
-        assert_eq!(violation(&central), waiting(0, 0));
+        // The window has the segment that is out, and its class is fenced for that.
+        let fence = &central.fence;
+        fence.set(class(), 0);
+        assert!(violation(&central).ends_with("is fenced as 0, and 2 is needed"));
+        fence.set(class(), 2);
+        central.check(|_, _| ()).unwrap();
+        let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), false).unwrap();
+        central.check(|_, _| ()).unwrap();
+        fence.set(class(), 2);
+        assert!(violation(&central).ends_with("is fenced as 2, and 3 is needed"));
+        fence.set(class(), 3);
+        central.leave(large, Leaving::InVain);
+        central.check(|_, _| ()).unwrap();
+        assert!(!central.waits(small), "it is served with what the first was to have");
+        let WaitOutcome::Granted(grants) = central.look(small, None) else { panic!() };
+        assert_eq!(grants.len(), 1);
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-use super::{CentralPool, Core, Wake, Want, state, sum};
+use super::{CentralPool, Core, Wake, Want, sum};
 use crate::error::{Error, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
@@ -53,7 +53,7 @@ impl CentralPool {
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
-        core.step > 0 && core.growth_failure.is_none() && core.room() >= least(wants)
+        core.step > 0 && core.growth_failure.is_none() && core.room_beside() >= least(wants)
     }
 
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: it is
@@ -138,15 +138,12 @@ impl CentralPool {
     /// As for `Arena::add_extent`. The memory stays until the central pool is freed or [`CentralPool::retire`] has
     /// removed it.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
-        let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(len);
         // SAFETY: this function's contract.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        core.extended();
+        self.finish(core, Vec::new());
     }
 
     /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
@@ -161,17 +158,12 @@ impl CentralPool {
             core.stats.growth_failures += 1;
         }
         if core.growing == 0 {
-            let mut queue = std::mem::take(&mut core.queue);
-            queue.fail(&mut wakes, |wants| {
-                growth_failure(&core, wants).or_else(|| self.hopeless(&core, wants))
+            core.fail(&mut wakes, |core, wants| {
+                growth_failure(core, wants).or_else(|| self.hopeless(core, wants))
             });
-            core.queue = queue;
-            self.start_waiting(&mut core);
+            core.extended();
         }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        self.finish(core, wakes);
     }
 
     /// Removes a region, if none of it is used, and returns its bytes. They count as leaving, and not as room, until
@@ -190,14 +182,10 @@ impl CentralPool {
     /// Ends the leaving of so many bytes: the region thread was told to unpin them. It does that before anything that
     /// it is told to pin from now on, so what is pinned never exceeds the capacity.
     pub(crate) fn left(&self, bytes: usize) {
-        let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.leaving -= bytes;
         // A waiter that joined in between has found no room.
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        self.finish(core, Vec::new());
     }
 
     /// The regions, each with its bytes and how many of them are free. Reclaims everything that is cached first.
@@ -243,11 +231,7 @@ impl Core {
         if self.step == 0 {
             return 0;
         }
-        let kept = if self.quarantined > 0 {
-            self.arena.regions_with(&|descriptor| descriptor.word().state() == state::QUARANTINED)
-        } else {
-            0
-        };
+        let kept = self.arena.stuck_regions();
         self.capacity.saturating_sub(kept + self.growing) / page() * page()
     }
 
@@ -260,7 +244,7 @@ impl Core {
         if self.step == 0 {
             return None;
         }
-        let mut left = self.room();
+        let mut left = self.room_beside();
         if left < least {
             if !may_move || self.growing > 0 || self.never(wants).is_none() {
                 return None;
@@ -280,7 +264,7 @@ impl Core {
             }
             going.retain(|(id, _)| self.arena.retire(*id).is_some());
             // This plan may count on these bytes. For other plans they are leaving, and no room yet.
-            left = self.room();
+            left = self.room_beside();
             self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         }
         // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.

@@ -31,7 +31,7 @@ struct Store {
     memory: Arc<Memory>,
 }
 
-struct Memory([UnsafeCell<u32>; ALL]);
+struct Memory([UnsafeCell<u32>; 2 * ALL]);
 
 // SAFETY: the cells are loom's, which checks each access.
 unsafe impl Sync for Memory {}
@@ -57,8 +57,13 @@ impl Store {
 
     /// Without a clock (`timeless`) every owner counts as idle; with a clock, no owner does.
     fn with(thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
+        Self::of_pages(1, thread_cache, shared_cache, timeless)
+    }
+
+    /// With one page or two, each an extent.
+    fn of_pages(pages: usize, thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
         let config = CentralConfig {
-            capacity: PAGE,
+            capacity: pages * PAGE,
             thread_cache,
             shared_cache,
             largest: PAGE,
@@ -68,9 +73,11 @@ impl Store {
             track: false,
         };
         let central = CentralPool::new(config, None);
-        let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();
-        // SAFETY: the arena only does arithmetic on it.
-        unsafe { central.add_extent(RegionId(0), base, PAGE, true) };
+        for page in 1..=pages {
+            let base = NonNull::new(std::ptr::without_provenance_mut(page * PAGE)).unwrap();
+            // SAFETY: the arena only does arithmetic on it.
+            unsafe { central.add_extent(RegionId(0), base, PAGE, true) };
+        }
         Self { central, memory: Arc::new(Memory(std::array::from_fn(|_| UnsafeCell::new(0)))) }
     }
 
@@ -112,9 +119,17 @@ impl Store {
 impl Out {
     /// Writes to the memory.
     fn written(self) -> Self {
-        let number = (self.segment.base().addr().get() - PAGE) / self.segment.class().unwrap().stride();
-        // SAFETY: loom fails the model if another thread accesses the cell at the same time.
-        self.memory.0[number].with_mut(|p| unsafe { *p += 1 });
+        let at = self.segment.base().addr().get();
+        let first = (at / PAGE - 1) * ALL;
+        // A segment without a class is a page.
+        let numbers = match self.segment.class() {
+            Some(class) => first + at % PAGE / class.stride()..first + at % PAGE / class.stride() + 1,
+            None => first..first + ALL,
+        };
+        for number in numbers {
+            // SAFETY: loom fails the model if another thread accesses the cell at the same time.
+            self.memory.0[number].with_mut(|p| unsafe { *p += 1 });
+        }
         self
     }
 
@@ -519,7 +534,7 @@ fn loom_wait_is_woken() {
             }
         });
         let key = join(&store, 1).unwrap();
-        let grants = store.central.wait(key, None, Instant::now()).unwrap();
+        let grants = store.central.wait(key, LEN, None, Instant::now()).unwrap();
         grants.into_iter().for_each(|grant| store.out(grant).put());
         other.join().unwrap();
         held.into_iter().flatten().for_each(Out::put);
@@ -556,7 +571,7 @@ fn loom_wait_cancelled() {
             let store = store.clone();
             move || {
                 step();
-                store.central.leave(first, true);
+                store.central.leave(first, Leaving::InVain);
             }
         });
         let giver = worker(move || one.put());
@@ -598,6 +613,38 @@ fn loom_wait_in_order() {
             panic!("the second waiter was not served")
         };
         grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_for_a_window() {
+    model("wait: one returns inside of a window, and another takes and returns outside of it", 3, || {
+        let store = Store::of_pages(2, TWO, 0, false);
+        let [one, two, three, beyond] = [(); 4].map(|()| store.take().unwrap());
+        // The window is the first page, where one segment is out and two are cached.
+        two.put();
+        three.put();
+        let others = [
+            worker(move || one.put()),
+            worker({
+                let store = store.clone();
+                move || {
+                    beyond.put();
+                    let again = store.take().expect("there is room outside of any window");
+                    again.put();
+                }
+            }),
+        ];
+        step();
+        let page = store.central.place(PAGE - 32, 64).unwrap();
+        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false).unwrap();
+        let got = wait_as_task(&store, key).unwrap();
+        // It writes to the whole page.
+        got.into_iter().for_each(Out::put);
+        for other in others {
+            other.join().unwrap();
+        }
         store.finish();
     });
 }

@@ -13,8 +13,9 @@
 //! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
 //!    (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down: to the thread cache, to a transfer cache, to the runs. While a request waits, the mode
-//! word sends all returns to the lock, so that each segment that comes back meets the queue.
+//! Returns go the same way down: to the thread cache, to a transfer cache, to the runs. A segment to which a waiting
+//! request may have a right goes to the lock instead, so that it meets the queue: a segment of the class that is waited
+//! for, and a segment in a window (`waiting`). All others stay on the fast path.
 //!
 //! # How long a central pool lives
 //!
@@ -29,7 +30,9 @@
 //! - Each segment is in one place: in its run, in a thread cache, in a transfer cache, or out.
 //! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
 //!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
-//! - While the mode word says WAITING, nothing is cached.
+//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for.
+//! - No waiter could be served by what is free outside of windows, except while `pending` says that the queue is being
+//!   served.
 //! - No driver call, no wake and no foreign code under the lock: the slow path collects a list of [`Wake`]s and carries
 //!   them out after the unlock.
 //!
@@ -66,7 +69,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::cache::Put;
 use crate::freelist::{
-    CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode, state,
+    CacheTable, Chain, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
 };
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
@@ -85,6 +88,8 @@ pub(crate) use reclaim::ReclaimLevel;
 use token::Deposit;
 pub use token::Token;
 use transfer::Reservations;
+pub(crate) use waiting::Leaving;
+use waiting::{Fence, Windows};
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
@@ -117,6 +122,8 @@ pub(crate) struct CentralPool {
     number: u64,
     config: CentralConfig,
     transfers: Vec<TransferCache>,
+    /// The returns that may be for a waiter.
+    fence: Fence,
     reservations: crossbeam::utils::CachePadded<Reservations>,
     /// Bytes that several timelines hold at once.
     joint: StdAtomicU64,
@@ -139,6 +146,10 @@ struct Core {
     arena: Arena,
     table: CacheTable,
     queue: WaitQueue,
+    /// Windows and fences, as far as the queue does not say it.
+    windows: Windows,
+    /// The queue is being served in turns, between which the lock is free: what is free now may be a waiter's.
+    pending: bool,
     /// Takes and returns on the slow path, over all classes.
     takes: u64,
     puts: u64,
@@ -156,6 +167,7 @@ struct Core {
     capacity: usize,
     extent: usize,
     step: usize,
+    timeless: bool,
     me: Weak<CentralPool>,
     /// After closing: the number of segments that are still out.
     outstanding: Option<u64>,
@@ -175,6 +187,7 @@ struct Core {
 pub(crate) struct Stats {
     pub(crate) reclaims: u64,
     pub(crate) waits: u64,
+    /// Waits that were given up, at their deadline or by a future that was dropped.
     pub(crate) timeouts: u64,
     /// Regions that were planned for requests, and those that came in part or not at all.
     pub(crate) growths: u64,
@@ -196,6 +209,8 @@ pub(crate) struct CentralSnapshot {
     pub(crate) quarantined_segments: u64,
     pub(crate) cut: usize,
     pub(crate) largest_free: usize,
+    /// The free bytes that are withheld for waiting requests.
+    pub(crate) withheld: usize,
     pub(crate) takes: u64,
     pub(crate) puts: u64,
     pub(crate) waiting: usize,
@@ -221,6 +236,7 @@ impl CentralPool {
             number,
             regions,
             transfers: listed().map(|_| TransferCache::new()).collect(),
+            fence: Fence::new(),
             reservations: crossbeam::utils::CachePadded::new(Reservations::new()),
             joint: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
@@ -230,7 +246,9 @@ impl CentralPool {
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 arena: Arena::new(),
                 table: CacheTable::default(),
-                queue: WaitQueue::new(config.timeless),
+                queue: WaitQueue::new(),
+                windows: Windows::default(),
+                pending: false,
                 tokens: Slab::new(),
                 takes: 0,
                 puts: 0,
@@ -243,6 +261,7 @@ impl CentralPool {
                 capacity: config.capacity,
                 extent: config.largest + 32,
                 step: config.step,
+                timeless: config.timeless,
                 me: me.clone(),
                 outstanding: None,
                 growing: 0,
@@ -350,26 +369,25 @@ impl CentralPool {
         }
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
-        let mut core = self.core.lock();
+        let mut core = self.served();
         self.refuse_if_shut()?;
-        if !core.queue.is_empty() {
-            // First come, first served, except for a segment that the head of the queue cannot use.
-            let Core { arena, queue, .. } = &mut *core;
-            let passed = queue.overtake(arena, &[want]);
-            return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.descriptor, g.len)))));
+        if core.pending {
+            // First come, first served.
+            return Ok(Take::Empty);
         }
         if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
             if let Some(descriptor) = self.batch(&mut core, cache, class) {
                 return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
             }
         }
-        if let Some(descriptor) = queue::take_one(&mut core.arena, want.placement) {
-            return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
+        let mut wakes = Vec::new();
+        let mut taken = core.take(want.placement, &mut wakes);
+        if taken.is_none() {
+            taken = self.reclaim(&mut core, want.placement, cache, level, &mut wakes);
         }
-        Ok(match self.reclaim(&mut core, want.placement, cache, level) {
-            Some(descriptor) => Take::Got(self.fresh(core.took(descriptor, want.len))),
-            None => Take::Empty,
-        })
+        let grant = taken.map(|descriptor| core.took(descriptor, want.len));
+        self.finish(core, wakes);
+        Ok(grant.map_or(Take::Empty, |grant| Take::Got(self.fresh(grant))))
     }
 
     /// Takes a segment for each of `wants`, or none at all. `None`: not now.
@@ -379,19 +397,25 @@ impl CentralPool {
     pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let cache = self.cache();
-        let mut core = self.core.lock();
+        let mut core = self.served();
         self.refuse_if_shut()?;
-        if !core.queue.is_empty() {
+        if core.pending {
             return Ok(None);
         }
+        let mut wakes = Vec::new();
         let mut grants = queue::take_all(&mut core.arena, wants);
         if grants.is_none() && self.reclaim_idle(&mut core, cache, None) {
-            grants = queue::take_all(&mut core.arena, wants);
+            core.serve(&mut wakes);
+            grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
         }
         if grants.is_none() && level == ReclaimLevel::All && self.reclaim_all(&mut core) {
-            grants = queue::take_all(&mut core.arena, wants);
+            core.serve(&mut wakes);
+            grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
         }
-        Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.descriptor, g.len))).collect()))
+        let grants: Option<Vec<Grant>> =
+            grants.map(|grants| grants.iter().map(|g| core.took(g.descriptor, g.len)).collect());
+        self.finish(core, wakes);
+        Ok(grants.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect()))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -442,23 +466,11 @@ impl CentralPool {
         }
         let mut wakes = Vec::new();
         let mut core = central.core.lock();
-        // SAFETY: the descriptor is alive until the arena gets it back.
-        let (granted, class) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().class()) };
-        core.granted = core.granted.wrapping_sub(granted as u64);
-        core.classes.gave(class, granted);
         core.ledger.close(descriptor.addr().get());
-        core.requested = core.requested.wrapping_sub(len as u64);
-        core.puts += 1;
         // SAFETY: alive, owned by the caller, in no list.
-        unsafe {
-            descriptor.as_ref().returned();
-            core.arena.give(descriptor);
-        }
-        core.serve(&mut wakes);
-        central.stop_waiting(&core);
+        unsafe { core.put(Grant { descriptor, len }, &mut wakes) };
         let last = core.came_back(1);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        central.finish(core, wakes);
         if last {
             // SAFETY: this drops the outstanding reference, once: the last segment is back. Nothing is touched
             // afterwards. (`me` and not `this` gives the pointer: `this` may be derived from a reference, which is
@@ -473,9 +485,8 @@ impl CentralPool {
     /// # Safety
     /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
     unsafe fn keep(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
-        let held = self.cache().and_then(|cache| self.gate.enter(cache));
         // SAFETY: this function's contract.
-        held.is_some_and(|mut held| matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept))
+        self.cache().is_some_and(|cache| unsafe { self.keep_in(cache, class, descriptor, len) })
     }
 
     /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
@@ -489,15 +500,18 @@ impl CentralPool {
             return;
         }
         let mut wakes = Vec::new();
-        {
-            let mut core = central.core.lock();
-            // SAFETY: alive, as above.
-            core.quarantined += unsafe { core.arena.granted(descriptor) };
-            core.quarantined_segments += 1;
-            central.fail_hopeless(&mut core, &mut wakes);
-            central.stop_waiting(&core);
+        let mut core = central.core.lock();
+        // SAFETY: alive, as above.
+        core.quarantined += unsafe { core.arena.granted(descriptor) };
+        core.quarantined_segments += 1;
+        // SAFETY: as above, and it is out for good.
+        let window = unsafe { core.arena.quarantine(descriptor) };
+        if let Some(window) = window {
+            let owner = core.queue.owner(window);
+            core.displace(owner);
         }
-        wakes.into_iter().for_each(Wake::wake);
+        central.fail_hopeless(&mut core, &mut wakes);
+        central.finish(core, wakes);
     }
 
     // --- threads -----------------------------------------------------------------------------------------------------
@@ -514,17 +528,13 @@ impl CentralPool {
         if crate::os::forked() {
             return;
         }
-        let mut wakes = Vec::new();
         let mut core = self.core.lock();
         let Core { arena, table, .. } = &mut *core;
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
         if table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) }) {
             core.count_on(cache);
         }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        self.finish(core, Vec::new());
     }
 
     // --- the end -----------------------------------------------------------------------------------------------------
@@ -542,8 +552,8 @@ impl CentralPool {
         }
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
-        core.queue.fail(&mut wakes, |_| Some(Error::Closed));
-        self.stop_waiting(&core);
+        core.fail(&mut wakes, |_, _| Some(Error::Closed));
+        self.lift(&mut core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts) = core.counted();
         core.outstanding = Some(takes - puts);
@@ -622,6 +632,58 @@ impl Core {
         self.classes.took(class, granted);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { descriptor, len }
+    }
+
+    /// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
+    /// shortened; what this frees is first for those that wait.
+    fn take(&mut self, placement: Placement, wakes: &mut Vec<Wake>) -> Option<NonNull<Descriptor>> {
+        let steps: [fn(&mut Arena) -> bool; 3] = [|_| true, Arena::release_idle, Arena::shorten_runs];
+        for more in steps {
+            if more(&mut self.arena) {
+                self.serve(wakes);
+                let taken = if self.pending { None } else { self.arena.take(placement) };
+                if taken.is_some() {
+                    return taken;
+                }
+            }
+        }
+        None
+    }
+
+    /// Puts a segment back that was out, and serves the waiter that has a right to it.
+    ///
+    /// # Safety
+    /// The descriptor is alive, in no list, and owned by the caller.
+    unsafe fn put(&mut self, Grant { descriptor, len }: Grant, wakes: &mut Vec<Wake>) {
+        // SAFETY: the descriptor is alive until the arena gets it back.
+        let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
+        self.granted = self.granted.wrapping_sub(granted as u64);
+        self.classes.gave(class, granted);
+        self.requested = self.requested.wrapping_sub(len as u64);
+        self.puts += 1;
+        // SAFETY: this function's contract.
+        let window = unsafe {
+            descriptor.as_ref().returned();
+            self.arena.give(descriptor)
+        };
+        if let Some(window) = window {
+            self.came(window, class, wakes);
+        }
+    }
+
+    /// Puts the segments of a chain back into their runs, and serves the waiters that have a right to them: a window may
+    /// have been chosen while this thread had the chain and not the lock.
+    ///
+    /// # Safety
+    /// As for [`Arena::give`], for each descriptor.
+    unsafe fn give_chain(&mut self, mut chain: Chain, wakes: &mut Vec<Wake>) {
+        while let Some(descriptor) = chain.pop() {
+            // SAFETY: alive by this function's contract, and just popped, so in no list.
+            let (class, window) = unsafe { (descriptor.as_ref().class(), self.arena.give(descriptor)) };
+            if let Some(window) = window {
+                self.came(window, class, wakes);
+            }
+        }
     }
 
     /// Takes and returns, of all threads and of the slow path. Exact while all owners are shut out.

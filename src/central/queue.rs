@@ -1,14 +1,25 @@
 //! The queue: the requests that wait for memory, and which of them is next.
 //!
-//! First come, first served, with one exception. While the head waits for something large, a later request may take a
-//! segment of a run that is in use anyway and that the head cannot use as it is. This costs the head nothing now, but
-//! it keeps that run in use. So no request overtakes a head that was overtaken [`MAX_OVERTAKES`] times or has waited
-//! for [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
+//! First come, first served, among those that what is free can serve. A request that cannot be served has a right to
+//! its *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody, later requests included.
+//! So a small request does not wait for the memory that a large one waits for, nor the other way round, and no request
+//! waits for a byte outside of its own window that any other request could have.
+//!
+//! Requests of one size class wait for the same segments, so they are served strictly in order. The first of them has a
+//! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window of
+//! its own as long as the memory outside of all windows lasts, and waits for an earlier window's end otherwise. Several
+//! buffers of one request are granted together or not at all.
+//!
+//! # Costs
+//!
+//! Waiters are found by their order, and by what they need: each in a tree. So a join, a grant and a leave take
+//! logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at the waiters.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
 //! The caller makes them after it has released the lock.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::ptr::NonNull;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
@@ -17,18 +28,13 @@ use slab::Slab;
 
 use super::CentralPool;
 use super::growth::Growth;
-use crate::arena::Arena;
+use crate::arena::{Arena, WindowId};
 use crate::error::Error;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
-use crate::segment::Placement;
+use crate::segment::{CLASSES, Class, PAGE, Placement};
 use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
-
-/// No request overtakes a head that was overtaken this often.
-pub(crate) const MAX_OVERTAKES: u32 = 64;
-/// No request overtakes a head that has waited this long.
-pub(crate) const OVERTAKING_TIME: Duration = Duration::from_millis(10);
 
 /// A request for one segment.
 #[derive(Clone, Copy, Debug)]
@@ -56,6 +62,8 @@ pub(crate) enum Wake {
     Task(Task),
     /// Carries out the plan of a region for the head of the queue.
     Grow(Weak<CentralPool>, Growth),
+    /// Chooses windows anew after this time.
+    Choose(Weak<CentralPool>, Duration),
 }
 
 impl Wake {
@@ -68,6 +76,7 @@ impl Wake {
                     central.carry_out(growth);
                 }
             }
+            Self::Choose(central, after) => CentralPool::choose_later(central, after),
         }
     }
 }
@@ -80,33 +89,64 @@ pub(crate) enum WaitOutcome<G = Grant> {
     Failed(Error),
 }
 
+/// What a waiter needs. Waiters of one size are served in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Size {
+    Class(u8),
+    /// The pages that the largest of the request's buffers needs, whether there are several, and the alignment.
+    Pages(u32, bool, usize),
+}
+
 #[derive(Debug)]
 struct Waiter {
     wants: Vec<Want>,
+    size: Size,
+    /// Its place in the order.
+    number: u64,
     outcome: WaitOutcome,
     wake: Option<Wake>,
-    /// How often other requests have overtaken it.
-    overtaken: u32,
+    /// What is withheld for it.
+    windows: Vec<WindowId>,
+    /// How often its window was exchanged.
+    moves: u32,
     /// Idle regions were replaced for it.
     moved: bool,
+    /// Its windows are whole regions that are to be replaced.
+    replaces: bool,
     since: Instant,
 }
 
 /// See the head of this module.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct WaitQueue {
     waiters: Slab<Waiter>,
     /// Keys of the waiters that still wait, in the order in which they joined.
-    order: VecDeque<usize>,
-    /// Ignore the clock: pools on a stepped device do so, so that a seed reproduces a run.
-    timeless: bool,
+    order: BTreeMap<u64, usize>,
+    /// The same by size.
+    sizes: BTreeSet<(Size, u64)>,
+    /// Those that may choose a window and have none: not those behind another of the same class.
+    unplaced: BTreeSet<u64>,
+    next: u64,
+    /// How many requests for one segment of a class wait, by class.
+    awaited: Vec<u32>,
+    /// The waiter that each window is withheld for, by the window's number.
+    owners: Vec<usize>,
     /// How long each wait that has ended took, with any outcome.
     waited: Histogram,
 }
 
 impl WaitQueue {
-    pub(crate) fn new(timeless: bool) -> Self {
-        Self { timeless, ..Self::default() }
+    pub(crate) fn new() -> Self {
+        Self {
+            waiters: Slab::new(),
+            order: BTreeMap::new(),
+            sizes: BTreeSet::new(),
+            unplaced: BTreeSet::new(),
+            next: 0,
+            awaited: vec![0; CLASSES],
+            owners: Vec::new(),
+            waited: Histogram::default(),
+        }
     }
 
     /// Whether no request waits.
@@ -123,19 +163,60 @@ impl WaitQueue {
         &self.waited
     }
 
+    /// How many requests for one segment of a class wait.
+    pub(crate) fn awaited(&self, class: Class) -> u32 {
+        self.awaited[class.index()]
+    }
+
     /// Adds a waiter at the end. Returns its key.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
-        let since = Instant::now();
+        let size = match &wants[..] {
+            [Want { placement: Placement::Class(class), .. }] => Size::Class(class.index() as u8),
+            wants => {
+                let fresh = wants.iter().map(|w| w.placement.fresh_pages());
+                let (pages, align) = fresh.fold((1, 1), |a, b| (a.0.max(b.0), a.1.max(b.1)));
+                Size::Pages(u32::try_from(pages).unwrap_or(u32::MAX), wants.len() > 1, align)
+            }
+        };
+        if let Size::Class(class) = size {
+            self.awaited[usize::from(class)] += 1;
+        }
+        let (number, since) = (self.next, Instant::now());
+        self.next += 1;
         let key = self.waiters.insert(Waiter {
             wants,
+            size,
+            number,
             outcome: WaitOutcome::Waiting,
             wake: Some(wake),
-            overtaken: 0,
+            windows: Vec::new(),
+            moves: 0,
             moved: false,
+            replaces: false,
             since,
         });
-        self.order.push_back(key);
+        self.order.insert(number, key);
+        self.sizes.insert((size, number));
+        if self.chooses(size, number) {
+            self.unplaced.insert(number);
+        }
         key
+    }
+
+    /// Whether a waiter may have a window: of several for the same class the first.
+    fn chooses(&self, size: Size, number: u64) -> bool {
+        matches!(size, Size::Pages(..)) || self.first(size) == Some(number)
+    }
+
+    /// Whether a waiter is not behind another of the same class.
+    pub(super) fn is_first(&self, key: usize) -> bool {
+        let waiter = &self.waiters[key];
+        self.chooses(waiter.size, waiter.number)
+    }
+
+    /// The first waiter of a size.
+    fn first(&self, size: Size) -> Option<u64> {
+        self.sizes.range((size, 0)..=(size, u64::MAX)).next().map(|found| found.1)
     }
 
     /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. A waiter
@@ -155,108 +236,227 @@ impl WaitQueue {
         matches!(self.waiters[key].outcome, WaitOutcome::Waiting)
     }
 
+    /// The size of a waiter.
+    pub(super) fn size(&self, key: usize) -> Size {
+        self.waiters[key].size
+    }
+
+    /// Whether there is a waiter of this key that still waits.
+    pub(super) fn keeps_waiting(&self, key: usize) -> bool {
+        self.waiters.get(key).is_some_and(|waiter| self.order.get(&waiter.number) == Some(&key))
+    }
+
+    /// The key of the first waiter of a size.
+    pub(super) fn first_key(&self, size: Size) -> Option<usize> {
+        self.first(size).map(|number| self.order[&number])
+    }
+
+    /// What a waiter asks for.
+    pub(super) fn wants(&self, key: usize) -> &[Want] {
+        &self.waiters[key].wants
+    }
+
     /// Removes a waiter. Returns its outcome, with what was granted meanwhile, and as in [`WaitQueue::look`] a wake to
-    /// be dropped after the lock is released.
-    pub(crate) fn leave(&mut self, key: usize) -> (WaitOutcome, Option<Wake>) {
-        self.order.retain(|&k| k != key);
-        let Waiter { outcome, wake, since, .. } = self.waiters.remove(key);
-        if matches!(outcome, WaitOutcome::Waiting) {
-            self.waited.record(since.elapsed());
+    /// be dropped after the lock is released. The caller ends its windows.
+    pub(crate) fn leave(&mut self, key: usize, ended: &mut Vec<WindowId>) -> (WaitOutcome, Option<Wake>) {
+        if self.waits(key) {
+            self.remove(key, ended);
         }
+        let Waiter { outcome, wake, .. } = self.waiters.remove(key);
         (outcome, wake)
     }
 
     /// The head's wants, and whether idle regions were replaced for it already.
     pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
-        let head = &self.waiters[*self.order.front()?];
+        let head = &self.waiters[*self.order.values().next()?];
         Some((&head.wants, head.moved))
     }
 
     /// Notes that idle regions are replaced for the head.
     pub(crate) fn head_moved(&mut self) {
-        if let Some(&head) = self.order.front() {
-            self.waiters[head].moved = true;
+        if let Some(head) = self.head_key() {
+            self.note_replaced(head);
         }
     }
 
-    /// Ends the head's wait with an error.
-    pub(crate) fn fail_head(&mut self, wakes: &mut Vec<Wake>, error: impl FnOnce(&[Want]) -> Error) {
-        if let Some(&head) = self.order.front() {
-            let error = error(&self.waiters[head].wants);
-            self.finish(head, WaitOutcome::Failed(error), wakes);
+    /// Whether idle regions may be replaced for a waiter: they were not yet.
+    pub(super) fn may_replace(&self, key: usize) -> bool {
+        !self.waiters[key].moved
+    }
+
+    /// Notes that idle regions are replaced for a waiter.
+    pub(super) fn note_replaced(&mut self, key: usize) {
+        self.waiters[key].moved = true;
+    }
+
+    /// Whether a waiter's windows are whole regions that are to be replaced.
+    pub(super) fn replaces(&self, key: usize) -> bool {
+        self.waiters[key].replaces
+    }
+
+    /// Notes that a waiter's windows are such regions.
+    pub(super) fn set_replaces(&mut self, key: usize) {
+        self.waiters[key].replaces = true;
+    }
+
+    /// The key of the waiter that came first.
+    pub(super) fn head_key(&self) -> Option<usize> {
+        self.order.values().next().copied()
+    }
+
+    /// The waiter behind a place, in the order of sizes: its key, and its place.
+    pub(super) fn after(&self, place: Option<(Size, u64)>) -> Option<(usize, Size, u64)> {
+        let behind = place.map_or(Bound::Unbounded, Bound::Excluded);
+        let (size, number) = *self.sizes.range((behind, Bound::Unbounded)).next()?;
+        Some((self.order[&number], size, number))
+    }
+
+    /// Takes a waiter that still waits out of the order.
+    fn remove(&mut self, key: usize, ended: &mut Vec<WindowId>) {
+        let waiter = &mut self.waiters[key];
+        let (size, number) = (waiter.size, waiter.number);
+        let (windows, replaces) = (std::mem::take(&mut waiter.windows), waiter.replaces);
+        self.waited.record(waiter.since.elapsed());
+        if let Size::Class(class) = size {
+            self.awaited[usize::from(class)] -= 1;
+        }
+        self.order.remove(&number);
+        self.unplaced.remove(&number);
+        let first = self.first(size) == Some(number);
+        self.sizes.remove(&(size, number));
+        match (first, size, self.first(size)) {
+            // The next waiter of the class inherits the window, or may choose one.
+            (true, Size::Class(_), Some(next)) => {
+                self.unplaced.insert(next);
+                if !windows.is_empty() {
+                    let next = self.order[&next];
+                    self.place(next, windows);
+                    self.waiters[next].replaces = replaces;
+                }
+            }
+            _ => ended.extend(windows),
         }
     }
 
-    fn finish(&mut self, key: usize, outcome: WaitOutcome, wakes: &mut Vec<Wake>) {
-        self.order.retain(|&k| k != key);
+    /// Ends a wait. The caller ends the windows that were withheld for it.
+    pub(super) fn finish(
+        &mut self,
+        key: usize,
+        outcome: WaitOutcome,
+        ended: &mut Vec<WindowId>,
+        wakes: &mut Vec<Wake>,
+    ) {
+        self.remove(key, ended);
         let waiter = &mut self.waiters[key];
         waiter.outcome = outcome;
-        self.waited.record(waiter.since.elapsed());
         wakes.extend(waiter.wake.take());
     }
 
-    /// Grants everything that can be granted now. `taken` sees each segment that is given out.
-    pub(crate) fn serve(
-        &mut self,
-        arena: &mut Arena,
-        wakes: &mut Vec<Wake>,
-        mut taken: impl FnMut(&mut Arena, Grant),
-    ) {
-        while let Some(&head) = self.order.front() {
-            let Some(grants) = take_all(arena, &self.waiters[head].wants) else { break };
-            for grant in &grants {
-                taken(arena, *grant);
-            }
-            self.finish(head, WaitOutcome::Granted(grants), wakes);
+    // --- windows -----------------------------------------------------------------------------------------------------
+
+    /// The first waiters that may choose a window and have none, up to `most` of them.
+    pub(super) fn unplaced(&self, most: usize) -> Vec<usize> {
+        self.unplaced.iter().take(most).map(|number| self.order[number]).collect()
+    }
+
+    pub(super) fn any_unplaced(&self) -> bool {
+        !self.unplaced.is_empty()
+    }
+
+    /// What is withheld for a waiter.
+    pub(super) fn windows(&self, key: usize) -> &[WindowId] {
+        &self.waiters[key].windows
+    }
+
+    /// How often a waiter's window was exchanged.
+    pub(super) fn moves(&self, key: usize) -> u32 {
+        self.waiters[key].moves
+    }
+
+    /// Notes that a waiter's window is exchanged.
+    pub(super) fn moved(&mut self, key: usize) {
+        self.waiters[key].moves += 1;
+    }
+
+    /// Gives a waiter windows.
+    pub(super) fn place(&mut self, key: usize, windows: Vec<WindowId>) {
+        for window in &windows {
+            let index = window.index();
+            self.owners.resize(self.owners.len().max(index + 1), usize::MAX);
+            self.owners[index] = key;
         }
-        // The head cannot be served now. Later requests may overtake it.
-        let mut at = 1;
-        while at < self.order.len() {
-            let key = self.order[at];
-            let wants = std::mem::take(&mut self.waiters[key].wants);
-            let granted = self.overtake(arena, &wants);
-            self.waiters[key].wants = wants;
-            match granted {
-                Some(grant) => {
-                    taken(arena, grant);
-                    self.finish(key, WaitOutcome::Granted(vec![grant]), wakes);
+        let waiter = &mut self.waiters[key];
+        debug_assert!(waiter.windows.is_empty());
+        waiter.windows = windows;
+        self.unplaced.remove(&waiter.number);
+    }
+
+    /// The waiter that a window is withheld for.
+    pub(super) fn owner(&self, window: WindowId) -> usize {
+        self.owners[window.index()]
+    }
+
+    /// The waiters that have a window, in their order.
+    pub(super) fn owners(&self) -> Vec<usize> {
+        let mut owners: Vec<usize> = self.owners.clone();
+        owners.retain(|key| self.waiters.get(*key).is_some_and(|w| !w.windows.is_empty()));
+        owners.sort_unstable_by_key(|key| self.waiters[*key].number);
+        owners.dedup();
+        owners
+    }
+
+    /// Takes a waiter's windows from it.
+    pub(super) fn displace(&mut self, key: usize) -> Vec<WindowId> {
+        let waiter = &mut self.waiters[key];
+        waiter.replaces = false;
+        self.unplaced.insert(waiter.number);
+        std::mem::take(&mut waiter.windows)
+    }
+
+    // --- who is next -------------------------------------------------------------------------------------------------
+
+    /// The first waiter that what is free outside of windows can probably serve, but for the sizes in `not`.
+    pub(super) fn next(&self, arena: &Arena, not: &[Size]) -> Option<(usize, Size)> {
+        let largest = arena.largest_free_pages();
+        let mut best: Option<(u64, Size)> = None;
+        let mut from = (Size::Class(0), 0);
+        while let Some(&(size, number)) = self.sizes.range(from..).next() {
+            let could = match size {
+                Size::Class(class) => {
+                    Class::new(class.into()).is_some_and(|class| arena.could_take(Placement::Class(class)))
                 }
-                None => at += 1,
+                // These come in the order of their pages.
+                Size::Pages(pages, ..) if pages as usize > largest => break,
+                Size::Pages(..) => true,
+            };
+            if could && best.is_none_or(|best| number < best.0) && !not.contains(&size) {
+                best = Some((number, size));
             }
+            from = (size, u64::MAX);
         }
+        best.map(|(number, size)| (self.order[&number], size))
     }
+}
 
-    /// Takes what a request may have that is not at the head: one segment of a run that is in use anyway, of a class
-    /// that the head does not ask for.
-    pub(crate) fn overtake(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
-        let head = &mut self.waiters[*self.order.front()?];
-        let exempt =
-            head.overtaken >= MAX_OVERTAKES || (!self.timeless && head.since.elapsed() >= OVERTAKING_TIME);
-        if exempt {
-            return None;
-        }
-        let &[Want { len, placement: Placement::Class(class) }] = wants else { return None };
-        if head.wants.iter().any(|w| w.placement == Placement::Class(class)) {
-            return None;
-        }
-        let descriptor = arena.take_from_partly_used(class)?;
-        head.overtaken += 1;
-        Some(Grant { descriptor, len })
+/// The pages that a window for these wants must have, and the alignment of the first.
+pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
+    if let [want] = wants {
+        return want.placement.fresh_pages();
     }
-
-    /// Ends every wait for which `verdict` has an error.
-    pub(crate) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&[Want]) -> Option<Error>) {
-        for key in self.order.clone() {
-            if let Some(error) = verdict(&self.waiters[key].wants) {
-                self.finish(key, WaitOutcome::Failed(error), wakes);
-            }
+    let mut small = [0; CLASSES];
+    let mut pages = 0usize;
+    for want in wants {
+        match want.placement {
+            Placement::Class(class) => small[class.index()] += class.stride(),
+            Placement::Pages { span, align } => pages = pages.saturating_add(span.div_ceil(PAGE) + align - 1),
         }
     }
+    (small.iter().fold(pages, |pages, bytes| pages.saturating_add(bytes.div_ceil(PAGE))), 1)
 }
 
 /// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
 /// shortened.
-pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descriptor>> {
+fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descriptor>> {
     let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
     let mut taken = arena.take(placement);
     if taken.is_none() {
@@ -279,7 +479,8 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
             None => {
                 for grant in grants {
                     // SAFETY: just taken: alive, in no list, its state still HOST, and no other thread has seen it.
-                    unsafe { arena.give(grant.descriptor) };
+                    // It is from outside of all windows.
+                    let _ = unsafe { arena.give(grant.descriptor) };
                 }
                 return None;
             }
@@ -292,7 +493,6 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
 mod tests {
     use super::*;
     use crate::region::RegionId;
-    use crate::segment::{Class, PAGE};
     use crate::sync::thread;
 
     const PAGES: usize = 32;
@@ -306,7 +506,7 @@ mod tests {
         unsafe { arena.add_extent(RegionId(0), base, PAGES * PAGE, true) };
         let held = [(); 3].map(|()| arena.take(want(SMALL).placement).unwrap());
         // SAFETY: each is out, and returned once.
-        held[..2].iter().for_each(|segment| unsafe { arena.give(*segment) });
+        held[..2].iter().for_each(|segment| assert!(unsafe { arena.give(*segment) }.is_none()));
         arena
     }
 
@@ -321,81 +521,74 @@ mod tests {
     }
 
     #[test]
-    fn a_head_is_overtaken_so_often_and_for_so_long() {
-        for timeless in [false, true] {
-            let (mut arena, mut queue) = (arena(), WaitQueue::new(timeless));
-            let overtakes = |queue: &mut WaitQueue, arena: &mut Arena| {
-                let grant = queue.overtake(arena, &[want(SMALL)]);
-                // SAFETY: just taken, and returned once.
-                grant.inspect(|grant| unsafe { arena.give(grant.descriptor) }).is_some()
-            };
-            let head = join(&mut queue, &[want(PAGES * PAGE - 32)]);
-            // In the future, so that the clock does not end it here.
-            queue.waiters[head].since = Instant::now() + Duration::from_secs(3600);
-            for n in 0..MAX_OVERTAKES {
-                assert!(overtakes(&mut queue, &mut arena), "{n}");
-            }
-            assert!(!overtakes(&mut queue, &mut arena), "it was overtaken often enough");
-            queue.waiters[head].overtaken = 0;
-            queue.waiters[head].since = Instant::now().checked_sub(OVERTAKING_TIME).unwrap();
-            assert_eq!(overtakes(&mut queue, &mut arena), timeless, "only a clock ends it");
-        }
+    fn the_first_that_can_be_served_is_next() {
+        let (arena, mut queue) = (arena(), WaitQueue::new());
+        let next = |queue: &WaitQueue, not: &[Size]| queue.next(&arena, not).map(|next| next.0);
+        let large = join(&mut queue, &[want(PAGES * PAGE - 32)]);
+        assert_eq!(next(&queue, &[]), None, "a run is in use");
+        let keys = [SMALL, 2 * SMALL, SMALL].map(|len| join(&mut queue, &[want(len)]));
+        assert_eq!(next(&queue, &[]), Some(keys[0]));
+        let size = queue.size(keys[0]);
+        assert_eq!(
+            next(&queue, &[size]),
+            None,
+            "the run in use takes all pages, so there are none for the other class"
+        );
+        assert_eq!((queue.awaited(Class::of(SMALL).unwrap()), queue.len()), (2, 4));
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        queue.finish(keys[0], WaitOutcome::Granted(Vec::new()), &mut ended, &mut wakes);
+        assert_eq!((wakes.len(), queue.waited().count(), next(&queue, &[])), (1, 1, Some(keys[2])));
+        let (outcome, _) = queue.look(keys[0], None);
+        assert!(matches!(outcome, WaitOutcome::Granted(grants) if grants.is_empty()));
+        let (outcome, wake) = queue.leave(large, &mut ended);
+        assert!(matches!(outcome, WaitOutcome::Waiting) && wake.is_some() && ended.is_empty());
+        assert_eq!((queue.head_key(), queue.len(), queue.waited().count()), (Some(keys[1]), 2, 2));
     }
 
     #[test]
-    fn what_a_head_asks_for_and_more_than_one_segment_pass_no_head() {
-        let (mut arena, mut queue) = (arena(), WaitQueue::new(true));
-        join(&mut queue, &[want(PAGES * PAGE - 32), want(SMALL)]);
-        assert!(queue.overtake(&mut arena, &[want(SMALL)]).is_none(), "the head asks for the class");
-        let (mut arena, mut queue) = (self::arena(), WaitQueue::new(true));
-        join(&mut queue, &[want(PAGES * PAGE - 32)]);
-        assert!(queue.overtake(&mut arena, &[want(SMALL), want(SMALL)]).is_none());
-        assert!(queue.overtake(&mut arena, &[want(PAGES * PAGE / 2)]).is_none(), "it has a run of its own");
-        let other = 2 * SMALL;
-        assert_ne!(Class::of(other), Class::of(SMALL));
-        assert!(queue.overtake(&mut arena, &[want(other)]).is_none(), "no run of the class is in use");
-        assert!(queue.overtake(&mut arena, &[want(SMALL)]).is_some());
-    }
-
-    #[test]
-    fn those_behind_a_head_are_served_in_order() {
-        let (mut arena, mut queue) = (arena(), WaitQueue::new(true));
-        let head = join(&mut queue, &[want(PAGES * PAGE - 32)]);
-        let behind = [want(2 * SMALL), want(SMALL), want(2 * SMALL), want(SMALL)];
-        let keys = behind.map(|want| join(&mut queue, &[want]));
-        let (mut wakes, mut taken) = (Vec::new(), Vec::new());
-        queue.serve(&mut arena, &mut wakes, |_, grant| taken.push(grant.len));
-        assert_eq!((wakes.len(), taken), (2, vec![SMALL, SMALL]));
-        assert!(queue.waits(head) && queue.waits(keys[0]) && queue.waits(keys[2]));
-        assert!(!queue.waits(keys[1]) && !queue.waits(keys[3]));
-        assert_eq!((queue.len(), queue.waiters[head].overtaken), (3, 2));
-        assert_eq!(queue.waited().count(), 2);
-        let (outcome, _) = queue.look(keys[3], None);
-        assert!(matches!(outcome, WaitOutcome::Granted(grants) if grants.len() == 1));
-        // With the head gone the others come before what joins later.
-        let (outcome, wake) = queue.leave(head);
-        assert!(matches!(outcome, WaitOutcome::Waiting) && wake.is_some());
-        assert_eq!(queue.waited().count(), 3);
-        queue.serve(&mut arena, &mut wakes, |_, _| ());
-        assert!(queue.is_empty() && wakes.len() == 4);
-        let (outcome, _) = queue.leave(keys[0]);
-        assert!(matches!(outcome, WaitOutcome::Granted(_)));
-        assert_eq!(queue.waited().count(), 5, "a wait that has ended is counted once");
+    fn windows_are_for_the_first_of_a_class_and_for_each_large_request() {
+        let (mut arena, mut queue) = (arena(), WaitQueue::new());
+        let small = [(); 3].map(|()| join(&mut queue, &[want(SMALL)]));
+        let large = [(); 2].map(|()| join(&mut queue, &[want(4 * PAGE)]));
+        let several = join(&mut queue, &[want(SMALL), want(SMALL)]);
+        assert_eq!(queue.unplaced(9), [small[0], large[0], large[1], several]);
+        assert_eq!(queue.unplaced(2), [small[0], large[0]]);
+        let range = arena.choose_window(2, 1).unwrap();
+        let window = arena.withhold(range, 2, 1);
+        queue.place(small[0], vec![window]);
+        assert_eq!(queue.unplaced(9), [large[0], large[1], several]);
+        assert_eq!((queue.owner(window), queue.owners()), (small[0], vec![small[0]]));
+        // The next of the class inherits the window.
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        queue.finish(small[0], WaitOutcome::Failed(Error::Closed), &mut ended, &mut wakes);
+        assert_eq!((queue.owner(window), queue.windows(small[1])), (small[1], &[window][..]));
+        assert!(ended.is_empty());
+        let _ = queue.leave(small[2], &mut ended);
+        assert!(ended.is_empty());
+        let _ = queue.leave(small[1], &mut ended);
+        assert_eq!(ended, [window]);
+        assert!(queue.owners().is_empty());
     }
 
     #[test]
     fn a_look_replaces_the_wake_of_what_waits() {
-        let mut queue = WaitQueue::new(true);
+        let mut queue = WaitQueue::new();
         let key = join(&mut queue, &[want(SMALL)]);
         let other = || Some(Wake::Thread(thread::current()));
         assert!(matches!(queue.look(key, None), (WaitOutcome::Waiting, None)));
         assert!(matches!(queue.look(key, other()), (WaitOutcome::Waiting, Some(_))));
-        let mut wakes = Vec::new();
-        queue.fail(&mut wakes, |_| None);
-        assert!(queue.waits(key) && wakes.is_empty());
-        queue.fail(&mut wakes, |wants| (wants[0].len == SMALL).then_some(Error::Closed));
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        queue.finish(key, WaitOutcome::Failed(Error::Closed), &mut ended, &mut wakes);
         assert_eq!((queue.waits(key), wakes.len(), queue.len()), (false, 1, 0));
         assert!(matches!(queue.look(key, other()), (WaitOutcome::Failed(Error::Closed), Some(_))));
+    }
+
+    #[test]
+    fn a_window_is_as_long_as_what_it_is_for() {
+        assert_eq!(window_pages(&[want(SMALL)]), (2, 1));
+        let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
+        assert_eq!(window_pages(&[aligned]), (3, 8));
+        assert_eq!(window_pages(&[aligned, want(SMALL), want(SMALL)]), (3 + 7 + 3, 1));
     }
 
     #[test]

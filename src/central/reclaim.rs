@@ -20,7 +20,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{CentralPool, Core, lease, queue};
+use super::{CentralPool, Core, Wake, lease};
 use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
@@ -50,8 +50,8 @@ impl CentralPool {
         cache: &ThreadCache,
         class: Class,
     ) -> Option<NonNull<Descriptor>> {
-        let limit = self.limit(core, cache, class);
-        let mut chain = core.arena.take_batch(class, (limit / 2).max(1));
+        let room = self.room(core, cache, class);
+        let mut chain = core.arena.take_batch(class, (room / 2).max(1));
         let descriptor = chain.pop()?;
         if !chain.is_empty() {
             let rest = match self.gate.enter(cache) {
@@ -69,30 +69,37 @@ impl CentralPool {
     /// which fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too many
     /// of the cache's bytes, some of them lose their room and what is in it: large ones first, and of these the one that
     /// was granted its room first. Large are those whose room is bounded by its bytes.
-    pub(super) fn limit(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
+    /// None while a request for a segment of the class waits.
+    pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
-        let limit = held.limit(class);
-        if limit > 0 || !held.has(class) {
-            return limit;
+        if core.queue.awaited(class) > 0 {
+            return 0;
+        }
+        let room = held.room(class);
+        if room > 0 || !held.has(class) {
+            return room;
         }
         let (budget, stride) = (self.config.thread_cache, class.stride());
-        let limit = match budget / 8 / stride {
+        let room = match budget / 8 / stride {
             0 | 1 if stride * 4 <= budget => 2,
             0 | 1 => return 0,
             n => n.min(MOST_CACHED) as u32,
         };
-        let room = |c: Class, limit: u32| limit as usize * c.stride();
-        let mut granted: usize = Class::all().map(|c| room(c, held.limit(c))).sum();
-        while granted + room(class, limit) > budget {
+        let bytes = |c: Class, room: u32| room as usize * c.stride();
+        let mut granted: usize = Class::all().map(|c| bytes(c, held.room(c))).sum();
+        while granted + bytes(class, room) > budget {
             let is_small = |c: Class, _| budget / 8 / c.stride() >= MOST_CACHED;
             let Some(first) = held.first_granted(is_small) else { break };
-            granted -= room(first, held.limit(first));
+            granted -= bytes(first, held.room(first));
             // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
             unsafe { core.arena.give_chain(held.drain(first, u32::MAX)) };
-            held.set_limit(first, 0);
+            held.set_room(first, 0);
         }
-        held.set_limit(class, limit);
-        limit
+        held.set_room(class, room);
+        if !self.unfenced(class) {
+            held.fence(class);
+        }
+        room
     }
 
     // --- reclaiming --------------------------------------------------------------------------------------------------
@@ -104,20 +111,24 @@ impl CentralPool {
         placement: Placement,
         mine: Option<&ThreadCache>,
         level: ReclaimLevel,
+        wakes: &mut Vec<Wake>,
     ) -> Option<NonNull<Descriptor>> {
+        // What comes back is first for those that wait.
         if self.reclaim_idle(core, mine, Some(placement)) {
-            if let Some(descriptor) = queue::take_one(&mut core.arena, placement) {
+            if let Some(descriptor) = core.take(placement, wakes) {
                 return Some(descriptor);
             }
         }
         if let Placement::Class(class) = placement {
-            if let Some(descriptor) = self.reclaim_half(core, class) {
-                return Some(descriptor);
+            if self.reclaim_half(core, class) {
+                if let Some(descriptor) = core.take(placement, wakes) {
+                    return Some(descriptor);
+                }
             }
         }
         let any = level == ReclaimLevel::All && self.any_cached(core);
         if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
-            return queue::take_one(&mut core.arena, placement);
+            return core.take(placement, wakes);
         }
         None
     }
@@ -175,14 +186,12 @@ impl CentralPool {
         any
     }
 
-    /// Takes a segment of a class after half of the class's segments in one thread cache, which has most of them, have
-    /// gone back to their runs.
-    fn reclaim_half(&self, core: &mut Core, class: Class) -> Option<NonNull<Descriptor>> {
+    /// Moves half of the class's segments in one thread cache, which has most of them, to their runs. `false`: there
+    /// were none.
+    fn reclaim_half(&self, core: &mut Core, class: Class) -> bool {
         let Core { arena, table, stats, .. } = core;
-        let most = table.caches().max_by_key(|cache| cache.cached(class))?;
-        if most.cached(class) == 0 {
-            return None;
-        }
+        let most = table.caches().max_by_key(|cache| cache.cached(class));
+        let Some(most) = most.filter(|most| most.cached(class) > 0) else { return false };
         let most = most.clone();
         self.gate.revoke(std::slice::from_ref(&most), table, |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
@@ -190,7 +199,7 @@ impl CentralPool {
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
         stats.reclaims += 1;
-        arena.take(Placement::Class(class))
+        true
     }
 
     /// Reclaims everything in thread caches and transfer caches. `false`: there was nothing.

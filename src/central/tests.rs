@@ -8,6 +8,7 @@ use super::growth::growth_failure;
 use super::growth::least;
 use super::transfer::tests::central;
 use super::*;
+use crate::freelist::state;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::thread;
@@ -164,7 +165,10 @@ fn room_is_what_is_neither_held_nor_planned() {
     core.capacity -= PAGE - 1;
     let stuck = core.arena.take(pages(256).placement).unwrap();
     // SAFETY: it is out, so alive.
-    unsafe { stuck.as_ref() }.set(state::QUARANTINED);
+    unsafe {
+        stuck.as_ref().set(state::QUARANTINED);
+        assert!(core.arena.quarantine(stuck).is_none());
+    }
     core.quarantined = MIB;
     assert_eq!(
         (core.room(), core.movable()),
@@ -272,12 +276,12 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
     assert!(!core.grow_for_head(&mut wakes));
     core.capacity = 3 * MIB;
     assert!(core.grow_for_head(&mut wakes));
-    let _ = core.queue.leave(key);
+    let _ = core.queue.leave(key, &mut Vec::new());
     core.growing = 0;
     let key = core.queue.join(vec![pages(100)], Wake::Thread(thread::current()));
     core.step = 0;
     assert!(!core.grow_for_head(&mut wakes), "this pool does not grow");
-    let _ = core.queue.leave(key);
+    let _ = core.queue.leave(key, &mut Vec::new());
 }
 
 #[test]

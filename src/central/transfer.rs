@@ -2,8 +2,12 @@
 //!
 //! A thread that takes more than it returns finds its cache empty, and takes a batch that another thread has left in
 //! the class's transfer cache. A thread that returns more than it takes finds its list full, and moves half of it to
-//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the lock, and neither can overtake a waiter: while
-//! a request waits, no thread cache can be entered. A batch that finds no slot goes to its runs, under the lock.
+//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the lock. A batch that finds no slot goes to its runs,
+//! under the lock.
+//!
+//! Neither can overtake a waiter. What a waiter has a right to is in no cache: it was taken out when the waiter came or
+//! chose its window, and returns that it may have a right to pass a *fence* (`waiting`) that this module looks at
+//! before it keeps a segment.
 //!
 //! The bytes in all transfer caches together are bounded ([`CentralConfig::shared_cache`](super::CentralConfig)), so a
 //! batch is reserved before it is moved. A slot keeps its reservation when it is emptied, since the next batch is
@@ -15,9 +19,9 @@ use std::cell::Cell;
 use std::ptr::NonNull;
 
 use super::queue::Grant;
-use super::{CentralPool, Core, Fresh, Wake};
+use super::{CentralPool, Core, Fresh};
 use crate::freelist::cache::{HeldCache, Put};
-use crate::freelist::{Descriptor, list_of, listed};
+use crate::freelist::{Descriptor, ThreadCache, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
@@ -46,8 +50,8 @@ impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
-    /// lock, and never before a waiter: while a request waits, no thread cache can be entered. Says whether the cache had
-    /// to be filled. `None` in the child of a fork.
+    /// lock, and never before a waiter, which has a right to nothing that is cached. Says whether the cache had to be
+    /// filled. `None` in the child of a fork.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<(Fresh, bool)> {
         if self.gate.mode() != 0 {
             return None;
@@ -65,7 +69,7 @@ impl CentralPool {
         if let Some(descriptor) = held.take(class, len) {
             return Some((descriptor, false));
         }
-        if held.limit(class) == 0 {
+        if held.room(class) == 0 {
             return None;
         }
         let (count, rest) = held.take_batch(class, &self.transfers[list_of(class)]);
@@ -78,12 +82,9 @@ impl CentralPool {
             let mut wakes = Vec::new();
             let mut core = self.core.lock();
             // SAFETY: just taken from a transfer cache, so free and alive.
-            unsafe { core.arena.give_chain(rest) };
+            unsafe { core.give_chain(rest, &mut wakes) };
             // A request that has begun to wait meanwhile has not found these.
-            core.serve(&mut wakes);
-            self.stop_waiting(&core);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
+            self.finish(core, wakes);
         }
         descriptor.map(|descriptor| (descriptor, true))
     }
@@ -98,22 +99,25 @@ impl CentralPool {
     pub(super) unsafe fn make_room(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
         let Some(cache) = self.cache() else { return false };
         let Some(mut held) = self.gate.enter(cache) else { return false };
-        let limit = held.limit(class);
-        if limit == 0 {
+        // SAFETY: this function's contract.
+        if self.fences(class, unsafe { descriptor.as_ref() }.base()) {
+            return false;
+        }
+        let room = held.room(class);
+        if room == 0 {
             drop(held);
             // The class has no room in this cache yet, as in a thread that has only returned segments so far.
             let mut core = self.core.lock();
-            if self.limit(&mut core, cache, class) == 0 {
+            if self.room(&mut core, cache, class) == 0 {
                 return false;
             }
             // The lock is released last: a thread that frees the central pool has to take it first.
-            let Some(mut held) = self.gate.enter(cache) else { return false };
             // SAFETY: this function's contract.
-            return matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept);
+            return unsafe { self.keep_in(cache, class, descriptor, len) };
         }
         // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
         // that reclaims finds it at any time.
-        let overflows = !self.offload(class, &mut held, limit.div_ceil(2));
+        let overflows = !self.offload(class, &mut held, room.div_ceil(2));
         drop(held);
         // The room is made before the segment is returned: as long as the segment is out, the central pool is alive.
         // Once it counts as returned, the central pool may be freed.
@@ -122,17 +126,36 @@ impl CentralPool {
             // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
             if let Some(mut held) = self.gate.enter(cache) {
                 // SAFETY: drained from this thread's cache, so free and alive.
-                unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
+                unsafe { core.arena.give_chain(held.drain(class, room.div_ceil(2))) };
             }
-            let mut wakes = Vec::new();
-            core.serve(&mut wakes);
-            self.stop_waiting(&core);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
+            self.finish(core, Vec::new());
         }
+        // SAFETY: this function's contract.
+        unsafe { self.keep_in(cache, class, descriptor, len) }
+    }
+
+    /// Returns a segment into this thread cache, if the gate admits the owner, the list has room, and no request may have
+    /// a right to the segment. `false`: nothing was done.
+    ///
+    /// # Safety
+    /// As for [`CentralPool::make_room`].
+    pub(super) unsafe fn keep_in(
+        &self,
+        cache: &ThreadCache,
+        class: Class,
+        descriptor: NonNull<Descriptor>,
+        len: usize,
+    ) -> bool {
         let Some(mut held) = self.gate.enter(cache) else { return false };
         // SAFETY: this function's contract.
-        matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept)
+        if self.fences(class, unsafe { descriptor.as_ref() }.base()) {
+            return false;
+        }
+        if self.unfenced(class) {
+            held.lift(class);
+        }
+        // SAFETY: this function's contract, and the fence was looked at inside the gate.
+        matches!(unsafe { held.put_behind_fence(class, descriptor, len) }, Put::Kept)
     }
 
     /// Moves up to `count` segments of a thread cache to the class's transfer cache, within the bound on all transfer
@@ -219,7 +242,7 @@ pub(super) mod tests {
     use crate::region::RegionId;
     use crate::segment::Class;
 
-    const BYTES: usize = 1 << 20;
+    pub(in crate::central) const BYTES: usize = 1 << 20;
 
     /// A central pool with 1 MiB, of which a thread caches up to 64 KiB.
     pub(in crate::central) fn central(shared_cache: usize) -> Arc<CentralPool> {

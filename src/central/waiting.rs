@@ -1,20 +1,142 @@
-//! Waiting for memory: joining and leaving the queue, serving it, and ending waits that nothing can serve any more.
-//! [`super::queue`] decides which waiter is next.
+//! Waiting for memory: joining and leaving the queue, serving it, windows and fences, and ending waits that nothing can
+//! serve any more. [`super::queue`] decides which waiter is next.
 //!
-//! While a request waits, the mode word keeps all threads out of their thread caches, and what these held is back in
-//! its runs. So each segment that comes back meets the queue, under the lock. There is one exception: while memory for
-//! all waiters is being pinned, other threads keep their caches.
+//! # The rule
+//!
+//! A request waits only for bytes of its own window, and nothing that a waiter has a right to passes it by.
+//!
+//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a class
+//! has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
+//! everybody, from thread caches as always.
+//!
+//! # Fences
+//!
+//! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the classes to which a
+//! waiter may have a right are *fenced*: those that are waited for, and those of which segments are given out inside a
+//! window. In each thread cache the limit up to which a hit may return a segment of a fenced class is 0. Such a return
+//! takes the slow path. There it looks at the fence, inside of the gate: if the class is waited for, or the segment's
+//! address lies in a window, the segment goes to the lock. Else it goes into the thread cache after all. Checkouts are
+//! not fenced, since nothing is cached that a waiter has a right to.
+//!
+//! A fence is raised while the owners are shut out of their caches and everything that was cached is in its runs. It is
+//! lifted by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss for
+//! each class when it comes, and the returns of fenced classes a few nanoseconds.
+//!
+//! # Windows that do not empty
+//!
+//! A window to which nothing came back for a while is exchanged for another, if there is one: some thread may keep a
+//! buffer in it for ever. Each further exchange for the same request takes twice as long, so that at last a window stays
+//! for longer than any buffer in it is kept.
+//!
+//! A request that no present region can serve waits for regions to be replaced: then whole regions are withheld for it,
+//! until all of them are free.
+//!
+//! While memory for all waiters is being pinned, nothing is fenced and no window is chosen.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::growth::{growth_failure, least};
-use super::{CentralPool, Core, Fresh, Grant, WaitOutcome, Wake, Want, mode, state, sum};
-use crate::error::{Error, Result};
+use super::queue::{Size, take_all, window_pages};
+use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
+use crate::arena::{PageRange, WindowId};
+use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
-use crate::freelist::Descriptor;
-use crate::sync;
+use crate::freelist::{LISTS, list_of, listed};
+use crate::segment::{Class, Placement};
+use crate::sync::{self, AtomicU32, AtomicU64, MutexGuard, Ordering};
+
+/// The most windows at the same time. Later waiters have none until one ends.
+pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 32 };
+/// The most waiters that are served before the lock is given up for a moment.
+const TURNS: usize = if cfg!(loom) { 2 } else { 64 };
+/// The time after which windows are first looked at again, and the longest.
+const PATIENCE: Duration = Duration::from_millis(50);
+const MOST_PATIENCE: Duration = Duration::from_secs(1);
+/// Without a clock, windows are looked at again after so many calls on the slow path.
+const TICKS: u32 = 64;
+
+/// Bits of a class's fence: requests wait for the class; segments of it are given out in windows.
+const AWAITED: u32 = 1;
+const WATCHED: u32 = 2;
+
+/// What returns look at. The words are written under the central pool's lock; they are read inside of the gate, where
+/// no bit is set meanwhile: the cold side sets bits while all owners are shut out. So all accesses are relaxed, and the
+/// gate's permits order them.
+#[derive(Debug)]
+pub(super) struct Fence {
+    classes: [AtomicU32; LISTS],
+    /// The addresses of each window: the first, and that behind the last.
+    windows: [[AtomicU64; 2]; MOST_WINDOWS],
+}
+
+impl Fence {
+    pub(super) fn new() -> Self {
+        Self {
+            classes: std::array::from_fn(|_| AtomicU32::new(0)),
+            windows: std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))),
+        }
+    }
+
+    fn class(&self, class: Class) -> u32 {
+        self.classes.get(list_of(class)).map_or(0, |bits| bits.load(Ordering::Relaxed))
+    }
+
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn set(&self, class: Class, bits: u32) {
+        self.classes[list_of(class)].store(bits, Ordering::Relaxed);
+    }
+
+    fn holds(&self, address: usize) -> bool {
+        let address = address as u64;
+        let mut windows = self.windows.iter().map(|w| [&w[0], &w[1]].map(|at| at.load(Ordering::Relaxed)));
+        windows.any(|[first, end]| first <= address && address < end)
+    }
+
+    /// Whether a waiter may have a right to a segment. The last byte tells: a segment that crosses the first edge of a
+    /// window lies in it, and none crosses the other.
+    fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
+        let bits = self.class(class);
+        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr() + class.stride() - 1)
+    }
+}
+
+/// Windows and fences, as far as the queue does not say it.
+#[derive(Debug)]
+pub(super) struct Windows {
+    /// The classes that are fenced.
+    fenced: Vec<Class>,
+    /// A search for so many pages has found no window since the last one ended.
+    none_for: Option<usize>,
+    /// A waiter may find a window, or needs a fence.
+    wanted: bool,
+    /// A waiter came for which no memory was being pinned.
+    uncovered: bool,
+    /// When windows are looked at next, and whether that is planned.
+    patience: Duration,
+    planned: bool,
+    ticks: u32,
+    /// How many segments were out of each window when it was looked at last, and for how many looks, by the window's
+    /// number.
+    seen: [(u32, u32); MOST_WINDOWS],
+}
+
+impl Default for Windows {
+    fn default() -> Self {
+        Self {
+            fenced: Vec::new(),
+            none_for: None,
+            wanted: false,
+            uncovered: false,
+            patience: PATIENCE,
+            planned: false,
+            ticks: 0,
+            seen: [(0, 0); MOST_WINDOWS],
+        }
+    }
+}
 
 impl CentralPool {
     /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. With `covered`, memory
@@ -32,36 +154,221 @@ impl CentralPool {
             return Err(error);
         }
         core.stats.waits += 1;
+        let need = window_pages(&wants).0;
+        let class = match &wants[..] {
+            [Want { placement: Placement::Class(class), .. }] => Some(*class),
+            _ => None,
+        };
         let key = core.queue.join(wants, wake);
-        if !(covered && core.growing > 0) {
-            self.start_waiting(&mut core);
-        }
+        core.arena.set_eager(true);
+        core.windows.uncovered |= !covered || core.growing == 0;
+        core.windows.wanted |= match class {
+            Some(class) => core.queue.awaited(class) == 1,
+            None => {
+                core.arena.window_count() < MOST_WINDOWS && core.windows.none_for.is_none_or(|n| need < n)
+            }
+        };
+        // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
+        core.arena.shorten_runs();
         core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
+        if !core.pending && core.queue.waits(key) && core.queue.is_first(key) {
+            core.grant(key, &mut wakes);
+        }
+        self.finish(core, wakes);
         Ok(key)
     }
 
-    /// Sends all requests and returns to the queue, and moves everything that is cached to its runs. Does nothing if no
-    /// request waits, or if the mode says WAITING already.
-    pub(super) fn start_waiting(&self, core: &mut Core) {
-        if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
+    /// Whether a waiter may have a right to a segment that comes back. Exact inside of the gate.
+    pub(super) fn fences(&self, class: Class, base: NonNull<u8>) -> bool {
+        self.fence.meets(class, base)
+    }
+
+    /// Whether returns of the class need not take the slow path. Exact inside of the gate.
+    pub(super) fn unfenced(&self, class: Class) -> bool {
+        self.fence.class(class) == 0
+    }
+
+    /// Whether a segment that is in flight may be lent again: no waiter has a right to it when it comes back. (A waiter
+    /// that comes at this moment finds it lent.)
+    pub(crate) fn may_claim(&self, class: Class, base: NonNull<u8>) -> bool {
+        !self.fence.meets(class, base)
+    }
+
+    /// Serves the queue and chooses windows after a change, releases the lock, and makes the wakes. Where there is more
+    /// to serve than one turn may, goes on after each.
+    pub(super) fn finish(&self, mut core: MutexGuard<'_, Core>, mut wakes: Vec<Wake>) {
+        core.serve(&mut wakes);
+        self.settle(&mut core, &mut wakes);
+        // Counted under the lock: once that is released, the central pool may be freed.
+        let more = if core.pending { self.me.upgrade() } else { None };
+        drop(core);
+        wakes.drain(..).for_each(Wake::wake);
+        let Some(central) = more else { return };
+        loop {
+            let mut core = central.core.lock();
+            core.serve(&mut wakes);
+            central.settle(&mut core, &mut wakes);
+            let pending = core.pending;
+            drop(core);
+            wakes.drain(..).for_each(Wake::wake);
+            if !pending {
+                return;
+            }
+        }
+    }
+
+    /// The lock, for a request that is not in the queue: the waiters that what is free can serve are served first. (While
+    /// others have begun another turn meanwhile, `pending` is set again.)
+    pub(super) fn served(&self) -> MutexGuard<'_, Core> {
+        let core = self.core.lock();
+        if !core.pending {
+            return core;
+        }
+        self.finish(core, Vec::new());
+        self.core.lock()
+    }
+
+    /// Lifts fences, raises others, and chooses windows, as the queue needs it.
+    fn settle(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+        if core.queue.is_empty() {
+            core.arena.set_eager(false);
+            core.windows.patience = PATIENCE;
+            (core.windows.uncovered, core.windows.wanted, core.windows.none_for) = (false, false, None);
+            return self.lift(core);
+        }
+        if core.pending || core.growing > 0 && !core.windows.uncovered {
             return;
         }
-        self.gate.quiesce(mode::WAITING, &core.table);
+        if core.windows.wanted {
+            self.arrange(core, wakes, &[]);
+        } else {
+            self.lift(core);
+        }
+        if self.config.timeless && core.arena.window_count() > 0 {
+            core.windows.ticks += 1;
+            if core.windows.ticks >= TICKS {
+                core.windows.ticks = 0;
+                self.choose_again(core, wakes);
+            }
+        }
+    }
+
+    /// Chooses windows for the waiters that have none, and other windows for those in `again`; fences what returns must
+    /// look at.
+    fn arrange(&self, core: &mut Core, wakes: &mut Vec<Wake>, again: &[usize]) {
+        self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
+        core.windows.wanted = false;
+        core.serve(wakes);
+        if core.pending {
+            core.windows.wanted = true;
+        } else {
+            core.exchange(again);
+            core.choose(wakes);
+        }
+        for class in listed() {
+            let bits = core.fence_of(class);
+            if bits == 0 {
+                continue;
+            }
+            core.table.quiet().for_each(|mut held| held.fence(class));
+            self.fence.classes[list_of(class)].store(bits, Ordering::Relaxed);
+            if !core.windows.fenced.contains(&class) {
+                core.windows.fenced.push(class);
+            }
+        }
+        for (id, [first, end]) in self.fence.windows.iter().enumerate() {
+            let addresses = core.arena.window_addresses(id).unwrap_or_default();
+            first.store(addresses.0 as u64, Ordering::Relaxed);
+            end.store(addresses.1 as u64, Ordering::Relaxed);
+        }
+        self.gate.readmit(mode::INSPECT, &core.table);
+        // Fences that are not needed any more.
+        self.lift(core);
     }
 
-    /// Whether segments that come back go to a waiter. `false` also while memory for all waiters is being pinned.
-    pub(crate) fn awaited(&self) -> bool {
-        self.gate.mode() & mode::WAITING != 0
+    /// Lifts the fences that are not needed any more.
+    pub(super) fn lift(&self, core: &mut Core) {
+        let mut fenced = std::mem::take(&mut core.windows.fenced);
+        fenced.retain(|class| {
+            let bits = core.fence_of(*class);
+            self.fence.classes[list_of(*class)].store(bits, Ordering::Relaxed);
+            bits != 0
+        });
+        core.windows.fenced = fenced;
     }
 
-    /// Admits owners to their thread caches again if no request waits any more.
-    pub(super) fn stop_waiting(&self, core: &Core) {
-        if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
-            self.gate.readmit(mode::WAITING, &core.table);
+    /// Checks what the fences and the queue promise. `cached` tells whether segments of a class are cached.
+    pub(super) fn check_fences(
+        &self,
+        core: &Core,
+        cached: impl Fn(Class) -> bool,
+    ) -> std::result::Result<(), String> {
+        if core.pending || core.growing > 0 && !core.windows.uncovered {
+            return Ok(());
+        }
+        for class in listed() {
+            let (bits, needed) = (self.fence.class(class), core.fence_of(class));
+            if needed & !bits != 0 {
+                return Err(format!("{class:?} is fenced as {bits}, and {needed} is needed"));
+            }
+            if needed & AWAITED != 0 && cached(class) {
+                return Err(format!("segments of {class:?} are cached, and a request waits for one"));
+            }
+        }
+        for (id, words) in self.fence.windows.iter().enumerate() {
+            let seen = [&words[0], &words[1]].map(|at| at.load(Ordering::Relaxed) as usize);
+            if core.arena.window_addresses(id).is_some_and(|(first, end)| seen != [first, end]) {
+                return Err(format!("window {id} is at {seen:x?} for returns, and elsewhere"));
+            }
+        }
+        if let Some((key, _)) = core.queue.next(&core.arena, &[]) {
+            let wants = core.queue.wants(key);
+            let single = wants.len() == 1 && wants[0].placement.fresh_pages().1 == 1;
+            if single {
+                return Err(format!("a request waits that what is free can serve: {wants:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the windows again after a time.
+    pub(super) fn choose_later(central: std::sync::Weak<Self>, after: Duration) {
+        if cfg!(loom) {
+            return;
+        }
+        crate::timer::after(after, move || {
+            let Some(central) = central.upgrade() else { return };
+            let mut wakes = Vec::new();
+            let mut core = central.core.lock();
+            core.windows.planned = false;
+            central.choose_again(&mut core, &mut wakes);
+            central.finish(core, wakes);
+        });
+    }
+
+    /// Exchanges the windows that gave nothing back since the last look for others.
+    fn choose_again(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+        // Returns do not look for what is free behind the last used segments of runs.
+        if core.arena.shorten_runs() {
+            core.serve(wakes);
+        }
+        let mut again = Vec::new();
+        for key in core.queue.owners() {
+            let [window] = core.queue.windows(key) else { continue };
+            let (index, out) = (window.index(), core.arena.out_of(*window));
+            let seen = &mut core.windows.seen[index];
+            *seen = if seen.0 == out { (out, seen.1 + 1) } else { (out, 0) };
+            let moves = core.queue.moves(key).min(20);
+            if core.windows.seen[index].1 >= 1 << moves && core.other_range(key).is_some() {
+                again.push(key);
+            }
+        }
+        core.windows.patience = (core.windows.patience * 2).min(MOST_PATIENCE);
+        if again.is_empty() {
+            core.plan_look(wakes);
+        } else {
+            self.arrange(core, wakes, &again);
         }
     }
 
@@ -91,50 +398,49 @@ impl CentralPool {
         self.core.lock().queue.waits(key)
     }
 
-    /// Ends a wait early. What was granted meanwhile goes back to its runs.
-    pub(crate) fn leave(&self, key: usize, timed_out: bool) {
+    /// Ends a wait early. What was granted meanwhile goes back to its runs. Whether the wait was in vain.
+    pub(crate) fn leave(&self, key: usize, why: Leaving) -> bool {
         if crate::os::forked() {
-            return;
+            return false;
         }
-        let mut wakes = Vec::new();
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
         let mut core = self.core.lock();
-        core.stats.timeouts += u64::from(timed_out);
-        let mut last = false;
         // The waker is dropped after the unlock, as in `look`.
-        let (outcome, waker) = core.queue.leave(key);
+        let (outcome, waker) = core.queue.leave(key, &mut ended);
+        core.release(&ended);
+        let in_vain = why == Leaving::InVain && matches!(outcome, WaitOutcome::Waiting);
+        core.stats.timeouts += u64::from(in_vain);
+        let mut last = false;
         if let WaitOutcome::Granted(grants) = outcome {
-            for Grant { descriptor, len } in grants {
+            for grant in grants {
                 // SAFETY: granted, so out and alive, and no other code has it: the waiter never saw it.
-                unsafe {
-                    let granted = core.arena.granted(descriptor);
-                    core.granted = core.granted.wrapping_sub(granted as u64);
-                    core.classes.gave(descriptor.as_ref().class(), granted);
-                    descriptor.as_ref().returned();
-                    core.arena.give(descriptor);
-                }
-                core.requested = core.requested.wrapping_sub(len as u64);
-                core.puts += 1;
+                unsafe { core.put(grant, &mut wakes) };
                 last |= core.came_back(1);
             }
         }
         // The next waiter may be waiting for what this one gives back, or for its place at the head.
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
+        self.finish(core, wakes);
         drop(waker);
-        wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: this drops the outstanding reference, once: the last segment is back. The caller holds a count of
             // its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
+        in_vain
     }
 
-    /// Waits on this thread until the waiter is served. `since` is when the request began, for the error.
+    /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
+    /// bytes, for the error.
     ///
     /// # Errors
     /// The error that ended the wait; [`Error::Timeout`] when the deadline has passed.
-    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
+    pub(crate) fn wait(
+        &self,
+        key: usize,
+        len: usize,
+        deadline: Option<Instant>,
+        since: Instant,
+    ) -> Result<Vec<Fresh>> {
         loop {
             match self.look(key, None) {
                 WaitOutcome::Granted(grants) => return Ok(grants),
@@ -142,8 +448,9 @@ impl CentralPool {
                 WaitOutcome::Waiting => {}
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
-                self.leave(key, true);
-                return Err(Error::Timeout(since.elapsed()));
+                let shortage = self.shortage(len);
+                self.leave(key, Leaving::InVain);
+                return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
             }
             sync::thread::park_until(deadline);
         }
@@ -151,8 +458,16 @@ impl CentralPool {
 
     /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
-        let growth = self.core.lock().growth_failure.clone().map(Box::new);
-        Error::Exhausted { len, capacity: self.config.capacity, growth }
+        let core = self.core.lock();
+        let growth = core.growth_failure.clone().map(Box::new);
+        let shortage = Some(Box::new(core.shortage(len)));
+        drop(core);
+        Error::Exhausted { len, capacity: self.config.capacity, growth, shortage }
+    }
+
+    /// What there is for a request of `len` bytes that is not served.
+    pub(crate) fn shortage(&self, len: usize) -> Shortage {
+        self.core.lock().shortage(len)
     }
 
     /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these
@@ -172,36 +487,53 @@ impl CentralPool {
         core.never(wants).and_then(|w| error(w.len))
     }
 
-    /// Ends the waits that have become impossible, and serves those that this lets forward.
+    /// Ends the waits that have become impossible.
     pub(super) fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
-        if core.queue.is_empty() {
-            return;
-        }
-        let mut queue = std::mem::take(&mut core.queue);
-        queue.fail(wakes, |wants| self.hopeless(core, wants));
-        core.queue = queue;
-        core.serve(wakes);
+        core.fail(wakes, |core, wants| self.hopeless(core, wants));
     }
+}
+
+/// Why a waiter leaves the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    /// Its time is over, or its future was dropped.
+    InVain,
+    /// Another central pool served it.
+    Served,
 }
 
 impl Core {
     /// The first want that cannot be served together with the others of the same placement, even if every segment that
     /// is not quarantined comes back.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let stuck = |descriptor: &Descriptor| descriptor.word().state() == state::QUARANTINED;
-        let stuck: Option<&dyn Fn(&Descriptor) -> bool> =
-            if self.quarantined > 0 { Some(&stuck) } else { None };
-        wants.iter().find(|want| {
-            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
-            !self.arena.could_serve(want.placement, alike, stuck)
-        })
+        let mut alike: Vec<(&Want, usize)> = Vec::new();
+        for want in wants {
+            match alike.iter_mut().find(|(other, _)| other.placement == want.placement) {
+                Some((_, count)) => *count += 1,
+                None => alike.push((want, 1)),
+            }
+        }
+        let never = |(want, count): &(&Want, usize)| !self.arena.could_serve(want.placement, *count);
+        alike.into_iter().find(never).map(|(want, _)| want)
     }
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served. The caller makes the
-    /// wakes after the unlock.
+    /// wakes after the unlock. Does not serve more than [`TURNS`] waiters: then `pending` is set.
     pub(super) fn serve(&mut self, wakes: &mut Vec<Wake>) {
+        self.pending = false;
+        let (mut not, mut turns) = (Vec::new(), TURNS);
         while !self.queue.is_empty() {
-            self.grant(wakes);
+            while let Some((key, size)) = self.queue.next(&self.arena, &not) {
+                if turns == 0 {
+                    self.pending = true;
+                    return;
+                }
+                turns -= 1;
+                if !self.grant(key, wakes) {
+                    not.push(size);
+                }
+            }
+            let Some(head) = self.queue.head_key() else { break };
             if self.growing > 0 || self.grow_for_head(wakes) {
                 break;
             }
@@ -210,33 +542,299 @@ impl Core {
             if self.leaving > 0 || self.anything_out() {
                 break;
             }
-            let (quarantined, capacity, growth_failure) =
-                (self.quarantined, self.capacity, self.growth_failure.clone());
-            self.queue.fail_head(wakes, |wants| {
-                let len = sum(wants.iter().map(|w| w.len));
-                growth_failure.unwrap_or(Error::Impossible { len, quarantined, capacity })
-            });
+            if self.grant_withheld(head, wakes) {
+                continue;
+            }
+            // What is withheld for others is free, too.
+            self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
+            if self.grant(head, wakes) {
+                continue;
+            }
+            let len = sum(self.queue.wants(head).iter().map(|w| w.len));
+            let (quarantined, capacity) = (self.quarantined, self.capacity);
+            let impossible = Error::Impossible { len, quarantined, capacity };
+            let error = self.growth_failure.clone().unwrap_or(impossible);
+            self.end(head, WaitOutcome::Failed(error), wakes);
         }
     }
 
-    /// Whether any segment can still come back. Valid only while nothing is cached.
+    /// Whether any segment can still come back, from thread caches included.
     pub(super) fn anything_out(&self) -> bool {
         let bytes = self.arena.bytes();
         bytes.free + bytes.cut + self.quarantined < bytes.total
     }
 
-    fn grant(&mut self, wakes: &mut Vec<Wake>) {
-        let Self { arena, queue, takes, granted, requested, classes, .. } = self;
-        queue.serve(arena, wakes, |arena, grant| {
-            *takes += 1;
-            // SAFETY: just taken from its run: alive, and no other thread has it.
-            let (bytes, class) = unsafe {
-                grant.descriptor.as_ref().taken();
-                (arena.granted(grant.descriptor), grant.descriptor.as_ref().class())
-            };
-            *granted = granted.wrapping_add(bytes as u64);
-            classes.took(class, bytes);
-            *requested = requested.wrapping_add(grant.len as u64);
+    /// Ends every wait for which `verdict` has an error. A verdict is about what is asked for, so of requests of one size
+    /// for a single buffer the first stands for all.
+    pub(super) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
+        let mut at = None;
+        while let Some((key, size, number)) = self.queue.after(at) {
+            if let Some(error) = verdict(self, self.queue.wants(key)) {
+                self.end(key, WaitOutcome::Failed(error), wakes);
+            } else if self.queue.wants(key).len() == 1 {
+                at = Some((size, u64::MAX));
+                continue;
+            }
+            at = Some((size, number));
+        }
+    }
+
+    /// Ends a wait, and what was withheld for it.
+    fn end(&mut self, key: usize, outcome: WaitOutcome, wakes: &mut Vec<Wake>) {
+        let mut ended = Vec::new();
+        self.queue.finish(key, outcome, &mut ended, wakes);
+        self.release(&ended);
+        // The next waiter of the class may have no window.
+        let room = self.arena.window_count() < MOST_WINDOWS && self.windows.none_for.is_none();
+        self.windows.wanted |= room && self.queue.any_unplaced();
+    }
+
+    /// Ends windows.
+    pub(super) fn release(&mut self, windows: &[WindowId]) {
+        for window in windows {
+            self.windows.seen[window.index()] = (0, 0);
+            self.arena.release_window(*window);
+        }
+        if !windows.is_empty() {
+            self.windows.none_for = None;
+            self.windows.wanted |= self.queue.any_unplaced();
+        }
+    }
+
+    /// Notes that there may be windows, or needs for them, that there were not.
+    pub(super) fn extended(&mut self) {
+        self.windows.none_for = None;
+        self.windows.wanted |= !self.queue.is_empty();
+    }
+
+    /// Ends what is withheld for a waiter, which chooses anew.
+    pub(super) fn displace(&mut self, key: usize) {
+        let windows = self.queue.displace(key);
+        self.release(&windows);
+    }
+
+    // --- granting ----------------------------------------------------------------------------------------------------
+
+    /// Serves a waiter from what is free outside of windows. `false`: that is not enough.
+    fn grant(&mut self, key: usize, wakes: &mut Vec<Wake>) -> bool {
+        let Some(grants) = take_all(&mut self.arena, self.queue.wants(key)) else { return false };
+        let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
+        self.end(key, WaitOutcome::Granted(grants), wakes);
+        true
+    }
+
+    /// A segment of a class (`None`: one that had a run of its own) came back to a window: serves the waiter if that is
+    /// enough.
+    pub(super) fn came(&mut self, window: WindowId, class: Option<Class>, wakes: &mut Vec<Wake>) {
+        let key = self.queue.owner(window);
+        if self.queue.replaces(key) {
+            return self.replace(key, wakes);
+        }
+        let enough = match self.queue.wants(key) {
+            [Want { placement: Placement::Class(wanted), .. }] => class == Some(*wanted),
+            [_] => false,
+            several => sum(several.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free,
+        };
+        if enough || self.arena.is_complete(window) {
+            self.grant_withheld(key, wakes);
+        }
+    }
+
+    /// Serves a waiter from what is withheld for it. `false`: that is not enough. Of several waiters for the same class
+    /// the next inherits the window.
+    fn grant_withheld(&mut self, mut key: usize, wakes: &mut Vec<Wake>) -> bool {
+        let ids = self.queue.windows(key).to_vec();
+        if ids.is_empty() {
+            return false;
+        }
+        let (shape, wanted) = (window_pages(self.queue.wants(key)), self.windows.wanted);
+        let ranges: Vec<_> = ids.iter().map(|id| self.arena.range(*id)).collect();
+        ids.iter().for_each(|id| self.arena.release_window(*id));
+        let _ = self.queue.displace(key);
+        let mut any = false;
+        let heir = loop {
+            let size = self.queue.size(key);
+            if !self.grant(key, wakes) {
+                break Some(key);
+            }
+            any = true;
+            match (size, self.queue.first_key(size)) {
+                (Size::Class(_), Some(next)) => key = next,
+                _ => break None,
+            }
+        };
+        // In the reverse order, so that each range has the number that it had: returns look them up by it.
+        self.arena.release_idle();
+        match heir {
+            Some(heir) if ranges.iter().all(|range| self.arena.can_withhold(*range)) => {
+                let (need, align) = if ids.len() == 1 { shape } else { (usize::MAX, 1) };
+                let mut again: Vec<_> =
+                    ranges.iter().rev().map(|range| self.arena.withhold(*range, need, align)).collect();
+                again.reverse();
+                debug_assert_eq!(again, ids);
+                self.queue.place(heir, again);
+                // All have what they had, so nothing is to be chosen.
+                self.windows.wanted = wanted;
+            }
+            _ => {
+                ids.iter().for_each(|id| self.windows.seen[id.index()] = (0, 0));
+                self.windows.none_for = None;
+                self.windows.wanted |= self.queue.any_unplaced();
+            }
+        }
+        any
+    }
+
+    // --- windows -----------------------------------------------------------------------------------------------------
+
+    /// The fence that a class needs.
+    fn fence_of(&self, class: Class) -> u32 {
+        let awaited = if self.queue.awaited(class) > 0 { AWAITED } else { 0 };
+        awaited | if self.arena.watched(class) > 0 { WATCHED } else { 0 }
+    }
+
+    /// Chooses windows for the waiters that may have one. Nothing is cached.
+    fn choose(&mut self, wakes: &mut Vec<Wake>) {
+        for key in self.queue.owners() {
+            // Regions that got free while others were being pinned.
+            if self.queue.replaces(key) {
+                self.replace(key, wakes);
+            }
+        }
+        for key in self.queue.unplaced(MOST_WINDOWS) {
+            let left = MOST_WINDOWS - self.arena.window_count();
+            if left == 0 {
+                break;
+            }
+            if !self.queue.keeps_waiting(key) || !self.queue.windows(key).is_empty() {
+                continue;
+            }
+            let wants = self.queue.wants(key);
+            let ((need, align), several) = (window_pages(wants), wants.len() > 1);
+            if let Some(ranges) = self.ranges_to_replace(key, left) {
+                let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
+                self.queue.place(key, windows);
+                self.queue.set_replaces(key);
+                self.replace(key, wakes);
+                continue;
+            }
+            if self.windows.none_for.is_some_and(|none| need >= none) {
+                continue;
+            }
+            if let Some(range) = self.arena.choose_window(need, align) {
+                let window = self.arena.withhold(range, need, align);
+                self.queue.place(key, vec![window]);
+                if several || self.arena.is_complete(window) {
+                    self.grant_withheld(key, wakes);
+                }
+                continue;
+            }
+            let ranges = if several && left == MOST_WINDOWS { self.arena.whole_ranges() } else { Vec::new() };
+            if ranges.is_empty() || ranges.len() > left {
+                self.windows.none_for = Some(need);
+                continue;
+            }
+            // No single range can serve the request, so the whole pool is withheld for it.
+            let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
+            self.queue.place(key, windows);
+            self.grant_withheld(key, wakes);
+        }
+        self.plan_look(wakes);
+    }
+
+    /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
+    /// ones never can.
+    fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
+        let wants = self.queue.wants(key);
+        let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.growth_failure.is_none();
+        if !may || !self.queue.may_replace(key) || self.never(wants).is_none() {
+            return None;
+        }
+        let missing = least(wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
+        self.arena.replaceable(missing, most)
+    }
+
+    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place of
+    /// regions that are withheld, together with the bytes of these regions.
+    pub(super) fn room_beside(&self) -> usize {
+        let room = self.room();
+        if room == 0 || self.arena.window_count() == 0 {
+            return room;
+        }
+        let owners = self.queue.owners().into_iter().filter(|key| self.queue.replaces(*key));
+        let missing = owners.map(|key| {
+            let withheld = sum(self.queue.windows(key).iter().map(|id| self.arena.bytes_of(*id)));
+            least(self.queue.wants(key)).saturating_sub(withheld)
         });
+        room.saturating_sub(sum(missing))
+    }
+
+    /// Has the regions replaced that are withheld for a waiter, if all of them are free.
+    fn replace(&mut self, key: usize, wakes: &mut Vec<Wake>) {
+        if self.growing > 0 || self.queue.windows(key).iter().any(|id| self.arena.out_of(*id) > 0) {
+            return;
+        }
+        self.displace(key);
+        let wants = self.queue.wants(key).to_vec();
+        if let Some(growth) = self.plan(&wants, true) {
+            self.queue.note_replaced(key);
+            wakes.push(Wake::Grow(self.me.clone(), growth));
+        }
+    }
+
+    /// The range that a waiter would choose in place of its window.
+    fn other_range(&self, key: usize) -> Option<PageRange> {
+        let (need, align) = window_pages(self.queue.wants(key));
+        self.arena.choose_window(need, align)
+    }
+
+    /// Exchanges the windows of waiters. Nothing is cached.
+    fn exchange(&mut self, keys: &[usize]) {
+        for key in keys {
+            if !self.queue.keeps_waiting(*key) {
+                continue;
+            }
+            let [window] = self.queue.windows(*key) else { continue };
+            let window = *window;
+            let Some(range) = self.other_range(*key) else { continue };
+            let (need, align) = window_pages(self.queue.wants(*key));
+            // The old one goes first, so that there is room for the new one among the windows; what this frees is
+            // beside the new range.
+            let _ = self.queue.displace(*key);
+            self.queue.moved(*key);
+            self.windows.seen[window.index()] = (0, 0);
+            self.arena.release_window(window);
+            self.arena.release_idle();
+            let again = self.arena.withhold(range, need, align);
+            self.queue.place(*key, vec![again]);
+            self.windows.none_for = None;
+        }
+    }
+
+    /// Plans the next look at the windows, if there are any and there is a clock.
+    fn plan_look(&mut self, wakes: &mut Vec<Wake>) {
+        if self.arena.window_count() > 0 && !self.timeless && !self.windows.planned {
+            self.windows.planned = true;
+            wakes.push(Wake::Choose(self.me.clone(), self.windows.patience));
+        }
+    }
+
+    /// What there is for a request of `len` bytes that is not served.
+    fn shortage(&self, len: usize) -> Shortage {
+        let bytes = self.arena.bytes();
+        Shortage {
+            requested: len,
+            free: bytes.free,
+            largest: bytes.largest_free,
+            withheld: bytes.withheld,
+            withheld_for: self.withheld_for(),
+            ..Shortage::default()
+        }
+    }
+
+    /// The bytes that the largest request asks for that has a window.
+    pub(super) fn withheld_for(&self) -> usize {
+        let asked = |key: usize| sum(self.queue.wants(key).iter().map(|w| w.len));
+        self.queue.owners().into_iter().map(asked).max().unwrap_or(0)
     }
 }

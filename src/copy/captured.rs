@@ -7,7 +7,7 @@
 //!
 //! # How a buffer is owned
 //!
-//! By two: the graph (through the driver's count) and the [`GraphBuf`] that the caller got. Whoever lets go last drops
+//! By two: the graph (through the driver's count) and the [`GraphBuf`] that the caller got. The last of them drops
 //! the buffer, which returns to its pool as any other; the graph's share is dropped by the device's worker, since the
 //! driver's callback must do nothing of the kind.
 //!
@@ -55,7 +55,7 @@ unsafe impl<B: Send + Sync> Sync for Kept<B> {}
 /// then it counts as checked out ([`PoolStats::checked_out_bytes`](crate::PoolStats::checked_out_bytes)), and if the
 /// driver ends first, it never returns.
 ///
-/// Between launches the buffer can be refilled or read, which nobody but the caller can know to be safe.
+/// Between launches the buffer can be refilled or read, which only the caller can know to be safe.
 ///
 /// ```no_run
 /// # fn demo(stream: pinpool::Stream, buf: pinpool::PinnedBuf, weights: pinpool::DeviceBuffer)
@@ -303,7 +303,7 @@ impl Stream {
         // what the copy uses. Where it does not, the timeline does, below.
         let submitted = context.noting(unsafe { context.driver().copy(timeline.stream(), transfer) });
         let placed = match context.noting(context.driver().capture_id(timeline.stream())) {
-            // An error says nothing about the capture: then the promise of whoever captures has to do, that it goes on.
+            // An error says nothing about the capture: then the promise of the thread that captures holds, that it goes on.
             now if now.is_err() || now == Ok(Some(capture)) => {
                 return match submitted {
                     Ok(()) => Ok(GraphBuf { kept }),
@@ -319,7 +319,7 @@ impl Stream {
             _ => false,
         };
         if !placed {
-            // Nobody is there to say when the copy is done.
+            // There is no event that tells when the copy is done.
             std::mem::forget(kept);
         }
         let error = submitted.err().unwrap_or(Error::Capturing { what: CAPTURING, remedy: ENDED });

@@ -1,6 +1,6 @@
 //! Copies between two buffers of pools, in a stream's order.
 //!
-//! For data that the CPU is to move after one copy of the device's and before another, without anybody waiting: out of
+//! For data that the CPU moves after one copy of the device's and before another, while no thread waits: out of
 //! a landing buffer into the buffer that feeds the next copy, say.
 
 use std::ops::RangeBounds;

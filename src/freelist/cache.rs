@@ -60,8 +60,6 @@ use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 pub(crate) mod mode {
     /// The pool is closed: every return is slow, and the last one frees the central pool.
     pub(crate) const CLOSED: u32 = 1;
-    /// A request waits for memory: every return goes through the queue.
-    pub(crate) const WAITING: u32 = 2;
     /// The cold side works on the thread caches now.
     pub(crate) const INSPECT: u32 = 4;
     /// There is no asymmetric fence: owners execute a fence of their own. Alone this bit keeps no owner out.
@@ -74,9 +72,10 @@ pub(crate) mod mode {
 /// writes them, by a load and a store, both relaxed.
 ///
 /// # Invariant
-/// `came - went`, the number of segments in the list, is at most `limit`. That many places of the stack, from the
-/// second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found
-/// without a subtraction.) The stack has at least `limit + 1` places.
+/// `came - went`, the number of segments in the list, is at most the class's room. That many places of the stack, from
+/// the second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is
+/// found without a subtraction.) The stack has at least `room + 1` places. `limit` is the room, or 0 if the class is
+/// fenced.
 #[derive(Debug)]
 #[repr(align(32))]
 struct ClassList {
@@ -85,7 +84,7 @@ struct ClassList {
     came: AtomicU64,
     /// Segments that went out of the list since then: taken or drained.
     went: AtomicU64,
-    /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
+    /// Number of segments up to which a hit may return one: the room, or 0 while the class is fenced.
     limit: AtomicU64,
 }
 
@@ -97,6 +96,8 @@ struct ClassCounts {
     drained: AtomicU64,
     /// Number of places in the stack.
     places: AtomicU64,
+    /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
+    room: AtomicU64,
     /// When the list was granted its room: a number that grows with each grant of the thread cache.
     granted: AtomicU64,
 }
@@ -211,31 +212,31 @@ impl ClassList {
     /// The stack's place at `at`.
     ///
     /// # Safety
-    /// `at` is at most the limit, and the caller holds the thread cache.
+    /// `at` is at most the room, and the caller holds the thread cache.
     #[inline(always)]
     unsafe fn place(&self, at: u64) -> &AtomicPtr<Descriptor> {
-        // SAFETY: by this function's contract `at` is at most the limit, and the stack has `limit + 1` places; only the
+        // SAFETY: by this function's contract `at` is at most the room, and the stack has `room + 1` places; only the
         // holder of the thread cache replaces the stack.
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Panics, with debug assertions, if the list counts more segments than it may hold: then two threads have worked
-    /// on it at once.
-    #[inline(always)]
-    fn check(&self, count: u64) {
-        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two threads used one list: {self:?}");
-    }
-
-    /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room.
+    /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room, or the
+    /// class is fenced.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>) -> bool {
+        self.push_below(descriptor, &self.limit)
+    }
+
+    /// [`ClassList::push`] up to `most` segments, which is at most the room. (It is loaded last, as a part of the
+    /// comparison.)
+    #[inline(always)]
+    fn push_below(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
         let count = came.wrapping_sub(self.went.load(Ordering::Relaxed));
-        if count >= self.limit.load(Ordering::Relaxed) {
-            self.check(count);
+        if count >= most.load(Ordering::Relaxed) {
             return false;
         }
-        // SAFETY: `count` is below the limit, so this place is at most the limit; the caller holds the thread cache.
+        // SAFETY: `count` is below the room, so this place is at most the room; the caller holds the thread cache.
         unsafe { self.place(count + 1) }.store(descriptor.as_ptr(), Ordering::Relaxed);
         self.came.store(came.wrapping_add(1), Ordering::Relaxed);
         true
@@ -249,7 +250,6 @@ impl ClassList {
         if count == 0 {
             return None;
         }
-        self.check(count);
         // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not null; the caller
         // holds the thread cache.
         let descriptor = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
@@ -264,7 +264,7 @@ impl ClassList {
     unsafe fn free(&self, places: u64) {
         let stack = self.stack.load(Ordering::Relaxed);
         if !stack.is_null() {
-            // SAFETY: `set_limit` leaked this box with that many places, and no other thread has the cache.
+            // SAFETY: `set_room` leaked this box with that many places, and no other thread has the cache.
             drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(stack, places as usize)) });
         }
     }
@@ -277,6 +277,7 @@ impl ClassCounts {
             filled: AtomicU64::new(0),
             drained: AtomicU64::new(0),
             places: AtomicU64::new(0),
+            room: AtomicU64::new(0),
             granted: AtomicU64::new(0),
         }
     }
@@ -286,6 +287,7 @@ impl ClassCounts {
             filled: AtomicU64::new(0),
             drained: AtomicU64::new(0),
             places: AtomicU64::new(0),
+            room: AtomicU64::new(0),
             granted: AtomicU64::new(0),
         }
     }
@@ -342,6 +344,18 @@ impl ThreadCache {
         unsafe { self.class_lists.get_unchecked(list) }
     }
 
+    /// Panics, with debug assertions, if a list counts more segments than it may hold: then two threads have worked on
+    /// it at once.
+    #[inline(always)]
+    fn check(&self, list: usize) {
+        if cfg!(debug_assertions) {
+            if let Some(counts) = self.class_counts.get(list) {
+                let (count, room) = (self.class_lists[list].count(), counts.room.load(Ordering::Relaxed));
+                debug_assert!(count <= room, "two threads used one list: {:?}", self.class_lists[list]);
+            }
+        }
+    }
+
     /// What was counted for a class. Exact while no thread works on the list. Otherwise `takes` and `puts` are not less
     /// than they were when the call began, and `cached` is no number to rely on.
     ///
@@ -390,10 +404,10 @@ impl ThreadCache {
 
     /// Number of segments in a class's list. Exact while no thread works on the list.
     pub(crate) fn cached(&self, class: Class) -> u64 {
-        // The difference of the counters can exceed the limit while the owner works, hence the minimum.
-        self.class_lists
-            .get(list_of(class))
-            .map_or(0, |class_list| class_list.count().min(class_list.limit.load(Ordering::Relaxed)))
+        // The difference of the counters can exceed the room while the owner works, hence the minimum.
+        let list = list_of(class);
+        let counts = self.class_counts.get(list);
+        counts.map_or(0, |counts| self.class_list(list).count().min(counts.room.load(Ordering::Relaxed)))
     }
 
     /// Requested bytes that were taken here, less those that were returned here (wrapping). Only the sum over all
@@ -463,6 +477,7 @@ impl HeldCache<'_> {
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Descriptor>> {
         let descriptor = self.class_list(list_of(class)).pop()?;
+        self.cache.check(list_of(class));
         // SAFETY: a descriptor in a list is alive.
         unsafe { descriptor.as_ref() }.taken();
         add(&self.cache.requested, requested as u64);
@@ -483,6 +498,7 @@ impl HeldCache<'_> {
         if !self.class_list(list).push(descriptor) {
             return Put::Full;
         }
+        self.cache.check(list);
         // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
         // leaves.
         unsafe { descriptor.as_ref() }.returned();
@@ -490,16 +506,51 @@ impl HeldCache<'_> {
         Put::Kept
     }
 
-    /// Number of segments of this class that the thread cache may hold.
-    pub(crate) fn limit(&self, class: Class) -> u32 {
-        self.cache.class_list(list_of(class)).limit.load(Ordering::Relaxed) as u32
+    /// [`HeldCache::put`] for a segment of a class that may be fenced.
+    ///
+    /// # Safety
+    /// As for [`HeldCache::put`], and no request has a right to the segment.
+    pub(crate) unsafe fn put_behind_fence(
+        &mut self,
+        class: Class,
+        descriptor: NonNull<Descriptor>,
+        requested: usize,
+    ) -> Put {
+        let Some((class_list, counts)) = self.both(class) else { return Put::Full };
+        if !class_list.push_below(descriptor, &counts.room) {
+            return Put::Full;
+        }
+        // SAFETY: as in `put`.
+        unsafe { descriptor.as_ref() }.returned();
+        add(&self.cache.returned, requested as u64);
+        Put::Kept
     }
 
-    /// Changes how many segments of this class the thread cache may hold. The limit does not fall below the number that
-    /// the list holds now.
-    pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
+    /// Sends the returns of a class to the slow path from now on. For the cold side, which has shut the owner out.
+    pub(crate) fn fence(&mut self, class: Class) {
+        if let Some((class_list, _)) = self.both(class) {
+            class_list.limit.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends that.
+    pub(crate) fn lift(&mut self, class: Class) {
+        if let Some((class_list, counts)) = self.both(class) {
+            class_list.limit.store(counts.room.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    /// Number of segments of this class that the thread cache may hold.
+    pub(crate) fn room(&self, class: Class) -> u32 {
+        let counts = self.cache.class_counts.get(list_of(class));
+        counts.map_or(0, |counts| counts.room.load(Ordering::Relaxed) as u32)
+    }
+
+    /// Changes how many segments of this class the thread cache may hold. The room does not fall below the number that
+    /// the list holds now. A fence of the class is lifted.
+    pub(crate) fn set_room(&mut self, class: Class, limit: u32) {
         let Some((class_list, counts)) = self.both(class) else { return };
-        if limit > 0 && class_list.limit.load(Ordering::Relaxed) == 0 {
+        if limit > 0 && counts.room.load(Ordering::Relaxed) == 0 {
             add(&self.cache.grants, 1);
             counts.granted.store(self.cache.grants.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -507,7 +558,7 @@ impl HeldCache<'_> {
         if limit >= places {
             let count = class_list.count();
             let descriptor = |at| match (1..=count).contains(&at) {
-                // SAFETY: at most the count, so at most the limit.
+                // SAFETY: at most the count, so at most the room.
                 true => unsafe { class_list.place(at) }.load(Ordering::Relaxed),
                 false => std::ptr::null_mut(),
             };
@@ -518,6 +569,7 @@ impl HeldCache<'_> {
             class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
             counts.places.store(limit + 1, Ordering::Relaxed);
         }
+        counts.room.store(limit.max(class_list.count()), Ordering::Relaxed);
         class_list.limit.store(limit.max(class_list.count()), Ordering::Relaxed);
     }
 
@@ -525,8 +577,8 @@ impl HeldCache<'_> {
     pub(crate) fn first_granted<K: Ord>(&self, key: impl Fn(Class, u32) -> K) -> Option<Class> {
         let with_room = listed().filter_map(|class| {
             let (_, counts) = self.both(class)?;
-            let limit = Some(self.limit(class)).filter(|limit| *limit > 0)?;
-            Some((key(class, limit), counts.granted.load(Ordering::Relaxed), class))
+            let room = Some(self.room(class)).filter(|room| *room > 0)?;
+            Some((key(class, room), counts.granted.load(Ordering::Relaxed), class))
         });
         with_room.min_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1))).map(|(.., class)| class)
     }
@@ -542,7 +594,7 @@ impl HeldCache<'_> {
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
         let Some((class_list, counts)) = self.both(class) else { return chain };
         while let Some(descriptor) = chain.pop() {
-            if !class_list.push(descriptor) {
+            if !class_list.push_below(descriptor, &counts.room) {
                 // SAFETY: just popped from a chain, so alive, free and in no list.
                 unsafe { chain.push(descriptor) };
                 break;
@@ -577,7 +629,7 @@ impl HeldCache<'_> {
         let Some((class_list, counts)) = self.both(class) else { return 0 };
         let (have, count) = (class_list.count(), u64::from(count).min(BATCH as u64));
         let from = have.saturating_sub(count);
-        // SAFETY: places up to the count, which is at most the limit.
+        // SAFETY: places up to the count, which is at most the room.
         let batch = (from as usize..have as usize).map(|at| unsafe { class_list.place(at as u64 + 1) });
         let batch = batch.map(|place| place.load(Ordering::Relaxed));
         if have == 0 || !transfer.put(self.cache.number as usize, batch, reserve) {
@@ -595,10 +647,10 @@ impl HeldCache<'_> {
         let Some((class_list, counts)) = self.both(class) else { return (0, rest) };
         let count = transfer.take(self.cache.number as usize, |batch| {
             let have = class_list.count();
-            let room = class_list.limit.load(Ordering::Relaxed).saturating_sub(have) as usize;
+            let room = counts.room.load(Ordering::Relaxed).saturating_sub(have) as usize;
             let (fits, over) = batch.split_at(room.min(batch.len()));
             for (at, descriptor) in (have + 1..).zip(fits) {
-                // SAFETY: at most the limit; the thread cache is held.
+                // SAFETY: at most the room; the thread cache is held.
                 unsafe { class_list.place(at) }.store(descriptor.load(Ordering::Relaxed), Ordering::Relaxed);
             }
             add(&class_list.came, fits.len() as u64);

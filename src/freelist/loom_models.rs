@@ -226,7 +226,7 @@ impl Store {
     fn lease(&self, numbers: &[usize]) -> Arc<ThreadCache> {
         let cache = self.cold.lock().0.lease(&self.gate);
         let mut held = self.gate.enter(&cache).unwrap();
-        held.set_limit(class(), 2);
+        held.set_room(class(), 2);
         assert!(held.fill(class(), self.segments.chain(numbers)).is_empty());
         drop(held);
         cache

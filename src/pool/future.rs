@@ -3,6 +3,8 @@
 //! A future owns its plan and no reference to a store: the plan names the central pool by its number. The first poll
 //! tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry. While memory
 //! for the main store is being pinned, a request for a reserve takes what comes there first.
+//!
+//! A deadline needs no runtime: the crate's timer wakes the task when its time is up.
 
 use std::fmt;
 use std::future::Future;
@@ -10,15 +12,19 @@ use std::panic::Location;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use super::{Obtained, OwnedPlan, Pool, RequestPlan};
 use crate::buffer::PinnedBuf;
-use crate::central::{CentralPool, Fresh, WaitOutcome, Wake, Want};
-use crate::error::{Error, Result};
+use crate::central::{CentralPool, Fresh, Leaving, WaitOutcome, Wake, Want};
+use crate::error::{Error, Result, Waited};
 use crate::foreign::Task;
+use crate::locks::Mutex;
 use crate::telemetry::ledger::Tag;
+use crate::timer::Planned;
 
-/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue.
+/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as a wait that was
+/// given up. [`timeout`](Self::timeout) gives it a deadline.
 ///
 /// ```
 /// # use pinpool::{Checkout, Device, Pool, Unpinned};
@@ -87,6 +93,78 @@ pub struct CheckoutMany {
     pub(super) first: Option<Vec<Want>>,
     pub(super) tags: Vec<Tag>,
     pub(super) site: &'static Location<'static>,
+    /// When the future was made, and the bytes that it asks for.
+    pub(super) since: Instant,
+    pub(super) len: usize,
+    pub(super) deadline: Option<Instant>,
+    pub(super) alarm: Option<Alarm>,
+}
+
+/// How a task is woken at its deadline.
+pub(super) struct Alarm {
+    /// The task that polled last.
+    task: Arc<Mutex<Option<Task>>>,
+    /// The timer's work.
+    planned: Option<Planned>,
+}
+
+impl Checkout {
+    /// Gives the request a deadline: `timeout` from now on. Then the future is ready with
+    /// [`Error::Timeout`](crate::Error::Timeout). The crate's own timer wakes the task, so this works on any runtime,
+    /// and without one.
+    ///
+    /// ```
+    /// # use pinpool::{Device, Error, Pool, Unpinned};
+    /// # use std::time::Duration;
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+    /// let most = pool.checkout(900_000)?;
+    /// let late = pool.checkout_async(500_000).timeout(Duration::from_millis(10)).await;
+    /// assert!(matches!(late, Err(Error::Timeout(_))));
+    /// # drop(most);
+    /// # Ok::<(), pinpool::Error>(())
+    /// # })?;
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    #[must_use = "nothing happens until it is awaited"]
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self(self.0.timeout(timeout))
+    }
+}
+
+impl CheckoutMany {
+    /// Gives the requests a deadline, as [`Checkout::timeout`] does.
+    #[must_use = "nothing happens until it is awaited"]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.deadline = Instant::now().checked_add(timeout);
+        self
+    }
+
+    /// Looks at the deadline of a request that waits, and has the task woken then.
+    fn poll_late(&mut self, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
+        let Some(deadline) = self.deadline else { return Poll::Pending };
+        if Instant::now() < deadline {
+            let task = Some(Task::of(cx.waker()));
+            if let Some(alarm) = &self.alarm {
+                // Dropped after the unlock, since the task may be dropped with it.
+                let _before = std::mem::replace(&mut *alarm.task.lock(), task);
+            } else {
+                let task = Arc::new(Mutex::new(task));
+                let woken = task.clone();
+                let planned = crate::timer::at_time(deadline, move || {
+                    let task = woken.lock().take();
+                    task.into_iter().for_each(Task::wake);
+                });
+                self.alarm = Some(Alarm { task, planned });
+            }
+            return Poll::Pending;
+        }
+        let Some((central, key)) = self.waiting.take() else { return Poll::Pending };
+        let shortage = central.shortage(self.len);
+        central.leave(key, Leaving::InVain);
+        Poll::Ready(Err(Error::Timeout(Waited::for_memory(self.since.elapsed(), shortage))))
+    }
 }
 
 impl CheckoutMany {
@@ -118,7 +196,11 @@ impl Future for CheckoutMany {
     type Output = Result<Vec<PinnedBuf>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let granted = std::task::ready!(self.poll_granted(cx));
+        let mut granted = self.poll_granted(cx);
+        if granted.is_pending() {
+            granted = self.poll_late(cx);
+        }
+        let granted = std::task::ready!(granted);
         let pool = &self.pool;
         Poll::Ready(match granted {
             Ok(granted) => Ok(pool.entered(granted, self.tags.iter().copied(), self.site)),
@@ -142,7 +224,7 @@ impl CheckoutMany {
                 let (grown, over) = self.pool.take_grown(&first, cx.waker());
                 if let Some(granted) = grown {
                     self.waiting = None;
-                    central.leave(key, false);
+                    central.leave(key, Leaving::Served);
                     return Poll::Ready(Ok(granted));
                 }
                 self.first = (!over).then_some(first);
@@ -156,8 +238,14 @@ impl CheckoutMany {
 
 impl Drop for CheckoutMany {
     fn drop(&mut self) {
+        if let Some(Alarm { planned: Some(planned), .. }) = self.alarm.take() {
+            crate::timer::cancel(planned);
+        }
         if let Some((central, key)) = self.waiting.take() {
-            central.leave(key, false);
+            // A request that its caller gave up, with a timeout of the runtime for example, has waited in vain.
+            if central.leave(key, Leaving::InVain) {
+                self.pool.waited_in_vain(self.since.elapsed());
+            }
         }
     }
 }

@@ -55,7 +55,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
-use crate::central::{CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
+use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result};
@@ -142,7 +142,9 @@ impl Pool {
     /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and [`checkout_async`](Self::checkout_async) is for
     /// tasks.
     ///
-    /// Requests that wait are served in the order in which they came.
+    /// Requests that wait are served in the order in which they came, as far as what is free can serve them. A request
+    /// that what is free cannot serve has a range of memory withheld for it, its *window*, and is served when that is
+    /// empty. It takes nothing else from other requests: these are served from the rest of the pool meanwhile.
     ///
     /// # Errors
     /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`]; [`Error::Config`] for an unknown reserve;
@@ -208,9 +210,10 @@ impl Pool {
 
     /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
     /// polled. A future that is dropped leaves the queue, and a segment that it was granted meanwhile goes back.
+    /// [`Checkout::timeout`] gives it a deadline.
     ///
     /// # Errors
-    /// Of the future: as for [`checkout`](Self::checkout).
+    /// Of the future: as for [`checkout`](Self::checkout), and [`Error::Timeout`] with a deadline.
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
@@ -242,7 +245,7 @@ impl Pool {
         self.acquire(requests, limit, Location::caller())
     }
 
-    /// [`checkout_many`](Self::checkout_many) for a task, without a deadline.
+    /// [`checkout_many`](Self::checkout_many) for a task. [`CheckoutMany::timeout`] gives it a deadline.
     ///
     /// # Errors
     /// Of the future: as for [`checkout`](Self::checkout).
@@ -254,7 +257,18 @@ impl Pool {
         let plan = self.plan(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
-        CheckoutMany { pool: self.clone(), plan: Some(plan), waiting: None, first: None, tags, site }
+        CheckoutMany {
+            pool: self.clone(),
+            plan: Some(plan),
+            waiting: None,
+            first: None,
+            tags,
+            site,
+            since: Instant::now(),
+            len: central::sum(requests.iter().map(|r| r.len)),
+            deadline: None,
+            alarm: None,
+        }
     }
 
     /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
@@ -307,8 +321,7 @@ impl Pool {
     /// alone. Work submitted to the stream later may use it; the CPU may not.
     ///
     /// Waits like [`checkout`](Self::checkout), but less often, since a segment in flight on the stream is taken at
-    /// once. The exception: while another request waits for memory, segments in flight are to serve that one, and this
-    /// request waits behind it.
+    /// once. The exception: a segment in flight that a waiting request has a right to when it comes back.
     ///
     /// The call blocks the thread. A task calls [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
     /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
@@ -357,9 +370,8 @@ impl Pool {
         // (A claim is not entered in the ledger unless the segment was before.)
         if let (Placement::Class(class), false) = (plan.wants[0].placement, request.tag.long_lived) {
             let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
-            // A claim takes a segment that is about to come back, which is what a waiter waits for. While a request
-            // waits, this one joins the queue behind it.
-            for central in stores.map(|store| &store.central).filter(|central| !central.awaited()) {
+            // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
+            for central in stores.map(|store| &store.central) {
                 if let Some((key, mut segment)) = timeline.claim(central, class) {
                     self.missed();
                     // The claim's entry and this segment both name the length; both get the new one.
@@ -598,21 +610,26 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// The error to report of a checkout that ended with this one, which is counted. A timeout makes a report on stuck
-    /// buffers, at most one in [`stuck::REPORT_INTERVAL`].
+    /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it tells
+    /// of a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
         let error = self.or_the_end(error);
         self.0.errors.note(&error);
         if let Error::Timeout(waited) = &error {
-            let mut reported = self.0.reported.lock();
-            let now = Instant::now();
-            if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
-                *reported = Some(now);
-                drop(reported);
-                stuck::report(self.name(), *waited, self.centrals(), &self.0.devices);
-            }
+            self.waited_in_vain(waited.time);
         }
-        error
+        error.of_pool(self.name())
+    }
+
+    /// Reports stuck buffers after a wait that was not served, at most once in [`stuck::REPORT_INTERVAL`].
+    fn waited_in_vain(&self, waited: Duration) {
+        let mut reported = self.0.reported.lock();
+        let now = Instant::now();
+        if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
+            *reported = Some(now);
+            drop(reported);
+            stuck::report(self.name(), waited, self.centrals(), &self.0.devices);
+        }
     }
 
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is

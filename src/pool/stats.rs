@@ -78,7 +78,7 @@ pub struct PoolStats {
     pub growth_failures: u64,
     /// Requests that had to wait.
     pub waits: u64,
-    /// Waits that ended at their deadline.
+    /// Waits that were given up: at their deadline, or because the future was dropped.
     pub timeouts: u64,
     /// Requests that wait now.
     pub waiting: usize,

@@ -8,8 +8,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::{Obtained, Pool, Request, Store};
-use crate::central::{self, CentralPool, Fresh, ReclaimLevel, WaitOutcome, Wake, Want};
-use crate::error::{Error, Result};
+use crate::central::{self, CentralPool, Fresh, Leaving, ReclaimLevel, WaitOutcome, Wake, Want};
+use crate::error::{Error, Result, Waited};
 
 impl Pool {
     /// Serves requests that are made together, or none of them.
@@ -41,13 +41,13 @@ impl Pool {
         let _entered = span.enter();
         let key = central.join(plan.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
         if self.stepped() {
-            return self.wait_stepped(plan.store, key, since);
+            return self.wait_stepped(plan.store, key, len, since);
         }
         self.reap();
         if let Some(granted) = plan.first.and_then(|first| self.wait_grown(central, key, &first, deadline)) {
             return Ok(granted);
         }
-        central.wait(key, deadline, since)
+        central.wait(key, len, deadline, since)
     }
 
     /// Waits for a reserve while memory for the main store is being pinned, and takes what the main store gets first.
@@ -63,7 +63,7 @@ impl Pool {
         loop {
             let (grown, over) = self.take_grown(first, &waker);
             if grown.is_some() {
-                central.leave(key, false);
+                central.leave(key, Leaving::Served);
                 return grown;
             }
             if over || !central.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
@@ -84,7 +84,13 @@ impl Pool {
     }
 
     /// Waits where nothing moves by itself: this thread steps the devices.
-    pub(super) fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Fresh>> {
+    pub(super) fn wait_stepped(
+        &self,
+        store: &Store,
+        key: usize,
+        len: usize,
+        since: Instant,
+    ) -> Result<Vec<Fresh>> {
         loop {
             match store.central.look(key, None) {
                 WaitOutcome::Granted(granted) => return Ok(granted),
@@ -94,8 +100,9 @@ impl Pool {
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             if !self.reap() && !moved {
-                store.central.leave(key, true);
-                return Err(Error::Timeout(since.elapsed()));
+                let shortage = store.central.shortage(len);
+                store.central.leave(key, Leaving::InVain);
+                return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
             }
         }
     }

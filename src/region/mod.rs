@@ -567,7 +567,7 @@ impl Regions {
             match deadline {
                 Some(deadline) => {
                     if self.changed.wait_until(&mut progress, deadline).timed_out() {
-                        return Err(Error::Timeout(since.elapsed()));
+                        return Err(Error::Timeout(since.elapsed().into()));
                     }
                 }
                 None => self.changed.wait(&mut progress),

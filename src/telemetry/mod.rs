@@ -93,7 +93,7 @@
 //! | `pinpool.growths.total` | counter | pool | Regions that the pool began to pin because a request found nothing |
 //! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended before all of a region was pinned |
 //! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
-//! | `pinpool.timeouts.total` | counter | pool | Waits that ended at their deadline |
+//! | `pinpool.timeouts.total` | counter | pool | Waits that were given up: at their deadline, or because the future was dropped |
 //! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |

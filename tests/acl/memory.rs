@@ -124,8 +124,9 @@ fn pools_take_what_the_library_allocates() {
         assert_eq!(pool.stats().pinned_bytes, 1 << 20);
         // A part of it is drained, and then freed.
         assert_eq!(pool.trim(0), 1 << 20);
+        // (Blocks that were made again have been freed before, without a look at the device.)
+        until("all is drained", || calls(stand_in, "aclrtSynchronizeDevice") >= 8);
         until("all is freed", || calls(stand_in, "aclrtFreeHost") >= 8);
-        assert!(calls(stand_in, "aclrtSynchronizeDevice") >= 8);
     });
 }
 

@@ -59,7 +59,7 @@ fn where_the_sum_is_beyond_all_numbers() {
     let builder = Pool::builder(&device).capacity(usize::MAX).extent(usize::MAX).region(64 << 10);
     let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
     // The longest that an extent can have, so often that the sum wraps around.
-    let many = vec![Request::new((1 << 43) - 4096 - 32); (1 << 21) + 2];
+    let many = vec![Request::new((1 << 42) - 4096 - 32); (1 << 22) + 2];
     let error = pool.checkout_many(&many, Some(LONG)).unwrap_err();
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
     pool.checkout(4096).unwrap();

@@ -88,7 +88,10 @@ impl Bench {
     }
 
     fn all_back(&self) {
-        let all = || self.pool.stats().in_flight_bytes + self.pool.stats().checked_out_bytes == 0;
+        let all = || {
+            let s = self.pool.stats();
+            s.in_flight_bytes + s.checked_out_bytes == 0
+        };
         until("all is back", || self.device.reap() | all());
         until("all is back", all);
         self.pool.check().unwrap();

@@ -109,7 +109,10 @@ fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
             assert!(matches!(refusal.error, Error::NotCapturing { .. }), "{what}: {}", refusal.error);
         }
         drop((stream, shared, other));
-        until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        until("all is back", || {
+            let s = pool.stats();
+            s.in_flight_bytes + s.checked_out_bytes == 0
+        });
         pool.check().unwrap();
         gpu.ok("cuStreamDestroy_v2", &[late]);
         gpu.ok("cuStreamDestroy_v2", &[adopted]);

@@ -26,7 +26,10 @@ fn calls(d: &StandIn, name: &str) -> u64 {
 }
 
 fn all_back(pool: &Pool) {
-    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    until("all is back", || {
+        let s = pool.stats();
+        s.in_flight_bytes + s.checked_out_bytes == 0
+    });
     pool.check().unwrap();
 }
 

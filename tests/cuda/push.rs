@@ -33,7 +33,10 @@ fn calls(d: &StandIn, name: &str) -> u64 {
 }
 
 fn all_back(pool: &Pool) {
-    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    until("all is back", || {
+        let s = pool.stats();
+        s.in_flight_bytes + s.checked_out_bytes == 0
+    });
     pool.check().unwrap();
 }
 
@@ -301,7 +304,10 @@ fn a_device_dies_under_pushes() {
                 assert!(refused.error.is_device_lost(), "{refused:?}");
             }
         }
-        until("nothing is in flight", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        until("nothing is in flight", || {
+            let s = pool.stats();
+            s.in_flight_bytes + s.checked_out_bytes == 0
+        });
         let error = copier.push(b"more", &memory).unwrap_err();
         assert!(error.is_device_lost(), "{error}");
         pool.check().unwrap();

@@ -442,7 +442,10 @@ fn claims_need_streams_that_can_be_told_apart() {
         let (pool, stream) = (pool(&device, ROOM), adopt(&device, raw).unwrap());
         let memory = device.alloc(LEN).unwrap();
         assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
-        until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        until("all is back", || {
+            let s = pool.stats();
+            s.in_flight_bytes + s.checked_out_bytes == 0
+        });
         d.hang(true);
         drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
         match pool.try_checkout_on(&stream, LEN) {
@@ -470,7 +473,10 @@ fn claims_need_streams_that_can_be_told_apart() {
 
 fn until_hung_is_over(d: &StandIn, pool: &Pool) {
     d.hang(false);
-    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    until("all is back", || {
+        let s = pool.stats();
+        s.in_flight_bytes + s.checked_out_bytes == 0
+    });
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------

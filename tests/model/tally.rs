@@ -13,6 +13,8 @@ const REQUIRED: &[&str] = &[
     "checkout",
     "checkout on another thread",
     "checkout refused: exhausted",
+    "checkout refused: withheld for a waiter",
+    "checkout beside a waiter",
     "checkout refused: impossible",
     "checkout refused: bad request",
     "checkout of several",

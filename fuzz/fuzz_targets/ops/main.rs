@@ -9,7 +9,8 @@
 //!
 //! - [`Pool::check`] finds no violated invariant, and what the model holds is counted as checked out or in flight;
 //! - no new buffer overlaps one that the model holds, nor one whose copy was submitted after the device last moved;
-//! - a new buffer is aligned, has the length asked for, and is empty.
+//! - a new buffer is aligned, has the length asked for, and is empty;
+//! - a refusal says what is withheld, and for how large a request that waits.
 //!
 //! Each buffer is filled with bytes of its own, and the model knows the bytes of each stream's piece of device memory,
 //! in stream order. So if a segment is reused too early, a late copy reads the next owner's bytes, or overwrites them,
@@ -223,6 +224,16 @@ impl World {
                 | Error::Device(_)
         );
         assert!(known, "{error:?}");
+        let shortage = match error {
+            Error::Exhausted { shortage, .. } => shortage.as_deref(),
+            Error::Timeout(waited) => waited.shortage.as_deref(),
+            _ => None,
+        };
+        if let Some(shortage) = shortage {
+            // What is withheld is withheld for a request that waits.
+            assert!(shortage.withheld <= shortage.free, "{shortage:?}");
+            assert!(shortage.withheld == 0 || shortage.withheld_for > 0, "{shortage:?}");
+        }
     }
 
     fn submitted(

@@ -12,7 +12,7 @@ use crate::segment::PAGE;
 /// Bytes of a chunk where nothing else is said. A launch takes as long for 1 MiB as for 4, and each copy costs the
 /// link some 2 us between it and the next one.
 const CHUNK: usize = 4 << 20;
-const LEAST_CHUNK: usize = 16 << 10;
+const LEAST_CHUNK: usize = PAGE;
 /// A row of the kernels' tables has 32 bits for an offset.
 const MOST_CHUNK: usize = 1 << 30;
 /// Threads where nothing else is said, if there are as many processors.
@@ -108,7 +108,8 @@ impl CopierBuilder {
         self
     }
 
-    /// Bytes of a segment, 16 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small.
+    /// Bytes of a chunk, 4 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small. A
+    /// segment has three pages of 4 KiB more.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self

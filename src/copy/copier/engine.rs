@@ -215,6 +215,7 @@ impl Engine {
             let name = format!("pinpool-copy-{}", self.device.name());
             let spawned = crate::os::thread::spawn(name, move || {
                 crate::sync::enter(crate::sync::Own::Copier);
+                crate::os::sleep_precisely();
                 engine.device.context().driver().enter_thread();
                 foreign::live("a thread of a copier panicked: it goes on", || Worker::new(&engine).serve());
             });

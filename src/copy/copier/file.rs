@@ -1,10 +1,9 @@
 //! Files as sources and sinks.
 //!
-//! What of a file is in the page cache is copied from there into a segment; what is not is read past the cache straight
-//! into the segment, which is made for that (it starts on a page), so that a load of a model does not push everything
-//! else out of memory. Which of the two it is, is found out chunk by chunk: each chunk is first read with the flag that
-//! gives only what is cached, and where that stops the rest is read past the cache. Both ways fall back to reading like
-//! everybody, where the file system does not know the flag, or refuses to be read past the cache.
+//! Bytes in the page cache are copied from there into a segment. All others are read past the cache straight into the
+//! segment, which starts on a page for that: so a load of a model does not push everything else out of memory. Each
+//! chunk is first read with the flag that gives only what is cached; where that stops, the rest is read past the cache.
+//! Where the file system does not know the flag, or refuses reads past the cache, ordinary reads take their place.
 //!
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
 //! becomes shorter is an error with the place where it ends now.
@@ -106,7 +105,7 @@ impl FileSource {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
-        // Before it is opened: opening a named pipe would wait for somebody who writes to it.
+        // Before it is opened: opening a named pipe would wait for a writer.
         Self::whole(&name, std::fs::metadata(path))?;
         let file = File::open(path).map_err(|error| read_error(&name, 0, &error))?;
         Self::new(file, name)
@@ -470,7 +469,7 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        // Asked each time, which is nothing beside the writing: whoever shares the open file can change it.
+        // Asked each time, which costs nothing beside the writing: any process that shares the open file can change it.
         if appends(&self.file) {
             let text = "it was opened for appending, where offsets do not count; open it for writing";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));

@@ -102,22 +102,15 @@ impl Layout {
         Some(Part { offset, len, joins })
     }
 
-    /// Rows of the table.
-    #[inline]
-    pub(super) fn rows(&self) -> usize {
-        self.rows + self.last.div_ceil(LONGEST_ROW)
-    }
-
     /// Bytes of the segment before the table.
-    #[inline]
     pub(super) fn data(&self) -> usize {
         self.at
     }
 
-    /// Stretches so far.
-    #[cfg(all(test, not(loom)))]
-    pub(super) fn stretches(&self) -> usize {
-        self.stretches
+    /// Rows of the table.
+    #[inline]
+    pub(super) fn rows(&self) -> usize {
+        self.rows + self.last.div_ceil(LONGEST_ROW)
     }
 }
 
@@ -191,7 +184,7 @@ mod tests {
                     end = part.offset + part.len;
                 }
                 let rows: usize = stretches.iter().map(|(_, stretch)| stretch.rows().count()).sum();
-                prop_assert_eq!((layout.rows(), layout.data(), layout.stretches()), (rows, end, stretches.len()));
+                prop_assert_eq!((layout.rows(), layout.at, layout.stretches), (rows, end, stretches.len()));
                 prop_assert!(table_at(end) + rows * ROW <= most);
             }
             prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.2 == seen));

@@ -228,11 +228,8 @@ mod tests {
                     }
                 }
             }
-            for n in 0..known.len() {
-                if !known[n].over {
-                    order.over(known[n].number);
-                    known[n].over = true;
-                }
+            for left in known.iter().filter(|known| !known.over) {
+                order.over(left.number);
             }
             let state = order.state.lock();
             prop_assert!(state.nodes.is_empty() && state.spans.is_empty(), "nothing is left");

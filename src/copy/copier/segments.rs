@@ -122,7 +122,7 @@ impl Segments {
 
     /// There is none now.
     pub(super) fn exhausted(&self) -> Error {
-        Error::Exhausted { len: self.len, capacity: self.pool.room().0, growth: None }
+        Error::Exhausted { len: self.len, capacity: self.pool.room().0, growth: None, shortage: None }
     }
 
     /// Waits in the pool's queue for a segment that does not count.

@@ -1,18 +1,13 @@
 //! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches.
 //!
 //! *Into segments*, which the device reads next: through the caches, from which the device is served. Stores past them
-//! ("non-temporal") send every byte to memory and have the device fetch it from there: on the H200 machine eight threads
-//! reach 0.76 of the link so, and 0.92 through the caches, as long as the segments in rotation stay in them . Which loop makes the ordinary stores is no matter there: `memcpy`, `rep movsb` and AVX-512 are equal.
+//! ("non-temporal") send every byte to memory, and the device fetches it from there. On an H200 machine eight threads
+//! reach 0.76 of the link's speed so, and 0.92 through the caches, as long as the segments in use fit into these. Which
+//! loop makes the ordinary stores does not matter: `memcpy`, `rep movsb` and AVX-512 are equally fast.
 //!
-//! *Out of segments*: past the caches with few threads, since an ordinary store reads each line first and memory is the limit
-//! then (on H200 machines eight threads reached 0.79 to 0.91 of the link so, and 0.60 to 0.90 by ordinary stores, both before
-//! workers looked after the wire themselves; since then 0.95 to 0.97 so); with many threads through the caches. That brought
-//! more once (sixteen: 0.73 to 0.89, and 0.56 to 0.87 past them); now there is little between them (0.94 to 0.96 both, moving
-//! 4 GiB). By 32 bytes at a time (AVX2) where the processor can: plain loops are about as fast that way as by whole lines, 0.92
-//! of the link with four threads.
-//!
-//! *Into new memory*, which the system clears page by page as it is touched: past the caches, 0.54 of the link against 0.50
-//! with sixteen threads.
+//! *Out of segments*: past the caches. An ordinary store reads each line first, and with few threads the memory is the
+//! limit then. With sixteen threads the two ways are about equal (0.94 to 0.96 of the link). The loop moves 32 bytes at
+//! a time (AVX2) where the processor can; whole lines are no faster.
 
 use std::mem::MaybeUninit;
 

@@ -1,8 +1,9 @@
 //! The span of a transfer: from when it was started until nothing of it is under way any more.
 //!
-//! Made on the thread of whoever starts it, so that it lies within that one's spans, and filled in and closed by whoever
-//! finishes it, before anyone is told that it is over. It is never entered: threads of ours work on many transfers by turns,
-//! and a chunk is too small a thing for a span. Subscribers are foreign code, so they are called under no lock.
+//! The span is made on the thread that starts the transfer, so that it lies within that thread's spans. The thread that
+//! ends the transfer fills it in and closes it, before any waiter hears of the end. The span is never entered: workers
+//! move the chunks of many transfers by turns, and a chunk is too small for a span. Subscribers are foreign code, so they
+//! are called under no lock.
 
 use std::time::Duration;
 

@@ -100,7 +100,7 @@ impl<T> Transfer<T> {
         if crate::os::forked() || self.until(since.checked_add(timeout), Job::is_over) {
             return Ok(self.take());
         }
-        Err(SubmitError { error: Error::Timeout(Duration::ZERO).waited(since), buffer: Some(self) })
+        Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
     }
 
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
@@ -188,7 +188,7 @@ impl<T> Transfer<T> {
             return Ok(());
         }
         may_wait()?;
-        if self.until(deadline, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO)) }
+        if self.until(deadline, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO.into())) }
     }
 
     fn until(&self, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {

@@ -203,7 +203,7 @@ impl<'a> Worker<'a> {
             }
             still += 1;
             if still > STILL {
-                job.fail(Error::Timeout(Duration::ZERO));
+                job.fail(Error::Timeout(Duration::ZERO.into()));
                 if let Some(mut worker) = Self::inline(engine) {
                     worker.abandon();
                     worker.leave();
@@ -486,7 +486,7 @@ impl<'a> Worker<'a> {
             // SAFETY: the chunk was taken and is not prepared yet.
             unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
-        let content = prepared.unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")));
+        let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let mut memories = job.memories.clone();
         let (content, (packed, way)) = match content {
             Ok(Content::Brought(mut brought)) => {
@@ -677,7 +677,7 @@ impl<'a> Worker<'a> {
                     // SAFETY: the chunk was taken and has not ended.
                     let drain = || unsafe { job.work() }.drain(chunk, &buf);
                     foreign::survive("the work of a transfer panicked: the transfer fails", drain)
-                        .unwrap_or_else(|| Err(Error::Internal("the work of a transfer panicked")))
+                        .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
                         .into()
                 };
                 self.stopped(n, buf, None, drained)
@@ -782,7 +782,7 @@ impl<'a> Worker<'a> {
             if counts {
                 self.engine.segments.gone();
             }
-            job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO)));
+            job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO.into())));
         }
     }
 }

@@ -34,24 +34,24 @@ fn a_limit_bounds_a_list_and_keeps_what_is_in_it() {
     let mut held = CacheTable::mine(&cache);
     assert!(held.has(class) && !cache.any_cached());
     assert_eq!(runs(&held.fill(class, chain(&segments))), [0, 1, 2, 3, 4, 5], "there is no room yet");
-    held.set_limit(class, 4);
-    assert_eq!((held.limit(class), cache.cached(class)), (4, 0));
+    held.set_room(class, 4);
+    assert_eq!((held.room(class), cache.cached(class)), (4, 0));
     let places = || cache.class_counts[3].places.load(Ordering::Relaxed);
     assert_eq!(places(), 5);
     assert_eq!(runs(&held.fill(class, chain(&segments))), [4, 5]);
     assert!(cache.any_cached());
-    held.set_limit(class, 2);
-    assert_eq!((held.limit(class), places()), (4, 5), "four are in the list");
-    held.set_limit(class, 5);
-    assert_eq!((held.limit(class), places()), (5, 6));
+    held.set_room(class, 2);
+    assert_eq!((held.room(class), places()), (4, 5), "four are in the list");
+    held.set_room(class, 5);
+    assert_eq!((held.room(class), places()), (5, 6));
     let mut seen = Vec::new();
     held.for_each(class, |descriptor| seen.push(descriptor.run()));
     assert_eq!(seen, [0, 1, 2, 3]);
     assert_eq!(runs(&held.drain(class, 1)), [3]);
     assert_eq!(runs(&held.drain(class, u32::MAX)), [0, 1, 2]);
     assert!(!cache.any_cached());
-    held.set_limit(class, 2);
-    assert_eq!((held.limit(class), places()), (2, 6), "a lower limit needs no other stack");
+    held.set_room(class, 2);
+    assert_eq!((held.room(class), places()), (2, 6), "a lower limit needs no other stack");
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     let (segments, class) = (segments(6), Class::new(3).unwrap());
     let (_gate, _table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
-    held.set_limit(class, 6);
+    held.set_room(class, 6);
     assert!(held.fill(class, chain(&segments)).is_empty());
     let transfer = TransferCache::new();
     assert_eq!(held.offload(class, 2, &transfer, |more| more != 2), 0, "refused");
@@ -70,7 +70,7 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     assert_ne!(cache.tally(), before);
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 3 });
     assert_eq!(cache.requested(), 100);
-    held.set_limit(class, 4);
+    held.set_room(class, 4);
     let (count, rest) = held.take_batch(class, &transfer);
     assert_eq!((count, runs(&rest).len()), (2, 1), "there is room for one of two");
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 4 });
@@ -102,15 +102,15 @@ fn owners_come_in_where_the_cold_side_is_not() {
         assert_eq!(gate.enter_by_permit(&cache).is_some(), !fenced);
         assert_eq!(cache.knows_fenced.load(Ordering::Relaxed), u32::from(fenced));
         assert_eq!((mode(&gate), gate.mode(), mode(&other)), (base, 0, base));
-        gate.quiesce(mode::WAITING, &table);
-        assert!(!enters(&cache) && gate.mode() == mode::WAITING);
+        gate.quiesce(mode::CLOSED, &table);
+        assert!(!enters(&cache) && gate.mode() == mode::CLOSED);
         gate.quiesce(mode::INSPECT, &table);
         gate.readmit(mode::INSPECT, &table);
         assert!(!enters(&cache), "another bit is left");
         let mut worked = 0;
         gate.revoke(std::slice::from_ref(&cache), &table, |_| worked += 1);
-        assert!(!enters(&cache) && worked == 1 && gate.mode() == mode::WAITING);
-        gate.readmit(mode::WAITING, &table);
+        assert!(!enters(&cache) && worked == 1 && gate.mode() == mode::CLOSED);
+        gate.readmit(mode::CLOSED, &table);
         assert!(enters(&cache));
         gate.revoke(std::slice::from_ref(&cache), &table, |_| {
             assert!(!enters(&cache));

@@ -54,6 +54,7 @@ impl Timeline {
                 let from = word.with(state::DETACHED);
                 segment.central().number() == central.number()
                     && segment.class() == Some(class)
+                    && central.may_claim(class, segment.base())
                     && segment.descriptor().compare_exchange(from, state::CLAIMED).is_ok()
             }
             _ => false,

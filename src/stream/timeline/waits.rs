@@ -137,7 +137,7 @@ impl Timeline {
                     still.stepped();
                 } else if still.is_final(busy) || busy && late(Instant::now()) {
                     // A stepped device that has nothing to step now has nothing later either.
-                    return Err(Error::Timeout(since.elapsed()));
+                    return Err(Error::Timeout(since.elapsed().into()));
                 }
             }
         }
@@ -179,7 +179,7 @@ impl Timeline {
                 return Ok(());
             }
             if late(Instant::now()) {
-                return Err(Error::Timeout(since.elapsed()));
+                return Err(Error::Timeout(since.elapsed().into()));
             }
         }
     }

@@ -426,7 +426,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             "a copier's transfer, for a while",
             Box::new(|| {
                 let waited = copying.take().unwrap().wait_timeout(Duration::MAX);
-                waited.is_err_and(|waited| waited.error == Error::Forked && waited.buffer.is_none())
+                waited.is_ok_and(|ended| ended.is_err_and(|failed| failed.error == Error::Forked))
             }),
         ),
         ("order behind a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().order(&stream)))),

@@ -7,6 +7,7 @@
 mod growing;
 mod trouble;
 mod waiting;
+mod windows;
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};

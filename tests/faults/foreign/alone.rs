@@ -78,7 +78,10 @@ fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     drop(others);
     // The reaper works as before.
     drop(first.upload(filled(&pool, 64, 1), &target).unwrap());
-    until("a later copy is done", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+    until("a later copy is done", || {
+        let s = pool.stats();
+        s.in_flight_bytes + s.checked_out_bytes == 0
+    });
     pool.check().unwrap();
 }
 

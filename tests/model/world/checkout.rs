@@ -43,8 +43,11 @@ impl World<'_> {
             }
             Error::TooLong { .. } => assert!(sizes.iter().any(|s| s.len > self.largest(*s))),
             Error::Config(_) => assert!(sizes.iter().any(|s| s.reserve != sizes[0].reserve)),
-            Error::Exhausted { .. } => self.tally.note("checkout refused: exhausted"),
-            Error::Timeout(_) => {}
+            Error::Exhausted { shortage, .. } => {
+                self.tally.note("checkout refused: exhausted");
+                self.explained(sizes, shortage.as_deref());
+            }
+            Error::Timeout(waited) => self.explained(sizes, waited.shortage.as_deref()),
             Error::Impossible { .. } => {
                 // No region of the pool need be longer than this.
                 let piece = self.setup.region.min(self.setup.extent) * KIB;
@@ -63,6 +66,22 @@ impl World<'_> {
         }
         if sizes.iter().any(|s| self.is_bad(*s)) {
             self.tally.note("checkout refused: bad request");
+        }
+    }
+
+    /// A request goes without only what lies in the windows of others: outside of them there is no range for it.
+    fn explained(&mut self, sizes: &[Size], shortage: Option<&Shortage>) {
+        let Some(shortage) = shortage else { return };
+        assert!(shortage.withheld <= shortage.free, "{shortage:?}");
+        assert_eq!(shortage.requested, sizes.iter().map(|s| s.len).sum::<usize>());
+        if shortage.withheld > 0 {
+            assert!(shortage.withheld_for > 0, "withheld for no one: {shortage:?}");
+            self.tally.note("checkout refused: withheld for a waiter");
+        }
+        if let [size] = sizes {
+            let bytes = Self::request(*size).segment_bytes().unwrap();
+            let fits = size.align <= 4096 && bytes <= shortage.largest;
+            assert!(!fits, "{size:?} was refused, and there was room for it: {shortage:?}");
         }
     }
 
@@ -86,6 +105,9 @@ impl World<'_> {
             Ok(buf) => {
                 assert!(!self.is_bad(size), "a bad request was served: {size:?}");
                 self.tally.note("checkout");
+                if self.waiting.iter().any(|waiter| !waiter.woken()) {
+                    self.tally.note("checkout beside a waiter");
+                }
                 if who != Who::Main {
                     self.tally.note("checkout on another thread");
                 }

@@ -33,7 +33,7 @@ use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::ClassStats;
 use pinpool::{
     Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
-    Request, Result, Stream, StreamBuf, SubmitError, Token, Unpinned,
+    Request, Result, Shortage, Stream, StreamBuf, SubmitError, Token, Unpinned,
 };
 
 use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};

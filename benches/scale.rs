@@ -1,0 +1,336 @@
+//! What a call costs in a pool that holds much, beside the same call in a small one: every row is a ratio.
+//!
+//! A row is a piece of work and a number that grows: waiters, buffers, streams. The work is timed at the row's small end
+//! and at its large ends, in one run, so a machine's speed cancels out. A row has a gate, which the last column compares
+//! with.
+//!
+//! The rows are on the host device, where a driver costs next to nothing, so what is timed is the pool's own work.
+//!
+//! `cargo bench --bench scale [part of a row's name]`; `PINPOOL_BENCH_QUICK=1` leaves the largest ends out.
+#![allow(missing_docs)]
+
+use std::future::Future;
+use std::hint::black_box;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Checkout, Device, PinnedBuf, Pool, Request, Unpinned};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+/// What bounds a row.
+enum Gate {
+    /// Each end costs at most so many times the small end.
+    Times(f64),
+    /// Each end costs at most this.
+    Time(Duration),
+}
+
+struct Row {
+    name: &'static str,
+    /// The small end first.
+    ends: &'static [usize],
+    gate: Gate,
+    /// The time of one piece of work at an end.
+    work: fn(usize) -> Duration,
+}
+
+const WAITERS: &[usize] = &[100, 10_000, 100_000];
+
+/// Developers add rows here.
+const ROWS: &[Row] = &[
+    Row { name: "n wait: join", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).join },
+    Row {
+        name: "n wait: a return that serves one",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| waiters(n).serve,
+    },
+    Row {
+        name: "n wait: a return that serves none",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| waiters(n).other,
+    },
+    Row { name: "n wait: leave", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).leave },
+    Row {
+        name: "n large ones wait: join",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| large_waiters(n).join,
+    },
+    Row {
+        name: "n large ones wait: leave",
+        ends: WAITERS,
+        gate: Gate::Times(3.0),
+        work: |n| large_waiters(n).leave,
+    },
+    Row { name: "a return that serves all n, each", ends: WAITERS, gate: Gate::Times(3.0), work: storm },
+    Row {
+        name: "8 MiB wait among n buffers: a return",
+        ends: &[1_000, 100_000],
+        gate: Gate::Time(Duration::from_micros(1)),
+        work: |n| crowd(n).give,
+    },
+    Row {
+        name: "n buffers, half returned: a failing try of 8 MiB",
+        ends: &[1_000, 100_000],
+        gate: Gate::Time(Duration::from_micros(10)),
+        work: |n| crowd(n).fail,
+    },
+    Row {
+        name: "n buffers, one quarantined: a join",
+        ends: &[1_000, 400_000],
+        gate: Gate::Time(Duration::from_micros(10)),
+        work: quarantined,
+    },
+    Row {
+        name: "5 MiB wait for ever: 4 KiB checkouts (0: without)",
+        ends: &[0, 1],
+        gate: Gate::Times(1.0 / 0.9),
+        work: beside,
+    },
+    Row {
+        name: "16 threads: 4 MiB in a pool full of small ones (over its longest hold)",
+        ends: &[1, 16],
+        gate: Gate::Time(Duration::from_millis(20)),
+        work: under_load,
+    },
+];
+
+fn main() {
+    let asked: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let quick = std::env::var_os("PINPOOL_BENCH_QUICK").is_some();
+    println!("| work | n | time | times the small end | gate |\n| --- | --- | --- | --- | --- |");
+    for Row { name, ends, gate, work } in ROWS {
+        if !asked.is_empty() && !asked.iter().any(|part| name.contains(part.as_str())) {
+            continue;
+        }
+        let mut small = None;
+        for n in ends.iter().filter(|n| !quick || **n <= 10_000) {
+            // The best of three: what disturbs a run only makes it longer.
+            let time = (0..3).map(|_| work(*n)).min().unwrap_or_default();
+            let first = *small.get_or_insert(time);
+            let times = time.as_secs_f64() / first.as_secs_f64().max(1e-9);
+            let (holds, bound) = match gate {
+                Gate::Times(most) => (times <= *most, format!("{most:.2} times")),
+                Gate::Time(most) => (time <= *most, format!("{most:?}")),
+            };
+            let verdict = if holds { "holds" } else { "MISSED" };
+            println!("| {name} | {n} | {time:?} | {times:.2} | {bound}: {verdict} |");
+        }
+    }
+}
+
+// --- helpers ---------------------------------------------------------------------------------------------------------
+
+/// A pool of so many bytes on a host device of its own, all of it there from the beginning.
+fn pool(capacity: usize) -> Pool {
+    let node = HostNode::new(HostConfig::new().memory(MIB)).expect("a node");
+    let device = Device::on(&node, 0).expect("a device");
+    let builder = Pool::builder(&device).capacity(capacity).region(capacity).extent(capacity);
+    let pool = builder.unpinned(Unpinned::Allow).build().expect("a pool");
+    drop(pool.checkout(capacity - 32).expect("all of it"));
+    pool
+}
+
+/// The time of each of `n` calls.
+fn each<T>(n: usize, call: impl FnMut(usize) -> T) -> (Duration, Vec<T>) {
+    let mut out = Vec::with_capacity(n);
+    let since = Instant::now();
+    out.extend((0..n).map(call));
+    (since.elapsed() / n.max(1) as u32, out)
+}
+
+type Waiting = Pin<Box<Checkout>>;
+
+fn wait(pool: &Pool, request: Request<'_>) -> Waiting {
+    let mut future = Box::pin(pool.checkout_async(request));
+    assert!(poll(&mut future).is_none(), "there was no need to wait");
+    future
+}
+
+fn poll(future: &mut Waiting) -> Option<PinnedBuf> {
+    match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(buf) => Some(buf.expect("a buffer")),
+        Poll::Pending => None,
+    }
+}
+
+// --- waiters ---------------------------------------------------------------------------------------------------------
+
+struct Waiters {
+    join: Duration,
+    serve: Duration,
+    other: Duration,
+    leave: Duration,
+}
+
+/// `n` requests wait for 4 KiB, and more come, are served, or leave.
+fn waiters(n: usize) -> Waiters {
+    const FEW: usize = 64;
+    let pool = pool(8 * MIB);
+    // Buffers of another size that come and go beside those that are waited for.
+    let other: Vec<PinnedBuf> = (0..FEW).map(|_| pool.checkout(64 * KIB).expect("room")).collect();
+    let mut held: Vec<PinnedBuf> = std::iter::from_fn(|| pool.try_checkout(4096).ok()).collect();
+    let mut waiting: Vec<Waiting> = (0..n).map(|_| wait(&pool, 4096.into())).collect();
+    let (join, more) = each(FEW, |_| wait(&pool, 4096.into()));
+    let (leave, _) = {
+        let mut more = more.into_iter();
+        each(FEW, |_| drop(more.next()))
+    };
+    let (other_time, _) = {
+        let mut other = other.into_iter();
+        // Each is returned; the first waiters are served from what this frees.
+        each(FEW / 2, |_| drop(other.next()))
+    };
+    let (serve, _) = each(FEW, |_| drop(held.pop()));
+    let served = waiting.iter_mut().filter_map(poll).count();
+    assert!(served >= FEW.min(n), "{served}");
+    Waiters { join, serve, other: other_time, leave }
+}
+
+/// The same for requests that are too large for any class to serve.
+fn large_waiters(n: usize) -> Waiters {
+    const FEW: usize = 64;
+    let pool = pool(16 * MIB);
+    let held = pool.checkout(12 * MIB).expect("room");
+    let waiting: Vec<Waiting> = (0..n).map(|_| wait(&pool, (6 * MIB).into())).collect();
+    let (join, more) = each(FEW, |_| wait(&pool, (6 * MIB).into()));
+    let (leave, _) = {
+        let mut more = more.into_iter();
+        each(FEW, |_| drop(more.next()))
+    };
+    drop((waiting, held));
+    Waiters { join, serve: Duration::ZERO, other: Duration::ZERO, leave }
+}
+
+/// `n` requests wait, and one return serves all of them.
+fn storm(n: usize) -> Duration {
+    let pool = pool((n * 300).next_multiple_of(MIB) + MIB);
+    let all = pool.checkout(pool.stats().capacity_bytes - 32).expect("all of it");
+    let mut waiting: Vec<Waiting> = (0..n).map(|_| wait(&pool, 200.into())).collect();
+    let since = Instant::now();
+    drop(all);
+    let time = since.elapsed() / n as u32;
+    let served: Vec<PinnedBuf> = waiting.iter_mut().filter_map(poll).collect();
+    assert_eq!(served.len(), n);
+    time
+}
+
+// --- many buffers ----------------------------------------------------------------------------------------------------
+
+struct Crowd {
+    give: Duration,
+    fail: Duration,
+}
+
+/// `n` buffers of 4 KiB, of which every other one is returned.
+fn crowd(n: usize) -> Crowd {
+    let pool = pool((n * 4160).next_multiple_of(MIB).max(16 * MIB) + 2 * MIB);
+    let mut held: Vec<PinnedBuf> = std::iter::from_fn(|| pool.try_checkout(4096).ok()).collect();
+    let mut at = 0;
+    held.retain(|_| {
+        at += 1;
+        at % 2 == 0
+    });
+    let _ = pool.try_checkout(8 * MIB);
+    let (fail, _) = each(64, |_| black_box(pool.try_checkout(8 * MIB).is_err()));
+    let waiter = wait(&pool, (8 * MIB).into());
+    // From the whole pool.
+    let step = held.len() / 1024 + 1;
+    let back: Vec<PinnedBuf> = (0..held.len() / step).rev().map(|at| held.swap_remove(at * step)).collect();
+    let count = back.len();
+    let mut back = back.into_iter();
+    let (give, _) = each(count, |_| drop(back.next()));
+    drop(waiter);
+    Crowd { give, fail }
+}
+
+/// `n` buffers of 256 bytes, of which one is quarantined: a request of 1 MiB joins the queue.
+fn quarantined(n: usize) -> Duration {
+    let node = HostNode::new(HostConfig::new().memory(MIB).devices(2)).expect("a node");
+    let devices = [0, 1].map(|index| Device::on(&node, index).expect("a device"));
+    let capacity = (n * 320).next_multiple_of(MIB) + 4 * MIB;
+    let builder = Pool::builder(&devices[0]).device(&devices[1]).capacity(capacity).region(capacity);
+    let pool = builder.extent(capacity).unpinned(Unpinned::Allow).build().expect("a pool");
+    let stream = devices[1].stream().expect("a stream");
+    let lost = pool.checkout(256).expect("room");
+    let _held: Vec<PinnedBuf> = std::iter::from_fn(|| pool.try_checkout(256).ok()).collect();
+    node.kill(1);
+    drop(stream.hold(lost));
+    let since = Instant::now();
+    while pool.stats().quarantined_bytes == 0 && since.elapsed() < Duration::from_secs(5) {
+        pool.devices().iter().for_each(|device| _ = device.reap());
+    }
+    assert!(pool.stats().quarantined_bytes > 0, "nothing was quarantined");
+    // Each waiter leaves again.
+    let times = (0..64).map(|_| {
+        let mut future = Box::pin(pool.checkout_async(MIB));
+        let _ = pool.try_checkout(MIB);
+        let since = Instant::now();
+        assert!(poll(&mut future).is_none());
+        since.elapsed()
+    });
+    times.min().unwrap_or_default()
+}
+
+// --- beside a large request ------------------------------------------------------------------------------------------
+
+/// A pair of checkout and return of 4 KiB while a request for 5 MiB waits for ever (1), or without it (0).
+fn beside(waiters: usize) -> Duration {
+    let pool = pool(8 * MIB);
+    let _held = pool.checkout(4 * MIB - 32).expect("room");
+    drop(pool.checkout(4096).expect("room"));
+    let _waiting: Vec<Waiting> = (0..waiters).map(|_| wait(&pool, (5 * MIB).into())).collect();
+    let run = |n: usize| {
+        let since = Instant::now();
+        for _ in 0..n {
+            drop(black_box(pool.checkout(4096).expect("room")));
+        }
+        since.elapsed() / (n / 1000) as u32
+    };
+    run(100_000);
+    (0..5).map(|_| run(1_000_000)).min().unwrap_or_default()
+}
+
+/// How long a request of 4 MiB waits in a pool that `threads` threads keep full of small buffers, each held for up to
+/// 5 ms.
+fn under_load(threads: usize) -> Duration {
+    let pool = pool(16 * MIB);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let relaxed = std::sync::atomic::Ordering::Relaxed;
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (pool, stop) = (&pool, &stop);
+            scope.spawn(move || {
+                let len = [1000, 4096, 16_000, 60_000][thread % 4];
+                let mut held = std::collections::VecDeque::new();
+                while !stop.load(relaxed) {
+                    while held.front().is_some_and(|(since, _): &(Instant, PinnedBuf)| {
+                        since.elapsed() > Duration::from_millis(5)
+                    }) {
+                        held.pop_front();
+                    }
+                    match pool.try_checkout(len) {
+                        Ok(buf) => held.push_back((Instant::now(), buf)),
+                        Err(_) => std::thread::sleep(Duration::from_micros(200)),
+                    }
+                }
+            });
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        let times = (0..20).map(|_| {
+            let since = Instant::now();
+            drop(pool.checkout_timeout(4 * MIB, Duration::from_secs(20)).expect("it is served"));
+            since.elapsed()
+        });
+        let mut times: Vec<Duration> = times.collect();
+        stop.store(true, relaxed);
+        times.sort_unstable();
+        times[times.len() / 2]
+    })
+}
