@@ -332,9 +332,9 @@ impl Copier {
     /// device together; where nothing is in flight a piece goes at once.
     ///
     /// The handle tells when the pieces that go together have arrived. Its [`cancel`](Transfer::cancel) does nothing,
-    /// since these may be others' too. Pushes are ordered with nothing: two to one place take effect in either order,
-    /// unless the first one's handle was waited for. [`wait_for`](Self::wait_for) orders those that follow behind a
-    /// stream.
+    /// since these may be others' too. Pushes are ordered with nothing: where two write the same bytes, either wins, byte
+    /// by byte, unless the first one's handle was waited for. [`wait_for`](Self::wait_for) orders those that follow
+    /// behind a stream.
     ///
     /// Waits while all segments are under way. Pieces of more than 256 KiB (or half a [chunk](Self::chunk)) are not
     /// combined with others: they go as by [`upload_pieces`](Self::upload_pieces).
