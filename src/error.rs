@@ -300,19 +300,6 @@ pub enum Error {
         /// Bytes that the pool may hold on the NUMA node of its first device, without reserves.
         capacity: usize,
     },
-    /// The copy queue has `depth` copies of the calling thread that are not complete, and the call does not wait.
-    /// Remedy: wait for one of them, or configure a [deeper queue](crate::QueueOptions::depth).
-    #[error(
-        "the copy queue has {depth} copies of this thread (or of one that shares its lane) outstanding already; wait \
-         for one of them, or configure a deeper queue"
-    )]
-    QueueFull {
-        /// Copies that may be outstanding for each thread and direction.
-        depth: usize,
-    },
-    /// The copy queue was shut down. Remedy: another queue.
-    #[error("the copy queue is shut down; make another one by Device::copy_queue")]
-    QueueClosed,
     /// A mistake in this crate, noticed by the crate itself; the text says where. What was in flight there is
     /// quarantined. Remedy: a report, with the lines of the log before it.
     #[error(
@@ -716,7 +703,6 @@ impl Error {
             Self::Internal(_) => ErrorClass::DeviceLost,
             Self::Exhausted { .. }
             | Self::OverCapacity { .. }
-            | Self::QueueFull { .. }
             | Self::Timeout(_)
             | Self::OutOfMemory { .. }
             | Self::MemLock { .. } => ErrorClass::Transient,

@@ -29,8 +29,7 @@
 //! - [`Owned`] holds a value of the program's. Its drop goes through this module wherever the value is dropped.
 //! - Clippy denies the macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) in the
 //!   whole library but here, and locks without a deferral in the whole library but in `locks` (`clippy.toml`). A test
-//!   looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`. The helpers of
-//!   `copy::queue` catch a panic of the crate's own work, and pass it on to the caller that shares the work.
+//!   looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!

@@ -49,9 +49,9 @@
 //! | set up | [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`] |
 //! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment, reserve and NUMA node; [`Pool::checkout_or_unpinned`] where plain memory is better than none |
 //! | choose the memory | [`PoolBuilder::backing`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
-//! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer |
+//! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer; [`Stream::wait_for_copy`] to order other work behind a copy |
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured |
-//! | make many small copies | [`Device::copy_queue`]; [`Stream::wait_for_copy`] to order other work behind a copy |
+//! | make many small copies | [`Copier::push`] from many threads: small pieces that go to the device together |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
 //! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
@@ -158,7 +158,7 @@
 // | config              | how a pool is set up                                                             |        |
 // | telemetry::stuck    | the report on buffers that have been out for long                                |        |
 // | pool                | the public face: trying, growing, waiting, ending                                | yes    |
-// | copy                | copies of buffers to devices and back; the copy queue, the copier                | yes    |
+// | copy                | copies of buffers to devices and back; the copier                                | yes    |
 // | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
@@ -200,9 +200,7 @@ mod timer;
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
 pub use copy::copier;
-pub use copy::{
-    Copier, CopierBuilder, CopierStats, CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats,
-};
+pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, GraphBuf, Landing};
 pub use device::HostAllocFlags;
 #[doc(hidden)]
 pub use device::family;

@@ -262,8 +262,6 @@ pub(crate) enum Own {
     Worker,
     /// The reaper: finds out what is complete.
     Reaper,
-    /// The thread that submits what is pushed to a copy queue.
-    Submitter,
     /// A thread that moves the chunks of a copier.
     Copier,
     /// The timer: looks at windows again, and wakes tasks whose time is up.

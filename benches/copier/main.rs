@@ -1,9 +1,10 @@
-//! Thousands of pieces by one call of a copier, beside packing alone and the driver's own batches.
+//! Thousands of pieces by one call of a copier, and pushes by many threads, beside packing alone, the driver's own batches
+//! and copies that the threads submit themselves.
 //!
 //! # Files
 //!
 //! This file has the options of all parts; read it first. `pieces.rs`: pieces that are neighbours on the device, and
-//! rows. `scattered.rs`: pieces at random places on both sides. `../driver` calls the driver, `../measure` has rounds,
+//! rows. `scattered.rs`: pieces at random places on both sides. `pushes.rs`: pushes. `../driver` calls the driver, `../measure` has rounds,
 //! gates and options.
 //!
 //! Each figure is over the pinned peak, measured just before: the best of five copies of 64 MiB in the same direction.
@@ -34,11 +35,29 @@
 //! Pieces of 1 to 64 KiB between random places of pinned buffers and random places of device memory, in both
 //! directions, by one call. Beside it the best of bare batches by 1, 2 and 3 threads with a stream each.
 //!
+//! # Pushes (`--only pushes`)
+//!
+//! Threads upload 1 and 4 KiB again and again, each to ranges of its own. A thread submits a burst, waits until the
+//! burst's copies are complete, and begins again, as a server's worker does for a request. Meanwhile the other threads
+//! submit their bursts.
+//!
+//! | contender | a copy is |
+//! | --- | --- |
+//! | `bare` | `cuMemcpyHtoDAsync` on the thread's own stream; the burst ends with an event, which is polled |
+//! | `batch_1`, `_2`, `_3` | 1 to 3 threads with a stream each: `cuMemcpyBatchAsync` of 256 copies, lists prepared |
+//! | `stream` | `Stream::upload` on the thread's own stream, of a buffer that the thread keeps |
+//! | `push` | `Copier::push` of borrowed bytes; the thread waits for one handle after the other |
+//!
+//! *rate* is copies a second of all threads together, by wall time. *call* is the time that a thread spends in its
+//! calls, divided by copies: the cost of submitting to the caller. And a lone copy: one thread, one copy of 4 KiB at a
+//! time, from before the call until `wait` returns, pushed to the idle copier and on a stream; once back to back, once
+//! with 2 ms of sleep before each.
+//!
 //! # Running it
 //!
 //! `cargo bench --bench copier`, or the executable by itself. `--threads`, `--chunk` (KiB) and `--ringless` set the
-//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count` and `--packing 1,8` (threads) what
-//! is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
+//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count`, `--packing 1,8` (threads), `--lens
+//! 1,4` (KiB of a push), `--pushers 1,16` and `--burst` what is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
 //! host device, which only shows that it runs.
 #![allow(missing_docs, unsafe_code)]
 
@@ -49,18 +68,34 @@ mod driver;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pieces;
+mod pushes;
 mod scattered;
 #[path = "../measure/small.rs"]
 mod small;
 
 use measure::{flag, number, wanted};
-use pinpool::{Copier, Device, DeviceBuffer, Pool, Stream};
+use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, Pool, Stream};
 use small::{peak, pool};
 
 /// Bytes of the copies that give the peak.
 const WHOLE: usize = 64 << 20;
 /// Bytes of the pool beside what the pieces and the peak take: for the copier's segments.
 const SEGMENTS: usize = 256 << 20;
+
+/// A copier as the options say.
+fn builder(pool: &Pool, device: &Device) -> CopierBuilder {
+    let mut builder = Copier::builder(pool, device);
+    if let n @ 1.. = number("threads", 0) {
+        builder = builder.threads(n);
+    }
+    if let kib @ 1.. = number("chunk", 0) {
+        builder = builder.chunk(kib << 10);
+    }
+    if flag("ringless") {
+        builder = builder.ring(0);
+    }
+    builder
+}
 
 /// What all turns of a part use.
 struct Setup {
@@ -74,18 +109,8 @@ impl Setup {
     /// With room for so many bytes of pieces in the pool and on the device.
     fn new(device: &Device, pinned: usize, memory: usize) -> Self {
         let pool = pool(device, pinned + WHOLE + SEGMENTS);
-        let mut builder = Copier::builder(&pool, device).share(SEGMENTS / 2);
-        if let n @ 1.. = number("threads", 0) {
-            builder = builder.threads(n);
-        }
-        if let kib @ 1.. = number("chunk", 0) {
-            builder = builder.chunk(kib << 10);
-        }
-        if flag("ringless") {
-            builder = builder.ring(0);
-        }
         Self {
-            copier: builder.build().expect("a copier"),
+            copier: builder(&pool, device).share(SEGMENTS / 2).build().expect("a copier"),
             pool,
             stream: device.stream().expect("a stream"),
             memory: device.alloc(memory.max(WHOLE)).expect("device memory"),
@@ -127,6 +152,9 @@ fn main() {
     }
     if wanted("scattered") {
         scattered::scattered(driver.filter(|driver| driver.can_batch()), &device);
+    }
+    if wanted("pushes") {
+        pushes::rate(driver, &device);
     }
     measure::used();
 }

@@ -9,7 +9,6 @@ use super::Lend;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::awaited::Place;
 use crate::stream::timeline::{Ticket, WaitKey};
 
 #[derive(Debug)]
@@ -17,8 +16,6 @@ enum Tickets {
     One(Ticket),
     /// For a hold over several streams.
     Many(Vec<Ticket>),
-    /// For a copy that goes through a queue.
-    Queued(Place),
 }
 
 impl Tickets {
@@ -26,7 +23,6 @@ impl Tickets {
         match self {
             Self::One(ticket) => std::slice::from_ref(ticket),
             Self::Many(tickets) => tickets,
-            Self::Queued(_) => &[],
         }
     }
 }
@@ -69,16 +65,8 @@ impl<B: Lend> InFlight<B> {
         Self { tickets: Tickets::One(ticket), value: Some(value), written, waker: (0, None) }
     }
 
-    /// For a copy that a queue will submit.
-    pub(crate) fn queued(place: Place, value: B, written: Option<usize>) -> Self {
-        Self { tickets: Tickets::Queued(place), value: Some(value), written, waker: (0, None) }
-    }
-
     /// Makes later work of `stream` start only after this copy or hold is complete.
     pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
-        if let Tickets::Queued(place) = &self.tickets {
-            return place.line.precede(&place.range, stream);
-        }
         self.tickets.all().iter().try_for_each(|ticket| {
             if ticket.timeline.is_complete(ticket.seq)? {
                 return Ok(());
@@ -91,7 +79,7 @@ impl<B: Lend> InFlight<B> {
     pub(crate) fn ticket(&self) -> Option<Ticket> {
         match &self.tickets {
             Tickets::One(ticket) => Some(ticket.clone()),
-            Tickets::Many(_) | Tickets::Queued(_) => None,
+            Tickets::Many(_) => None,
         }
     }
 
@@ -119,9 +107,6 @@ impl<B: Lend> InFlight<B> {
     /// # Errors
     /// The error with which the stream was lost: the device will never be known to be done. [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
-        if let Tickets::Queued(place) = &self.tickets {
-            return place.poll_done();
-        }
         for ticket in self.tickets.all() {
             if !ticket.timeline.poll_complete(ticket.seq)? {
                 return Ok(false);
@@ -148,9 +133,6 @@ impl<B: Lend> InFlight<B> {
     }
 
     fn wait_all(&self, deadline: Option<Instant>) -> Result<()> {
-        if let Tickets::Queued(place) = &self.tickets {
-            return place.wait(deadline);
-        }
         self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.seq, deadline))
     }
 
@@ -190,18 +172,6 @@ impl<B: Lend> Future for InFlight<B> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<B>> {
         let this = &mut *self;
-        if let Tickets::Queued(place) = &this.tickets {
-            return match place.wake_later(&mut this.waker.1, cx.waker()) {
-                Ok(true) => Poll::Ready(this.finish()),
-                Ok(false) => Poll::Pending,
-                Err(error) => {
-                    if let Some(value) = this.value.take() {
-                        value.abandon(KEY);
-                    }
-                    Poll::Ready(Err(error))
-                }
-            };
-        }
         // One ticket at a time: the first that is not complete has the waker, and the others follow.
         while let Some(ticket) = this.tickets.all().get(this.waker.0) {
             match ticket.timeline.wake_later(ticket.seq, &mut this.waker.1, cx.waker()) {
@@ -225,9 +195,6 @@ impl<B: Lend> Drop for InFlight<B> {
         // if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon(KEY);
-        }
-        if let Tickets::Queued(place) = &self.tickets {
-            return place.line.forget_waker(&mut self.waker.1);
         }
         if let Some(ticket) = self.tickets.all().get(self.waker.0) {
             ticket.timeline.forget_waker(&mut self.waker.1);

@@ -146,11 +146,6 @@ impl Segment {
         unsafe { self.central.as_ref() }
     }
 
-    /// Whether both segments are of one central pool.
-    pub(crate) fn shares_central(&self, other: &Self) -> bool {
-        self.central == other.central
-    }
-
     pub(crate) fn class(&self) -> Option<Class> {
         self.descriptor().class()
     }

@@ -10,7 +10,6 @@ mod captured;
 pub mod copier;
 mod host;
 mod overlap;
-mod queue;
 
 use std::ops::{DerefMut, RangeBounds};
 
@@ -18,7 +17,6 @@ use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
-pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
@@ -459,9 +457,8 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device,
-    /// or through whatever [queue](crate::CopyQueue), it was submitted. The caller does not wait for the copy; one that
-    /// a queue has taken and not submitted yet is waited for until it is, some microseconds.
+    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device it
+    /// was submitted. The caller does not wait for the copy.
     ///
     /// What became of a copy that failed is told by its own handle only.
     ///

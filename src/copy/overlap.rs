@@ -25,7 +25,7 @@ pub(super) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64
 }
 
 /// Where on the device a copy writes, and how much.
-pub(super) fn written(transfer: &Transfer) -> Option<(u64, usize)> {
+fn written(transfer: &Transfer) -> Option<(u64, usize)> {
     match *transfer {
         Transfer::Upload { dst: DevicePtr(start), len, .. }
         | Transfer::OnDevice { dst: DevicePtr(start), len, .. } => Some((start, len)),
@@ -34,7 +34,7 @@ pub(super) fn written(transfer: &Transfer) -> Option<(u64, usize)> {
 }
 
 /// The same for spans, of which each is some copy's out of `count`: start, end, and place in the list.
-pub(super) fn clear_front(spans: &mut Vec<(u64, u64, u32)>, count: usize) -> usize {
+fn clear_front(spans: &mut Vec<(u64, u64, u32)>, count: usize) -> usize {
     spans.sort_unstable();
     let mut keep = count;
     loop {

@@ -290,10 +290,6 @@ impl DeviceSlice {
         self.allocation.clone()
     }
 
-    pub(crate) fn into_allocation(self) -> Arc<Allocation> {
-        self.allocation
-    }
-
     /// A number for the allocation. No two allocations that exist at a time have the same.
     pub(crate) fn allocation_number(&self) -> u64 {
         Arc::as_ptr(&self.allocation).addr() as u64

@@ -44,8 +44,8 @@ pub struct PoolStats {
     pub cached_bytes: usize,
     /// Bytes of buffers that the program has, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use, with those that a copy queue has not submitted yet. A buffer that is shared
-    /// by `Arc` is not among them: it counts as checked out until its last owner, program or device, lets go of it.
+    /// Bytes that a device may still use. A buffer that is shared by `Arc` is not among them: it counts as checked out
+    /// until its last owner, program or device, lets go of it.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,
@@ -197,13 +197,12 @@ impl Pool {
         let mut left = STATS_READS;
         loop {
             let (bytes, claimed) = central.flight();
-            let queued: usize = self.0.devices.iter().map(|d| d.listing().queued(central.number())).sum();
             // As in `flight_by_stream`.
             let before = joint;
             (joint, _) = central.joint_bytes();
             left -= 1;
             if joint == before || left == 0 {
-                return (before + bytes + queued, claimed);
+                return (before + bytes, claimed);
             }
         }
     }
@@ -220,8 +219,7 @@ impl Pool {
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
-            // Bytes that a copy queue submits meanwhile would be counted twice, or not at all: so the sum is made anew
-            // until they stand still.
+            // The two sums are of one moment only if the first one has stood still: else they are made anew.
             let before = joint;
             (joint, at_rest) = store.central.joint_bytes();
             left -= 1;

@@ -187,7 +187,7 @@ impl Stepped for Late {
 
 // --- what models share -----------------------------------------------------------------------------------------------
 
-/// A stream with its central pool. (The models of copy queues use it too.)
+/// A stream with its central pool.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) driver: Arc<Late>,

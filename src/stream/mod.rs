@@ -19,13 +19,11 @@
 //!
 //! This file has [`Stream`], the public handle, and [`Device::stream`], which makes one. [`timeline`] is the core: how
 //! the crate knows that a copy is done. [`reaper`] is the thread that finds it out. `memory` allocates device memory in
-//! a stream's order. [`awaited`] is what a handle waits for while its copy is in a queue and has no sequence number
-//! yet. `loom_models` has the models of all this.
+//! a stream's order. `loom_models` has the models of all this.
 //!
 //! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
 //! `central` (to return segments), `device` (the driver) and `freelist` (the segments' state words).
 
-pub(crate) mod awaited;
 #[cfg(all(test, loom))]
 pub(crate) mod loom_models;
 mod memory;

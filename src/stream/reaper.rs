@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use crate::locks::{Condvar, Mutex};
 
-use super::timeline::{Timeline, Upstream};
+use super::timeline::Timeline;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::foreign;
@@ -89,8 +89,6 @@ struct ReaperShared {
     rounds: Mutex<Rounds>,
     /// Every timeline of the device by its number, for statistics and for [`Listing::advance`].
     known: Mutex<BTreeMap<u64, Weak<Timeline>>>,
-    /// The queues that submit to timelines of the device.
-    upstreams: Mutex<Vec<Weak<dyn Upstream>>>,
 }
 
 /// The side of the reaper that timelines hold: they put themselves on its list.
@@ -118,23 +116,6 @@ impl Listing {
     /// All timelines of the device that are alive, by their numbers.
     pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
         self.0.known.lock().values().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Adds a queue that submits to a timeline of the device.
-    pub(crate) fn feed(&self, upstream: Weak<dyn Upstream>) {
-        let mut upstreams = self.0.upstreams.lock();
-        // Only when the list is as long as its memory: so adding a queue takes constant time on average.
-        if upstreams.len() == upstreams.capacity() {
-            upstreams.retain(|known| known.strong_count() > 0);
-        }
-        upstreams.push(upstream);
-    }
-
-    /// Bytes of a central pool that wait in queues and that nothing else counts.
-    pub(crate) fn queued(&self, central: u64) -> usize {
-        // A statement of its own, which ends with the lock.
-        let upstreams: Vec<_> = self.0.upstreams.lock().iter().filter_map(Weak::upgrade).collect();
-        upstreams.iter().map(|upstream| upstream.queued(central).0).sum()
     }
 
     /// Lists a timeline that has become busy.

@@ -139,8 +139,7 @@ pub struct StuckBuffer {
     /// Its state.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
-    /// hold over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet
-    /// has none; then the queue's [`outstanding`](crate::QueueStats::outstanding) says more.
+    /// hold over several streams.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.

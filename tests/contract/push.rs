@@ -13,12 +13,33 @@ fn read(on: &Subject, pool: &Pool, memory: &DeviceBuffer) -> Vec<u8> {
     fetch(pool, &on.stream(), memory)
 }
 
+fn doubles_watch() -> bool {
+    #[cfg(feature = "cuda")]
+    return doubles::is_set();
+    #[cfg(not(feature = "cuda"))]
+    false
+}
+
 /// With the device ring, where there is one, and without.
 fn copiers(on: &Subject, test: impl Fn(&Pool, Copier)) {
     for ring in [64 << 20, 0] {
         let pool = on.pool(8 << 20);
         test(&pool, Copier::builder(&pool, &on.device).threads(3).ring(ring).build().unwrap());
         all_back(on, &pool);
+    }
+}
+
+/// What is in memory as soon as that is as it must be. Pushes whose handles are dropped are there some time after their
+/// segments are back: the ring is in between.
+fn there(on: &Subject, pool: &Pool, memory: &DeviceBuffer, done: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+    let since = std::time::Instant::now();
+    loop {
+        all_back(on, pool);
+        let all = read(on, pool, memory);
+        if done(&all) {
+            return all;
+        }
+        assert!(since.elapsed() < HANG);
     }
 }
 
@@ -49,13 +70,11 @@ pub(super) fn round_trips(on: &Subject) {
                 kept.push(sent);
             }
         }
-        // A lane's chunks are one behind the other. What was dropped went before the last of a chunk.
         kept.into_iter().for_each(|sent| sent.wait().unwrap());
-        let all = read(on, pool, &memory);
+        // What was dropped may be behind them.
+        let all = there(on, pool, &memory, |all| (0..pieces).all(|i| all[i * 96..][..77] == bytes(i, 77)));
         for piece in 0..pieces {
-            let at = piece * 96;
-            assert!(all[at..at + 77] == bytes(piece, 77), "piece {piece}");
-            assert!(all[at + 77..at + 96] == [7; 19], "beside piece {piece}");
+            assert!(all[piece * 96 + 77..][..19] == [7; 19], "beside piece {piece}");
         }
     });
 }
@@ -101,18 +120,28 @@ pub(super) fn order(on: &Subject) {
     });
 }
 
-/// Pushes to the same bytes, and to overlapping ones: the bytes there afterwards are those of whole pushes, and a push
-/// after a wait comes later.
+/// Pushes to the same bytes, and to overlapping ones: either wins, byte by byte, and a push after a wait comes later.
 pub(super) fn overlaps(on: &Subject) {
+    const LEN: usize = 1000;
+    // Stand-in drivers report that a launch, or two copies, write the same bytes: with them each push waits for its
+    // predecessor.
+    let alone = doubles_watch() || on.is_ascend();
     copiers(on, |pool, copier| {
         let memory = on.alloc(64 << 10);
-        let sent: Vec<_> = (0..200_usize)
+        let place = |i: usize| i * 7 % 40 * 100;
+        let sent: Vec<_> = (0..200)
             .map(|i| {
-                let at = i * 7 % 40 * 100;
-                copier.push(&[i as u8; 1000], memory.slice(at..at + 1000)).unwrap()
+                let push = copier.push(&bytes(i, LEN), memory.slice(place(i)..place(i) + LEN)).unwrap();
+                _ = alone && push.wait_landed(LEN as u64);
+                push
             })
             .collect();
         sent.into_iter().for_each(|sent| sent.wait().unwrap());
+        let all = read(on, pool, &memory);
+        for (at, byte) in all[..40 * 100 - 100 + LEN].iter().enumerate() {
+            let mut there = (0..200).filter(|&i| (place(i)..place(i) + LEN).contains(&at));
+            assert!(there.any(|i| bytes(i, LEN)[at - place(i)] == *byte), "byte {at}");
+        }
         copier.push(&[222; 3000], memory.slice(500..3500)).unwrap().wait().unwrap();
         assert!(read(on, pool, &memory)[500..3500] == [222; 3000]);
     });
@@ -180,25 +209,26 @@ pub(super) fn awaited(on: &Subject) {
             on.pump();
             copier.reap();
         };
-        let memory = on.alloc(50_000);
+        let (memory, other) = (on.alloc(50_000), on.alloc(50_000));
         for round in 0..30 {
             let sent = bytes(round, 50_000);
             block_on_with(pump, copier.push(&sent, &memory).unwrap()).unwrap();
             assert!(read(on, pool, &memory) == sent);
             // Polled once and dropped: the waker is taken back.
-            let mut push = copier.push(&sent, &memory).unwrap();
+            let mut push = copier.push(&sent, &other).unwrap();
             let _ = Pin::new(&mut push).poll(&mut Context::from_waker(Waker::noop()));
             drop(push);
         }
         let several: Vec<_> =
             (0..3).map(|i| copier.push(&bytes(i, 10_000), memory.slice(i * 10_000..)).unwrap()).collect();
-        for (i, push) in several.into_iter().enumerate() {
+        for push in several {
             // Others' pushes may be among them, so a handle cancels nothing.
             push.cancel();
             push.canceller().cancel();
             block_on_with(pump, push).unwrap();
-            assert!(read(on, pool, &memory)[i * 10_000..][..10_000] == bytes(i, 10_000));
         }
+        let all = read(on, pool, &memory);
+        assert!((0..3).all(|i| all[i * 10_000..][..10_000] == bytes(i, 10_000)));
     });
 }
 
@@ -227,7 +257,8 @@ pub(super) fn drops(on: &Subject) {
                 pushes.into_iter().for_each(|push| push.wait().unwrap());
                 drop(clone);
             }
-            4 if on.device.name().starts_with("host") => {
+            // Not on the system's host device, which later tests close.
+            4 if on.device.name().starts_with("host") && on.other.is_some() => {
                 // A handle is leaked: what it names is leaked with it, and nothing else is harmed. (The stand-in driver
                 // would report what is leaked.)
                 let mut pushes = pushes;
@@ -243,15 +274,7 @@ pub(super) fn drops(on: &Subject) {
                 continue;
             }
         }
-        let since = std::time::Instant::now();
-        while pool.stats().checked_out_bytes + pool.stats().in_flight_bytes > 0 {
-            assert!(since.elapsed() < HANG);
-            on.pump();
-        }
-        let all = read(on, &pool, &memory);
-        for i in 0..64 {
-            assert!(all[i * 1024..i * 1024 + 1000] == bytes(i, 1000), "order {order}, piece {i}");
-        }
+        there(on, &pool, &memory, |all| (0..64).all(|i| all[i * 1024..][..1000] == bytes(i, 1000)));
         all_back(on, &pool);
     }
 }

@@ -1,9 +1,7 @@
-//! Copies beyond a single upload: the copy queue, and the copier with pieces, sources, files and sinks. All on host
-//! devices.
+//! Copies beyond a single upload: the copier with pieces, pushes, sources, files and sinks. All on host devices.
 
 mod bulk;
 mod pieces;
 mod push;
-mod queue;
 #[path = "../support/mod.rs"]
 mod support;

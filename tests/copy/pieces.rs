@@ -881,12 +881,11 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
     all_back(&s);
 }
 
-/// Checks of a pool that copiers, queues and streams use meanwhile find nothing wrong.
+/// Checks of a pool that copiers and streams use meanwhile find nothing wrong.
 #[test]
 fn a_busy_pool_is_sound() {
     own_process!();
     let s = setup(HostConfig::new(), 4 << 20);
-    let queue = s.device.copy_queue().unwrap();
     let streams = [(); 2].map(|()| s.device.stream().unwrap());
     let until = Instant::now() + Duration::from_millis(1500);
     let busy = || Instant::now() < until;
@@ -910,7 +909,7 @@ fn a_busy_pool_is_sound() {
             while busy() {
                 let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
                 let (buf, place) = sent.remove(0);
-                drop(queue.upload(buf, place).unwrap().wait().unwrap());
+                s.copier.push(&buf, place).unwrap().wait().unwrap();
             }
         });
         scope.spawn(|| {
@@ -925,5 +924,58 @@ fn a_busy_pool_is_sound() {
             s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
         }
     });
+    all_back(&s);
+}
+
+/// Bytes that are fewer from the `steady`-th question on.
+struct Shrinks {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Shrinks {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if asked < self.steady { &self.bytes } else { &self.bytes[..100] }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are removed.
+unsafe impl pinpool::StableDeref for Shrinks {}
+
+#[test]
+fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
+    let s = setup(HostConfig::new(), 4 << 20);
+    let stream = s.device.stream().unwrap();
+    for steady in 0..12 {
+        for part in [0..1000, 500..1000] {
+            let shrinks = || {
+                let bytes = Shrinks { bytes: vec![5; 1000], asked: 0.into(), steady };
+                s.device.register(bytes).unwrap()
+            };
+            let dst = s.memory.slice(..1000).unwrap();
+            let sent = [
+                stream.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
+                stream
+                    .copy_host_part(shrinks(), part.clone(), s.pool.checkout(1000).unwrap())
+                    .map(|(sent, landing)| {
+                        assert!(*landing.wait().unwrap() == *vec![5; part.len()]);
+                        sent
+                    })
+                    .map_err(|e| (e.error, e.buffer.is_some())),
+            ];
+            for sent in sent {
+                match sent {
+                    Ok(sent) => drop(sent.wait().unwrap()),
+                    Err((error, back)) => {
+                        assert!(matches!(error, Error::OutOfRange { .. }) && back, "{error}");
+                    }
+                }
+            }
+        }
+    }
     all_back(&s);
 }

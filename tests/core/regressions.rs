@@ -671,7 +671,6 @@ fn signals_are_for_the_programs_threads() {
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(4 << 20).unwrap());
-    let queue = device.copy_queue().unwrap();
     let copier = pinpool::Copier::builder(&pool, &device).build().unwrap();
     drop(copier.upload(vec![1; 4 << 20], &memory).unwrap().wait().unwrap());
     let sampling = pinpool::telemetry::Sampler::new(&pool).spawn(Duration::from_secs(1)).unwrap();
@@ -687,7 +686,7 @@ fn signals_are_for_the_programs_threads() {
         let all = std::fs::read_dir("/proc/self/task").unwrap().filter_map(status).map(look);
         all.filter(|(name, _)| name.starts_with("pinpool-")).collect()
     };
-    let kinds = ["reap", "send", "copy", "sample", "host"].map(|kind| format!("pinpool-{kind}"));
+    let kinds = ["reap", "copy", "sample", "host"].map(|kind| format!("pinpool-{kind}"));
     let mask = |signals: &[libc::c_int]| signals.iter().fold(0, |mask, signal| mask | 1_u64 << (signal - 1));
     let raised =
         mask(&[libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGABRT, libc::SIGTRAP]);
@@ -722,7 +721,7 @@ fn signals_are_for_the_programs_threads() {
         assert_eq!(libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()), 0);
         assert_eq!(HANDLED.load(Ordering::Relaxed), 1);
     }
-    drop((sampling, copier, queue, stream));
+    drop((sampling, copier, stream));
 }
 
 /// A stepped device has no thread that drops the owners of foreign memory: an owner is dropped after the submission

@@ -15,7 +15,6 @@ mod nodes;
 mod pieces;
 mod pointers;
 mod push;
-mod queue;
 mod sharing_faults;
 mod spread;
 mod standin;

@@ -1,6 +1,6 @@
 //! Programs that end in the middle of their work, in each way in which a program can end.
 //!
-//! A test starts itself again and again as a small server ([`Busy`]): pool, streams, copy queue and bulk, all at
+//! A test starts itself again and again as a small server ([`Busy`]): pool, streams and copier, all at
 //! work on threads of its own, and large device buffers that are dropped right before the end, which a thread of the
 //! crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
 //! exits, and must have seen no call after the exit began, nor one under way.
@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use libloading::Library;
-use pinpool::{CopyQueue, Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
+use pinpool::{Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
 
 use super::{doubles, process};
 
@@ -194,7 +194,6 @@ struct Busy {
     device: Device,
     pool: Pool,
     stream: Stream,
-    queue: CopyQueue,
     bulk: Copier,
     memory: DeviceBuffer,
 }
@@ -206,10 +205,9 @@ impl Busy {
         let device = Device::open(device).expect("the device can be opened");
         let pool = Pool::builder(&device).capacity(16 << 20).build().expect("a pool");
         let stream = device.stream().expect("a stream");
-        let queue = device.copy_queue().expect("a queue");
         let bulk = Copier::builder(&pool, &device).chunk(LEN).build().expect("a bulk");
         let memory = device.alloc(1 << 20).expect("device memory");
-        Self { device, pool, stream, queue, bulk, memory }
+        Self { device, pool, stream, bulk, memory }
     }
 
     /// Threads of the program that go on until a call fails, and say why it did.
@@ -225,13 +223,8 @@ impl Busy {
                 Ok(())
             });
         }
-        let (queue, pool, memory) = (self.queue.clone(), pool.clone(), memory.clone());
-        on_thread(move || {
-            let mut buf = pool.checkout(LEN)?;
-            buf.extend_from_slice(&[2; 500]);
-            drop(queue.upload(buf, memory.slice(2000..2500)?).map_err(|refused| refused.error)?);
-            Ok(())
-        });
+        let (bulk, memory) = (self.bulk.clone(), memory.clone());
+        on_thread(move || bulk.push(&[2; 500], memory.slice(2000..2500)).map(drop));
         let (bulk, memory) = (self.bulk.clone(), self.memory.clone());
         on_thread(move || bulk.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
     }

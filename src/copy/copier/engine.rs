@@ -264,7 +264,7 @@ impl Engine {
             PUSHES => Priority::Bulk,
             _ => return true,
         };
-        self.pushes.going.count(priority) < self.settings.depth as u64
+        self.pushes.going.count(priority) < self.pushes.most
             && (priority == Priority::Foreground
                 || self.lanes[Direction::Up as usize].flights.has_room(self.permits.depth()))
     }

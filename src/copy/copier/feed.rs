@@ -99,7 +99,7 @@ impl Work for Fed {
         let Some(Segment { buf: segment, counts }) = ready else { return Err(Error::Closed) };
         let place = DevicePtr(self.memory.address() + chunk.start.from as u64);
         let stretches = vec![Stretch { place, offset: 0, len: chunk.bytes }];
-        Ok(Content::Brought(Brought { segment, stretches, counts, memories: None }))
+        Ok(Content::Brought(Brought { segment, stretches, counts, pushes: 0, memories: None }))
     }
 }
 

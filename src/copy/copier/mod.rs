@@ -27,6 +27,7 @@
 //! | --- | --- | --- |
 //! | borrowed bytes | [`upload_slice`](Copier::upload_slice), [`download_slice`](Copier::download_slice) | blocking |
 //! | many pieces of borrowed bytes | [`upload_pieces`](Copier::upload_pieces), [`download_pieces`](Copier::download_pieces) | a [`Transfer`] when all is read; blocking |
+//! | a small piece of borrowed bytes, by each of many threads | [`push`](Copier::push), [`try_push`](Copier::try_push) | a [`Transfer`], at once |
 //! | many pinned buffers | [`upload_buffers`](Copier::upload_buffers), [`download_buffers`](Copier::download_buffers) | a [`Transfer`] |
 //! | pinned blocks of many pages each | [`upload_pages`](Copier::upload_pages), [`download_pages`](Copier::download_pages) | a [`Transfer`] |
 //! | one pinned value | [`upload_pinned`](Copier::upload_pinned) | a [`Transfer`] |
@@ -46,13 +47,17 @@
 //! from where they are. So CPU and link are busy at once, in a bounded number of segments
 //! ([`share`](CopierBuilder::share)).
 //!
+//! A push copies its bytes into a chunk that the calling thread shares with few others, and returns. The chunk goes when
+//! a copy can go: at once where nothing is in flight; else it takes further pushes until then. So the more pushes there
+//! are, the longer are the copies.
+//!
 //! # Ordering
 //!
 //! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
 //! device memory take effect in the order of the calls, but for those with many pieces, buffers or pages
-//! (`upload_pieces`, `download_buffers` and their like): these are ordered with nothing, so wait for the handle. With
-//! other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to any stream
-//! after the end was seen finds the bytes there.
+//! (`upload_pieces`, `download_buffers` and their like) and pushes: these are ordered with nothing, so wait for the
+//! handle. With other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to
+//! any stream after the end was seen finds the bytes there.
 //!
 //! # Priorities
 //!
@@ -68,8 +73,8 @@
 // and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in flight. `permits.rs`: how many bulk copies are in
 // flight; `segments.rs`: which segments are in use; `order.rs`: which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling and
 // emptying it. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring, and
-// the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `pull.rs`: memory; sources, files and sinks; what
-// the caller brings; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
+// the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and
+// sinks; what the caller brings, in order or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`: CPU
 // copies.
 //
@@ -152,10 +157,12 @@ pub(crate) fn may_wait() -> Result<()> {
 /// # What it uses
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
 /// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the share,
-/// an open [`Feed`] and a [`download_write`](Self::download_write) that runs use one segment each.
+/// an open [`Feed`], a [`download_write`](Self::download_write) that runs, and a thread that [pushes](Self::push) while
+/// the share is used up use one segment each.
 ///
 /// # The end
-/// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.
+/// Dropping the last handle waits for nothing: transfers that were started go on, pushes among them, and then the threads
+/// end.
 ///
 /// ```
 /// # use pinpool::{Copier, Device, Pool, Unpinned};

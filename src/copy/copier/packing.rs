@@ -29,6 +29,8 @@ pub(super) struct Brought {
     pub(super) stretches: Vec<Stretch>,
     /// See [`super::segments`].
     pub(super) counts: bool,
+    /// Pushes that are in it.
+    pub(super) pushes: usize,
     /// The device memory of the chunk, where it is not the job's.
     pub(super) memories: Option<Arc<Memories>>,
 }

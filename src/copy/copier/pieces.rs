@@ -374,7 +374,7 @@ impl<B: Lend> Buffer for Up<B> {
 
     fn lend(&mut self, _: usize) -> RetainedResource {
         self.lent = true;
-        RetainedResource::counted(self.value.lend(KEY))
+        RetainedResource::of(self.value.lend(KEY))
     }
 
     fn back(self, _: usize) -> Result<B> {
@@ -404,12 +404,12 @@ impl<L: Landing> Buffer for Down<L> {
             Self::Here(landing) => {
                 let (resource, half) = landing.lend(KEY);
                 *self = Self::Lent(L::Landed::from(half), written);
-                RetainedResource::counted(resource)
+                RetainedResource::of(resource)
             }
             // Not so: a piece in place is in one chunk.
             other => {
                 *self = other;
-                RetainedResource::counted(crate::stream::timeline::Resource::Object(Box::new(())))
+                RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
             }
         }
     }

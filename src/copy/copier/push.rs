@@ -25,7 +25,6 @@ use super::job::{Body, Chunk, Cursor, Cut, Direction, Job, Memories, Needs, Plan
 use super::layout::{Layout, Stretch};
 use super::packing::{Brought, Content, Packing};
 use super::pieces::{LEAST, Values, finish};
-use super::stats::Counters;
 use super::transfer::Transfer;
 use super::{Copier, may_wait};
 use crate::buffer::PinnedBuf;
@@ -38,6 +37,8 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Lanes at most, for each priority.
 const MOST_LANES: usize = 64;
+/// Stretches that a chunk has room for at first.
+const FIRST: usize = 64;
 
 std::thread_local! {
     /// Numbers threads, so that neighbours have different lanes.
@@ -225,6 +226,9 @@ pub(super) struct Pushes {
     /// Of bulk pushes, and of the foreground's.
     lanes: [Box<[Lane<Filling>]>; 2],
     pub(super) going: Going,
+    /// How many chunks of a priority workers have at most. So many that each lane has a segment beside them: without one
+    /// to fill, pushes would wait, and not be combined.
+    pub(super) most: u64,
     next: Counter,
     /// Bytes of a segment that are used.
     chunk: usize,
@@ -233,10 +237,12 @@ pub(super) struct Pushes {
 impl Pushes {
     pub(super) fn new(settings: &Settings) -> Arc<Self> {
         let lanes = 1 << (settings.segments / 4).clamp(1, MOST_LANES).ilog2();
+        let beside = (settings.segments - settings.segments / 8).saturating_sub(lanes + 1);
         let lanes = || (0..lanes).map(|_| Lane::new()).collect();
         Arc::new(Self {
             lanes: [lanes(), lanes()],
             going: Going::new(),
+            most: beside.clamp(1, settings.depth) as u64,
             next: Counter::new(0),
             chunk: settings.chunk,
         })
@@ -304,13 +310,11 @@ impl Work for Pushed {
     fn prepare(&self, _: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
         let closed = self.closed.lock().take();
         let Some(filling) = closed else { return Err(Error::Internal("a chunk of pushes is not there")) };
-        // The rest is dropped here, without a lock: the copier's last handle may be among it.
         let Filling { segment, counts, stretches, memories, pushes, shared, .. } = filling;
-        if let Some(copier) = &shared.copier {
-            Counters::add(&copier.engine().counters.pushes, pushes);
-        }
+        // Here, without a lock: the copier's last handle may be among it.
+        drop(shared);
         let memories = Some(Arc::new(Memories(memories)));
-        Ok(Content::Brought(Brought { segment, stretches, counts, memories }))
+        Ok(Content::Brought(Brought { segment, stretches, counts, pushes, memories }))
     }
 }
 
@@ -328,9 +332,9 @@ impl Copier {
     /// device together; where nothing is in flight a piece goes at once.
     ///
     /// The handle tells when the pieces that go together have arrived. Its [`cancel`](Transfer::cancel) does nothing,
-    /// since these may be others' too. Pushes are ordered with nothing: two to one place take effect in either order,
-    /// unless the first one's handle was waited for. [`wait_for`](Self::wait_for) orders those that follow behind a
-    /// stream.
+    /// since these may be others' too. Pushes are ordered with nothing: where two write the same bytes, either wins, byte
+    /// by byte, unless the first one's handle was waited for. [`wait_for`](Self::wait_for) orders those that follow
+    /// behind a stream.
     ///
     /// Waits while all segments are under way. Pieces of more than 256 KiB (or half a [chunk](Self::chunk)) are not
     /// combined with others: they go as by [`upload_pieces`](Self::upload_pieces).
@@ -483,7 +487,7 @@ impl Copier {
             segment,
             counts,
             layout: Layout::new(engine.pushes.chunk),
-            stretches: Vec::new(),
+            stretches: Vec::with_capacity(FIRST),
             memories: Vec::new(),
             known: HashSet::new(),
             bytes: 0,

@@ -491,6 +491,7 @@ impl<'a> Worker<'a> {
         let (content, (packed, way)) = match content {
             Ok(Content::Brought(mut brought)) => {
                 memories = brought.memories.take().unwrap_or(memories);
+                Counters::add(&self.engine.counters.pushes, brought.pushes);
                 let stretches = std::mem::take(&mut brought.stretches);
                 let packing = Packing::brought(direction, &mut brought.segment, stretches);
                 let laid_out = self.lay_out(direction, packing, true);

@@ -38,7 +38,7 @@ const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 #[non_exhaustive]
 pub struct HeldBy {
     /// The number of handles to the device: each [`Device`], and those in every [`Stream`](crate::Stream),
-    /// [`Pool`](crate::Pool), [`CopyQueue`](crate::CopyQueue) and [`Copier`](crate::Copier).
+    /// [`Pool`](crate::Pool) and [`Copier`](crate::Copier).
     pub handles: usize,
     /// The number of streams, adopted ones included.
     pub streams: usize,

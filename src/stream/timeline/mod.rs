@@ -68,7 +68,7 @@ mod tests;
 mod waits;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
@@ -76,11 +76,10 @@ use slab::Slab;
 
 use self::claims::Claim;
 pub use self::look::EventState;
-pub(crate) use self::look::Stillness;
 use self::retained::{After, InUse, Retained, TimelineEntry, complete_segment, quarantine_segment};
 pub(crate) use self::retained::{Joint, Quarantined, Resource, Retain, RetainedResource};
+pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
-pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
 use crate::central::CentralPool;
 use crate::device::context::Context;
@@ -205,16 +204,7 @@ pub(crate) struct Timeline {
     /// lock together with the change of the segments' words, lowered when the central pools know. (Not loom's type:
     /// only checks read it.)
     accounting: std::sync::atomic::AtomicU32,
-    /// The queue that submits to this timeline, if there is one.
-    upstream: OnceLock<Weak<dyn Upstream>>,
     state: Mutex<TimelineState>,
-}
-
-/// A queue that submits to a timeline. Segments that wait in it are in flight already, by their state words.
-pub(crate) trait Upstream: std::fmt::Debug + Send + Sync {
-    /// Bytes of a central pool that wait in the queue and that nothing else counts; and a number that changes with
-    /// them, or `None` while a change is half done.
-    fn queued(&self, central: u64) -> (usize, Option<u64>);
 }
 
 impl Timeline {
@@ -256,7 +246,6 @@ impl Timeline {
             given_up: AtomicBool::new(false),
             asking: AtomicBool::new(false),
             accounting: std::sync::atomic::AtomicU32::new(0),
-            upstream: OnceLock::new(),
             state: Mutex::new(TimelineState {
                 open: 1,
                 open_entries: 0,
@@ -296,21 +285,9 @@ impl Timeline {
         self.stream
     }
 
-    /// Sets the queue that submits to this timeline, once.
-    pub(crate) fn fed_by(&self, upstream: Weak<dyn Upstream>) {
-        if self.upstream.set(upstream.clone()).is_ok() {
-            self.reaper.feed(upstream);
-        }
-    }
-
     /// Whether the whole device is lost, and not only this stream.
     fn is_dead(&self) -> bool {
         self.context.poisoned().is_some()
-    }
-
-    /// A thread or a task begins to wait: makes the reaper look again soon.
-    pub(crate) fn expedite(&self) {
-        self.reaper.expedite(self.number);
     }
 
     /// An error if nothing can be submitted.
@@ -460,18 +437,15 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a central pool that are in flight here or wait in the queue before it, and how many of these are
-    /// claimed; and a count of all changes so far, or `None` while a change is half done.
+    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes so
+    /// far, or `None` while a change is half done.
     pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
-        let upstream = self.upstream.get().and_then(Weak::upgrade);
-        let (queued, queue_changes) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(central));
         let state = self.state.lock();
         let known = state.flights.by_central.iter().find(|f| f.0 == central);
-        let mut flight = known.map_or_else(Flight::default, |f| f.1);
-        flight.bytes += queued;
+        let flight = known.map_or_else(Flight::default, |f| f.1);
         // Acquire: pairs with the releases that lower `accounting`.
         let accounted = self.accounting.load(std::sync::atomic::Ordering::Acquire) == 0;
-        (flight, queue_changes.filter(|_| accounted).map(|changes| state.flights.moves + changes))
+        (flight, accounted.then_some(state.flights.moves))
     }
 
     /// The sequence number of everything submitted so far, for a caller that has nothing to submit.
@@ -628,14 +602,6 @@ impl Submission<'_> {
     pub(crate) fn keep(&self, memory: Arc<Allocation>) {
         if let Some(key) = self.key {
             self.timeline.state.lock().pending[key].memory = InUse::new(Some(memory));
-        }
-    }
-
-    /// Keeps `object` until the sequence number is complete, where [`Timeline::begin`] was given nothing: for a caller
-    /// that hands the object over only after `begin` has succeeded. To be called before the driver is.
-    pub(crate) fn carry(&self, object: Box<dyn Retain>) {
-        if let Some(key) = self.key {
-            self.timeline.state.lock().pending[key].retained = Retained::Object(InUse::new(object));
         }
     }
 

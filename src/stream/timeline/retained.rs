@@ -185,64 +185,36 @@ impl Joint {
 #[derive(Debug)]
 pub(crate) struct RetainedResource {
     retained: Retained,
+    /// Bytes of its segment. They are among those that several timelines hold, from the start to the end.
     bytes: usize,
-    /// Its bytes are among those that several timelines hold, from the start to the end.
-    counts: bool,
 }
 
 impl RetainedResource {
-    /// A segment is in flight by its state word from here on. (The queue counts its bytes.)
+    /// A segment is in flight by its state word from here on, and its bytes count as in flight until the end.
     pub(crate) fn of(resource: Resource) -> Self {
-        match resource {
+        let retained = match resource {
             Resource::Segment(segment) => {
                 let bytes = segment.granted();
-                let word = segment.descriptor().depart();
-                Self { retained: Retained::Segment { segment, word }, bytes, counts: false }
+                let word = segment.central().in_one(|central| {
+                    central.joint_in_flight(bytes as isize);
+                    segment.descriptor().depart()
+                });
+                return Self { retained: Retained::Segment { segment, word }, bytes };
             }
-            Resource::Object(object) => Self::other(Retained::Object(InUse::new(object))),
-            Resource::Joint(joint) => Self::other(Retained::Joint(joint)),
-            // A claim belongs to its timeline, and no queue is given one.
-            Resource::Claimed(_) => Self::other(Retained::Nothing),
-        }
-    }
-
-    /// The same, and counts the segment's bytes as in flight until the end.
-    pub(crate) fn counted(resource: Resource) -> Self {
-        let Resource::Segment(segment) = resource else { return Self::of(resource) };
-        let bytes = segment.granted();
-        let word = segment.central().in_one(|central| {
-            central.joint_in_flight(bytes as isize);
-            segment.descriptor().depart()
-        });
-        Self { retained: Retained::Segment { segment, word }, bytes, counts: true }
-    }
-
-    fn other(retained: Retained) -> Self {
-        Self { retained, bytes: 0, counts: false }
+            Resource::Object(object) => Retained::Object(InUse::new(object)),
+            Resource::Joint(joint) => Retained::Joint(joint),
+            // A claim belongs to its timeline, and is no part of a batch.
+            Resource::Claimed(_) => Retained::Nothing,
+        };
+        Self { retained, bytes: 0 }
     }
 
     /// Ends being in flight, by `end`.
-    fn leave(
-        segment: &Segment,
-        bytes: usize,
-        counts: bool,
-        end: impl FnOnce() -> Option<Segment>,
-    ) -> Option<Segment> {
-        if !counts {
-            return end();
-        }
+    fn leave(segment: &Segment, bytes: usize, end: impl FnOnce() -> Option<Segment>) -> Option<Segment> {
         segment.central().in_one(|central| {
             central.joint_in_flight(-(bytes as isize));
             end()
         })
-    }
-
-    /// The bytes to be counted as in flight, and the segment that they belong to.
-    pub(crate) fn booked(&self) -> Option<(&Segment, usize)> {
-        match &self.retained {
-            Retained::Segment { segment, .. } => Some((segment, self.bytes)),
-            _ => None,
-        }
     }
 
     /// Visits the address of each retained segment's descriptor, for reports.
@@ -252,10 +224,10 @@ impl RetainedResource {
 
     /// The device is done with it, or never got it. `true`: a handle was dropped, so no handle will ask about the copy.
     pub(crate) fn complete(self) -> bool {
-        let Self { retained, bytes, counts } = self;
+        let Self { retained, bytes } = self;
         let returned = match retained {
             Retained::Segment { segment, word } => {
-                Self::leave(&segment, bytes, counts, || complete_segment(&segment, word))
+                Self::leave(&segment, bytes, || complete_segment(&segment, word))
             }
             Retained::Joint(joint) => joint.complete(),
             Retained::Object(object) => {
@@ -274,10 +246,10 @@ impl RetainedResource {
 
     /// The device can never be shown to be done with it. Returns what is quarantined by that.
     pub(crate) fn quarantine(self) -> Quarantined {
-        let Self { retained, bytes, counts } = self;
+        let Self { retained, bytes } = self;
         let lost = match retained {
             Retained::Segment { segment, word } => {
-                Self::leave(&segment, bytes, counts, || quarantine_segment(&segment, word))
+                Self::leave(&segment, bytes, || quarantine_segment(&segment, word))
             }
             Retained::Joint(joint) => joint.quarantine(),
             Retained::Object(object) => return object.release().quarantine(),

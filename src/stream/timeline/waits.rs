@@ -16,7 +16,7 @@ use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
 
 /// For how long a waiting thread asks continuously before it parks and leaves the asking to the reaper.
-pub(crate) const SPIN: Duration = Duration::from_micros(50);
+const SPIN: Duration = Duration::from_micros(50);
 
 /// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine with cores to spare. A
 /// copy behind one or two bulk chunks takes about this long, and by way of the reaper the waiter would learn of it

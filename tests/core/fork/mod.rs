@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
-use pinpool::{Copier, Device, Error, Pool, QueueOptions, Request, Result, Stream, Unpinned};
+use pinpool::{Copier, Device, Error, Pool, Request, Result, Stream, Unpinned};
 
 use crate::support::{own_process, process, skip};
 
@@ -277,7 +277,6 @@ fn a_child_opens_nothing_once_its_parent_has() {
             is_forked(Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()),
             is_forked(device.stream()),
             is_forked(device.alloc(1)),
-            is_forked(device.copy_queue()),
             device.pci_address().is_none(),
             // Nor does a node's handle do anything, or hang.
             !node.step(),
@@ -364,7 +363,6 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
-    let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
     let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let filled = |len: usize| {
@@ -378,7 +376,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     node.hang(0);
     let flight = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
     let awaited = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
-    let queued = Cell::new(Some(queue.upload(filled(64), at(0..64)).unwrap()));
+    let pushed = Cell::new(Some(copier.push(&[1; 64], at(0..64)).unwrap()));
     let claimed = Cell::new(Some(pool.checkout_on(&stream, 1000).unwrap()));
     let bytes = vec![1_u8; 300_000];
     let upload = || Cell::new(Some(bulk.upload(bytes.clone(), at(0..300_000)).unwrap()));
@@ -414,14 +412,15 @@ fn a_child_is_told_by_whatever_it_waits_for() {
                 poll(&mut |cx| Pin::new(&mut copy).poll(cx).map(is_forked))
             }),
         ),
-        ("a queued copy", Box::new(|| is_forked(queued.take().unwrap().wait()))),
-        ("order behind a queued copy", Box::new(|| is_forked(stream.wait_for_copy(&queued.take().unwrap())))),
+        ("what was pushed", Box::new(|| is_forked(pushed.take().unwrap().wait()))),
+        ("order behind a push", Box::new(|| is_forked(pushed.take().unwrap().order(&stream)))),
+        ("order behind a copy", Box::new(|| is_forked(stream.wait_for_copy(&flight.take().unwrap())))),
         ("a stream-ready buffer", Box::new(|| is_forked(claimed.take().unwrap().wait()))),
         ("a stream", Box::new(|| is_forked(stream.synchronize()))),
         ("a blocking copy", Box::new(|| is_forked(stream.upload_blocking(&[1; 10], at(0..10))))),
         ("a hold", Box::new(|| is_forked(stream.hold(())))),
-        ("a queue", Box::new(|| is_forked(queue.synchronize()) && is_forked(queue.shutdown(Duration::MAX)))),
-        ("a push", Box::new(|| is_forked(queue.try_upload((), at(0..10))))),
+        ("a push", Box::new(|| is_forked(copier.push(&[1; 10], at(0..10))))),
+        ("a push that does not wait", Box::new(|| is_forked(copier.try_push(&[1; 10], at(0..10))))),
         ("a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().wait()))),
         (
             "a copier's transfer, for a while",
@@ -596,7 +595,6 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         assert_eq!(ticket.take().unwrap().wait().unwrap(), bytes, "the parent's go on");
     }
     stream.synchronize().unwrap();
-    queue.synchronize().unwrap();
 }
 
 #[test]

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use pinpool::copier::Copier;
 use pinpool::telemetry::Sampler;
-use pinpool::{CopyQueue, Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
+use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
 
 use super::{device, first_wrong, forked, is_forked};
 use crate::support::own_process;
 
 /// Threads of the parent's that have every lock of the crate now and then.
-fn busy(device: &Device, pool: &Pool, tracked: &Pool, queue: &CopyQueue, bulk: &Copier, stop: &AtomicBool) {
+fn busy(device: &Device, pool: &Pool, tracked: &Pool, bulk: &Copier, stop: &AtomicBool) {
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let mut i = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -26,9 +26,7 @@ fn busy(device: &Device, pool: &Pool, tracked: &Pool, queue: &CopyQueue, bulk: &
                 drop(sent.wait_timeout(Duration::from_millis(5)));
             }
         }
-        if let Ok(buf) = pool.try_checkout(64) {
-            drop(queue.try_download(memory.slice(..64), buf));
-        }
+        drop(bulk.try_push(&[1; 64], memory.slice(..64)));
         if i % 16 == 0 {
             bulk.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
             pool.trim(1 << 20);
@@ -40,7 +38,7 @@ fn busy(device: &Device, pool: &Pool, tracked: &Pool, queue: &CopyQueue, bulk: &
 /// What a child does with what it inherited, by turns.
 fn child(
     turn: usize,
-    (device, pool, tracked, queue, bulk): (Device, Pool, Pool, CopyQueue, Copier),
+    (device, pool, tracked, bulk): (Device, Pool, Pool, Copier),
     (stream, memory): (Stream, DeviceBuffer),
     held: PinnedBuf,
     rest: impl Sized,
@@ -60,11 +58,11 @@ fn child(
     }
     let wrong = match turn % 7 {
         0 => {
-            drop((held, rest, queue, bulk, stream, memory, pool, tracked));
+            drop((held, rest, bulk, stream, memory, pool, tracked));
             !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
         }
         1 => {
-            let sent = queue.try_upload(held, memory.slice(..10));
+            let sent = bulk.push(&held, memory.slice(..10));
             let slice = bulk.upload_slice(&[1; 10], memory.slice(..10));
             !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
         }
@@ -75,8 +73,8 @@ fn child(
         }
         3 => {
             let sampler = Sampler::new(&pool).pool(&tracked);
-            let looked = (pool.stats(), pool.snapshot(), device.stats(), stream.stats(), queue.stats());
-            let empty = looked.0.pinned_bytes == 0 && looked.2.streams.is_empty() && looked.4.copies == 0;
+            let looked = (pool.stats(), pool.snapshot(), device.stats(), stream.stats());
+            let empty = looked.0.pinned_bytes == 0 && looked.2.streams.is_empty();
             let none =
                 pool.stuck(Duration::ZERO).is_empty() && pool.regions().is_empty() && pool.trim(0) == 0;
             let ended = pool.shutdown(Duration::MAX).drained || pool.check().is_ok() || device.reap();
@@ -109,14 +107,13 @@ fn beside_threads(device: &Device, rounds: usize) {
     let builder = |capacity: usize| Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow);
     let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
     let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
-    let queue = device.copy_queue().unwrap();
     let bulk = Copier::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
     let sampling = Cell::new(Some(sampling));
     let stop = AtomicBool::new(false);
     let wrong = std::thread::scope(|scope| {
         for _ in 0..3 {
-            scope.spawn(|| busy(device, &pool, &tracked, &queue, &bulk, &stop));
+            scope.spawn(|| busy(device, &pool, &tracked, &bulk, &stop));
         }
         let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
         let wait = Duration::from_secs(20);
@@ -130,7 +127,7 @@ fn beside_threads(device: &Device, rounds: usize) {
             let transfer = bulk.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
             let feed = bulk.feed(memory.slice(300_000..400_000)).unwrap();
             let all = Cell::new(Some((
-                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), bulk.clone()),
+                (device.clone(), pool.clone(), tracked.clone(), bulk.clone()),
                 (stream.clone(), memory.clone()),
                 held,
                 (sent, landing, pool.checkout_async(500), transfer, feed),

@@ -21,8 +21,8 @@ use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
 use pinpool::{
-    Copier, CopyQueue, Device, DeviceSlice, Error, PinnedBuf, Pool, QueueOptions, RegisterError, Request,
-    Stream, SubmitError, Unpinned,
+    Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, RegisterError, Request, Stream, SubmitError,
+    Unpinned,
 };
 
 use super::hostile::{Bomb, Quiet, Turn, Value, waker};
@@ -319,7 +319,6 @@ struct Worker<'a> {
     mischief: &'a Arc<Mischief>,
     device: &'a Device,
     pool: &'a Pool,
-    queue: &'a CopyQueue,
     copier: &'a Copier,
     bulk: &'a Copier,
     stream: Stream,
@@ -405,18 +404,18 @@ impl Worker<'_> {
             7 => {
                 let (buf, stamped) = self.filled(len.min(4096))?;
                 let memory = self.device.alloc(buf.len())?;
-                let sent = self.queue.upload(buf, &memory).map_err(refused)?;
-                let buf = match self.random.below(2) {
-                    0 => sent.wait()?,
+                let sent = self.copier.push(&buf, &memory)?;
+                match self.random.below(2) {
+                    0 => sent.wait().map_err(refused)?,
                     _ => match awaited(self.mischief, sent, HANG) {
-                        Some(buf) => buf?,
+                        Some(pushed) => pushed.map_err(refused)?,
                         None => return Ok(()),
                     },
-                };
-                stamped.check(&buf, "a queued buffer");
-                let back = self.queue.download(&memory, buf).map_err(refused)?.wait()?;
+                }
+                stamped.check(&buf, "a pushed buffer");
+                let back = self.stream.download(&memory, buf).map_err(refused)?.wait()?;
                 if !self.faults {
-                    stamped.check(&back, "a queued download");
+                    stamped.check(&back, "what was pushed");
                 }
             }
             8 | 9 => {
@@ -533,7 +532,6 @@ fn chaos(faults: bool) {
         .unpinned(Unpinned::Allow)
         .build()
         .unwrap();
-    let queue = device.copy_queue_with(QueueOptions::new().depth(8).threads(2)).unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let mischief = Mischief::new(&pool, seed);
@@ -548,12 +546,12 @@ fn chaos(faults: bool) {
         for (at, beat) in beats.iter().enumerate() {
             let stream = device.stream().unwrap();
             let (mischief, device, pool, bulk) = (&mischief, &device, &pool, &bulk);
-            let (queue, copier) = (&queue, &copier);
+            let copier = &copier;
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
                 let random = Random::new(seed ^ (at as u64 + 1) << 40);
                 let mut worker =
-                    Worker { mischief, device, pool, queue, copier, bulk, stream, random, faults, what: 0 };
+                    Worker { mischief, device, pool, copier, bulk, stream, random, faults, what: 0 };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
                     // A refusal by the pool, the device or a source is an error, never a panic.
@@ -616,7 +614,7 @@ fn chaos(faults: bool) {
     turn.quiet();
     #[cfg(feature = "metrics")]
     recorder::set(None);
-    drop((bulk, queue, copier, mischief));
+    drop((bulk, copier, mischief));
     let shutdown = pool.shutdown(HANG);
     pool.check().unwrap();
     let stats = pool.stats();

@@ -3,7 +3,7 @@
 use std::panic::panic_any;
 use std::time::Duration;
 
-use pinpool::{Device, Pool, Unpinned};
+use pinpool::{Copier, Device, Pool, Unpinned};
 
 use super::hostile::{Bomb, Call, Turn};
 use crate::support::doubles;
@@ -62,18 +62,21 @@ fn a_subscriber_panics_inside_the_submission_of_a_batch() {
         let mut others: Vec<_> = (0..60).map(|_| pool.checkout(64).unwrap()).collect();
         others.iter_mut().for_each(|buf| buf.extend_from_slice(&[b'S'; 64]));
         drop(others);
-        let queue = device.copy_queue().unwrap();
+        let copier = Copier::builder(&pool, &device).threads(2).ring(0).build().unwrap();
         panics_at_events(&turn);
         stand_in.hang(true);
         for call in ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"] {
             stand_in.fail(call, 1, 2, false);
         }
-        let download = |_| queue.try_download(&memory, pool.checkout(64).unwrap()).unwrap();
+        let download = |_| vec![(memory.slice(..).unwrap(), pool.checkout(64).unwrap())];
+        let download = |n| copier.download_buffers(download(n)).unwrap();
         let flights: Vec<_> = (0..40).map(download).collect();
         std::thread::sleep(Duration::from_millis(200));
         stand_in.hang(false);
         for (at, flight) in flights.into_iter().enumerate() {
-            let landed = flight.wait_timeout(doubles::HANG).unwrap_or_else(|e| panic!("copy {at}: {e}"));
+            let landed =
+                flight.wait_timeout(doubles::HANG).unwrap_or_else(|e| panic!("copy {at}: {}", e.error));
+            let landed = landed.unwrap_or_else(|e| panic!("copy {at}: {}", e.error)).remove(0);
             assert!(landed.iter().all(|byte| *byte == 0xaa), "copy {at} \"landed\" with {:?}", &landed[..8]);
         }
         turn.quiet();

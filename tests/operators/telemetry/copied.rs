@@ -36,8 +36,8 @@ fn only_what_crosses_the_link_is_counted() {
     stream.upload_blocking(&[0; 30], &memory).unwrap();
     stream.download(memory.slice(..300), full(4096)).unwrap().wait().unwrap();
     stream.download_blocking(memory.slice(..7), &mut [0; 7]).unwrap();
-    let queue = bench.device.copy_queue().unwrap();
-    queue.upload(full(200), memory.slice(..200)).unwrap().wait().unwrap();
+    let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
+    copier.push(&full(200), memory.slice(..200)).unwrap().wait().unwrap();
     // Within the device, within the host, and copies that fail: none of these count.
     stream.copy(memory.slice(..1000), memory.slice(4096..)).unwrap().wait().unwrap();
     stream.hold(full(100)).unwrap().wait().unwrap();

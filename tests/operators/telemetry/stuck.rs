@@ -115,44 +115,6 @@ fn a_hold_over_two_streams_waits_for_both() {
     assert!(all(&bench).is_empty());
 }
 
-/// One by itself, and one that is shared.
-#[test]
-fn what_went_through_a_queue_waits_for_its_stream() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
-    let queue = bench.device.copy_queue().unwrap();
-    let memory = bench.device.alloc(64 << 10).unwrap();
-    let filled = |tag| {
-        let mut buf = bench.pool.checkout(Request::new(4096).tag(tag)).unwrap();
-        buf.try_resize(4096, 1).unwrap();
-        buf
-    };
-    let place = |i: usize| memory.slice(i * 4096..(i + 1) * 4096).unwrap();
-    let alone = queue.upload(filled("alone"), place(3)).unwrap();
-    drop(queue.upload(filled("returning"), place(4)).unwrap());
-    let shared = Arc::new(filled("shared"));
-    let lent = queue.upload(shared.clone(), place(5)).unwrap();
-    let mut streams: Vec<u64> = Vec::new();
-    for (tag, state) in [
-        ("alone", BufferState::InFlight),
-        ("returning", BufferState::Returning),
-        ("shared", BufferState::CheckedOut),
-    ] {
-        let found = tagged(&bench, tag);
-        assert_eq!(found.state, state, "{tag}");
-        let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-        assert_eq!((&*at.device, at.event), ("host:0", EventState::Recorded), "{tag}");
-        assert!(at.seq > at.completed, "{at:?}");
-        streams.push(at.stream);
-    }
-    streams.dedup();
-    assert_eq!(streams.len(), 1, "all are of one direction");
-    bench.settle();
-    drop((alone, shared, lent));
-    assert!(all(&bench).is_empty());
-}
-
 /// Buffers that a copier copies from where they are, one of them in parts; and those that it packs, which wait for
 /// nothing, beside the segment that they are packed in.
 #[test]

@@ -1,8 +1,6 @@
-//! What the tests of copiers, of checkpoints and of copy queues share: a host device of its own with a pool, bytes
+//! What the tests of copiers and of checkpoints share: a host device of its own with a pool, bytes
 //! to move, and a wait for a task's end.
 #![allow(dead_code, reason = "each of them uses a part of it")]
-
-pub mod queue;
 
 use std::future::Future;
 use std::pin::pin;

@@ -55,7 +55,7 @@ impl Worker<'_> {
             runs.iter().map(|run| transfer(Direction::Up, run.host, slot.at(run.offset), run.len)).collect();
         transfers.push(transfer(Direction::Up, host, slot.at(at), packed.rows * ROW));
         // Lent with the pages, and not asked for any more.
-        lent.retained.push(RetainedResource::counted(Lend::lend(&table, KEY)));
+        lent.retained.push(RetainedResource::of(Lend::lend(&table, KEY)));
         Lend::abandon(table, KEY);
         Counters::add(&self.engine.counters.ring, chunk.bytes);
         let kept = Kept::Ring(slot.memory.allocation());

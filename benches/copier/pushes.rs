@@ -1,15 +1,17 @@
-//! Copies of 4 KiB by many threads: how many a second, and their cost to the callers.
+//! Pushes of 1 and 4 KiB by many threads: how many a second, and their cost to the callers; and a lone push.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use pinpool::{CopyQueue, Device, DeviceSlice, InFlight, PinnedBuf, Pool};
+use pinpool::copier::Transfer;
+use pinpool::{Copier, Device, DeviceSlice, InFlight, PinnedBuf, Pool};
 
 use crate::driver::{self, Driver, Pinned};
 use crate::measure::{
-    self, Rounds, Spread, at_least, at_most, beside, line, number, numbers, processor_time,
+    self, Rounds, Spread, at_least, at_most, beside, line, number, numbers, processor_time, quantile,
 };
-use crate::{PIECE, Random, checkout, pool, queue};
+use crate::small::{Random, checkout, pool};
+use crate::{SEGMENTS, builder};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
@@ -17,8 +19,7 @@ enum Way {
     /// Bare batches by this many threads.
     Batch(usize),
     Stream,
-    Queue,
-    QueueFresh,
+    Push,
 }
 
 impl Way {
@@ -29,8 +30,7 @@ impl Way {
             Self::Batch(2) => "batch_2",
             Self::Batch(_) => "batch_3",
             Self::Stream => "stream",
-            Self::Queue => "queue",
-            Self::QueueFresh => "queue_fresh",
+            Self::Push => "push",
         }
     }
 }
@@ -46,7 +46,9 @@ struct Setup {
     device: Device,
     driver: Option<&'static Driver>,
     pool: Pool,
-    queue: CopyQueue,
+    copier: Copier,
+    /// Bytes of a copy, and copies of a burst.
+    len: usize,
     burst: usize,
     turn: Duration,
 }
@@ -85,24 +87,30 @@ fn bursts<B: FnMut() -> Duration>(setup: &Setup, threads: usize, make: impl Fn(u
 
 /// A thread's ranges, one for each copy of a burst.
 fn ranges(setup: &Setup) -> Vec<DeviceSlice> {
-    let memory = setup.device.alloc(setup.burst * PIECE).expect("device memory");
-    (0..setup.burst).map(|i| memory.slice(i * PIECE..(i + 1) * PIECE).expect("within")).collect()
+    let len = setup.len;
+    let memory = setup.device.alloc(setup.burst * len).expect("device memory");
+    let mut random = Random(11);
+    random
+        .order(setup.burst)
+        .into_iter()
+        .map(|i| memory.slice(i * len..(i + 1) * len).expect("within"))
+        .collect()
 }
 
 fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
-    let burst = setup.burst;
+    let (burst, len) = (setup.burst, setup.len);
     match way {
         Way::Bare => bursts(setup, threads, |_| {
             let driver = setup.driver.expect("a driver");
             driver.enter();
             let (stream, event) = (driver.stream(), driver.event());
-            let (source, target) = (Pinned::new(driver, burst * PIECE), driver.allocate(burst * PIECE));
+            let (source, target) = (Pinned::new(driver, burst * len), driver.allocate(burst * len));
             move || {
                 let since = Instant::now();
                 for i in 0..burst {
-                    let to = driver::Address(target.0 + (i * PIECE) as u64);
+                    let to = driver::Address(target.0 + (i * len) as u64);
                     // SAFETY: within both, which live longer than the burst.
-                    unsafe { driver.upload(to, source.memory.at(i * PIECE), PIECE, stream) };
+                    unsafe { driver.upload(to, source.memory.at(i * len), len, stream) };
                 }
                 driver.record(event, stream);
                 let call = since.elapsed();
@@ -117,15 +125,15 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
             driver.enter();
             let (stream, event) = (driver.stream(), driver.event());
             let count = burst.min(256);
-            let (source, target) = (Pinned::new(driver, burst * PIECE), driver.allocate(burst * PIECE));
+            let (source, target) = (Pinned::new(driver, burst * len), driver.allocate(burst * len));
             let mut random = Random(7);
-            let places: Vec<usize> = random.order(burst).into_iter().map(|i| i * PIECE).collect();
+            let places: Vec<usize> = random.order(burst).into_iter().map(|i| i * len).collect();
             let mut sources: Vec<u64> =
                 // SAFETY: within the memory.
                 places.iter().map(|at| unsafe { source.memory.at(*at) } as u64).collect();
             let mut targets: Vec<u64> =
-                random.order(burst).into_iter().map(|i| target.0 + (i * PIECE) as u64).collect();
-            let mut lengths = vec![PIECE; burst];
+                random.order(burst).into_iter().map(|i| target.0 + (i * len) as u64).collect();
+            let mut lengths = vec![len; burst];
             move || {
                 let _kept = &source;
                 let since = Instant::now();
@@ -145,7 +153,7 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
         }),
         Way::Stream => bursts(setup, threads, |t| {
             let (stream, ranges) = (setup.device.stream().expect("a stream"), ranges(setup));
-            let mut kept: Vec<PinnedBuf> = (0..burst).map(|i| checkout(&setup.pool, PIECE, t + i)).collect();
+            let mut kept: Vec<PinnedBuf> = (0..burst).map(|i| checkout(&setup.pool, len, t + i)).collect();
             let mut flights: Vec<InFlight<PinnedBuf>> = Vec::with_capacity(burst);
             move || {
                 let since = Instant::now();
@@ -157,36 +165,17 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
                 call
             }
         }),
-        Way::Queue => bursts(setup, threads, |t| {
-            let (queue, ranges) = (setup.queue.clone(), ranges(setup));
-            let mut kept: Vec<PinnedBuf> = (0..burst).map(|i| checkout(&setup.pool, PIECE, t + i)).collect();
-            let mut flights: Vec<InFlight<PinnedBuf>> = Vec::with_capacity(burst);
+        Way::Push => bursts(setup, threads, |t| {
+            let (copier, ranges) = (setup.copier.clone(), ranges(setup));
+            let source = vec![t as u8; burst * len];
+            let mut sent: Vec<Transfer> = Vec::with_capacity(burst);
             move || {
                 let since = Instant::now();
-                for (buf, range) in kept.drain(..).zip(&ranges) {
-                    flights.push(queue.upload(buf, range).expect("a copy"));
+                for (bytes, range) in source.chunks(len).zip(&ranges) {
+                    sent.push(copier.push(bytes, range).expect("a push"));
                 }
                 let call = since.elapsed();
-                kept.extend(flights.drain(..).map(|flight| flight.wait().expect("the device works")));
-                call
-            }
-        }),
-        Way::QueueFresh => bursts(setup, threads, |_| {
-            let (queue, ranges) = (setup.queue.clone(), ranges(setup));
-            move || {
-                let mut last = None;
-                let since = Instant::now();
-                for range in &ranges {
-                    let mut buf = setup.pool.checkout(PIECE).expect("room in the pool");
-                    // SAFETY: the bytes are initialised, by the pool's filling or by the system's; filling is not part
-                    // of the measurement.
-                    unsafe { buf.assume_written(PIECE) };
-                    last = Some(queue.upload(buf, range).expect("a copy"));
-                }
-                let call = since.elapsed();
-                if let Some(last) = last {
-                    drop(last.wait().expect("the device works"));
-                }
+                sent.drain(..).for_each(|sent| sent.wait().expect("the device works"));
                 call
             }
         }),
@@ -194,31 +183,39 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
 }
 
 pub fn rate(driver: Option<&'static Driver>, device: &Device) {
+    let pool = pool(device, 256 << 20);
+    for len in numbers("lens", &[1, 4]) {
+        of_length(driver, device, &pool, len << 10);
+    }
+    lone(device);
+}
+
+fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len: usize) {
     let quick = measure::quick();
     let rounds = number("rounds", if quick { 2 } else { 7 });
     let burst = number("burst", 256);
     let setup = Setup {
         device: device.clone(),
         driver,
-        pool: pool(device, 256 << 20),
-        queue: queue(device),
+        copier: builder(pool, device).share(SEGMENTS / 2).build().expect("a copier"),
+        pool: pool.clone(),
+        len,
         burst,
         turn: Duration::from_millis(if quick { 20 } else { 100 }),
     };
-    let mut ways = vec![Way::Stream, Way::Queue, Way::QueueFresh];
+    let mut ways = vec![Way::Stream, Way::Push];
     if let Some(driver) = driver {
         ways.insert(0, Way::Bare);
         if driver.can_batch() {
             (1..=3).for_each(|batchers| ways.insert(batchers, Way::Batch(batchers)));
         }
     }
-    for threads in numbers("threads", &[1, 4, 16]) {
+    for threads in numbers("pushers", &[1, 4, 16]) {
         let (mut rates, mut calls) = (Rounds::new(ways.len()), Rounds::new(ways.len()));
-        let (mut sender, mut reaper, mut copies, mut batches) = (0.0, 0.0, 0.0, 0.0);
+        let (mut worker, mut pushes, mut chunks) = (0.0, 0.0, 0.0);
         for round in 0..=rounds {
             for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
-                let before =
-                    (processor_time("pinpool-send-"), processor_time("pinpool-reap-"), setup.queue.stats());
+                let before = (processor_time("pinpool-copy-"), setup.copier.stats());
                 let turn = turn(&setup, ways[i], threads);
                 if round == 0 {
                     continue;
@@ -226,35 +223,31 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
                 // In thousands of copies a second, since the lines' figures have one decimal.
                 rates.add(i, turn.rate / 1e3);
                 calls.add(i, turn.call);
-                if ways[i] == Way::Queue {
-                    let after = setup.queue.stats();
-                    sender += processor_time("pinpool-send-").saturating_sub(before.0).as_nanos() as f64;
-                    reaper += processor_time("pinpool-reap-").saturating_sub(before.1).as_nanos() as f64;
-                    copies += (after.copies - before.2.copies) as f64;
-                    batches += (after.batches - before.2.batches) as f64;
+                if ways[i] == Way::Push {
+                    let after = setup.copier.stats();
+                    worker += processor_time("pinpool-copy-").saturating_sub(before.0).as_nanos() as f64;
+                    pushes += (after.pushes - before.1.pushes) as f64;
+                    chunks += (after.chunks - before.1.chunks) as f64;
                 }
             }
         }
-        println!(
-            "\nrate, {PIECE} bytes a copy, {threads} threads, bursts of {burst}: {rounds} rounds by turns"
-        );
+        println!("\npushes of {len} bytes, {threads} threads, bursts of {burst}: {rounds} rounds by turns");
         println!("{:<12} {:>12} {:>10}", "", "copies/s, k", "call, ns");
         for (i, way) in ways.iter().enumerate() {
             println!("{:<12} {:>12.0} {:>10.0}", way.name(), rates.spread(i).mid, calls.spread(i).mid);
-            line(format!("rate_{}_{PIECE}_kcopies_per_s", way.name()), threads, rates.spread(i));
-            line(format!("rate_{}_{PIECE}_call", way.name()), threads, calls.spread(i));
+            line(format!("rate_{}_{len}_kcopies_per_s", way.name()), threads, rates.spread(i));
+            line(format!("rate_{}_{len}_call", way.name()), threads, calls.spread(i));
         }
         println!(
-            "queue: batches of {:.0} copies; processor time a copy: {:.0} ns of its thread's, {:.0} ns of the reaper's",
-            copies / batches,
-            sender / copies,
-            reaper / copies
+            "pushes: chunks of {:.0}; processor time a push: {:.0} ns of the copier's threads",
+            pushes / chunks,
+            worker / pushes
         );
         let at = |way| ways.iter().position(|&w| w == way).expect("it ran");
-        let queue = at(Way::Queue);
-        beside("the queue's rate over that of Stream::upload", rates.ratio(queue, at(Way::Stream)));
+        let push = at(Way::Push);
+        beside("the rate of pushes over that of Stream::upload", rates.ratio(push, at(Way::Stream)));
         if driver.is_some() {
-            beside("the queue's rate over that of bare calls", rates.ratio(queue, at(Way::Bare)));
+            beside("the rate of pushes over that of bare calls", rates.ratio(push, at(Way::Bare)));
         }
         if threads == 16 {
             let best =
@@ -262,19 +255,67 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
             if let Some(best) = best.reduce(f64::max) {
                 println!("the driver's own batches at best: {:.2} million copies a second", best / 1e3);
                 beside(
-                    "the queue's rate over that of the driver's own batches at best",
-                    Spread::of(&[rates.spread(queue).mid / best]),
+                    "the rate of pushes over that of the driver's own batches at best",
+                    Spread::of(&[rates.spread(push).mid / best]),
                 );
             }
-            let millions = Spread::of(&rates.values(queue).iter().map(|k| k / 1e3).collect::<Vec<_>>());
+            let millions = Spread::of(&rates.values(push).iter().map(|k| k / 1e3).collect::<Vec<_>>());
+            let (gate, aim) = if len <= 1 << 10 { (8.0, 20.0) } else { (6.0, 11.0) };
             at_least(
-                "16 threads through the queue, millions of 4 KiB copies a second",
+                format!("16 threads, millions of pushes of {len} bytes a second"),
                 millions,
-                2.0,
-                Some(3.0),
+                gate,
+                Some(aim),
             );
-            let micros = Spread::of(&calls.values(queue).iter().map(|ns| ns / 1e3).collect::<Vec<_>>());
-            at_most("16 threads through the queue, us of the caller's a copy", micros, 0.5, Some(0.1));
+            let micros = Spread::of(&calls.values(push).iter().map(|ns| ns / 1e3).collect::<Vec<_>>());
+            at_most(format!("16 threads, us of the caller's a push of {len} bytes"), micros, 2.0, Some(0.5));
         }
+    }
+}
+
+/// One copy of 4 KiB at a time, by an idle copier and on a stream.
+fn lone(device: &Device) {
+    const PIECE: usize = 4 << 10;
+    let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
+    let pool = pool(device, 64 << 20);
+    let stream = device.stream().expect("a stream");
+    let copier = builder(&pool, device).build().expect("a copier");
+    let memory = device.alloc(PIECE).expect("device memory");
+    let mut buf = Some(checkout(&pool, PIECE, 1));
+    let mut once = |pushed: bool| -> f64 {
+        let own = buf.take().expect("it came back");
+        let since = Instant::now();
+        if pushed {
+            copier.push(&own, &memory).expect("a push").wait().expect("the device works");
+            buf = Some(own);
+        } else {
+            buf = Some(stream.upload(own, &memory).expect("a copy").wait().expect("the device works"));
+        }
+        since.elapsed().as_nanos() as f64
+    };
+    for (title, idle, samples) in [("back to back", 0, 64), ("after 2 ms without work", 2, 16)] {
+        let mut medians = Rounds::new(2);
+        for round in 0..=rounds {
+            for i in [round % 2, (round + 1) % 2] {
+                // Long enough for the copier's threads to fall asleep.
+                std::thread::sleep(Duration::from_millis(1));
+                let one = |_| {
+                    if idle > 0 {
+                        std::thread::sleep(Duration::from_millis(idle));
+                    }
+                    once(i == 1)
+                };
+                let taken: Vec<f64> = (0..samples).map(one).collect();
+                if round > 0 {
+                    medians.add(i, quantile(&taken, 0.5));
+                }
+            }
+        }
+        println!("\na lone copy of {PIECE} bytes, {title}: {rounds} rounds by turns, {samples} copies each");
+        for (i, name) in ["stream", "push"].into_iter().enumerate() {
+            println!("{name:<12} {:>9.0} ns", medians.spread(i).mid);
+            line(format!("lone_{name}_{PIECE}{}", if idle > 0 { "_idle" } else { "" }), 1, medians.spread(i));
+        }
+        beside(format!("a lone push over the direct copy, {title}"), medians.ratio(1, 0));
     }
 }
