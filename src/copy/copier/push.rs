@@ -434,7 +434,7 @@ impl Copier {
             }
             let waits = waits && may_wait().is_ok();
             match lane.first() {
-                Some(job) if waits => _ = engine.wait(&job, None, Job::is_over),
+                Some(job) if waits => _ = engine.wait(&job, segments.retry(), Job::is_over),
                 Some(_) => return Err(segments.exhausted()),
                 // As a feed's first segment: the lane waits in the pool's queue, since it has none of its own to wait for.
                 None if waits => return Ok((segments.pool.checkout(segments.request())?, false)),
