@@ -201,7 +201,8 @@ impl<'a> Worker<'a> {
                 still = 0;
                 continue;
             }
-            still += 1;
+            // While another thread is the worker, what it has is unknown.
+            still = if engine.inline.lock().is_some() { still + 1 } else { 0 };
             if still > STILL {
                 job.fail(Error::Timeout(Duration::ZERO.into()));
                 if let Some(mut worker) = Self::inline(engine) {
