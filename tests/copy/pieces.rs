@@ -846,7 +846,7 @@ fn a_pool_of_another_device_is_refused() {
 #[test]
 fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
     own_process!();
-    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 4 << 20);
+    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 2 << 20);
     let stop = std::sync::atomic::AtomicBool::new(false);
     let (told, hears) = std::sync::mpsc::channel();
     // Checked out once: a pool that is full of short buffers gives longer ones out slowly.
@@ -865,7 +865,7 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
             });
         }
         scope.spawn(move || {
-            for _ in 0..4 {
+            for _ in 0..2 {
                 let back = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
                 assert_eq!(back.len(), 64);
                 assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
@@ -873,7 +873,7 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
                 told.send(()).unwrap();
             }
         });
-        let ended = (0..4).try_for_each(|_| hears.recv_timeout(HANG));
+        let ended = (0..2).try_for_each(|_| hears.recv_timeout(HANG));
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         ended
     });

@@ -105,6 +105,9 @@ impl<T> Transfer<T> {
 
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
     /// Whether they have arrived. On a thread of the crate it only looks.
+    ///
+    /// Where a source blocks, a chunk's arrival is told when the thread that moves the chunk has returned from the
+    /// source.
     #[must_use]
     pub fn wait_landed(&self, offset: u64) -> bool {
         self.wait_progress(|progress| progress.landed_to >= offset)
