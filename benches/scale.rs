@@ -16,7 +16,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Checkout, Device, PinnedBuf, Pool, Request, Unpinned};
+use pinpool::{Checkout, Copier, Device, PinnedBuf, Pool, Request, Unpinned};
 
 const MIB: usize = 1 << 20;
 
@@ -38,6 +38,7 @@ struct Row {
 }
 
 const WAITERS: &[usize] = &[100, 10_000, 100_000];
+const TRANSFERS: &[usize] = &[100, 10_000];
 
 /// Developers add rows here.
 const ROWS: &[Row] = &[
@@ -97,6 +98,30 @@ const ROWS: &[Row] = &[
         ends: &[1, 16],
         gate: Gate::Time(Duration::from_millis(20)),
         work: under_load,
+    },
+    Row {
+        name: "n transfers at once, to places of their own: start",
+        ends: TRANSFERS,
+        gate: Gate::Times(2.0),
+        work: |n| transfers(n, false).start,
+    },
+    Row {
+        name: "n transfers at once, to places of their own: end",
+        ends: TRANSFERS,
+        gate: Gate::Times(2.0),
+        work: |n| transfers(n, false).end,
+    },
+    Row {
+        name: "n transfers at once, all to one place: start",
+        ends: TRANSFERS,
+        gate: Gate::Times(2.0),
+        work: |n| transfers(n, true).start,
+    },
+    Row {
+        name: "n transfers at once, all to one place: end",
+        ends: TRANSFERS,
+        gate: Gate::Times(2.0),
+        work: |n| transfers(n, true).end,
     },
 ];
 
@@ -334,4 +359,42 @@ fn under_load(threads: usize) -> Duration {
         times.sort_unstable();
         times[times.len() / 2]
     })
+}
+
+// --- transfers -------------------------------------------------------------------------------------------------------
+
+struct Transfers {
+    start: Duration,
+    end: Duration,
+}
+
+/// `n` transfers of 4 KiB are started while the device hangs, and end when it goes on.
+fn transfers(n: usize, same: bool) -> Transfers {
+    const LEN: usize = 4096;
+    let node = HostNode::new(HostConfig::new().memory(64 * MIB)).expect("a node");
+    let device = Device::on(&node, 0).expect("a device");
+    let capacity = 128 * MIB;
+    let builder = Pool::builder(&device).capacity(capacity).region(capacity).initial(capacity);
+    let pool = builder.unpinned(Unpinned::Allow).build().expect("a pool");
+    let copier = Copier::builder(&pool, &device).threads(2).build().expect("a copier");
+    let memory = device.alloc(n * LEN).expect("device memory");
+    let place = |i: usize| {
+        let at = if same { 0 } else { i * LEN };
+        memory.slice(at..at + LEN).expect("within")
+    };
+    let filled = |_| {
+        let mut buf = pool.checkout(LEN).expect("room");
+        buf.try_resize(LEN, 7).expect("room");
+        buf
+    };
+    // The threads start with the first one.
+    drop(copier.upload_pinned(filled(0), place(0)).expect("it starts").wait().expect("it ends"));
+    let mut bufs: Vec<PinnedBuf> = (0..n).map(filled).collect();
+    node.hang(0);
+    let (start, sent) =
+        each(n, |i| copier.upload_pinned(bufs.pop().expect("one for each"), place(i)).expect("it starts"));
+    node.resume(0);
+    let mut sent = sent.into_iter();
+    let (end, _) = each(n, |_| sent.next().map(|sent| sent.wait().expect("it ends")));
+    Transfers { start, end }
 }
