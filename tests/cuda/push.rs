@@ -100,19 +100,13 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
                 assert!(stats.ring_bytes > 0 && stats.launches > 0, "{stats:?}");
                 assert!(copies < COUNT as u64 / 2, "{copies} copies");
             } else {
-                match batch {
-                    Some(_) => {
-                        assert!(
-                            batches > 0 && copies < COUNT as u64 / 2,
-                            "{batches} batches, {copies} copies"
-                        )
-                    }
-                    // At even distances they are rows of a rectangle.
-                    None => {
-                        let rectangles = calls(d, "cuMemcpy2DAsync_v2");
-                        assert!(calls(d, "cuMemcpyBatchAsync") == 0 && copies + rectangles > 0, "{stats:?}");
-                    }
-                }
+                // At even distances they are rows of a rectangle.
+                let rectangles = calls(d, "cuMemcpy2DAsync_v2");
+                assert!(
+                    batches + rectangles > 0 && copies < COUNT as u64 / 2,
+                    "{batches}, {rectangles}, {copies}"
+                );
+                assert!(batch.is_some() || calls(d, "cuMemcpyBatchAsync") == 0);
             }
         }
         drop(copier);
@@ -213,17 +207,23 @@ fn a_refused_batch_of_pushes_goes_one_by_one() {
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 0);
         let memory = device.alloc(300 * PIECE).unwrap();
+        // Pushes at even distances are rows of a rectangle.
+        let refuse = |code, after| {
+            for call in ["cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2"] {
+                (1..=50).for_each(|nth| d.fail(call, nth, code, after));
+            }
+        };
         for after in [false, true] {
             d.hang(true);
             let sent = push(&copier, &memory, 300);
-            (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, after));
+            refuse(1, after);
             d.hang(false);
             sent.into_iter().for_each(|sent| sent.wait().unwrap());
             d.calm();
             arrived(&device, &memory, 300);
         }
         // And one copy of those is refused as well.
-        (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 2, false));
+        refuse(2, false);
         d.fail("cuMemcpyHtoDAsync_v2", 7, 2, false);
         let failed: Vec<Error> = push(&copier, &memory, 300)
             .into_iter()

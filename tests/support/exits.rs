@@ -22,7 +22,7 @@ use super::{doubles, process};
 
 /// What a child is to do: the way to end, and the number of the run.
 const EXIT: &str = "PINPOOL_TEST_EXIT";
-/// How many processes end in each way.
+/// How many processes end in each way; 4 without it.
 const TIMES: &str = "PINPOOL_EXITS";
 /// The command that runs them.
 const UNDER: &str = "PINPOOL_EXITS_UNDER";
@@ -83,7 +83,7 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
         let way = WAYS.into_iter().find(|known| format!("{known:?}") == way).expect("a way");
         return run(way, number.parse().expect("a number"), device);
     }
-    let times: u64 = std::env::var(TIMES).ok().and_then(|text| text.parse().ok()).unwrap_or(20);
+    let times: u64 = std::env::var(TIMES).ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     let mut wrong = Vec::new();
     for way in ways {
         let plugin = match *way == Way::Unload {
