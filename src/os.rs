@@ -28,6 +28,8 @@ pub(crate) mod file;
 mod fork;
 pub(crate) mod thread;
 
+// Devices of drivers call it.
+#[cfg_attr(not(any(feature = "cuda", feature = "acl")), allow(unused_imports))]
 pub(crate) use exit::watch_exit;
 pub(crate) use fork::{check_fork, empty_in_child, forked, watch_forks};
 #[cfg(target_os = "linux")]
