@@ -477,6 +477,42 @@ fn a_waker_pushes_to_a_lost_device() {
     });
 }
 
+/// A push that has no segment goes on when any chunk ends, not its lane's alone.
+#[test]
+fn a_push_waits_for_no_lane() {
+    ends("a push while its lane hangs", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(2).chunk(256 << 10).share(2 << 20).depth(4));
+        // The first chunk's copy is on stream 0.
+        (0..10).for_each(|n| _ = s.node.hang_stream(0, n));
+        let (told, hears) = sync_channel(100);
+        let (copier, memory) = (s.copier.clone(), s.memory.slice(..).unwrap());
+        let pusher = std::thread::spawn(move || {
+            let piece = vec![7; 100 << 10];
+            let at = |n: usize| memory.slice(n * piece.len()..(n + 1) * piece.len());
+            let sent: Vec<_> = (0..40)
+                .map(|n| {
+                    let sent = copier.push(&piece, at(n)).unwrap();
+                    told.send(n).unwrap();
+                    sent
+                })
+                .collect();
+            sent.into_iter().for_each(|sent| sent.wait().unwrap());
+        });
+        // All segments are full.
+        let mut pushed = 0;
+        while let Ok(n) = hears.recv_timeout(Duration::from_millis(500)) {
+            pushed = n;
+        }
+        assert!(pushed < 39, "{pushed}");
+        (1..10).for_each(|n| _ = s.node.resume_stream(0, n));
+        assert!(hears.recv_timeout(HANG).is_ok(), "it waits for stream 0");
+        s.node.resume_stream(0, 0);
+        hears.iter().for_each(drop);
+        pusher.join().unwrap();
+        s.all_back();
+    });
+}
+
 /// Two threads drive one stepped device.
 #[test]
 fn two_threads_wait_on_a_stepped_device() {

@@ -194,6 +194,14 @@ impl Engine {
         Ok(())
     }
 
+    /// Gives a segment back that no chunk has had. The workers may all sleep.
+    pub(super) fn give(&self, segment: PinnedBuf) {
+        self.segments.give(segment);
+        if !self.scheduler.has_work() {
+            self.segments.rest();
+        }
+    }
+
     /// Waits until `until` holds of a job. Whether it does.
     pub(super) fn wait(
         self: &Arc<Self>,

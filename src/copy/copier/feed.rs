@@ -179,6 +179,7 @@ impl Feed {
         });
         let outcome = outcome.await;
         self.ended = true;
+        self.let_go();
         outcome.map(|()| self.pushed)
     }
 
@@ -192,6 +193,7 @@ impl Feed {
         self.last()?;
         self.engine().wait(&self.job, None, Job::is_over);
         self.ended = true;
+        self.let_go();
         self.job.outcome().unwrap_or(Ok(())).map(|()| self.pushed)
     }
 

@@ -291,6 +291,8 @@ struct JobState {
     open: bool,
     /// Earlier transfers use its device memory: no chunk is taken.
     held: bool,
+    /// They are over.
+    released: bool,
     /// Called when it is over.
     after: Option<Box<dyn FnOnce() + Send>>,
     /// Chunks that were taken and have not ended.
@@ -374,6 +376,7 @@ impl Job {
             total,
             open: fed,
             held: false,
+            released: false,
             after: None,
             active: 0,
             preparing: 0,
@@ -585,7 +588,8 @@ impl Job {
     /// No chunk is taken before [`release`](Self::release) is called. `after` is called when the job is over.
     pub(super) fn hold(&self, held: bool, after: Box<dyn FnOnce() + Send>) {
         let mut state = self.state.lock();
-        state.held = held;
+        // What it waits for may have ended before this call.
+        state.held = held && !state.released;
         state.after = Some(after);
         // It may be over already, without bytes.
         self.settle(state);
@@ -595,6 +599,7 @@ impl Job {
     pub(super) fn release(&self) -> u64 {
         let mut state = self.state.lock();
         state.held = false;
+        state.released = true;
         let left = state.cursor.left;
         self.settle(state);
         left

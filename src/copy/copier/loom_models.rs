@@ -236,6 +236,24 @@ fn loom_copier_cancelled_leaves_memory() {
     });
 }
 
+/// What a transfer waits for ends while the transfer begins to wait.
+#[test]
+fn loom_copier_released_while_it_is_held() {
+    model("copier: a job is released while it is held", 3, || {
+        let memory = Memory::new();
+        // SAFETY: the memory outlives the job.
+        let body = Body::Lent(unsafe { LentWork::new(&*memory) });
+        let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
+        let plan = Plan { direction: Direction::Up, priority, total: 2, name, memories, spans, fed: false };
+        let job = Job::new(plan, body, None);
+        let other = job.clone();
+        let releases = loom::thread::spawn(move || other.release());
+        job.hold(true, Box::new(|| ()));
+        releases.join().unwrap();
+        assert!(job.may_take());
+    });
+}
+
 /// Copies that threads submit and ask about.
 struct Air {
     flights: Flights<usize>,

@@ -18,6 +18,7 @@ use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64 as Counter, AtomicUsize};
+use std::time::{Duration, Instant};
 
 use super::config::{Priority, Settings};
 use super::engine::Engine;
@@ -37,6 +38,8 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Lanes at most, for each priority.
 const MOST_LANES: usize = 64;
+/// For how long a push that has no segment waits for its lane before it asks for one again.
+const AGAIN: Duration = Duration::from_millis(1);
 /// Stretches that a chunk has room for at first.
 const FIRST: usize = 64;
 
@@ -269,7 +272,7 @@ impl Pushes {
 }
 
 fn give(engine: &Engine, segment: PinnedBuf, counts: bool) {
-    if counts { engine.segments.give(segment) } else { drop(segment) }
+    if counts { engine.give(segment) } else { drop(segment) }
 }
 
 /// Where a job's chunk is.
@@ -434,7 +437,8 @@ impl Copier {
             }
             let waits = waits && may_wait().is_ok();
             match lane.first() {
-                Some(job) if waits => _ = engine.wait(&job, segments.retry(), Job::is_over),
+                // Other lanes' chunks may end before, or the pool may have room.
+                Some(job) if waits => _ = engine.wait(&job, Instant::now().checked_add(AGAIN), Job::is_over),
                 Some(_) => return Err(segments.exhausted()),
                 // As a feed's first segment: the lane waits in the pool's queue, since it has none of its own to wait for.
                 None if waits => return Ok((segments.pool.checkout(segments.request())?, false)),

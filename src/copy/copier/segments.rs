@@ -41,7 +41,7 @@ struct SegmentsState {
     free: Vec<PinnedBuf>,
     /// The place in the pool's queue.
     waiting: Option<Checkout>,
-    /// A segment was missing at last since the pool had none, which is not asked again before this.
+    /// The pool had none, and is not asked again before this.
     retry: Option<Instant>,
 }
 
@@ -66,11 +66,6 @@ impl Segments {
         self.take_within(self.most - kept, waits)
     }
 
-    /// When the pool is asked again, if a segment is missing since the pool had none.
-    pub(super) fn retry(&self) -> Option<Instant> {
-        self.state.lock().retry
-    }
-
     /// A segment for a caller that fills or drains chunks itself, and has one already.
     pub(super) fn take_more(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
         let kept = if priority == Priority::Foreground { 0 } else { self.most / 8 };
@@ -80,12 +75,15 @@ impl Segments {
     fn take_within(&self, most: usize, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut state = self.state.lock();
         if state.used >= most {
-            state.retry = None;
             return Ok(None);
         }
         if let Some(buf) = state.free.pop() {
             state.used += 1;
             return Ok(Some(buf));
+        }
+        // What the copier waits for is looked at by workers that wait for it: they give the place up.
+        if state.waiting.is_some() && !waits {
+            return Ok(None);
         }
         if state.waiting.is_none() && state.retry.is_some_and(|retry| Instant::now() < retry) {
             return Ok(None);
@@ -94,12 +92,9 @@ impl Segments {
         let asked = state.waiting.take();
         drop(state);
         let got = self.ask(asked, waits);
-        let mut state = self.state.lock();
-        match got {
-            Ok(Some(_)) => state.retry = None,
-            _ => state.used -= 1,
+        if !matches!(got, Ok(Some(_))) {
+            self.state.lock().used -= 1;
         }
-        drop(state);
         got
     }
 

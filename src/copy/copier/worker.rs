@@ -455,7 +455,10 @@ impl<'a> Worker<'a> {
         match (job.take(segment.is_some()), segment) {
             (Some(chunk), segment) => self.prepare(job, chunk, segment),
             (None, segment) => {
-                segment.into_iter().for_each(|(buf, counts)| self.give(buf, counts));
+                match segment {
+                    Some((buf, true)) => self.engine.give(buf),
+                    other => drop(other),
+                }
                 return false;
             }
         }
@@ -495,12 +498,12 @@ impl<'a> Worker<'a> {
                 Counters::add(&self.engine.counters.pushes, brought.pushes);
                 let stretches = std::mem::take(&mut brought.stretches);
                 let packing = Packing::brought(direction, &mut brought.segment, stretches);
-                let laid_out = self.lay_out(direction, packing, true);
+                let laid_out = self.lay_out(job, packing, true);
                 (Ok(Content::Brought(brought)), laid_out)
             }
             content => {
                 let is_filled = content.is_ok();
-                (content, self.lay_out(direction, packing, is_filled))
+                (content, self.lay_out(job, packing, is_filled))
             }
         };
         job.prepared();
@@ -529,9 +532,13 @@ impl<'a> Worker<'a> {
     }
 
     /// Chooses the way of a chunk, and ends its layout accordingly.
-    fn lay_out(&self, direction: Direction, packing: Packing<'_>, is_filled: bool) -> (Packed, Way) {
-        let (stretches, bytes) = packing.shape();
-        let ring = self.engine.spreaders.as_ref().is_some_and(|both| !both[direction as usize].is_slow());
+    fn lay_out(&self, job: &Job, packing: Packing<'_>, is_filled: bool) -> (Packed, Way) {
+        let (direction, (stretches, bytes)) = (job.direction, packing.shape());
+        // While a call of the program writes such bytes, it may wait for transfers that need the ring, and this worker
+        // would have a part of it.
+        let may_hold_up = direction == Direction::Down && (job.is_pulled || job.may_block);
+        let spreaders = self.engine.spreaders.as_ref().filter(|_| !may_hold_up);
+        let ring = spreaders.is_some_and(|both| !both[direction as usize].is_slow());
         let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
         (packing.finish(way == Way::Ring, is_filled), way)
     }

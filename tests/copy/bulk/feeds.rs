@@ -4,8 +4,9 @@ use std::io::{self, Read};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use pinpool::Copier;
 use pinpool::copier::Priority;
+use pinpool::host::{Call, Failure, Fault};
+use pinpool::{Copier, Pool, Unpinned};
 
 use super::{Rig, pattern};
 
@@ -218,5 +219,46 @@ fn writers_of_two_downloads_may_wait_for_others() {
         (0..2).for_each(|_| is_done.recv_timeout(HANG).expect("one segment is left for others"));
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         rig.all_is_back();
+    }
+}
+
+/// Chunks that were fed and that no worker had taken when the transfer failed leave the copier's share.
+#[test]
+fn feeds_that_fail_leave_no_segment_in_use() {
+    const CHUNK: usize = 1 << 20;
+    let rig = Rig::plain();
+    let pool = Pool::builder(&rig.device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let builder = Copier::builder(&pool, &rig.device).threads(1).chunk(CHUNK).share(14 << 20);
+    let copier = builder.build().unwrap();
+    let urgent = copier.with_priority(Priority::Foreground);
+    let (memory, many) = (rig.device.alloc(8 << 20).unwrap(), rig.device.alloc(2 << 20).unwrap());
+    let pause = || std::thread::sleep(Duration::from_millis(50));
+    for round in 0..12 {
+        rig.node.hang(0);
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::RunsAnyway });
+        let mut feed = urgent.feed(&memory).unwrap();
+        // Refused, and in flight.
+        feed.push_blocking(&pattern(CHUNK, 1)).unwrap();
+        pause();
+        // The worker has as many chunks as it may have.
+        copier.set_rate(Some(1 << 20));
+        let waits: Vec<_> = (0..20)
+            .map(|n| {
+                let mut buf = pool.checkout(64 << 10).unwrap();
+                buf.try_resize(64 << 10, 1).unwrap();
+                copier.upload_buffers(vec![(buf, many.slice(n * (64 << 10)..).unwrap())]).unwrap()
+            })
+            .collect();
+        pause();
+        let feeds = std::thread::spawn(move || {
+            feed.push_blocking(&pattern(2 * CHUNK, 2)).and_then(|()| feed.finish_blocking())
+        });
+        pause();
+        rig.node.resume(0);
+        assert!(feeds.join().unwrap().is_err(), "round {round}");
+        copier.set_rate(None);
+        waits.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+        let after = copier.upload(vec![3; 64], &memory).unwrap();
+        after.wait_timeout(HANG).expect("a segment is left").unwrap();
     }
 }
