@@ -585,7 +585,7 @@ impl fmt::Display for Shortage {
         let Self { pool, requested, free, largest, withheld, withheld_for } = self;
         let (asked, free, largest) = (amount(*requested), amount(*free), amount(*largest));
         write!(f, "pool {}: {asked} asked for, {free} free, {largest} in one piece", shown(pool))?;
-        if *withheld_for > 0 {
+        if *withheld > 0 {
             let (withheld, asked) = (amount(*withheld), amount(*withheld_for));
             write!(f, ", {withheld} withheld for a request of {asked} that waits")?;
         }
