@@ -12,7 +12,7 @@ use pinpool::{
     Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Stream, Unpinned,
 };
 
-use crate::support::own_process;
+use crate::support::{in_use, own_process};
 
 const HANG: Duration = Duration::from_secs(20);
 const THREADS: usize = 4;
@@ -98,7 +98,7 @@ fn short(count: usize) -> impl Iterator<Item = usize> {
 
 fn all_back(s: &Setup) {
     let since = Instant::now();
-    while s.pool.stats().in_flight_bytes + s.pool.stats().checked_out_bytes > 0 {
+    while in_use(&s.pool) > 0 {
         assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
         s.node.step();
         s.copier.reap();
@@ -233,7 +233,7 @@ fn pinned_buffers_are_packed_or_stay_in_place() {
         drop(taken);
         all_back(&s);
     }
-    assert_eq!(from.stats().checked_out_bytes + from.stats().in_flight_bytes, 0);
+    assert_eq!(in_use(&from), 0);
 }
 
 /// Long buffers stay in place beside short ones that are packed.
@@ -293,7 +293,7 @@ fn both_ways(test: impl Fn(&Setup, &Pool)) {
             drop(taken);
             all_back(&s);
             let since = Instant::now();
-            while from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0 {
+            while in_use(&from) > 0 {
                 assert!(since.elapsed() < HANG, "{:?}", from.stats());
                 s.node.step();
                 s.copier.reap();
@@ -314,7 +314,7 @@ fn buffers_return_whichever_way_the_handle_ends() {
         drop(s.copier.upload_buffers(apart(s, from, COUNT)).unwrap());
         let since = Instant::now();
         while s.copier.stats().batch_bytes + s.copier.stats().in_place_bytes < (COUNT * LEN) as u64
-            || from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0
+            || in_use(from) > 0
         {
             assert!(since.elapsed() < HANG, "{:?}", from.stats());
             s.node.step();
@@ -531,7 +531,7 @@ fn a_refused_piece_comes_back_with_all_others() {
         assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);
         drop(back);
         let since = Instant::now();
-        while from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0 {
+        while in_use(&from) > 0 {
             assert!(since.elapsed() < HANG, "{:?}", from.stats());
             s.device.reap();
         }

@@ -12,7 +12,7 @@ use pinpool::{
     Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned,
 };
 
-use crate::support::bytes;
+use crate::support::{bytes, in_use};
 
 const LEN: usize = 300;
 const PIECE: usize = 512;
@@ -62,7 +62,7 @@ impl Setup {
 
     fn all_back(&self) {
         let since = Instant::now();
-        while self.pool.stats().in_flight_bytes + self.pool.stats().checked_out_bytes > 0 {
+        while in_use(&self.pool) > 0 {
             assert!(since.elapsed() < HANG, "never back: {:?}", self.pool.stats());
             self.node.step();
             self.device.reap();
@@ -264,7 +264,7 @@ fn a_device_dies_under_pushes() {
             }
             drop(sent);
             let since = Instant::now();
-            while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+            while in_use(&pool) > 0 {
                 assert!(since.elapsed() < HANG, "{:?}", pool.stats());
                 device.reap();
                 copier.iter().for_each(|copier| _ = copier.reap());
@@ -340,7 +340,7 @@ fn a_dropped_copier_sends_what_was_pushed() {
         } else {
             drop(sent);
         }
-        while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+        while in_use(&pool) > 0 {
             assert!(since.elapsed() < HANG, "{:?}", pool.stats());
             device.reap();
             std::thread::yield_now();

@@ -7,8 +7,8 @@
 
 use pinpool::{Copier, Device, PinnedBuf, Pool, Unpinned};
 
-use crate::support::doubles::gpu::{bytes, filled, on_gpu, pool, until};
-use crate::support::doubles::{HANG, StandIn};
+use crate::support::doubles::HANG;
+use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, pool};
 
 const LEN: usize = 500;
 const PIECE: usize = 512;
@@ -19,18 +19,6 @@ fn open() -> Device {
 
 fn copier(pool: &Pool, device: &Device) -> Copier {
     Copier::builder(pool, device).ring(0).build().unwrap()
-}
-
-fn calls(d: &StandIn, name: &str) -> u64 {
-    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
-}
-
-fn all_back(pool: &Pool) {
-    until("all is back", || {
-        let s = pool.stats();
-        s.in_flight_bytes + s.checked_out_bytes == 0
-    });
-    pool.check().unwrap();
 }
 
 /// Pieces at even distances on both sides go as rows of rectangles, from where they are.

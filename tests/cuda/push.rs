@@ -13,9 +13,9 @@ use std::time::Duration;
 use pinpool::copier::Transfer;
 use pinpool::{Copier, Device, DeviceBuffer, Error, ErrorClass, Pool, Unpinned, cuda};
 
-use crate::support::doubles::gpu::{bytes, on_gpu, on_stand_in, until};
+use crate::support::doubles::gpu::{all_back, bytes, calls, on_gpu, on_stand_in, until};
 use crate::support::doubles::{self, HANG, StandIn};
-use crate::support::skip;
+use crate::support::{in_use, skip};
 
 const LEN: usize = 500;
 const PIECE: usize = 512;
@@ -32,18 +32,6 @@ fn pool(device: &Device, capacity: usize) -> Pool {
 
 fn copier(pool: &Pool, device: &Device, ring: usize) -> Copier {
     Copier::builder(pool, device).threads(2).chunk(256 << 10).ring(ring).build().unwrap()
-}
-
-fn calls(d: &StandIn, name: &str) -> u64 {
-    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
-}
-
-fn all_back(pool: &Pool) {
-    until("all is back", || {
-        let s = pool.stats();
-        s.in_flight_bytes + s.checked_out_bytes == 0
-    });
-    pool.check().unwrap();
 }
 
 /// Pushes pieces that lie next to each other.
@@ -314,10 +302,7 @@ fn a_device_dies_under_pushes() {
                 assert!(refused.error.is_device_lost(), "{refused:?}");
             }
         }
-        until("nothing is in flight", || {
-            let s = pool.stats();
-            s.in_flight_bytes + s.checked_out_bytes == 0
-        });
+        until("nothing is in flight", || in_use(&pool) == 0);
         let error = copier.push(b"more", &memory).unwrap_err();
         assert!(error.is_device_lost(), "{error}");
         pool.check().unwrap();

@@ -13,8 +13,8 @@ use pinpool::{Device, Error, ErrorClass};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use crate::support::doubles::gpu::{Gpu, on_gpu, on_stand_in, until};
-use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::doubles::gpu::{Gpu, calls, on_gpu, on_stand_in, until};
+use crate::support::doubles::{self, HANG};
 use crate::support::kernels::{Kernels, Raw};
 use crate::support::{bytes, skip};
 
@@ -385,10 +385,6 @@ fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
-
-fn calls(stand_in: &StandIn, name: &str) -> u64 {
-    stand_in.report().calls.iter().find(|(call, _)| call == name).map_or(0, |(_, count)| *count)
-}
 
 #[test]
 fn a_driver_that_refuses_the_kernels_is_asked_once() {

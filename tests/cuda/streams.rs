@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use pinpool::{Device, DeviceBuffer, Error, ErrorClass, Pool, Stream, SubmitError, cuda};
 
-use crate::support::doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::gpu::{Gpu, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{self, HANG, StandIn};
 
 /// The largest of which one fits into a pool of [`ROOM`].
@@ -164,10 +164,6 @@ fn an_open_tick_is_closed_when_the_handle_is_given_out() {
         drop((sent.wait().unwrap(), more.wait().unwrap()));
         gpu.read(memory, 64, raw);
     });
-}
-
-fn calls(stand_in: &StandIn, name: &str) -> u64 {
-    stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
 }
 
 #[test]

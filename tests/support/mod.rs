@@ -13,6 +13,13 @@ pub mod skip;
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
 
+/// Bytes of a pool that are checked out or in flight, at one moment: between two looks a buffer may go from one sum to
+/// the other.
+pub fn in_use(pool: &pinpool::Pool) -> usize {
+    let stats = pool.stats();
+    stats.checked_out_bytes + stats.in_flight_bytes
+}
+
 /// Bytes that depend on their place and on the seed.
 pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
     let at = |i: usize| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8;

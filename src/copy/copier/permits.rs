@@ -12,7 +12,7 @@ use super::config::{Priority, Settings};
 use crate::locks::Mutex;
 
 /// For how long after foreground work bulk copies are shallow.
-const LULL: Duration = Duration::from_millis(100);
+const SHALLOW_FOR: Duration = Duration::from_millis(100);
 /// By so much a copy may come late without lowering the rate.
 const SLACK: Duration = Duration::from_millis(10);
 /// As good as never.
@@ -61,7 +61,7 @@ impl Permits {
             0 => self.depth,
             last => {
                 let since = self.start.elapsed().saturating_sub(Duration::from_millis(last));
-                if since < LULL { self.shallow } else { self.depth }
+                if since < SHALLOW_FOR { self.shallow } else { self.depth }
             }
         }
     }

@@ -127,7 +127,11 @@ fn a_panic_in_a_submission_fails_its_pushes() {
     }
     drop(copier);
     let since = Instant::now();
-    while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+    let in_use = || {
+        let stats = pool.stats();
+        stats.in_flight_bytes + stats.checked_out_bytes
+    };
+    while in_use() > 0 {
         assert!(since.elapsed() < Duration::from_secs(20), "{:?}", pool.stats());
         std::thread::sleep(Duration::from_millis(1));
     }

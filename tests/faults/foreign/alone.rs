@@ -12,7 +12,7 @@ use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, PinnedBuf, Pool, Request, Unpinned};
 
 use super::hostile::{Bomb, Call, Later, Turn, Value, act, quiet, waker};
-use crate::support::own_process;
+use crate::support::{in_use, own_process};
 
 /// Longer than anything takes here: what is not there by then hangs.
 const HANG: Duration = Duration::from_secs(20);
@@ -371,6 +371,6 @@ fn a_waker_that_cannot_be_cloned_leaves_no_trace() {
     until("the copy is done", || flight.is_done().unwrap());
     assert!(Pin::new(&mut flight).poll(cx).is_ready());
     drop((first, flight));
-    until("all is back", || pool.stats().checked_out_bytes + pool.stats().in_flight_bytes == 0);
+    until("all is back", || in_use(&pool) == 0);
     pool.check().unwrap();
 }

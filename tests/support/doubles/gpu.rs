@@ -10,6 +10,7 @@ use libloading::Library;
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
 
 pub use crate::support::bytes;
+use crate::support::in_use;
 
 use super::{HANG, StandIn, again, is_set, required};
 use crate::support::skip;
@@ -196,6 +197,17 @@ pub fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
     let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
     buf.extend_from_slice(bytes);
     buf
+}
+
+/// How often a function of the driver was called.
+pub fn calls(stand_in: &StandIn, name: &str) -> u64 {
+    stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+/// Waits until no buffer of a pool is in use, and checks the pool.
+pub fn all_back(pool: &Pool) {
+    until("all is back", || in_use(pool) == 0);
+    pool.check().unwrap();
 }
 
 /// Waits until it is so; no test asserts how long that takes.
