@@ -42,10 +42,11 @@
 //!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
 //!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
 //!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
-//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate. [`Driver::allocate_on`] comes from the
-//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind the
-//!    worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since the
-//!    last handle to memory may be dropped on any thread, in a callback of the driver's too.
+//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for
+//!    that call alone. [`Driver::allocate_on`] comes from the caller's thread: it takes its place in the stream's order
+//!    there and then, it synchronises nothing, and behind the worker it could wait for seconds until a region is pinned.
+//!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
+//!    callback of the driver's too.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
 //!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.

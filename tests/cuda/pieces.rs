@@ -116,3 +116,26 @@ fn pieces_of_one_call_go_in_batches() {
         }
     });
 }
+
+/// Drivers lose the device when batches are submitted by several threads at once: the copier's do not.
+#[test]
+fn one_thread_at_a_time_submits_a_batch() {
+    on_gpu("one_thread_at_a_time_submits_a_batch", |gpu| {
+        const COUNT: usize = 4000;
+        let device = open();
+        let (pool, memory) = (pool(&device, 16 << 20), device.alloc(COUNT * PIECE).unwrap());
+        let copier = Copier::builder(&pool, &device).ring(0).threads(8).chunk(64 << 10).build().unwrap();
+        let place = |i: usize| memory.slice(i * 7919 % COUNT * PIECE..).unwrap();
+        let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
+        let pieces: Vec<_> = all.iter().enumerate().map(|(i, piece)| (&piece[..], place(i))).collect();
+        for _ in 0..8 {
+            copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+        }
+        if let Some(d) = &gpu.stand_in {
+            assert!(calls(d, "cuMemcpyBatchAsync") > 8);
+            assert_eq!(d.report().violations, Vec::<String>::new());
+        }
+        drop(copier);
+        all_back(&pool);
+    });
+}

@@ -19,7 +19,7 @@ const MOST_CHUNK: usize = 1 << 30;
 const THREADS: usize = 8;
 const MOST_THREADS: usize = 1 << 10;
 /// Bulk copies in flight in each direction: by default, and after foreground work of the last moments.
-const DEPTH: usize = 6;
+const DEPTH: usize = 8;
 const SHALLOW: usize = 2;
 const MOST_DEPTH: usize = 1 << 10;
 /// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
@@ -132,7 +132,7 @@ impl CopierBuilder {
 
     /// Bulk chunks in each direction that are in flight at most. A foreground copy, or a copy of the program's own, may
     /// have to wait until as many are copied. Default: 2 while there are foreground transfers now and then (the last at
-    /// most 100 ms ago), and 6 while there are none, which keeps the link busier. A depth that is given here holds at
+    /// most 100 ms ago), and 8 while there are none, which keeps the link busier. A depth that is given here holds at
     /// all times.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);

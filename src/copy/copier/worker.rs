@@ -5,17 +5,18 @@
 //!
 //! ```text
 //!   up:    take, fill -> Filled -> (slot, permit) -> Copying -> [Spreading] -> end
-//!   down:  take -> Laid -> (slot) -> [Collecting] -> Collected -> (permit) -> Copying -> drain, end
+//!   down:  take -> Laid -> (slot) -> [Collecting] -> Collected -> (permit) -> Copying -> Landed -> end
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
 //!
-//! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, and takes another chunk if there
-//! is room. Only a worker that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources,
-//! sinks and files may block: a worker that is about to call one owns chunks of that job only.
+//! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, takes another chunk if there is
+//! room, and writes the bytes of one chunk that has landed. That comes last: it takes as long as several copies, and the
+//! link would be idle for so long if the worker had not submitted all that it can before. Only a worker that owns no
+//! chunk parks. So a worker that waits holds nothing that another one needs. Sources, sinks and files may block: a worker
+//! that is about to call one owns chunks of that job only.
 //!
-//! A caller that writes the bytes of a download itself is a worker for that time. Its chunks stay `Landed` until the
-//! caller has written them, in order.
+//! A caller that writes the bytes of a download itself is a worker for that time. It writes its `Landed` chunks in order.
 
 mod pages;
 
@@ -111,7 +112,7 @@ enum Stage {
     Collecting { flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
     /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
     Collected { buf: PinnedBuf, slot: Option<Slot> },
-    /// Down: the bytes are in the segment, and the caller writes them.
+    /// Down: the bytes are in the segment, and the worker writes them to where they go, or the caller does.
     Landed(PinnedBuf),
     /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
     /// complete.
@@ -183,6 +184,7 @@ impl<'a> Worker<'a> {
             while worker.take_any() {
                 changed = true;
             }
+            changed |= worker.drain();
             if !changed {
                 worker.leave();
                 return any;
@@ -218,7 +220,7 @@ impl<'a> Worker<'a> {
     pub(super) fn serve(&mut self) {
         let mut pause = Pause { since: None };
         while !crate::os::forked() {
-            let changed = self.turn() | self.take_any();
+            let changed = self.turn() | self.take_any() | self.drain();
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
@@ -235,6 +237,7 @@ impl<'a> Worker<'a> {
         while !crate::os::forked() {
             let mut changed = self.turn();
             changed |= self.take(job);
+            changed |= self.drain();
             if changed {
                 pause.since = None;
             } else if !self.owned.is_empty() || job.may_take() {
@@ -273,7 +276,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// The caller has written a chunk that had landed, or could not.
+    /// A chunk that had landed was written, or could not be.
     pub(super) fn written(&mut self, n: usize, said: Result<()>) {
         let Owned { job, chunk, stage, counts, .. } = self.owned.remove(n);
         if let Some(Stage::Landed(buf)) = stage {
@@ -284,6 +287,7 @@ impl<'a> Worker<'a> {
 
     /// A chunk has ended, and its segment was given back.
     fn end(&self, job: &Job, chunk: &Chunk, end: End) {
+        Counters::add(&self.engine.counters.chunks, 1);
         // Before a caller can hear of the end: nothing of the pool is in use without work.
         if !self.engine.scheduler.has_work() {
             self.engine.segments.rest();
@@ -332,7 +336,6 @@ impl<'a> Worker<'a> {
                 }
                 Step::Ended(end) => {
                     let Owned { job, chunk, .. } = self.owned.remove(n);
-                    Counters::add(&self.engine.counters.chunks, 1);
                     self.end(&job, &chunk, end);
                     changed = true;
                 }
@@ -663,7 +666,7 @@ impl<'a> Worker<'a> {
 
     /// The copy of a chunk has ended.
     fn copied(&mut self, n: usize, ended: Result<Option<PinnedBuf>>, done: Option<Done>) -> Step {
-        let Owned { job, chunk, .. } = &self.owned[n];
+        let job = &self.owned[n].job;
         let buf = match ended {
             Ok(buf) => buf,
             Err(error) => return self.lost(n, Some(error), None),
@@ -675,22 +678,22 @@ impl<'a> Worker<'a> {
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, None) => Step::Ended(End::Arrived),
-            (Direction::Down, Some(buf)) if job.is_pulled && !job.is_stopped() => {
-                Step::Moved(Stage::Landed(buf))
-            }
-            (Direction::Down, Some(buf)) => {
-                let drained = if job.is_stopped() {
-                    End::Dropped
-                } else {
-                    // SAFETY: the chunk was taken and has not ended.
-                    let drain = || unsafe { job.work() }.drain(chunk, &buf);
-                    foreign::survive("the work of a transfer panicked: the transfer fails", drain)
-                        .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
-                        .into()
-                };
-                self.stopped(n, buf, None, drained)
-            }
+            (Direction::Down, Some(buf)) => Step::Moved(Stage::Landed(buf)),
         }
+    }
+
+    /// Writes the bytes of one chunk that has landed. Whether there was one.
+    fn drain(&mut self) -> bool {
+        let is_due = |owned: &Owned| matches!(owned.stage, Some(Stage::Landed(_))) && !owned.job.is_pulled;
+        let due = self.owned.iter().position(is_due);
+        let Some((n, (chunk, bytes))) = due.and_then(|n| Some((n, self.landed(n)?))) else { return false };
+        let job = &self.owned[n].job;
+        // SAFETY: the chunk was taken and has not ended.
+        let drain = || unsafe { job.work() }.drain(chunk, bytes);
+        let said = foreign::survive("the work of a transfer panicked: the transfer fails", drain)
+            .unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
+        self.written(n, said);
+        true
     }
 
     fn is_slow(&self, direction: Direction) -> bool {

@@ -27,6 +27,7 @@ use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
+use crate::locks::Mutex;
 use crate::os;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
@@ -79,6 +80,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         device,
         context,
         primary: false,
+        batches: Mutex::default(),
         kernels: OnceLock::new(),
         ending: Ending::new(),
     };

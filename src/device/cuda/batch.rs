@@ -11,11 +11,12 @@
 //!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 //!
-//! Batches of many short copies from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by
-//! a later query (seen on driver 580, on an H200 and an H100, never from one thread: copies of 1 KiB from two or three
-//! threads in batches of 256 in 13 of 36 runs, of 2,048 in 5 of 9, of 64 in none of 9; copies of 16 KiB from nine
-//! threads in batches of 256 in each of 3). The cause is not known. So a call has 64 copies at most, which is hardly
-//! slower.
+//! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
+//! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100:
+//! eight threads that submit 64 copies of 16 KiB a call lost it within two seconds in 12 of 12 runs, and calls of 32 and
+//! 16 copies did, too. With one call at a time it happened in none, whatever else the threads submitted meanwhile. So a
+//! lock of the context lets one thread in. It is the only lock of the crate under which the driver is called; a call
+//! takes some 20 us. A call of more copies would keep others that much longer: it has 64 at most, which is hardly slower.
 
 #![allow(unsafe_code)]
 
@@ -29,7 +30,7 @@ use crate::error::{Error, Result};
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order, not earlier.
 const IN_STREAM_ORDER: i32 = 1;
 
-/// Copies of one call at most: see the module's page.
+/// Copies of one call at most.
 const MOST: usize = 64;
 
 /// The call's three lists of arguments.
@@ -167,6 +168,7 @@ impl Cuda {
         let mut first = 0;
         BATCH_LISTS.with_borrow_mut(|lists| {
             lists.fill(transfers);
+            let _alone = self.batches.lock();
             let Lists { targets, sources, lengths } = lists;
             let (count, stream) = (transfers.len(), stream(handle));
             let code = if let Some(call) = newer {

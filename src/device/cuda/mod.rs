@@ -62,6 +62,7 @@ use super::{
 };
 use crate::error::{DeviceError, Error, Result};
 use crate::exit::{self, Pass};
+use crate::locks::Mutex;
 use crate::os;
 
 /// cuda.h: CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream.
@@ -93,6 +94,8 @@ pub(crate) struct Cuda {
     pools: bool,
     /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
+    /// Held while a batch of copies is submitted: see [`batch`].
+    batches: Mutex<()>,
     /// The kernels that spread and collect, or why there are none; empty until they were asked for.
     kernels: OnceLock<Result<spread::Kernels>>,
     ending: Ending,
@@ -141,6 +144,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         numa_node,
         pools,
         primary: true,
+        batches: Mutex::default(),
         kernels: OnceLock::new(),
         ending: Ending::new(),
     }))

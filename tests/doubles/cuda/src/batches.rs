@@ -8,8 +8,48 @@
 
 use std::ffi::c_void;
 
+use std::sync::{Mutex, PoisonError};
+
 use crate::calls::call;
 use crate::world::*;
+
+/// The context of each call for a batch that is under way.
+static UNDER_WAY: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+/// A call for a batch, from its beginning on.
+struct UnderWay {
+    context: usize,
+    /// Whether another one on this context had not ended.
+    is_beside: bool,
+}
+
+impl UnderWay {
+    fn begin() -> Self {
+        let context = STACK.with_borrow(|stack| stack.last().copied()).unwrap_or(0);
+        let mut all = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_beside = all.contains(&context);
+        all.push(context);
+        drop(all);
+        // For others that come meanwhile.
+        std::thread::yield_now();
+        Self { context, is_beside }
+    }
+
+    fn check(&self, w: &mut World, name: &str) {
+        if self.is_beside {
+            let _: Outcome = w.violate("BAT-6", format!("{name} beside another one"), 0);
+        }
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        let mut all = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = all.iter().position(|context| *context == self.context) {
+            all.swap_remove(at);
+        }
+    }
+}
 
 /// cuda.h's `CUmemcpyAttributes`: order of access to the source, two locations of two numbers, flags.
 #[repr(C)]
@@ -158,9 +198,12 @@ unsafe extern "C" fn cuMemcpyBatchAsync(
     const NAME: &str = "cuMemcpyBatchAsync";
     let stream = stream as usize;
     let batch = Batch { name: NAME, targets, sources, lengths, count, attributes, firsts, sets, stream };
-    let mut at = usize::MAX;
-    // SAFETY: the caller's promise.
-    let code = call(NAME, |w| unsafe { w.batch(&batch, &mut at) });
+    let (mut at, under_way) = (usize::MAX, UnderWay::begin());
+    let code = call(NAME, |w| {
+        under_way.check(w, NAME);
+        // SAFETY: the caller's promise.
+        unsafe { w.batch(&batch, &mut at) }
+    });
     // SAFETY: null, or valid for a write.
     if let Some(fault) = unsafe { fault.as_mut() }.filter(|_| code != 0) {
         *fault = at;
@@ -184,6 +227,10 @@ unsafe extern "C" fn cuMemcpyBatchAsync_v2(
     const NAME: &str = "cuMemcpyBatchAsync_v2";
     let stream = stream as usize;
     let batch = Batch { name: NAME, targets, sources, lengths, count, attributes, firsts, sets, stream };
-    // SAFETY: the caller's promise.
-    call(NAME, |w| unsafe { w.batch(&batch, &mut 0) })
+    let under_way = UnderWay::begin();
+    call(NAME, |w| {
+        under_way.check(w, NAME);
+        // SAFETY: the caller's promise.
+        unsafe { w.batch(&batch, &mut 0) }
+    })
 }

@@ -88,6 +88,7 @@
 //! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture goes on |
 //! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in no fixed order |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
+//! | BAT-6 | submits batches on one context from two threads at once (drivers then lose the device now and then) | they run |
 //! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | KER-1 | loads a module without pinpool's two kernels | 218 |
 //! | KER-2 | names a module or function that does not exist, or no more | 400 |
