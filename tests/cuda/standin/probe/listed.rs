@@ -53,6 +53,7 @@ const CALLBACK: &str = "a call from the driver's own callback: undefined there, 
 const CAPTURING: &str = "a graph that is still being captured belongs to the capture: undefined there";
 const MEETING: &str = "threads that write the same bytes without order: undefined there";
 const UNLOADING: &str = "a module is unloaded while its kernel may run: undefined there";
+const LOSES: &str = "drivers lose the device now and then";
 const OVERLAP: &str = "copies of a batch that are in each other's way: undefined there";
 const STALE: &str = "a handle of something destroyed: undefined there";
 const OTHER_CURRENT: &str = "a stream or event carries its context, so another one may be current";
@@ -91,6 +92,7 @@ pub const LISTED: &[Listed] = &[
     // streams
     not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", 201, STALE),
     not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", 0, OVERLAP),
+    not_tried("bat_6_one_call_at_a_time", 0, ALL_OF_IT, 0, LOSES),
     not_tried("gra_1_destructors_call_nothing", 0, ALL_OF_IT, 0, CALLBACK),
     not_tried("gra_3_graphs_that_are_gone", 2, "cuGraphDestroy", 1, STALE),
     not_tried("gra_3_graphs_that_are_gone", 3, "cuGraphRetainUserObject", 1, STALE),

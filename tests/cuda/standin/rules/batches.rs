@@ -1,5 +1,7 @@
 //! Rules of the stand-in about batches of copies, and about rectangles.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::standin::probe::Driver;
 
 /// cuda.h's `CUmemcpyAttributes`: sources are read in stream order, nothing is said about locations.
@@ -129,6 +131,27 @@ rules! {
         d.broken(&["BAT-5"; 3]);
         assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
         assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+
+    bat_6_one_call_at_a_time (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 5));
+        assert_eq!(d.register(&mut bytes), 0);
+        let (lists, is_seen) = (Lists::new(memory, &bytes, 4, 1024), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                d.current(0);
+                while !is_seen.load(Ordering::Relaxed) {
+                    d.batch(0, &lists, stream);
+                }
+            });
+            // The calls meet sooner or later.
+            while d.stand_in.report().violations.is_empty() {
+                d.batch(0, &lists, stream);
+            }
+            is_seen.store(true, Ordering::Relaxed);
+        });
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert!(d.stand_in.report().violations.iter().all(|found| found.starts_with("BAT-6 ")));
     }
 }
 

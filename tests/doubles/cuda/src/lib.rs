@@ -124,6 +124,7 @@
 //! | EVT-1 | 3: cuEventDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | CTX-6 | 7: cuCtxDestroy_v2 | 201 | not tried | - | a handle of something destroyed: undefined there |
 //! | BAT-4 | 1: cuMemcpyBatchAsync | 0 | not tried | - | copies of a batch that are in each other's way: undefined there |
+//! | BAT-6 | 0: all of it | 0 | not tried | - | drivers lose the device now and then |
 //! | GRA-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
 //! | GRA-3 | 2: cuGraphDestroy | 1 | not tried | - | a handle of something destroyed: undefined there |
 //! | GRA-3 | 3: cuGraphRetainUserObject | 1 | not tried | - | a handle of something destroyed: undefined there |
