@@ -167,6 +167,8 @@ fn plugin() -> Option<PathBuf> {
         "--no-default-features",
     ]);
     let features = [
+        // With `default` cargo test has built the same library already, as an example.
+        ("default", cfg!(feature = "default")),
         ("acl", cfg!(feature = "acl")),
         ("cuda", cfg!(feature = "cuda")),
         ("cudarc", cfg!(feature = "cudarc")),

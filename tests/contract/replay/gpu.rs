@@ -27,9 +27,11 @@ use crate::support::skip;
 const KIND: &str = "PINPOOL_REPLAY_GPU";
 /// Longer than any scenario takes.
 const LIMIT: Duration = Duration::from_secs(560);
-/// Checkouts per scenario: on a real GPU when everything is run, otherwise, and through the plain pool.
+/// Checkouts per scenario: on a real GPU and on the stand-in when everything is run, otherwise, and through the plain
+/// pool.
 const FULL: u64 = 1_700_000;
-const USUAL: u64 = 60_000;
+const FULL_STAND_IN: u64 = 60_000;
+const USUAL: u64 = 30_000;
 const PLAIN: u64 = 10_000;
 /// How long the kernels run that hold up a stream of pinpool's, and one of the plain pool's.
 const HOLD_UP_NANOSECONDS: u64 = 100_000;
@@ -124,7 +126,8 @@ impl Site for Gpu {
     }
 
     fn targets(&self) -> (u64, u64) {
-        (if self.inner.real && super::full() { FULL } else { USUAL }, PLAIN)
+        let full = if self.inner.real { FULL } else { FULL_STAND_IN };
+        (if super::full() { full } else { USUAL }, PLAIN)
     }
 
     fn is_late(&self) -> bool {

@@ -19,7 +19,8 @@ use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
 use crate::support::skip;
 
 /// Checkouts per scenario, through pinpool and through the plain pool.
-const USUAL: u64 = 40_000;
+const FULL: u64 = 40_000;
+const USUAL: u64 = 30_000;
 const PLAIN: u64 = 10_000;
 /// The plain pool's buffers lie as far apart as the library wants parts of a block to.
 const STRIDE: usize = 2 * BYTES;
@@ -83,7 +84,7 @@ impl Site for Npu {
     }
 
     fn targets(&self) -> (u64, u64) {
-        (USUAL, PLAIN)
+        (if super::full() { FULL } else { USUAL }, PLAIN)
     }
 
     fn is_late(&self) -> bool {
