@@ -121,7 +121,7 @@ impl Setup {
         peak(&self.pool, &self.stream, &self.memory, WHOLE, upload)
     }
 
-    /// Bytes by each way since it was built, for whoever reads the figures.
+    /// Bytes by each way since it was built, for the reader of the figures.
     fn say_ways(&self) {
         let stats = self.copier.stats();
         println!(

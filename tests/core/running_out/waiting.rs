@@ -107,7 +107,7 @@ fn plain_memory_says_that_it_is_plain() {
 }
 
 #[test]
-fn nonsense_is_refused_whoever_asks() {
+fn nonsense_is_refused_in_every_call() {
     let rig = Rig::stepped();
     let pool = rig.pool(64 << 10);
     for _ in 0..2 {
