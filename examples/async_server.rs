@@ -1,23 +1,21 @@
-//! Tasks that share a small pool: each awaits a buffer, uploads it, and awaits the copy. No task blocks a thread.
+//! Requests of a server on tokio: each waits for a buffer of a small pool, for so long at most, uploads its bytes and
+//! awaits the copy. No task blocks a thread, and the pool needs no runtime: any other one does as well.
 //!
-//! The crate needs no async runtime. This example polls its tasks by hand, on one thread that sleeps until a task is
-//! woken; a server spawns them on its own runtime.
+//! A request that is cancelled drops its future. One that waits leaves the queue then. One whose copy is under way leaves
+//! that to the device: the buffer returns to the pool when the copy is done.
 
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
+use std::time::Duration;
 
 use pinpool::{Device, DeviceBuffer, Error, Pool, Stream, Unpinned};
+use tokio::task::JoinSet;
 
 const REQUESTS: usize = 200;
 const LEN: usize = 256 << 10;
 
 /// One request: its bytes go to the device and come back unchanged.
-async fn serve(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, request: usize) -> Result<(), Error> {
-    // First come, first served. A dropped future, for example of a cancelled request, leaves the queue.
-    let mut buf = pool.checkout_async(LEN).await?;
+async fn serve(pool: Pool, stream: Stream, memory: DeviceBuffer, request: usize) -> Result<(), Error> {
+    // First come, first served. `Error::Timeout` says what the pool had: a server answers 503.
+    let mut buf = pool.checkout_async(LEN).timeout(Duration::from_secs(5)).await?;
     buf.try_resize(LEN, request as u8)?;
     let place = memory.slice(request * LEN..(request + 1) * LEN)?;
     let mut buf = stream.upload(buf, &place)?.await?;
@@ -27,50 +25,26 @@ async fn serve(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, request: usi
     Ok(())
 }
 
-fn main() -> Result<(), Error> {
+#[tokio::main]
+async fn main() -> Result<(), Error> {
     let device = Device::open("auto")?;
     // Room for 15 requests at a time; the others wait in order.
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build()?;
     let (streams, memory) = ([device.stream()?, device.stream()?], device.alloc(REQUESTS * LEN)?);
-    let tasks = (0..REQUESTS).map(|i| serve(&pool, &streams[i % 2], &memory, i));
-    run_all(tasks)?;
-    let stats = pool.stats();
-    let (pinned, waits) = (stats.pinned_bytes, stats.waits);
-    println!(
-        "{REQUESTS} requests served on {} with {pinned} pinned bytes, {waits} of them waited",
-        device.name()
-    );
-    Ok(())
-}
-
-/// Wakes the thread that polls.
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-/// Polls all tasks until each is done. A real runtime would poll only those that were woken.
-fn run_all<'a>(
-    tasks: impl Iterator<Item = impl Future<Output = Result<(), Error>> + 'a>,
-) -> Result<(), Error> {
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let mut cx = Context::from_waker(&waker);
-    let mut tasks: Vec<Pin<Box<_>>> = tasks.map(Box::pin).collect();
-    while !tasks.is_empty() {
-        let mut left = Vec::new();
-        for mut task in tasks {
-            match task.as_mut().poll(&mut cx) {
-                Poll::Ready(result) => result?,
-                Poll::Pending => left.push(task),
-            }
-        }
-        tasks = left;
-        if !tasks.is_empty() {
-            std::thread::park();
+    let mut tasks = JoinSet::new();
+    let requests: Vec<_> = (0..REQUESTS)
+        .map(|i| tasks.spawn(serve(pool.clone(), streams[i % 2].clone(), memory.clone(), i)))
+        .collect();
+    // Every tenth client goes away.
+    requests.iter().step_by(10).for_each(tokio::task::AbortHandle::abort);
+    let (mut served, mut gone) = (0, 0);
+    while let Some(ended) = tasks.join_next().await {
+        match ended {
+            Ok(said) => said.map(|()| served += 1)?,
+            Err(_cancelled) => gone += 1,
         }
     }
+    let waits = pool.stats().waits;
+    println!("{}: {served} requests served, {waits} of them waited, {gone} were cancelled", device.name());
     Ok(())
 }
