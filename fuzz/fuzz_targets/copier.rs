@@ -352,7 +352,7 @@ impl World {
                     assert!(!refused, "a piece is longer than its place");
                     self.started(Flight::Up(sent, plan), then);
                 }
-                Err(error) if refused && matches!(error, Error::TooSmall { .. }) => self.untouched(&plan),
+                Err(error) if refused && matches!(error, Error::Piece { .. }) => self.untouched(&plan),
                 Err(error) => {
                     self.failed(&error, false);
                     self.ends(&plan, 0);
@@ -380,7 +380,7 @@ impl World {
                 self.started(Flight::UpOwned(sent, plan), then);
             }
             Err(said) => {
-                if !(refused && matches!(said.error, Error::TooSmall { .. } | Error::Empty)) {
+                if !(refused && matches!(said.error, Error::Piece { .. })) {
                     self.failed(&said.error, false);
                 }
                 let back = said.buffer.expect("refused before anything was copied");
@@ -420,7 +420,7 @@ impl World {
             let said = self.copier.download_pieces(&mut targets);
             drop(targets);
             match said {
-                Err(Error::TooSmall { .. }) if refused => {
+                Err(Error::Piece { .. }) if refused => {
                     assert!(back.iter().flatten().all(|byte| *byte == 0xA5), "written to, and refused");
                 }
                 Err(error) => self.failed(&error, false),
@@ -457,7 +457,7 @@ impl World {
                 self.started(Flight::DownOwned(sent, plan), then);
             }
             Err(said) => {
-                if !(refused && matches!(said.error, Error::TooSmall { .. })) {
+                if !(refused && matches!(said.error, Error::Piece { .. })) {
                     self.failed(&said.error, false);
                 }
                 let back = said.buffer.expect("refused before anything was copied");
