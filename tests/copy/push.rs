@@ -2,11 +2,12 @@
 //! handle says what became of its chunk, and nothing is lost.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Priority, Transfer};
+use pinpool::copier::{Fill, Priority, Source, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
     Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned,
@@ -474,6 +475,65 @@ fn a_waker_pushes_to_a_lost_device() {
         assert!(result.is_ok() || result.is_err_and(|error| error.is_device_lost()));
         assert!(sent.remove(0).wait().is_err_and(|refused| refused.error.is_device_lost()));
         assert!(s.copier.push(&[7; LEN], s.range(1)).is_err_and(|error| error.is_device_lost()));
+    });
+}
+
+/// A source that blocks until it is told to go on.
+#[derive(Clone, Default)]
+struct Blocks {
+    calls: Arc<AtomicUsize>,
+    goes_on: Arc<AtomicBool>,
+}
+
+impl Source for Blocks {
+    fn len(&self) -> u64 {
+        32 << 10
+    }
+
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        while !self.goes_on.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are awake turn from a
+/// push to a source of the foreground, whose chunks are short, so that few workers are woken for it.
+#[test]
+fn a_push_does_not_wait_for_sources_that_block() {
+    ends("a push beside a source that blocks", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(3).chunk(16 << 10).depth(1));
+        let until = |what: &str, holds: &dyn Fn() -> bool| {
+            let since = Instant::now();
+            while !holds() {
+                assert!(since.elapsed() < HANG, "{what}");
+                std::thread::yield_now();
+            }
+        };
+        for _ in 0..5 {
+            s.push(1).into_iter().for_each(|sent| sent.wait().unwrap());
+            s.all_back();
+            s.node.hang(0);
+            let first = s.copier.push(&bytes(0, LEN), s.range(0)).unwrap();
+            until("the first push goes", &|| s.pool.stats().in_flight_bytes > 0);
+            let source = Blocks::default();
+            let urgent = s.copier.with_priority(Priority::Foreground);
+            let upload = urgent.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
+            until("the source is asked", &|| source.calls.load(Ordering::Relaxed) >= 1);
+            // The worker of the first push is to send this one.
+            let second = s.copier.push(&bytes(1, LEN), s.range(1)).unwrap();
+            s.node.resume(0);
+            first.wait().unwrap();
+            until("all of the source is asked for", &|| source.calls.load(Ordering::Relaxed) == 2);
+            second.wait_timeout(HANG).expect("it waits for the source").unwrap();
+            source.goes_on.store(true, Ordering::Relaxed);
+            upload.wait().unwrap();
+            s.is_there(1);
+            s.all_back();
+        }
     });
 }
 
