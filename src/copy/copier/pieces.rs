@@ -746,7 +746,7 @@ mod tests {
         assert!(size_of::<Down<PinnedBuf, DeviceSlice>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
         let list: Vec<(u64, u64)> = vec![(1, 2); 100];
         let before = list.as_ptr().addr();
-        let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(_, (a, b))| [a, b]).collect();
+        let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(n, (a, _))| [a, n as u64]).collect();
         assert_eq!(became.as_ptr().addr(), before, "the standard library collects in place");
     }
 }
