@@ -504,6 +504,17 @@ pub enum Error {
         /// The cause and the remedy.
         why: String,
     },
+    /// One of many pieces, buffers or blocks of a call cannot be copied, so nothing was copied. `cause` has the cause, its
+    /// remedy and its class.
+    #[error("piece {piece} ({memory} bytes of device memory): {cause}")]
+    Piece {
+        /// Its number in the call, from 0.
+        piece: usize,
+        /// Bytes of the device memory that was named for it.
+        memory: usize,
+        /// What is wrong with it.
+        cause: Box<Error>,
+    },
     /// A chunk of a transfer failed on its way to or from the device. `cause` has the cause, its remedy and its class.
     #[error("the transfer of {} failed at offset {offset}: {cause}", shown(what))]
     Transfer {
@@ -675,6 +686,16 @@ impl Error {
         self
     }
 
+    /// The same error, of one of many pieces, with the length of its device memory.
+    #[cold]
+    pub(crate) fn of_piece(self, piece: usize, memory: usize) -> Self {
+        // The device is lost for all of them.
+        if self.class() != ErrorClass::Argument {
+            return self;
+        }
+        Self::Piece { piece, memory, cause: self.into() }
+    }
+
     /// [`Unavailable`](Self::Unavailable) because of an error that may begin with the device's name.
     #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn unavailable(device: &str, why: &Self) -> Self {
@@ -698,7 +719,9 @@ impl Error {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Device(e) => e.class,
-            Self::Transfer { cause, .. } | Self::Tensor { cause, .. } => cause.class(),
+            Self::Transfer { cause, .. } | Self::Tensor { cause, .. } | Self::Piece { cause, .. } => {
+                cause.class()
+            }
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Internal(_) => ErrorClass::DeviceLost,
             Self::Exhausted { .. }

@@ -76,7 +76,8 @@
 //!   pool, and run tasks until they are done.
 //! - **Panics.** A panic is caught, and reported by an event of the target `pinpool::foreign` (but for a subscriber's
 //!   own). It ends that one call: the event, the wake, the transfer with that source or sink. A payload whose drop
-//!   panics is leaked.
+//!   panics is leaked. All handles are [`UnwindSafe`](std::panic::UnwindSafe): a server may catch the panic of a request
+//!   and go on with the pool, the device and the buffers that the request used.
 //! - **Threads of the crate** go on after a panic. If a mistake of the crate leaves the state of memory in doubt, the
 //!   memory is quarantined, and calls return [`Error::Internal`].
 //! - **Wakers.** A wake that falls due while the thread runs another waker is made after that one. A waker must not
@@ -196,6 +197,7 @@ mod stream;
 mod sync;
 pub mod telemetry;
 mod timer;
+mod unwind;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;

@@ -1,5 +1,5 @@
 //! Any transfers by a copier: pieces of any lengths, alignments, overlaps and allocations, both ways, borrowed and
-//! owned, on a device that the input steps, stalls, fails and loses.
+//! owned, and pushes of them one by one, on a device that the input steps, stalls, fails and loses.
 //!
 //! Most inputs run on a stepped device, whose copier has no threads, so that the input determines the whole run. The
 //! others run on a late device, with threads.
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use pinpool::copier::Transfer;
+use pinpool::copier::{Priority, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
     Copier, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
@@ -35,6 +35,8 @@ use pinpool::{
 /// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 24;
 const FLIGHTS: usize = 6;
+/// The most pushes that are under way, and those of one operation.
+const PUSHES: usize = 40;
 /// Allocations of device memory, and the bytes of each.
 const MEMORIES: usize = 3;
 const MEMORY: usize = 160 << 10;
@@ -77,6 +79,8 @@ enum Then {
 enum Op {
     Upload { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
     Download { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
+    /// `tries`: without waiting.
+    Push { rows: Vec<Row>, urgent: bool, tries: bool, wrong: u8, then: Then },
     Wait { at: u8 },
     WaitFor { at: u8, micros: u8 },
     Poll { at: u8 },
@@ -166,11 +170,13 @@ fn spans(rows: &[Row]) -> Vec<Span> {
     for row in rows {
         let len = usize::from(row.len);
         let len = match row.kind % 8 {
-            0 => 0,
+            // No range of device memory is empty.
+            0 => 1,
             1..=3 => len % 300,
             4..=6 => len % 5000,
             _ => len,
-        };
+        }
+        .max(1);
         let times = if row.kind / 8 % 4 == 0 { 1 } else { usize::from(row.times) + 1 };
         let mut at = (usize::from(row.at) * 3) as isize;
         for _ in 0..times {
@@ -230,7 +236,7 @@ impl World {
 
     fn slice(&self, span: &Span, less: usize) -> DeviceSlice {
         let Span { memory, at, len, .. } = *span;
-        self.memories[memory].slice(at..at + len - less.min(len)).expect("within")
+        self.memories[memory].slice(at..at + len - less.min(len - 1)).expect("within")
     }
 
     fn fresh(&mut self, len: usize) -> Vec<u8> {
@@ -352,7 +358,7 @@ impl World {
                     assert!(!refused, "a piece is longer than its place");
                     self.started(Flight::Up(sent, plan), then);
                 }
-                Err(error) if refused && matches!(error, Error::TooSmall { .. }) => self.untouched(&plan),
+                Err(error) if refused && matches!(error, Error::Piece { .. }) => self.untouched(&plan),
                 Err(error) => {
                     self.failed(&error, false);
                     self.ends(&plan, 0);
@@ -380,7 +386,7 @@ impl World {
                 self.started(Flight::UpOwned(sent, plan), then);
             }
             Err(said) => {
-                if !(refused && matches!(said.error, Error::TooSmall { .. } | Error::Empty)) {
+                if !(refused && matches!(said.error, Error::Piece { .. })) {
                     self.failed(&said.error, false);
                 }
                 let back = said.buffer.expect("refused before anything was copied");
@@ -390,6 +396,39 @@ impl World {
                     assert_eq!(place.address(), self.slice(span, 0).address(), "in their order");
                 }
                 self.untouched(&plan);
+            }
+        }
+    }
+
+    /// Pushes pieces one by one. Each is a transfer of its own.
+    fn push(&mut self, spans: Vec<Span>, urgent: bool, tries: bool, wrong: u8, then: Then) {
+        let priority = if urgent { Priority::Foreground } else { Priority::Bulk };
+        let copier = self.copier.with_priority(priority);
+        for (n, span) in spans.into_iter().take(PUSHES).enumerate() {
+            let mut lent = self.fresh(span.shift + span.len);
+            let bytes = vec![known(&lent[span.shift..])];
+            let place = self.slice(&span, usize::from(n + 200 == usize::from(wrong)));
+            let (refused, long) = (place.len() < span.len, span.len > copier.chunk() / 2);
+            let plan = Plan { spans: vec![span], bytes, cancelled: false };
+            self.begins(&plan.spans);
+            let from = &lent[span.shift..];
+            let sent = if tries { copier.try_push(from, &place) } else { copier.push(from, &place) };
+            lent.fill(0xEE);
+            match sent {
+                Ok(sent) => {
+                    assert!(!refused, "a push is longer than its place");
+                    match then {
+                        Then::Keep if self.flights.len() < PUSHES => self.flights.push(Flight::Up(sent, plan)),
+                        then => self.started(Flight::Up(sent, plan), then),
+                    }
+                }
+                Err(Error::TooSmall { .. }) if refused => self.untouched(&plan),
+                Err(Error::Unsupported(_)) if tries && long => self.untouched(&plan),
+                Err(Error::Exhausted { .. }) if tries => self.untouched(&plan),
+                Err(error) => {
+                    self.failed(&error, false);
+                    self.ends(&plan, 0);
+                }
             }
         }
     }
@@ -420,7 +459,7 @@ impl World {
             let said = self.copier.download_pieces(&mut targets);
             drop(targets);
             match said {
-                Err(Error::TooSmall { .. }) if refused => {
+                Err(Error::Piece { .. }) if refused => {
                     assert!(back.iter().flatten().all(|byte| *byte == 0xA5), "written to, and refused");
                 }
                 Err(error) => self.failed(&error, false),
@@ -457,7 +496,7 @@ impl World {
                 self.started(Flight::DownOwned(sent, plan), then);
             }
             Err(said) => {
-                if !(refused && matches!(said.error, Error::TooSmall { .. })) {
+                if !(refused && matches!(said.error, Error::Piece { .. })) {
                     self.failed(&said.error, false);
                 }
                 let back = said.buffer.expect("refused before anything was copied");
@@ -623,6 +662,9 @@ impl World {
             }
             Op::Download { rows, owned, full, wrong, then } => {
                 self.download(spans(&rows), owned, full, wrong, then);
+            }
+            Op::Push { rows, urgent, tries, wrong, then } => {
+                self.push(spans(&rows), urgent, tries, wrong, then);
             }
             Op::Wait { at } => _ = nth(&self.flights, at).map(|at| self.wait(at)),
             Op::WaitFor { at, micros } => {

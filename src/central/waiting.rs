@@ -400,14 +400,26 @@ impl CentralPool {
 
     /// Ends a wait early. What was granted meanwhile goes back to its runs. Whether the wait was in vain.
     pub(crate) fn leave(&self, key: usize, why: Leaving) -> bool {
+        self.leave_with(key, why, |_| ()).is_some_and(|(in_vain, ())| in_vain)
+    }
+
+    /// Ends a wait for `len` bytes in vain. What there is for the request: its own window is withheld no more.
+    pub(crate) fn give_up(&self, key: usize, len: usize) -> Shortage {
+        let left = self.leave_with(key, Leaving::InVain, |core| core.shortage(len));
+        left.map_or_else(|| Shortage { requested: len, ..Shortage::default() }, |(_, shortage)| shortage)
+    }
+
+    /// Ends a wait early, and calls `look` before what was the waiter's serves others. `None` in the child of a fork.
+    fn leave_with<R>(&self, key: usize, why: Leaving, look: impl FnOnce(&Core) -> R) -> Option<(bool, R)> {
         if crate::os::forked() {
-            return false;
+            return None;
         }
         let (mut wakes, mut ended) = (Vec::new(), Vec::new());
         let mut core = self.core.lock();
         // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
+        let seen = look(&core);
         let in_vain = why == Leaving::InVain && matches!(outcome, WaitOutcome::Waiting);
         core.stats.timeouts += u64::from(in_vain);
         let mut last = false;
@@ -426,7 +438,7 @@ impl CentralPool {
             // its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
-        in_vain
+        Some((in_vain, seen))
     }
 
     /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
@@ -448,8 +460,7 @@ impl CentralPool {
                 WaitOutcome::Waiting => {}
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
-                let shortage = self.shortage(len);
-                self.leave(key, Leaving::InVain);
+                let shortage = self.give_up(key, len);
                 return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
             }
             sync::thread::park_until(deadline);
@@ -463,11 +474,6 @@ impl CentralPool {
         let shortage = Some(Box::new(core.shortage(len)));
         drop(core);
         Error::Exhausted { len, capacity: self.config.capacity, growth, shortage }
-    }
-
-    /// What there is for a request of `len` bytes that is not served.
-    pub(crate) fn shortage(&self, len: usize) -> Shortage {
-        self.core.lock().shortage(len)
     }
 
     /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these

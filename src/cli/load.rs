@@ -39,6 +39,8 @@ const LARGE_SEGMENT: usize = EXTENT / 8;
 const CHUNK_STEP: usize = 4096;
 /// The fewest bytes of uploads of which what bounds them is told.
 const TELLING: u64 = 32 << 20;
+/// Bytes below which the time of an upload is told in place of its speed.
+const FEW: u64 = 1 << 20;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over
@@ -137,6 +139,18 @@ impl Moved {
     fn gb_per_s(self, before: Self) -> Option<f64> {
         let bytes = self.bytes - before.bytes;
         super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
+    }
+
+    /// The same as text: ` at 1.23 GB/s`. Of few bytes the time, since that is a call's and says nothing of a speed.
+    fn told(self, before: Self) -> String {
+        let (bytes, time) = (self.bytes - before.bytes, self.time - before.time);
+        match self.gb_per_s(before) {
+            Some(_) if bytes < FEW => format!(" in {:.1} ms", time.as_secs_f64() * 1e3),
+            // A slow disk.
+            Some(speed) if speed < 0.1 => format!(" at {speed:.4} GB/s"),
+            Some(speed) => format!(" at {speed:.2} GB/s"),
+            None => String::new(),
+        }
     }
 }
 
@@ -325,10 +339,11 @@ impl LoadRun {
         };
         let name = text(&source.name);
         let mut line = format!("{name}: {what}{} to {}", Amount(source.len), self.device.name());
-        let speed = |what: &str, speed: Option<f64>| speed.map(|s| format!("{what} at {s:.2} GB/s"));
-        line += &speed("", report.upload.gb_per_s(before.0)).unwrap_or_default();
+        line += &report.upload.told(before.0);
         if args.verify {
-            line += &speed(", back", report.download.gb_per_s(before.1)).unwrap_or_default();
+            if source.len > 0 {
+                line += &format!(", back{}", report.download.told(before.1));
+            }
             line += ", all checksums equal";
         }
         report.lines.push(line);

@@ -161,8 +161,7 @@ impl CheckoutMany {
             return Poll::Pending;
         }
         let Some((central, key)) = self.waiting.take() else { return Poll::Pending };
-        let shortage = central.shortage(self.len);
-        central.leave(key, Leaving::InVain);
+        let shortage = central.give_up(key, self.len);
         Poll::Ready(Err(Error::Timeout(Waited::for_memory(self.since.elapsed(), shortage))))
     }
 }

@@ -93,11 +93,6 @@ use waiting::WaitLimit;
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
 
-// A panic leaves no pool broken: locks are not poisoned, what a call holds goes back as its frames are left, and the
-// program's code runs under none of the locks. So a server may catch the panic of a request and go on.
-impl std::panic::UnwindSafe for Pool {}
-impl std::panic::RefUnwindSafe for Pool {}
-
 struct PoolInner {
     /// The store of the first device's NUMA node. The first field, since a hit reads it.
     main: Store,

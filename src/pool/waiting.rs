@@ -100,8 +100,7 @@ impl Pool {
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             if !self.reap() && !moved {
-                let shortage = store.central.shortage(len);
-                store.central.leave(key, Leaving::InVain);
+                let shortage = store.central.give_up(key, len);
                 return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
             }
         }

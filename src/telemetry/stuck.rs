@@ -222,6 +222,10 @@ pub(crate) fn report<'a>(
     }
 }
 
+/// What an event says of a buffer of which neither tag nor site is known.
+const UNTRACKED: &str = "its checkout was not recorded: PoolBuilder::track_checkouts(true) records the tag and the place \
+                         of each";
+
 /// Logs one buffer of a report.
 pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
     let at = buffer.awaited.first();
@@ -241,6 +245,7 @@ pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
         long_lived = buffer.long_lived.then_some(true),
         tag = buffer.tag,
         site = buffer.site.map(tracing::field::display),
+        hint = (buffer.tag.is_none() && buffer.site.is_none()).then_some(UNTRACKED),
         "a buffer is out"
     );
 }

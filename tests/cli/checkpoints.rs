@@ -35,7 +35,7 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
 
     let output = load([&first]).args(["--verify", "--capacity", "8MiB"]).output().unwrap();
     let text = stdout(&output);
-    assert!(text.contains("model-1.safetensors: 7 tensors, 393.3 KiB to host:0 at "), "{text}");
+    assert!(text.contains("model-1.safetensors: 7 tensors, 393.3 KiB to host:0 in "), "{text}");
     assert!(text.contains("all checksums equal"), "{text}");
 
     // By an index, of which one tensor is wanted.

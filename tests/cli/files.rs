@@ -51,6 +51,21 @@ fn an_empty_file_is_fine() {
     assert_eq!(report["pool"]["checkouts"], 0);
 }
 
+/// The time of a small file is told, since its speed would be 0.00 GB/s.
+#[test]
+fn a_tiny_file_has_a_time() {
+    let files = Files::new();
+    for (len, moved) in [(3, "3 bytes to host:0 in "), (2_000_000, "1.9 MiB to host:0 at ")] {
+        let file = files.make("tiny.bin", len);
+        let output = load([&file]).args(["--verify", "--capacity", "8MiB"]).output().unwrap();
+        let told = stdout(&output);
+        let line = told.lines().next().unwrap();
+        assert!(line.contains(moved) && line.ends_with(", all checksums equal"), "{told}");
+        assert!(line.contains(if len < 10 { " ms, back in " } else { " GB/s, back at " }), "{told}");
+        assert!(!line.contains("0.00 "), "{told}");
+    }
+}
+
 #[test]
 fn several_files_and_any_sizes() {
     let files = Files::new();
@@ -110,7 +125,7 @@ fn text_for_people() {
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 2, "{text}");
     assert!(
-        lines[0].contains("model.bin: 97.7 KiB to host:0 at ") && lines[0].ends_with("all checksums equal")
+        lines[0].contains("model.bin: 97.7 KiB to host:0 in ") && lines[0].ends_with("all checksums equal")
     );
     assert!(lines[1].starts_with("pool: "), "{text}");
     // No terminal, no progress bar; at most the one warning that memory is not pinned.

@@ -24,6 +24,7 @@ mod refusals;
 mod replay;
 #[path = "../support/mod.rs"]
 mod support;
+mod tier;
 mod waiting;
 
 use std::future::Future;
@@ -214,6 +215,7 @@ const TESTS: &[Test] = &[
     ("pushes are awaited", push::awaited),
     (FORGETS, push::drops),
     ("pushes of many threads", push::threads),
+    ("a host tier of many threads", tier::storm),
     ("many pieces both ways", copier::pieces),
     ("many pinned buffers both ways", copier::buffers),
 ];

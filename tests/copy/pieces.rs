@@ -521,7 +521,8 @@ fn a_refused_piece_comes_back_with_all_others() {
             (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
         };
         let refused = s.copier.download_buffers((0..COUNT).map(landing).collect()).unwrap_err();
-        assert!(matches!(refused.error, Error::TooSmall { .. }), "{}", refused.error);
+        let said = format!("piece {wrong} ({LEN} bytes of device memory): {LEN} bytes do not fit into ");
+        assert!(refused.error.to_string().starts_with(&said), "{}", refused.error);
         let back = refused.buffer.unwrap();
         let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();
         assert!(places.is_sorted() && places.len() == COUNT);
@@ -537,6 +538,53 @@ fn a_refused_piece_comes_back_with_all_others() {
         }
         from.check().unwrap();
     }
+}
+
+/// Each call with many pieces says which of them it refuses, and how long that one's device memory is.
+#[test]
+fn a_refused_piece_is_named() {
+    own_process!();
+    let s = setup(HostConfig::new(), 4 << 20);
+    let (place, short) =
+        (|i: usize| s.memory.slice(i * 100..i * 100 + 100).unwrap(), s.device.alloc(99).unwrap());
+    let pick = |i: usize, wrong: usize| if i == wrong { DeviceSlice::from(&short) } else { place(i) };
+    let small = |error: Error, number: usize, len: usize, (want, room): (usize, usize)| {
+        assert_eq!((error.class(), error.is_retryable()), (ErrorClass::Argument, false));
+        let Error::Piece { piece, memory, cause } = &error else { panic!("{error}") };
+        assert_eq!((*piece, *memory), (number, len), "{error}");
+        assert!(matches!(**cause, Error::TooSmall { need, have } if (need, have) == (want, room)), "{error}");
+    };
+    let up: Vec<(&[u8], DeviceSlice)> = (0..1000).map(|i| (&[7; 100][..], pick(i, 777))).collect();
+    small(s.copier.upload_pieces(&up).unwrap_err(), 777, 99, (100, 99));
+    let targets = vec![[0_u8; 100]; 1000];
+    let cut = |(i, to): (usize, &'static mut [u8])| (place(i), if i == 778 { &mut to[..98] } else { to });
+    let targets: &'static mut [[u8; 100]] = targets.leak();
+    let mut down: Vec<_> = targets.iter_mut().map(|to| &mut to[..]).enumerate().map(cut).collect();
+    small(s.copier.download_pieces(&mut down).unwrap_err(), 778, 100, (100, 98));
+    let full = |len: usize| {
+        let mut buf = s.pool.checkout(len).unwrap();
+        buf.try_resize(len, 7).unwrap();
+        buf
+    };
+    let refused = s.copier.upload_buffers((0..20).map(|i| (full(100), pick(i, 7))).collect()).unwrap_err();
+    small(refused.error, 7, 99, (100, 99));
+    drop(refused.buffer);
+    // Blocks of two places each.
+    let blocks = |i: usize| (full(if i == 3 { 150 } else { 200 }), vec![place(2 * i), place(2 * i + 1)]);
+    let refused = s.copier.upload_pages((0..5).map(blocks).collect()).unwrap_err();
+    small(refused.error, 3, 200, (200, 150));
+    let back: Vec<usize> = refused.buffer.unwrap().iter().map(|(buf, _)| buf.len()).collect();
+    assert_eq!(back, [200, 200, 200, 150, 200]);
+    let blocks = |i: usize| {
+        (vec![place(2 * i), place(2 * i + 1)], s.pool.checkout(if i == 4 { 199 } else { 200 }).unwrap())
+    };
+    let refused = s.copier.download_pages((0..5).map(blocks).collect()).unwrap_err();
+    assert!(matches!(refused.error, Error::Piece { piece: 4, memory: 200, .. }), "{}", refused.error);
+    drop(refused.buffer);
+    // Of a call for one piece there is no number.
+    assert!(matches!(s.copier.upload_slice(&[7; 100], &short), Err(Error::TooSmall { need: 100, have: 99 })));
+    assert!(matches!(s.copier.upload_pinned(full(100), &short).unwrap_err().error, Error::TooSmall { .. }));
+    all_back(&s);
 }
 
 /// A copy fails: the call or its handle says so, whichever thread packed it.
@@ -819,8 +867,12 @@ fn a_pool_of_another_device_is_refused() {
     let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
     let other = Device::on(&other, 0).unwrap();
     let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
-    wrong(Copier::builder(&pool, &s.device).build().unwrap_err());
+    let refused = Copier::builder(&pool, &s.device).build().unwrap_err();
+    assert!(matches!(refused, Error::WrongDevice { .. }), "{refused}");
+    let wrong = |error: Error| {
+        let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
+        assert!(matches!(**cause, Error::WrongDevice { .. }), "{error}");
+    };
     let filled = |pool: &Pool| {
         let mut buf = pool.checkout(8).unwrap();
         buf.extend_from_slice(b"neighbor");

@@ -2,11 +2,12 @@
 //! handle says what became of its chunk, and nothing is lost.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Priority, Transfer};
+use pinpool::copier::{Fill, Priority, Source, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
     Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned,
@@ -475,6 +476,92 @@ fn a_waker_pushes_to_a_lost_device() {
         assert!(sent.remove(0).wait().is_err_and(|refused| refused.error.is_device_lost()));
         assert!(s.copier.push(&[7; LEN], s.range(1)).is_err_and(|error| error.is_device_lost()));
     });
+}
+
+/// A source that blocks until it is told to go on.
+#[derive(Clone, Default)]
+struct Blocks {
+    calls: Arc<AtomicUsize>,
+    goes_on: Arc<AtomicBool>,
+}
+
+impl Source for Blocks {
+    fn len(&self) -> u64 {
+        32 << 10
+    }
+
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        while !self.goes_on.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are awake turn from a
+/// push to a source of the foreground, whose chunks are short, so that few workers are woken for it.
+#[test]
+fn a_push_does_not_wait_for_sources_that_block() {
+    ends("a push beside a source that blocks", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(3).chunk(16 << 10).depth(1));
+        let until = |what: &str, holds: &dyn Fn() -> bool| {
+            let since = Instant::now();
+            while !holds() {
+                assert!(since.elapsed() < HANG, "{what}");
+                std::thread::yield_now();
+            }
+        };
+        for _ in 0..5 {
+            s.push(1).into_iter().for_each(|sent| sent.wait().unwrap());
+            s.all_back();
+            s.node.hang(0);
+            let first = s.copier.push(&bytes(0, LEN), s.range(0)).unwrap();
+            until("the first push goes", &|| s.pool.stats().in_flight_bytes > 0);
+            let source = Blocks::default();
+            let urgent = s.copier.with_priority(Priority::Foreground);
+            let upload = urgent.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
+            until("the source is asked", &|| source.calls.load(Ordering::Relaxed) >= 1);
+            // The worker of the first push is to send this one.
+            let second = s.copier.push(&bytes(1, LEN), s.range(1)).unwrap();
+            s.node.resume(0);
+            first.wait().unwrap();
+            until("all of the source is asked for", &|| source.calls.load(Ordering::Relaxed) == 2);
+            second.wait_timeout(HANG).expect("it waits for the source").unwrap();
+            source.goes_on.store(true, Ordering::Relaxed);
+            upload.wait().unwrap();
+            s.is_there(1);
+            s.all_back();
+        }
+    });
+}
+
+/// A segment that a caller's thread took for a chunk that never comes returns to the pool, though the copier's threads all
+/// sleep: here the streams cannot be told of the push's device memory.
+#[test]
+fn an_idle_copier_leaves_no_segment_in_use() {
+    for config in [HostConfig::new(), HostConfig::new().stepped(5)] {
+        let s = setup(config, |copier| copier.threads(2));
+        let other = s.device.stream().unwrap();
+        // The threads have been started, and sleep again.
+        s.push(1).into_iter().for_each(|sent| sent.wait().unwrap());
+        s.all_back();
+        for round in 0..3 {
+            // On a stream that hangs, so each stream of the copier has to wait for it.
+            s.node.hang(0);
+            let ordered = other.alloc(4096).unwrap();
+            s.node.fail(Fault { device: 0, call: Call::WaitEvent, nth: 0, failure: Failure::Argument });
+            let refused = s.copier.push(&bytes(round, LEN), ordered.slice(..LEN).unwrap());
+            assert!(refused.is_err(), "round {round}");
+            assert_eq!(s.pool.stats().checked_out_bytes, 0, "round {round}: the copier keeps a segment");
+            s.node.clear_faults();
+            s.node.resume(0);
+            s.copier.push(&bytes(round, LEN), s.range(round)).unwrap().wait().unwrap();
+            s.is_there(round);
+            s.all_back();
+        }
+    }
 }
 
 /// A push that has no segment goes on when any chunk ends, not its lane's alone.

@@ -12,8 +12,12 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use pinpool::copier::{Canceller, Collect, Feed, FileSink, FileSource, GiveWay, Transfer};
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
+use pinpool::{
+    Checkout, CheckoutMany, Copier, Device, DeviceBuffer, DeviceSlice, Error, GraphBuf, HostBuf, InFlight,
+    PinnedBuf, Pool, PoolBuilder, Registered, Request, Stream, StreamBuf, Token, Unpinned, UnpinnedBuf,
+};
 
 const THREADS: usize = 6;
 /// Longer than anything takes here.
@@ -715,11 +719,25 @@ fn what_goes_is_unpinned_before_what_comes_is_pinned() {
     assert!(most <= 2 * REGION, "{most} bytes were pinned at once");
 }
 
+/// What the types of the crate are, for programs that share them between threads and catch panics.
+#[test]
+fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
+    fn is<T: Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
+    is::<(Device, Pool, Stream, Copier)>();
+    is::<(PinnedBuf, StreamBuf, HostBuf, UnpinnedBuf, Token, Registered<Vec<u8>>)>();
+    is::<(DeviceBuffer, DeviceSlice, GraphBuf<PinnedBuf>)>();
+    is::<(Checkout, CheckoutMany)>();
+    is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
+    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller, Feed, GiveWay)>();
+    is::<(FileSource, FileSink, Collect)>();
+    is::<pinpool::telemetry::Sampler>();
+    #[cfg(feature = "safetensors")]
+    is::<(pinpool::safetensors::Checkpoint, pinpool::safetensors::Loading)>();
+}
+
 /// A server catches the panic of a request and goes on with the pool that the request used.
 #[test]
 fn a_pool_goes_through_a_caught_panic() {
-    fn survives<T: std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
-    survives::<Pool>();
     let pool = builder(&late()).capacity(1 << 20).build().unwrap();
     let request = || {
         let _buf = pool.checkout(4096).unwrap();

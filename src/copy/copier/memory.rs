@@ -25,14 +25,14 @@ impl Copier {
     /// way: the handle tells when all are on the device.
     ///
     /// # Errors
-    /// Before anything is copied: [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Forked`], a lost device. Later
-    /// as for [`Transfer::wait`], when no byte of the pieces is read any more. [`Error::Unsupported`] on a thread of the
-    /// crate, which must not wait.
+    /// Before anything is copied: [`Error::Piece`] with the piece's number and [`Error::TooSmall`] or
+    /// [`Error::WrongDevice`]; [`Error::Forked`], a lost device. Later as for [`Transfer::wait`], when no byte of the
+    /// pieces is read any more. [`Error::Unsupported`] on a thread of the crate, which must not wait.
     pub fn upload_pieces(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<Transfer> {
         let engine = self.engine();
         let mut survey = self.survey()?;
-        for (bytes, memory) in pieces {
-            survey.add(engine, memory, bytes.len())?;
+        for (n, (bytes, memory)) in pieces.iter().enumerate() {
+            survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
         let work = Slices { pieces, ramp: Ramp::new(engine) };
         let plan = self.plan(Direction::Up, survey, None);
@@ -96,11 +96,12 @@ impl Copier {
     ) -> Result<()> {
         let engine = self.engine();
         self.survey()?;
-        for (memory, target) in pieces.iter() {
-            if memory.len() > target.len() {
-                return Err(Error::TooSmall { need: memory.len(), have: target.len() });
-            }
-            survey.add(engine, memory, memory.len())?;
+        for (n, (memory, target)) in pieces.iter().enumerate() {
+            let added = match target.len() {
+                have if have < memory.len() => Err(Error::TooSmall { need: memory.len(), have }),
+                _ => survey.add(engine, memory, memory.len()),
+            };
+            added.map_err(|e| e.of_piece(n, memory.len()))?;
         }
         let work = Targets::new(pieces, Ramp::new(engine));
         let plan = self.plan(Direction::Down, survey, name);
@@ -161,40 +162,38 @@ impl Copier {
     /// into segments of the pool where it has any to spare. The buffers are lent until the handle gives them back.
     ///
     /// # Errors
-    /// Before anything is copied, with all buffers: [`Error::Empty`] for a buffer without bytes, [`Error::TooSmall`],
-    /// [`Error::WrongDevice`], [`Error::Forked`], a lost device.
+    /// Before anything is copied, with all buffers: [`Error::Piece`] with the buffer's number and [`Error::Empty`] (a
+    /// buffer without bytes), [`Error::TooSmall`] or [`Error::WrongDevice`]; [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     pub fn upload_buffers<B: Lend + 'static>(
         &self,
         buffers: Vec<(B, DeviceSlice)>,
     ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, DeviceSlice)>>> {
         let engine = self.engine();
-        let surveyed = (|| {
-            crate::os::check_fork()?;
-            engine.device.context().alive()?;
-            let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(buffers.len()));
-            for (buffer, memory) in &buffers {
-                if !buffer.serves(engine.device.context(), KEY) {
-                    return Err(Error::WrongDevice { device: engine.device.name().into() });
-                }
-                // Asked once: a value of the caller's may answer otherwise the next time.
-                let bytes = buffer.bytes(KEY);
-                if bytes.is_empty() {
-                    return Err(Error::Empty);
-                }
-                survey.add(engine, memory, bytes.len())?;
-                pieces.push(at(bytes.as_ptr().cast_mut(), bytes.len(), memory));
+        let context = engine.device.context();
+        let look = |survey: &mut Survey, buffer: &B, memory: &DeviceSlice| {
+            if !buffer.serves(context, KEY) {
+                return Err(Error::WrongDevice { device: engine.device.name().into() });
             }
-            Ok((survey, pieces))
-        })();
-        let (survey, pieces) = match surveyed {
-            Ok(surveyed) => surveyed,
-            Err(error) => return Err(SubmitError::refused(error, buffers)),
+            // Asked once: a value of the caller's may answer otherwise the next time.
+            let bytes = buffer.bytes(KEY);
+            if bytes.is_empty() {
+                return Err(Error::Empty);
+            }
+            survey.add(engine, memory, bytes.len())?;
+            Ok(at(bytes.as_ptr().cast_mut(), bytes.len(), memory))
         };
-        let (values, memories): (Vec<_>, Vec<_>) = buffers.into_iter().map(|(b, m)| (Up::new(b), m)).unzip();
-        self.own_buffers(Direction::Up, pieces, values, survey).map_err(|(error, values)| {
-            let back = values.into_iter().zip(memories).map(|(up, memory)| (up.value, memory)).collect();
-            SubmitError::refused(error, back)
+        let mut found = self.found(buffers.len());
+        let values = buffers
+            .into_iter()
+            .enumerate()
+            .map(|(n, (value, memory))| {
+                found.look(n, &memory, |survey| look(survey, &value, &memory));
+                Up::Here(value, memory)
+            })
+            .collect();
+        self.own_buffers(Direction::Up, found, values).map_err(|(error, values)| {
+            SubmitError::refused(error, values.into_iter().filter_map(Up::refused).collect())
         })
     }
 
@@ -203,41 +202,35 @@ impl Copier {
     /// buffers back, each as long as its range.
     ///
     /// # Errors
-    /// Before anything is copied, with all buffers: as for [`upload_buffers`](Self::upload_buffers);
-    /// [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf), whose memory a stream of the program's may use.
+    /// Before anything is copied, with all buffers: as for [`upload_buffers`](Self::upload_buffers), and
+    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf), whose memory a stream of the
+    /// program's may use.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     pub fn download_buffers<L: Landing + 'static>(
         &self,
-        mut buffers: Vec<(DeviceSlice, L)>,
+        buffers: Vec<(DeviceSlice, L)>,
     ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(DeviceSlice, L)>>> {
         let engine = self.engine();
-        let surveyed = (|| {
-            crate::os::check_fork()?;
-            engine.device.context().alive()?;
-            let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(buffers.len()));
-            for (memory, landing) in &mut buffers {
-                let (target, capacity) =
-                    landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
-                if memory.len() > capacity {
-                    return Err(Error::TooSmall { need: memory.len(), have: capacity });
-                }
-                survey.add(engine, memory, memory.len())?;
-                pieces.push(at(target, memory.len(), memory));
+        let stream = engine.stream(Direction::Down, self.priority);
+        let look = |survey: &mut Survey, memory: &DeviceSlice, landing: &mut L| {
+            let (target, have) = landing.target(stream, KEY)?;
+            if memory.len() > have {
+                return Err(Error::TooSmall { need: memory.len(), have });
             }
-            Ok((survey, pieces))
-        })();
-        let (survey, pieces) = match surveyed {
-            Ok(surveyed) => surveyed,
-            Err(error) => return Err(SubmitError::refused(error, buffers)),
+            survey.add(engine, memory, memory.len())?;
+            Ok(at(target, memory.len(), memory))
         };
-        let (memories, values): (Vec<_>, Vec<_>) =
-            buffers.into_iter().map(|(m, landing)| (m, Down::Here(landing))).unzip();
-        self.own_buffers(Direction::Down, pieces, values, survey).map_err(|(error, values)| {
-            let here = |(memory, down)| match down {
-                Down::Here(landing) => Some((memory, landing)),
-                _ => None,
-            };
-            SubmitError::refused(error, memories.into_iter().zip(values).filter_map(here).collect())
+        let mut found = self.found(buffers.len());
+        let values = buffers
+            .into_iter()
+            .enumerate()
+            .map(|(n, (memory, mut landing))| {
+                found.look(n, &memory, |survey| look(survey, &memory, &mut landing));
+                Down::Here(landing, memory)
+            })
+            .collect();
+        self.own_buffers(Direction::Down, found, values).map_err(|(error, values)| {
+            SubmitError::refused(error, values.into_iter().filter_map(Down::refused).collect())
         })
     }
 
@@ -268,7 +261,7 @@ impl Copier {
             Err(error) => return Err(SubmitError::refused(error, value)),
         };
         let name = Some("pinned memory".into());
-        match self.own_pages(Direction::Up, survey, vec![Up::new(value)], name) {
+        match self.own_pages(Direction::Up, survey, vec![Up::Here(value, ())], name) {
             Ok(transfer) => Ok(transfer.single()),
             Err((error, value)) => {
                 Err(SubmitError { error, buffer: value.and_then(|mut value| value.pop()) })
@@ -306,8 +299,9 @@ impl Copier {
     /// keys and values has a page for each layer.)
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: [`Error::Empty`] for a block without places, [`Error::TooSmall`] for
-    /// a block with fewer bytes than its places have; as for [`upload_buffers`](Self::upload_buffers).
+    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Empty`] (a block
+    /// without places), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::WrongDevice`];
+    /// [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static>(
         &self,
@@ -318,13 +312,16 @@ impl Copier {
             crate::os::check_fork()?;
             engine.device.context().alive()?;
             let mut pages = PageSurvey::default();
-            for (block, places) in &blocks {
+            let mut look = |block: &B, places: &[DeviceSlice]| {
                 if !block.serves(engine.device.context(), KEY) {
                     return Err(Error::WrongDevice { device: engine.device.name().into() });
                 }
                 // Asked once: a value of the caller's may answer otherwise the next time.
                 let bytes = block.bytes(KEY);
-                pages.add(engine, bytes.as_ptr().cast_mut(), bytes.len(), places)?;
+                pages.add(engine, bytes.as_ptr().cast_mut(), bytes.len(), places)
+            };
+            for (n, (block, places)) in blocks.iter().enumerate() {
+                look(block, places).map_err(|e| e.of_piece(n, together(places)))?;
             }
             Ok(pages)
         })();
@@ -333,7 +330,7 @@ impl Copier {
             Err(error) => return Err(SubmitError::refused(error, blocks)),
         };
         let (blocks, places): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-        let values = blocks.into_iter().map(Up::new).collect();
+        let values = blocks.into_iter().map(|block| Up::Here(block, ())).collect();
         self.own_pages(Direction::Up, survey, values, None).map_err(|(error, blocks)| {
             let buffer = blocks.map(|blocks| blocks.into_iter().zip(places).collect());
             SubmitError { error, buffer }
@@ -344,9 +341,9 @@ impl Copier {
     /// arrived the handle gives the blocks back, each as long as its places together.
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages);
-    /// [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf). After a start that failed (a lost device, no
-    /// thread) the blocks return to their pools.
+    /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages), and
+    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf). After a start that failed (a
+    /// lost device, no thread) the blocks return to their pools.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn download_pages<L: Landing + 'static>(
         &self,
@@ -357,10 +354,11 @@ impl Copier {
             crate::os::check_fork()?;
             engine.device.context().alive()?;
             let mut pages = PageSurvey::default();
-            for (places, landing) in &mut blocks {
-                let (target, capacity) =
-                    landing.target(engine.stream(Direction::Down, self.priority), KEY)?;
-                pages.add(engine, target, capacity, places)?;
+            let stream = engine.stream(Direction::Down, self.priority);
+            for (n, (places, landing)) in blocks.iter_mut().enumerate() {
+                let target = landing.target(stream, KEY);
+                let added = target.and_then(|(start, have)| pages.add(engine, start, have, places));
+                added.map_err(|e| e.of_piece(n, together(places)))?;
             }
             Ok(pages)
         })();
@@ -368,7 +366,7 @@ impl Copier {
             Ok(surveyed) => surveyed,
             Err(error) => return Err(SubmitError::refused(error, blocks)),
         };
-        let values = blocks.into_iter().map(|(_, landing)| Down::Here(landing)).collect();
+        let values = blocks.into_iter().map(|(_, landing)| Down::Here(landing, ())).collect();
         let started = self.own_pages(Direction::Down, survey, values, None);
         started.map_err(|(error, _)| SubmitError { error, buffer: None })
     }
@@ -403,19 +401,28 @@ impl Copier {
         Ok(Transfer::new(self.clone(), job, values))
     }
 
-    /// Starts a job that owns what it moves.
+    /// Before buffers are looked at.
+    fn found(&self, count: usize) -> Found {
+        let said = crate::os::check_fork().and_then(|()| self.device().context().alive());
+        Found { survey: Survey::default(), pieces: Vec::with_capacity(count), said }
+    }
+
+    /// Starts a job that owns what it moves, if nothing is wrong with that.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     fn own_buffers<V: Buffer + 'static>(
         &self,
         direction: Direction,
-        pieces: Vec<Piece>,
+        found: Found,
         values: Vec<V>,
-        survey: Survey,
     ) -> std::result::Result<Transfer<Vec<V::Back>>, (Error, Vec<V>)>
     where
         V::Back: 'static,
     {
         let engine = self.engine();
+        let Found { survey, pieces, said } = found;
+        if let Err(error) = said {
+            return Err((error, values));
+        }
         let buffers = Arc::new(Buffers::new(direction, pieces, values, Ramp::new(engine)));
         let plan = self.plan(direction, survey, None);
         let total = plan.total;
@@ -428,6 +435,28 @@ impl Copier {
         }
         let values: Arc<dyn Values<Back = Vec<V::Back>>> = buffers;
         Ok(Transfer::new(self.clone(), job, values))
+    }
+}
+
+/// What was found of buffers before anything is copied. They are looked at while the caller's list becomes the job's,
+/// since a list of many pieces is longer than caches are: each pass over it costs the time of a copy.
+struct Found {
+    survey: Survey,
+    pieces: Vec<Piece>,
+    /// What is wrong with the first that cannot be copied. None is looked at behind it.
+    said: Result<()>,
+}
+
+impl Found {
+    #[inline]
+    fn look(&mut self, n: usize, memory: &DeviceSlice, look: impl FnOnce(&mut Survey) -> Result<Piece>) {
+        if self.said.is_err() {
+            return;
+        }
+        match look(&mut self.survey) {
+            Ok(piece) => self.pieces.push(piece),
+            Err(error) => self.said = Err(error.of_piece(n, memory.len())),
+        }
     }
 }
 
@@ -457,6 +486,11 @@ impl PageSurvey {
             }
         }
     }
+}
+
+/// Bytes of places together.
+fn together(places: &[DeviceSlice]) -> usize {
+    places.iter().fold(0, |all, place| all.saturating_add(place.len()))
 }
 
 fn at(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {

@@ -357,80 +357,110 @@ pub(super) trait Buffer: Send {
     fn abandon(self);
 }
 
-/// A buffer on its way to the device.
-pub(super) struct Up<B: Lend> {
-    pub(super) value: B,
-    lent: bool,
+/// A buffer on its way to the device, with what the caller gave beside it, for a call that is refused. Where that is a
+/// [`DeviceSlice`], the caller's list becomes the job's in place: this is no longer than the pair.
+pub(super) enum Up<B: Lend, M = ()> {
+    Here(B, M),
+    /// `None`: between the two.
+    Lent(Option<B>),
 }
 
-impl<B: Lend> Up<B> {
-    pub(super) fn new(value: B) -> Self {
-        Self { value, lent: false }
-    }
-}
-
-impl<B: Lend> Buffer for Up<B> {
-    type Back = B;
-
-    fn lend(&mut self, _: usize) -> RetainedResource {
-        self.lent = true;
-        RetainedResource::of(self.value.lend(KEY))
-    }
-
-    fn back(self, _: usize) -> Result<B> {
-        if self.lent { self.value.finish(None, KEY) } else { Ok(self.value) }
-    }
-
-    fn abandon(self) {
-        if self.lent {
-            self.value.abandon(KEY);
+impl<B: Lend, M> Up<B, M> {
+    /// The caller's pair, unless the buffer was lent.
+    pub(super) fn refused(self) -> Option<(B, M)> {
+        match self {
+            Self::Here(value, beside) => Some((value, beside)),
+            Self::Lent(_) => None,
         }
     }
 }
 
-/// A buffer that bytes from the device go to.
-pub(super) enum Down<L: Landing> {
-    Here(L),
-    Lent(L::Landed, usize),
-    /// Between the two.
-    Moving,
+impl<B: Lend, M: Send> Buffer for Up<B, M> {
+    type Back = B;
+
+    fn lend(&mut self, _: usize) -> RetainedResource {
+        match std::mem::replace(self, Self::Lent(None)) {
+            Self::Here(value, _) => {
+                let resource = RetainedResource::of(value.lend(KEY));
+                *self = Self::Lent(Some(value));
+                resource
+            }
+            other => lent_before(self, other),
+        }
+    }
+
+    fn back(self, _: usize) -> Result<B> {
+        match self {
+            Self::Here(value, _) => Ok(value),
+            Self::Lent(Some(value)) => value.finish(None, KEY),
+            Self::Lent(None) => Err(LOST),
+        }
+    }
+
+    fn abandon(self) {
+        if let Self::Lent(Some(value)) = self {
+            value.abandon(KEY);
+        }
+    }
 }
 
-impl<L: Landing> Buffer for Down<L> {
+/// A buffer that bytes from the device go to, with what the caller gave beside it: as [`Up`].
+pub(super) enum Down<L: Landing, M = ()> {
+    Here(L, M),
+    /// With the bytes that are written to it. `None`: between the two.
+    Lent(Option<(L::Landed, usize)>),
+}
+
+impl<L: Landing, M> Down<L, M> {
+    /// The caller's pair, unless the buffer was lent.
+    pub(super) fn refused(self) -> Option<(M, L)> {
+        match self {
+            Self::Here(landing, beside) => Some((beside, landing)),
+            Self::Lent(_) => None,
+        }
+    }
+}
+
+impl<L: Landing, M: Send> Buffer for Down<L, M> {
     type Back = L::Landed;
 
     fn lend(&mut self, written: usize) -> RetainedResource {
-        match std::mem::replace(self, Self::Moving) {
-            Self::Here(landing) => {
+        match std::mem::replace(self, Self::Lent(None)) {
+            Self::Here(landing, _) => {
                 let (resource, half) = landing.lend(KEY);
-                *self = Self::Lent(L::Landed::from(half), written);
+                *self = Self::Lent(Some((L::Landed::from(half), written)));
                 RetainedResource::of(resource)
             }
-            // Not so: a piece in place is in one chunk.
-            other => {
-                *self = other;
-                RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
-            }
+            other => lent_before(self, other),
         }
     }
 
     fn back(self, written: usize) -> Result<L::Landed> {
         match self {
             // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
-            Self::Here(landing) => match unsafe { landing.filled(written, KEY) } {
+            Self::Here(landing, _) => match unsafe { landing.filled(written, KEY) } {
                 Some(half) => Ok(L::Landed::from(half)),
                 None => Err(Error::Internal("a buffer cannot be written by the CPU")),
             },
-            Self::Lent(value, written) => value.finish(Some(written), KEY),
-            Self::Moving => Err(Error::Internal("a buffer was lost while it was lent")),
+            Self::Lent(Some((value, written))) => value.finish(Some(written), KEY),
+            Self::Lent(None) => Err(LOST),
         }
     }
 
     fn abandon(self) {
-        if let Self::Lent(value, _) = self {
+        if let Self::Lent(Some((value, _))) = self {
             value.abandon(KEY);
         }
     }
+}
+
+const LOST: Error = Error::Internal("a buffer was lost while it was lent");
+
+/// Not so: a piece in place is in one chunk.
+#[cold]
+fn lent_before<B>(place: &mut B, lent: B) -> RetainedResource {
+    *place = lent;
+    RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
 }
 
 /// Pinned buffers that a job owns.
@@ -701,5 +731,22 @@ impl<V: Buffer> Values for Paged<V> {
 impl<V: Buffer> Drop for Paged<V> {
     fn drop(&mut self) {
         std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon());
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::{DeviceSlice, Down, Up};
+    use crate::buffer::PinnedBuf;
+
+    /// So the caller's list becomes the job's without another one.
+    #[test]
+    fn a_job_keeps_no_longer_entries_than_its_caller() {
+        assert!(size_of::<Up<PinnedBuf, DeviceSlice>>() <= size_of::<(PinnedBuf, DeviceSlice)>());
+        assert!(size_of::<Down<PinnedBuf, DeviceSlice>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
+        let list: Vec<(u64, u64)> = vec![(1, 2); 100];
+        let before = list.as_ptr().addr();
+        let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(n, (a, _))| [a, n as u64]).collect();
+        assert_eq!(became.as_ptr().addr(), before, "the standard library collects in place");
     }
 }

@@ -10,7 +10,7 @@
 //! full stays with its job, and the lane opens another one.
 //!
 //! The worker that has a pushed chunk in flight looks for the next one. So a job that starts wakes a worker only where
-//! none has: see [`Going::wakes`].
+//! none has: see [`Going::wakes`]. A worker that turns to a source that may block wakes another for what is left.
 //!
 //! Locks: a job's is taken before its lane's, and the scheduler's before a job's.
 
@@ -218,7 +218,8 @@ impl Going {
 
     /// How many workers a job of pushes wakes. Asked when the job has its place in the scheduler, under the scheduler's
     /// lock: a worker that has a chunk of pushes looks for jobs under that lock after the chunk's end, before it sleeps.
-    /// So no ordering but the lock's is needed.
+    /// If it then turns to a call that may block, it wakes another one for what is left. So no ordering but the lock's is
+    /// needed.
     pub(super) fn wakes(&self) -> usize {
         usize::from(self.count(Priority::Bulk) + self.count(Priority::Foreground) == 0)
     }

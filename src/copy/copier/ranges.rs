@@ -75,12 +75,12 @@ impl Ranges {
             return Err(Error::Empty);
         }
         let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        for piece in &pieces {
+        for (n, piece) in pieces.iter().enumerate() {
             let len = piece.device.len();
             if piece.at.checked_add(len as u64).is_none() {
                 return Err(Error::OutOfRange { start: clip(piece.at), end: usize::MAX, len });
             }
-            survey.add(engine, &piece.device, len)?;
+            survey.add(engine, &piece.device, len).map_err(|e| e.of_piece(n, len))?;
         }
         pieces.sort_by_key(|piece| piece.at);
         let mut joined: Vec<Piece> = Vec::with_capacity(pieces.len());

@@ -7,7 +7,8 @@
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
-//! looks after the device ring, is remembered where no worker is in the list. `loom_models` has the models of both.
+//! looks after the device ring, or for what another one cannot take, is remembered where no worker is in the list.
+//! `loom_models` has the models of both.
 
 use std::collections::VecDeque;
 use std::time::Instant;

@@ -489,6 +489,9 @@ impl<'a> Worker<'a> {
         let direction = job.direction;
         let (mut buf, mut counts) = segment.map_or((None, false), |(buf, counts)| (Some(buf), counts));
         let mut packing = Packing::new(direction, buf.as_mut().zip(chunk.most));
+        if direction == Direction::Up {
+            self.may_block(job);
+        }
         let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
             unsafe { job.work() }.prepare(&chunk, &mut packing, job)
@@ -532,6 +535,14 @@ impl<'a> Worker<'a> {
             }
         };
         self.owned.push(Owned { job: job.clone(), chunk, memories, packed, way, counts, stage: Some(stage) });
+    }
+
+    /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
+    /// not for a while. (For a push it may be the one that was counted on: see `Going::wakes`.)
+    fn may_block(&self, job: &Job) {
+        if job.may_block && self.engine.scheduler.has_work() {
+            self.engine.scheduler.poke();
+        }
     }
 
     /// Chooses the way of a chunk, and ends its layout accordingly.
@@ -688,6 +699,7 @@ impl<'a> Worker<'a> {
         let due = self.owned.iter().position(is_due);
         let Some((n, (chunk, bytes))) = due.and_then(|n| Some((n, self.landed(n)?))) else { return false };
         let job = &self.owned[n].job;
+        self.may_block(job);
         // SAFETY: the chunk was taken and has not ended.
         let drain = || unsafe { job.work() }.drain(chunk, bytes);
         let said = foreign::survive("the work of a transfer panicked: the transfer fails", drain)

@@ -1,5 +1,7 @@
 //! What a request that waits withholds from others: its window, and nothing else.
 
+use pinpool::Waited;
+
 use super::*;
 
 const MIB: usize = 1 << 20;
@@ -39,6 +41,39 @@ fn what_a_large_request_waits_for_is_all_that_others_go_without() {
         drop(held);
         assert_eq!(waiter.join().unwrap().unwrap(), 5 << 20);
     });
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+/// The error of a request that waited in vain counts what is withheld for others, and not its own window.
+#[test]
+fn a_request_that_gives_up_counts_its_own_window_as_free() {
+    let patience = Duration::from_millis(20);
+    let rig = big(HostConfig::new());
+    let pool = rig.pool(8 * MIB);
+    let held = pool.checkout(4 * MIB - 32).unwrap();
+    let alone = |error: Error| {
+        let Error::Timeout(Waited { shortage: Some(shortage), .. }) = &error else { panic!("{error}") };
+        assert_eq!((shortage.withheld, shortage.withheld_for), (0, 0), "{shortage:?}");
+        assert!(shortage.free >= 4 * MIB - 4096 && shortage.largest >= 4 * MIB - 8192, "{shortage:?}");
+        assert!(!error.to_string().contains("withheld"), "{error}");
+    };
+    alone(pool.checkout_timeout(5 << 20, patience).unwrap_err());
+    alone(block_on(pool.checkout_async(5 << 20).timeout(patience)).unwrap_err());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| pool.checkout(6 << 20).map(drop));
+        eventually(|| (pool.stats().waiting == 1).then_some(()), || format!("{pool:?}"));
+        let error = pool.checkout_timeout(5 << 20, patience).unwrap_err();
+        let Error::Timeout(Waited { shortage: Some(shortage), .. }) = &error else { panic!("{error}") };
+        assert!(shortage.withheld > 0 && shortage.withheld_for == 6 << 20, "{shortage:?}");
+        drop(held);
+        waiter.join().unwrap().unwrap();
+    });
+    // On a device that does not move by itself.
+    let rig = big(HostConfig::new().stepped(1));
+    let pool = rig.pool(8 * MIB);
+    let held = pool.checkout(4 * MIB - 32).unwrap();
+    alone(pool.checkout(5 << 20).unwrap_err());
+    drop(held);
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 

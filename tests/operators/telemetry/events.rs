@@ -99,6 +99,28 @@ fn waiting_and_what_is_out() {
     drop(kept);
 }
 
+/// A pool that records few checkouts says how to learn more of the others.
+#[test]
+fn what_is_out_and_was_not_recorded() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("dry"));
+    // The first checkout misses, and is recorded; those that a cache serves are not.
+    let kept: Vec<_> = (0..8).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
+    let large = bench.pool.checkout(800 << 10).unwrap();
+    assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
+    let report = events("pinpool::pool::stuck");
+    let hinted = |names: &[&str]| names.contains(&"hint");
+    let (unknown, known): (Vec<_>, Vec<_>) = report[1..].iter().partition(|one| hinted(&one.names()));
+    assert!(!unknown.is_empty() && !known.is_empty(), "{report:#?}");
+    for one in unknown {
+        assert!(one.field("hint").contains("PoolBuilder::track_checkouts"), "{one:?}");
+        assert!(!one.names().contains(&"tag") && !one.names().contains(&"site"), "{one:?}");
+    }
+    assert!(known.iter().all(|one| one.names().contains(&"site")), "{report:#?}");
+    drop((kept, large));
+}
+
 #[test]
 fn a_lost_device() {
     own_process!();
