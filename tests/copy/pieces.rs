@@ -456,6 +456,30 @@ fn registered_values_are_packed_and_come_back_in_order() {
     }
 }
 
+/// A stepped device's copier asks the pool again at once, though it had nothing a moment ago: a wait there ends when
+/// nothing moves.
+#[test]
+fn a_pool_that_was_full_a_moment_ago_fails_no_transfer() {
+    const LEN: usize = 700;
+    own_process!();
+    let s = setup(HostConfig::new().stepped(5), 4 << 20);
+    let from = Pool::builder(&s.device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let places: Vec<DeviceSlice> = (0..9).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap()).collect();
+    let sent = bytes(3, LEN);
+    for _ in 0..20 {
+        let taken = no_room(&s);
+        let buffers = places.iter().map(|place| {
+            let mut buf = from.checkout(LEN).unwrap();
+            buf.try_resize(LEN, 9).unwrap();
+            (buf, place.clone())
+        });
+        drop(s.copier.upload_buffers(buffers.collect()).unwrap().wait().unwrap());
+        drop(taken);
+        s.up(&[(&sent[..], places[0].clone())]).unwrap();
+    }
+    all_back(&s);
+}
+
 /// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
 #[test]
 fn empty_pieces_wait_for_nothing() {

@@ -85,7 +85,9 @@ impl Segments {
         if state.waiting.is_some() && !waits {
             return Ok(None);
         }
-        if state.waiting.is_none() && state.retry.is_some_and(|retry| Instant::now() < retry) {
+        // A chunk that needs a segment while none is in use gets a place in the queue, so it is not held up.
+        let is_early = |retry| Instant::now() < retry;
+        if state.waiting.is_none() && (!waits || state.used > 0) && state.retry.is_some_and(is_early) {
             return Ok(None);
         }
         state.used += 1;
