@@ -104,15 +104,17 @@ impl Used {
 }
 
 impl Tier {
-    /// Room for `blocks` blocks on the device, with pages of `page` bytes. The pool is the host's.
-    pub fn new(pool: &Pool, device: &Device, blocks: usize, page: usize, poison: Option<u8>) -> Result<Self> {
+    /// Room for `blocks` blocks on the device, with pages of `page` bytes. The pool is for the host's blocks alone, with
+    /// room for all that are leased at once. The copier has its own, since blocks do not go before copies need memory.
+    pub fn new(pool: &Pool, copier: Copier, blocks: usize, page: usize, poison: Option<u8>) -> Result<Self> {
+        let device = copier.device();
         let planes = (0..LAYERS * PLANES).map(|_| device.alloc(blocks * page)).collect::<Result<_>>()?;
         let places = (0..blocks).map(|_| Used::default()).collect();
         Ok(Self {
             planes,
             page,
             pool: pool.clone(),
-            copier: Copier::builder(pool, device).build()?,
+            copier,
             poison,
             state: Mutex::new(State { places, ..State::default() }),
         })
@@ -350,8 +352,7 @@ pub fn content(hash: Hash, layer: usize, plane: usize) -> u8 {
     (hash as usize * 131 + layer * 7 + plane * 3) as u8
 }
 
-/// A request: writes the blocks that it computes, and reads all of them, layer by layer. Gives what it read: for each
-/// layer, each block and each plane a page.
+/// A request: writes the blocks that it computes, and reads all of them: for each layer, each block and each plane a page.
 pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceBuffer) -> Result<bool> {
     let Some(lease) = tier.lease(hashes, stream)? else { return Ok(false) };
     let mut at = 0;
@@ -361,7 +362,7 @@ pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceBuffe
         for (block, hash) in hashes.iter().enumerate() {
             for (plane, page) in lease.pages(layer, block)?.into_iter().enumerate() {
                 if lease.is_new(block) {
-                    let mut computed = tier.pool.checkout(tier.page)?;
+                    let mut computed = tier.copier.pool().checkout(tier.page)?;
                     computed.try_resize(tier.page, content(*hash, layer, plane))?;
                     drop(stream.upload(computed, &page)?);
                 }
@@ -378,8 +379,9 @@ pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceBuffe
 fn main() -> Result<()> {
     const PAGE: usize = 16 << 10;
     let device = Device::open(&std::env::args().nth(1).unwrap_or_else(|| "auto".into()))?;
-    let pool = Pool::builder(&device).capacity(256 << 20).unpinned(pinpool::Unpinned::Allow).build()?;
-    let (tier, stream) = (Tier::new(&pool, &device, 64, PAGE, None)?, device.stream()?);
+    let pool = |bytes| Pool::builder(&device).capacity(bytes).unpinned(pinpool::Unpinned::Allow).build();
+    let (blocks, copier) = (pool(256 << 20)?, Copier::builder(&pool(32 << 20)?, &device).build()?);
+    let (tier, stream) = (Tier::new(&blocks, copier, 64, PAGE, None)?, device.stream()?);
     let read = device.alloc(16 * LAYERS * PLANES * PAGE)?;
     let since = std::time::Instant::now();
     // Conversations that come by turns: what one of them left is on the host when it comes back.
@@ -390,11 +392,9 @@ fn main() -> Result<()> {
         }
     }
     stream.synchronize()?;
-    let (loaded, stored) = tier.counts();
+    let ((loaded, stored), time) = (tier.counts(), since.elapsed());
     println!(
-        "{}: 24 requests of 16 blocks in {:.1?}: {loaded} blocks loaded from the host, {stored} stored there",
-        device.name(),
-        since.elapsed()
+        "24 requests of 16 blocks in {time:.1?}: {loaded} blocks loaded from the host, {stored} stored there"
     );
     Ok(())
 }

@@ -15,7 +15,7 @@ use super::copier::all_back;
 const PAGE: usize = 512;
 const BLOCKS: usize = 3;
 /// Blocks that all threads use.
-const HASHES: u64 = 120;
+const HASHES: u64 = 90;
 
 /// Sixteen threads with a stream each, more blocks than the device has places, and more than the host has room for. A
 /// place is filled with other bytes before another block gets it. Every byte that a request reads is compared.
@@ -24,7 +24,9 @@ pub(super) fn storm(on: &Subject) {
         return;
     }
     let pool = on.pool(4 << 20);
-    let tier = Tier::new(&pool, &on.device, 16 * BLOCKS + 8, PAGE, Some(0xEE)).unwrap();
+    let segments = on.pool(4 << 20);
+    let copier = pinpool::Copier::builder(&segments, &on.device).build().unwrap();
+    let tier = Tier::new(&pool, copier, 16 * BLOCKS + 8, PAGE, Some(0xEE)).unwrap();
     let refused = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for thread in 0..16_u64 {
@@ -32,7 +34,7 @@ pub(super) fn storm(on: &Subject) {
             scope.spawn(move || {
                 let stream = on.stream();
                 let read = on.alloc(BLOCKS * LAYERS * PLANES * PAGE);
-                for round in 0..6 {
+                for round in 0..3 {
                     let first = (thread * 31 + round * 17) % HASHES;
                     let hashes: Vec<u64> = (0..BLOCKS as u64).map(|n| (first + n * 7) % HASHES).collect();
                     while !request(tier, &stream, &hashes, &read).unwrap() {
@@ -50,6 +52,7 @@ pub(super) fn storm(on: &Subject) {
     assert!(loaded > 0 && stored > 0);
     drop(tier);
     all_back(on, &pool);
+    all_back(on, &segments);
 }
 
 fn compare(stream: &Stream, hashes: &[u64], read: &pinpool::DeviceBuffer) {
