@@ -400,26 +400,14 @@ impl CentralPool {
 
     /// Ends a wait early. What was granted meanwhile goes back to its runs. Whether the wait was in vain.
     pub(crate) fn leave(&self, key: usize, why: Leaving) -> bool {
-        self.leave_with(key, why, |_| ()).is_some_and(|(in_vain, ())| in_vain)
-    }
-
-    /// Ends a wait for `len` bytes in vain. What there is for the request: its own window is withheld no more.
-    pub(crate) fn give_up(&self, key: usize, len: usize) -> Shortage {
-        let left = self.leave_with(key, Leaving::InVain, |core| core.shortage(len));
-        left.map_or_else(|| Shortage { requested: len, ..Shortage::default() }, |(_, shortage)| shortage)
-    }
-
-    /// Ends a wait early, and calls `look` before what was the waiter's serves others. `None` in the child of a fork.
-    fn leave_with<R>(&self, key: usize, why: Leaving, look: impl FnOnce(&Core) -> R) -> Option<(bool, R)> {
         if crate::os::forked() {
-            return None;
+            return false;
         }
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
         let mut core = self.core.lock();
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
         // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
-        let seen = look(&core);
         let in_vain = why == Leaving::InVain && matches!(outcome, WaitOutcome::Waiting);
         core.stats.timeouts += u64::from(in_vain);
         let mut last = false;
@@ -438,7 +426,38 @@ impl CentralPool {
             // its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
-        Some((in_vain, seen))
+        in_vain
+    }
+
+    /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
+    /// got free beside it may have made a longer range of it. `since` is when the request began.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub(crate) fn give_up(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
+        let late = |shortage| Error::Timeout(Waited::for_memory(since.elapsed(), shortage));
+        if crate::os::forked() {
+            return Err(late(Shortage { requested: len, ..Shortage::default() }));
+        }
+        let mut core = self.core.lock();
+        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        if core.queue.keeps_waiting(key) {
+            core.displace(key);
+            core.grant(key, &mut wakes);
+        }
+        let (outcome, waker) = core.queue.leave(key, &mut ended);
+        core.release(&ended);
+        let said = match outcome {
+            WaitOutcome::Granted(grants) => Ok(grants),
+            WaitOutcome::Failed(error) => Err(error),
+            WaitOutcome::Waiting => {
+                core.stats.timeouts += 1;
+                Err(late(core.shortage(len)))
+            }
+        };
+        self.finish(core, wakes);
+        drop(waker);
+        said.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect())
     }
 
     /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
@@ -460,8 +479,7 @@ impl CentralPool {
                 WaitOutcome::Waiting => {}
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
-                let shortage = self.give_up(key, len);
-                return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
+                return self.give_up(key, len, since);
             }
             sync::thread::park_until(deadline);
         }

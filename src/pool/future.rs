@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::{Obtained, OwnedPlan, Pool, RequestPlan};
 use crate::buffer::PinnedBuf;
 use crate::central::{CentralPool, Fresh, Leaving, WaitOutcome, Wake, Want};
-use crate::error::{Error, Result, Waited};
+use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::locks::Mutex;
 use crate::telemetry::ledger::Tag;
@@ -161,8 +161,7 @@ impl CheckoutMany {
             return Poll::Pending;
         }
         let Some((central, key)) = self.waiting.take() else { return Poll::Pending };
-        let shortage = central.give_up(key, self.len);
-        Poll::Ready(Err(Error::Timeout(Waited::for_memory(self.since.elapsed(), shortage))))
+        Poll::Ready(central.give_up(key, self.len, self.since))
     }
 }
 

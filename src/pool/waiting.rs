@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::{Obtained, Pool, Request, Store};
 use crate::central::{self, CentralPool, Fresh, Leaving, ReclaimLevel, WaitOutcome, Wake, Want};
-use crate::error::{Error, Result, Waited};
+use crate::error::Result;
 
 impl Pool {
     /// Serves requests that are made together, or none of them.
@@ -100,8 +100,7 @@ impl Pool {
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             if !self.reap() && !moved {
-                let shortage = store.central.give_up(key, len);
-                return Err(Error::Timeout(Waited::for_memory(since.elapsed(), shortage)));
+                return store.central.give_up(key, len, since);
             }
         }
     }

@@ -32,7 +32,7 @@ use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
 use crate::copy::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
@@ -267,8 +267,12 @@ impl<'a> Loader<'a> {
         }
         let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
         let pieces = pieces.collect::<Result<_>>()?;
-        part.transfer =
-            Some(self.copier.upload_file_ranges(source, pieces).map_err(|refused| refused.error)?);
+        // All pieces are parts of one block.
+        let of_block = |refused: SubmitError<FileSource>| match refused.error {
+            Error::Piece { cause, .. } => *cause,
+            error => error,
+        };
+        part.transfer = Some(self.copier.upload_file_ranges(source, pieces).map_err(of_block)?);
         part.block = Some(block);
         Ok(part)
     }

@@ -16,8 +16,9 @@ pub(super) enum Way {
 
 /// Stretches that are so long on average are copied at full speed by themselves.
 pub(super) const LONG: usize = 48 << 10;
-/// So many copies in one batch take no longer than a kernel.
-pub(super) const FEW: usize = 32;
+/// So many copies in one batch take no longer than a kernel. One thread at a time submits batches, some microseconds a
+/// copy while others copy too, so more of them at the end of a call would last longer than the rest of it.
+pub(super) const FEW: usize = 8;
 /// Pinned pieces of so many bytes are not packed: their own copies, in batches, run at full speed.
 pub(super) const IN_PLACE: usize = 48 << 10;
 
@@ -34,7 +35,7 @@ mod tests {
     #[test]
     fn table() {
         let mut table = String::new();
-        for count in [1, 32, 33, 64, 256, 4096] {
+        for count in [1, 8, 9, 64, 256, 4096] {
             for len in [64, 1 << 10, 4 << 10, 16 << 10, 48 << 10, 128 << 10] {
                 let bytes = count * len;
                 if bytes <= 4 << 20 {
@@ -46,6 +47,6 @@ mod tests {
         assert_eq!(way(1, 4 << 20), Way::Batch);
         assert_eq!(way(4096, 4 << 20), Way::Ring);
         assert_eq!(way(64, 64 * LONG), Way::Batch);
-        assert_eq!(way(33, 33 * (LONG - 1)), Way::Ring);
+        assert_eq!(way(FEW + 1, (FEW + 1) * (LONG - 1)), Way::Ring);
     }
 }
