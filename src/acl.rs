@@ -247,7 +247,7 @@ unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>
     context.alive()?;
     // SAFETY: the caller promises that it is a stream.
     let handle = context.noting(unsafe { acl.recognise(raw) })?;
-    Ok(Stream::adopted(device, handle, None, keep_alive))
+    Ok(Stream::adopted(device, handle, None, keep_alive, None))
 }
 
 /// The `aclrtContext` that a device works in. It is valid for as long as the device is open.

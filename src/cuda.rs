@@ -169,12 +169,13 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 
 /// A stream that the server made, for copies and holds in order with the server's own work on it.
 ///
-/// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context. The stream is not destroyed. See
+/// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context. `CU_STREAM_PER_THREAD` (2) is
+/// another stream on each thread: this is the calling thread's. Other threads can wait for what is in flight on it, and
+/// each call of theirs that would submit to it, or order it, is [`Error::WrongThread`]. The stream is not destroyed. See
 /// the [module's page](self) for what is different on it.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU, and for `CU_STREAM_PER_THREAD` (2), which is another stream on
-/// each thread. [`Error::WrongContext`] for a stream of another context. [`Error::Capturing`] while the stream is being
+/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context. [`Error::Capturing`] while the stream is being
 /// captured into a graph: adopt it before. What the driver says; the device's loss.
 ///
 /// # Safety
@@ -240,7 +241,7 @@ unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>
     // SAFETY: the caller promises that it is a stream.
     let handle = context.noting(unsafe { cuda.recognise(raw) })?;
     let id = context.noting(cuda.stream_id(handle))?;
-    Ok(Stream::adopted(device, handle, id, keep_alive))
+    Ok(Stream::adopted(device, handle, id, keep_alive, Cuda::confined(handle)))
 }
 
 /// The `CUcontext` that a device works in. It is valid for as long as the device is open.

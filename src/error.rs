@@ -362,6 +362,17 @@ pub enum Error {
         /// The device that the stream was to be adopted for.
         device: String,
     },
+    /// The stream is CUDA's per-thread default stream of another thread. On this thread the handle stands for another
+    /// stream. Remedy: submit on the thread that adopted the stream, or adopt this thread's own.
+    #[error(
+        "the stream of {} is the per-thread default stream of another thread; submit on the thread that adopted it, or \
+         adopt this thread's own",
+        shown(device)
+    )]
+    WrongThread {
+        /// The stream's device.
+        device: String,
+    },
     /// The stream is being captured into a graph, and this call cannot be part of one. Nothing was submitted, and the
     /// capture is as it was. Remedy: `remedy`, which depends on the call.
     #[error(

@@ -15,6 +15,7 @@
 //! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
 //! | `memory.rs` | device memory, kept allocated by counted handles |
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
+//! | `confined.rs` | streams that one thread alone can name |
 //! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
 //! | `callback.rs` | a copy that a driver's own thread makes, for both accelerators |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
@@ -61,6 +62,7 @@
 #[cfg(feature = "acl")]
 pub(crate) mod acl;
 pub(crate) mod callback;
+pub(crate) mod confined;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

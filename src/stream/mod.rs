@@ -33,6 +33,7 @@ pub(crate) mod timeline;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::device::confined::Confined;
 use crate::device::handle::Device;
 use crate::device::{Driver, StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
@@ -97,16 +98,17 @@ impl Device {
 impl Stream {
     /// A stream that the program made. By the contract of the caller it is alive for as long as anything is in flight
     /// on it. `id` is the driver's number of the stream: the same number gives the same timeline; without one each call
-    /// gives another. `keep_alive` keeps the stream alive.
+    /// gives another. `keep_alive` keeps the stream alive. With `confined` only the calling thread submits to it.
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,
         id: Option<u64>,
         keep_alive: Option<KeepAlive>,
+        confined: Option<Confined>,
     ) -> Self {
         let make = || {
             let context = device.context().clone();
-            Timeline::adopted(context, handle, id.is_some(), device.listing().clone())
+            Timeline::adopted(context, handle, id.is_some(), confined, device.listing().clone())
         };
         let timeline = match id {
             Some(id) => device.known_stream(id, make),

@@ -12,6 +12,7 @@ mod graphs;
 mod hardware;
 mod memory;
 mod nodes;
+mod per_thread;
 mod pieces;
 mod pointers;
 mod push;

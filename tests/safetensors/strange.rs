@@ -107,6 +107,7 @@ fn every_error_shows_what_others_said_in_plain_characters() {
         Error::Exhausted { len: 1, capacity: 1, growth: Some(lost.clone()), shortage: None },
         Error::WrongDevice { device: evil() },
         Error::WrongContext { device: evil() },
+        Error::WrongThread { device: evil() },
         Error::Unordered { device: evil() },
         Error::BadAddress { device: evil(), address: 1, len: 1, fault },
         Error::View(evil()),

@@ -15,14 +15,16 @@
 //! driver's stream id (`cuStreamGetId`, CUDA 12.0) does, so the crate knows a stream by its id. Without an id, two
 //! equal handles are taken for two streams.
 //!
-//! `CU_STREAM_PER_THREAD` names another stream on every thread, and several of the crate's threads record events: it is
-//! refused.
+//! `CU_STREAM_PER_THREAD` names another stream on every thread: it is confined to the thread that adopts it. The legacy
+//! default stream covers it, since that waits for all streams that were not made non-blocking, those of all threads
+//! among them (CUDA C++ Programming Guide, "Implicit Synchronization" and "Per-thread Default Stream").
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Arc, OnceLock};
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, check, memory, numa_node, stream};
+use crate::device::confined::Confined;
 use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
@@ -143,19 +145,12 @@ impl Cuda {
     /// The handle to use for a stream of this context, after every check that is possible.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for the per-thread default stream, [`Error::WrongContext`], [`Error::Capturing`].
+    /// [`Error::WrongContext`], [`Error::Capturing`].
     ///
     /// # Safety
     /// `raw` is a stream that is alive, or one of the special handles.
     pub(crate) unsafe fn recognise(&self, raw: *mut c_void) -> Result<StreamHandle> {
         let handle = match raw as usize {
-            PER_THREAD => {
-                return Err(Error::Unsupported(
-                    "CU_STREAM_PER_THREAD is another stream on every thread, so that one timeline cannot stand for it; \
-                     create a stream with cuStreamCreate and adopt that"
-                        .into(),
-                ));
-            }
             0 | LEGACY => StreamHandle(LEGACY as u64),
             other => StreamHandle(other as u64),
         };
@@ -189,6 +184,11 @@ impl Cuda {
             NOT_SUPPORTED => Ok(None),
             code => self.said("cuStreamGetId", code).map(|()| Some(id)),
         }
+    }
+
+    /// How a stream is confined to the calling thread, if it is.
+    pub(crate) fn confined(on: StreamHandle) -> Option<Confined> {
+        (on.0 == PER_THREAD as u64).then(|| Confined::here(StreamHandle(LEGACY as u64)))
     }
 
     pub(crate) fn raw_stream(on: StreamHandle) -> CUstream {

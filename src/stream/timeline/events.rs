@@ -23,8 +23,9 @@ impl Timeline {
 
     /// [`close`](Self::close) for callers that need the error.
     pub(super) fn close_open(&self) -> Result<()> {
-        // A capture may have begun since the stream was shared, or since an event failed.
-        match self.is_capturing() {
+        // A capture may have begun since the stream was shared, or since an event failed. (Another thread cannot ask
+        // about a confined stream.)
+        match if self.is_elsewhere() { Ok(false) } else { self.is_capturing() } {
             Ok(false) => self.close_with(false, |_| Ok(())),
             Ok(true) => Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" }),
             Err(error) => {
@@ -76,7 +77,11 @@ impl Timeline {
         // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
         // later event is complete. That later event is due in any case.
         let recording = Recording { timeline: self, seq, event };
-        if let Err(error) = self.context.noting(self.context.driver().record(event, self.stream)) {
+        let stream = match &self.confined {
+            Some(confined) if !confined.is_here() => confined.covering,
+            _ => self.stream,
+        };
+        if let Err(error) = self.context.noting(self.context.driver().record(event, stream)) {
             drop(recording);
             self.not_recorded(&error);
             return Err(error);

@@ -44,6 +44,10 @@
 //! begins. Its event is then a captured one. The driver says so when it is asked about the event, and a new event is
 //! recorded after the capture.) A stream that is not shared is never asked about.
 //!
+//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls that get its handle are made on
+//! that thread. Another thread that finds an event due, since recording one failed, records it on the stream that
+//! covers the confined one.
+//!
 //! # Invariants
 //!
 //! - An entry is first in `pending` (its driver call is under way), then in `entries` (in flight), and in one of them
@@ -82,6 +86,7 @@ pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
 use super::reaper::Listing;
 use crate::central::CentralPool;
+use crate::device::confined::Confined;
 use crate::device::context::Context;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
@@ -190,6 +195,8 @@ pub(crate) struct Timeline {
     claims: bool,
     /// Whether the crate made the stream, and so destroys it.
     destroy: bool,
+    /// The thread that submits to the stream, if only one can.
+    confined: Option<Confined>,
     /// What keeps an adopted stream alive, if the program gave it.
     keep_alive: OnceLock<KeepAlive>,
     reaper: Listing,
@@ -210,7 +217,7 @@ pub(crate) struct Timeline {
 impl Timeline {
     /// The timeline of a stream that the crate made.
     pub(crate) fn new(context: Arc<Context>, stream: StreamHandle, reaper: Listing) -> Arc<Self> {
-        Self::make(context, stream, true, true, reaper)
+        Self::make(context, stream, true, true, None, reaper)
     }
 
     /// The timeline of a stream that the program made. `claims`: the stream has no other timeline.
@@ -218,9 +225,10 @@ impl Timeline {
         context: Arc<Context>,
         stream: StreamHandle,
         claims: bool,
+        confined: Option<Confined>,
         reaper: Listing,
     ) -> Arc<Self> {
-        Self::make(context, stream, false, claims, reaper)
+        Self::make(context, stream, false, claims, confined, reaper)
     }
 
     fn make(
@@ -228,6 +236,7 @@ impl Timeline {
         stream: StreamHandle,
         own: bool,
         claims: bool,
+        confined: Option<Confined>,
         reaper: Listing,
     ) -> Arc<Self> {
         let lingers = !context.driver().record_may_block();
@@ -240,6 +249,7 @@ impl Timeline {
             shared: std::sync::atomic::AtomicBool::new(!own),
             claims,
             destroy: own,
+            confined,
             keep_alive: OnceLock::new(),
             reaper,
             completed: CachePadded::new(AtomicU64::new(0)),
@@ -319,11 +329,26 @@ impl Timeline {
         let _ = self.keep_alive.set(keep_alive);
     }
 
+    /// Whether the calling thread cannot name the stream.
+    pub(super) fn is_elsewhere(&self) -> bool {
+        self.confined.is_some_and(|confined| !confined.is_here())
+    }
+
+    /// An error if the calling thread cannot name the stream: to be asked before any call that the driver gets its
+    /// handle in.
+    pub(crate) fn nameable(&self) -> Result<()> {
+        match self.is_elsewhere() {
+            true => Err(Error::WrongThread { device: self.context.name().into() }),
+            false => Ok(()),
+        }
+    }
+
     /// Whether the stream is being captured. Asks the driver about shared streams only.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         if !self.is_shared() {
             return Ok(false);
         }
+        self.nameable()?;
         crate::os::check_fork()?;
         self.context.alive()?;
         self.context.noting(self.context.driver().capturing(self.stream))
@@ -346,7 +371,7 @@ impl Timeline {
         if crate::os::forked() {
             return Err((Error::Forked, retained));
         }
-        if let Err(error) = self.context.alive() {
+        if let Err(error) = self.context.alive().and_then(|()| self.nameable()) {
             return Err((error, retained));
         }
         let mut state = self.state.lock();

@@ -18,8 +18,9 @@
 //! stream to the next one. All of it is behind one lock.
 //!
 //! Captured copies become nodes of a graph; a launch queues them again. User objects are counted, and their destructors
-//! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order
-//! with blocking streams: so a test sees whether a program relies on that order.
+//! called on a thread of the stand-in's own. The legacy default stream is in order with the per-thread default streams,
+//! of which each thread has its own. It has no order with other blocking streams: so a test sees whether a program
+//! relies on that.
 //!
 //! Of kernels it knows pinpool's two (`kernels.rs`), by their names. They run in stream order, as late as copies do.
 //!

@@ -1,5 +1,5 @@
-//! Contexts and streams as servers make and use them: contexts beside the primary one, streams by number, the legacy
-//! default stream.
+//! Contexts and streams as servers make and use them: contexts beside the primary one, streams by number, the default
+//! streams.
 
 #![allow(non_snake_case)]
 
@@ -8,16 +8,25 @@ use std::ffi::{c_int, c_uint, c_void};
 use crate::calls::{call, usable, write};
 use crate::world::*;
 
-/// 0 stands for it, too.
-const LEGACY: usize = 1;
+/// Another stream on each thread. (Handles below it are the legacy default stream's.)
+const PER_THREAD: usize = 2;
 
 impl World {
-    /// The number that a handle stands for in the current context: the legacy default stream's, made on first use.
+    /// The number that a handle stands for in the current context: that of a default stream, made on first use.
     pub fn resolved(&mut self, handle: usize) -> usize {
         let current = STACK.with_borrow(|stack| stack.last().copied());
-        let Some(context) = current.filter(|c| handle <= LEGACY && self.contexts.contains_key(c)) else {
+        let Some(context) = current.filter(|c| handle <= PER_THREAD && self.contexts.contains_key(c)) else {
             return handle;
         };
+        if handle == PER_THREAD {
+            let key = (context, thread());
+            if let Some(own) = self.per_thread.get(&key) {
+                return *own;
+            }
+            let made = self.create_stream(context, true);
+            self.per_thread.insert(key, made);
+            return made;
+        }
         if let Some(legacy) = self.legacy.get(&context) {
             return *legacy;
         }
@@ -30,6 +39,31 @@ impl World {
     pub fn reusable(&self) -> Option<usize> {
         let mut destroyed = self.streams.iter().filter(|(_, s)| s.destroyed && s.queue.is_empty());
         destroyed.next_back().filter(|_| self.reuse).map(|(handle, _)| *handle)
+    }
+
+    /// What is submitted to the legacy stream comes after everything on per-thread default streams, and what is submitted
+    /// to these after everything on the legacy stream. (So it is with all blocking streams, but no program should rely
+    /// on that.)
+    pub fn order_implicitly(&mut self, call: &str, handle: usize) -> Outcome {
+        let handle = self.resolved(handle);
+        let stream = self.stream(call, handle)?;
+        let (context, captured) = (stream.context, stream.capture.is_some());
+        let Some(legacy) = self.legacy.get(&context).copied().filter(|_| !captured) else { return Ok(()) };
+        let of_threads: Vec<usize> = self.per_thread.values().copied().collect();
+        let before = match handle {
+            _ if handle == legacy => of_threads,
+            _ if of_threads.contains(&handle) => vec![legacy],
+            _ => return Ok(()),
+        };
+        for on in before {
+            let unfinished = |s: &&Stream| s.context == context && s.done < s.submitted;
+            if let Some(upto) = self.streams.get(&on).filter(unfinished).map(|s| s.submitted) {
+                let stream = self.stream(call, handle)?;
+                stream.queue.push_back(Op::Wait { stream: on, upto });
+                stream.submitted += 1;
+            }
+        }
+        Ok(())
     }
 
     /// The legacy stream comes after everything on blocking streams, and so cannot be used while one is captured.

@@ -171,6 +171,8 @@ pub struct World {
     pub blocks: BTreeMap<u64, Block>,
     /// The legacy default stream of each context that has used it.
     pub legacy: BTreeMap<usize, usize>,
+    /// The per-thread default streams, by context and thread.
+    pub per_thread: BTreeMap<(usize, usize), usize>,
     pub graphs: Graphs,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,
@@ -351,6 +353,7 @@ impl World {
         }
         // What the context had is destroyed with it; nothing of that runs any more.
         self.legacy.remove(&context);
+        self.per_thread.retain(|(of, _), _| *of != context);
         self.streams.retain(|_, s| s.context != context);
         self.events.retain(|_, e| e.context != context);
         self.blocks.retain(|_, b| b.context != context);
@@ -361,7 +364,8 @@ impl World {
     /// What a context has, or all of them together.
     pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 5] {
         let is = |context: usize| of.is_none_or(|of| of == context);
-        let legacy = |handle: &usize| self.legacy.values().any(|h| h == handle);
+        let legacy =
+            |handle: &usize| self.legacy.values().chain(self.per_thread.values()).any(|h| h == handle);
         let there = |(handle, s): &(&usize, &Stream)| is(s.context) && !s.destroyed && !legacy(handle);
         let streams = self.streams.iter().filter(there).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
@@ -503,6 +507,7 @@ impl World {
     /// Queues an operation, or makes it a node of the graph that is being captured.
     pub fn submit(&mut self, call: &str, handle: usize, op: Op) -> Outcome<u64> {
         self.not_implicit(call, handle)?;
+        self.order_implicitly(call, handle)?;
         let stream = self.stream(call, handle)?;
         if let Some(capture) = &stream.capture {
             if capture.spoiled {

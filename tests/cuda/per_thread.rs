@@ -1,0 +1,232 @@
+//! CUDA's per-thread default stream: one handle, which is another stream on each thread.
+//!
+//! A stream of it is the thread's that adopted it. Other threads may wait for what is in flight on it, and no more.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "raw handles")]
+
+use std::ffi::c_void;
+
+use pinpool::{Copier, Device, DeviceBuffer, Error, ErrorClass, InFlight, Pool, Stream, cuda};
+
+use crate::support::doubles::HANG;
+use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
+
+const LEN: usize = 20_000;
+/// CU_STREAM_PER_THREAD.
+const RAW: usize = 2;
+/// CUDA_ERROR_UNKNOWN.
+const UNKNOWN: u32 = 999;
+
+fn open() -> Device {
+    Device::open("cuda:0").unwrap()
+}
+
+/// The calling thread's.
+fn own(device: &Device) -> Stream {
+    // SAFETY: it lives as long as its thread, and what is in flight then is completed by the driver.
+    unsafe { cuda::adopt_stream(device, RAW as *mut c_void) }.unwrap()
+}
+
+fn elsewhere<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    std::thread::scope(|scope| scope.spawn(work).join().unwrap())
+}
+
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+    let sent = bytes(seed, memory.len());
+    drop(stream.upload(filled(pool, &sent), memory).unwrap());
+    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
+    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
+}
+
+fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
+    said.is_err_and(|error| {
+        matches!(&error, Error::WrongThread { device } if device == "cuda:0")
+            && error.class() == ErrorClass::Argument
+            && error.to_string().contains("adopt this thread's own")
+    })
+}
+
+#[test]
+fn each_thread_has_its_own() {
+    on_gpu("each_thread_has_its_own", |gpu| {
+        let device = open();
+        let (pool, stream) = (pool(&device, 2 << 20), own(&device));
+        let work = |seed| {
+            gpu.current(gpu.context);
+            let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
+            (0..20).for_each(|n| round_trip(&pool, &stream, &memory, seed + n));
+            assert_eq!(own(&device).number(), stream.number(), "adopted again it is the same stream");
+            assert_eq!(cuda::raw_stream(&stream).unwrap() as usize, RAW);
+            // In order with streams of the crate, both ways.
+            let other = device.stream().unwrap();
+            drop(stream.upload(filled(&pool, &bytes(seed, LEN)), &memory).unwrap());
+            other.wait_for(&stream).unwrap();
+            let landing = pool.checkout_timeout(LEN, HANG).unwrap();
+            assert!(*other.download(&memory, landing).unwrap().wait().unwrap() == *bytes(seed, LEN));
+            stream.wait_for(&other).unwrap();
+            stream.synchronize().unwrap();
+            stream.number()
+        };
+        let mut numbers = vec![stream.number()];
+        std::thread::scope(|scope| {
+            let work = &work;
+            let threads: Vec<_> = (0..4).map(|n| scope.spawn(move || work(100 * n))).collect();
+            numbers.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
+        });
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), 5, "no two threads have the same stream");
+        all_back(&pool);
+    });
+}
+
+#[test]
+fn another_thread_is_refused_and_loses_nothing() {
+    on_gpu("another_thread_is_refused_and_loses_nothing", |gpu| {
+        let device = open();
+        let (pool, stream, memory) = (pool(&device, 2 << 20), own(&device), device.alloc(LEN).unwrap());
+        let copier = Copier::builder(&pool, &device).build().unwrap();
+        let sent = bytes(3, LEN);
+        let flight = stream.upload(filled(&pool, &sent), &memory).unwrap();
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            let mine = device.stream().unwrap();
+            let refused = stream.upload(filled(&pool, &sent), &memory).unwrap_err();
+            assert!(*refused.buffer.unwrap() == *sent && is_of_another_thread::<()>(Err(refused.error)));
+            let refused = stream.download(&memory, pool.checkout(LEN).unwrap()).unwrap_err();
+            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
+            let refused = stream.hold(pool.checkout(LEN).unwrap()).unwrap_err();
+            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
+            assert!(is_of_another_thread(stream.upload_blocking(&sent, &memory)));
+            assert!(is_of_another_thread(stream.download_blocking(&memory, &mut vec![0; LEN])));
+            assert!(is_of_another_thread(stream.copy(&memory, &memory)));
+            assert!(is_of_another_thread(stream.alloc(100)));
+            assert!(is_of_another_thread(stream.wait_for(&mine)));
+            assert!(is_of_another_thread(mine.wait_for(&stream)));
+            assert!(is_of_another_thread(stream.synchronize()));
+            assert!(is_of_another_thread(cuda::raw_stream(&stream)));
+            assert!(is_of_another_thread(copier.wait_for(&stream)));
+            copier.upload_slice(&sent, &memory).unwrap();
+            let up = copier.upload_buffers(vec![(filled(&pool, &sent), memory.slice(..).unwrap())]).unwrap();
+            // If it is over, there is nothing to order.
+            let said = up.order(&stream);
+            assert!(said.is_ok() || is_of_another_thread(said));
+            drop(up.wait().unwrap());
+            // What is in flight it can wait for.
+            assert!(*flight.wait().unwrap() == *sent);
+        });
+        copier.wait_for(&stream).unwrap();
+        round_trip(&pool, &stream, &memory, 4);
+        drop((copier, stream));
+        all_back(&pool);
+    });
+}
+
+#[test]
+fn a_thread_ends_with_copies_in_flight() {
+    on_gpu("a_thread_ends_with_copies_in_flight", |gpu| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
+        for seed in 0..20 {
+            let sent = bytes(seed, LEN);
+            let stream = elsewhere(|| {
+                gpu.current(gpu.context);
+                let stream = own(&device);
+                drop(stream.upload(filled(&pool, &sent), &memory).unwrap());
+                stream
+            });
+            all_back(&pool);
+            let mut back = vec![0; LEN];
+            device.stream().unwrap().download_blocking(&memory, &mut back).unwrap();
+            assert!(back == sent);
+            // The thread is gone, and its stream is nobody's.
+            assert!(is_of_another_thread(stream.synchronize()));
+        }
+    });
+}
+
+/// An event that could not be recorded on its own thread is recorded by the reaper, on the stream that covers it: the
+/// buffer does not return before the copy has read it.
+#[test]
+fn the_reaper_records_on_the_stream_that_covers_it() {
+    on_stand_in("the_reaper_records_on_the_stream_that_covers_it", |gpu, d| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
+        for seed in 0..10 {
+            d.hang(true);
+            let before = calls(d, "cuEventRecord");
+            let flight: InFlight<_> = elsewhere(|| {
+                gpu.current(gpu.context);
+                let stream = own(&device);
+                d.fail("cuEventRecord", 1, UNKNOWN, seed % 2 == 0);
+                let flight = stream.upload(filled(&pool, &bytes(seed, LEN)), &memory).unwrap();
+                d.calm();
+                flight
+            });
+            until("the reaper has recorded an event", || {
+                device.reap();
+                calls(d, "cuEventRecord") > before + 1
+            });
+            (0..100).for_each(|_| _ = device.reap());
+            assert_eq!(flight.is_done(), Ok(false), "nothing has run");
+            d.hang(false);
+            assert!(*flight.wait_timeout(HANG).unwrap() == *bytes(seed, LEN));
+            let mut back = vec![0; LEN];
+            device.stream().unwrap().download_blocking(&memory, &mut back).unwrap();
+            assert!(back == bytes(seed, LEN));
+        }
+        all_back(&pool);
+    });
+}
+
+/// Memory that was allocated in the order of one thread's stream is there for another's only once it is known to be.
+#[test]
+fn memory_in_the_order_of_a_thread() {
+    on_stand_in("memory_in_the_order_of_a_thread", |gpu, d| {
+        let device = open();
+        let (pool, stream) = (pool(&device, 2 << 20), own(&device));
+        d.hang(true);
+        let memory = stream.alloc(LEN).unwrap();
+        drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            let theirs = own(&device);
+            let refused = theirs.upload(filled(&pool, &bytes(2, LEN)), &memory).unwrap_err();
+            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
+        });
+        d.hang(false);
+        stream.synchronize().unwrap();
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            let theirs = own(&device);
+            theirs.upload_blocking(&bytes(2, LEN), &memory).unwrap();
+        });
+        let mut back = vec![0; LEN];
+        stream.download_blocking(&memory, &mut back).unwrap();
+        assert!(back == bytes(2, LEN));
+        drop(memory);
+        all_back(&pool);
+    });
+}
+
+/// A capture of one thread's stream is no other thread's.
+#[test]
+fn a_capture_on_one_thread() {
+    on_gpu("a_capture_on_one_thread", |gpu| {
+        let device = open();
+        let (pool, stream, memory) = (pool(&device, 2 << 20), own(&device), device.alloc(LEN).unwrap());
+        gpu.begin_capture(RAW, 1);
+        let refused = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        drop(refused);
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            round_trip(&pool, &own(&device), &memory, 2);
+        });
+        let graph = gpu.end_capture(RAW);
+        gpu.ok("cuGraphDestroy", &[graph]);
+        round_trip(&pool, &stream, &memory, 3);
+        all_back(&pool);
+    });
+}
