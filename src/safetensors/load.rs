@@ -6,6 +6,9 @@
 //! neighbours to ranges (`runs`), gets one block of device memory for all of a file, and starts one transfer of the
 //! copier for it ([`LoadPart`]). All files are queued before the first tensor comes out.
 //!
+//! A program that has memory for each tensor gives it by [`Loader::places`]; then there is a list of places. What is to
+//! come [`first`](Loader::first) has transfers of its own, before the others.
+//!
 //! [`Loading`] hands the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known
 //! to be on the device, and asks the transfer only when a tensor ends behind that. The place of a tensor in the block
 //! is worked out twice, by the same [`Layout`]: when the copy is planned, and when the tensor comes out. So no list of
@@ -18,7 +21,7 @@
 //! - A call that waits (`load`, `for_each`, `Checkpoint::tensor`) returns only when nothing of its transfers is under
 //!   way ([`BlockingLoad`]).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::pin::Pin;
@@ -27,6 +30,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::header::Tensor;
+use super::shared::SharedLoad;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
@@ -42,7 +46,16 @@ const TENSOR_ALIGN: usize = 16;
 const LARGEST_ALIGN: usize = 2 << 20;
 
 type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
-type TensorMemory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
+
+/// Where the device memory comes from.
+enum Memory<'a> {
+    /// The device, in a block for each file.
+    Device,
+    /// The caller, in a block for each file.
+    Blocks(Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>),
+    /// The caller, for each tensor.
+    Places(Box<dyn FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a>),
+}
 
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
@@ -66,8 +79,11 @@ pub struct Loader<'a> {
     copier: &'a Copier,
     prefixes: Vec<String>,
     filter: Option<Filter<'a>>,
+    first: Vec<String>,
     align: usize,
-    memory: Option<TensorMemory<'a>>,
+    memory: Memory<'a>,
+    /// The places that the caller gave, by address: start and end.
+    given: BTreeMap<u64, u64>,
     checksums: bool,
     reading: Reading,
 }
@@ -79,8 +95,10 @@ impl<'a> Loader<'a> {
             copier,
             prefixes: Vec::new(),
             filter: None,
+            first: Vec::new(),
             align: TENSOR_ALIGN,
-            memory: None,
+            memory: Memory::Device,
+            given: BTreeMap::new(),
             checksums: false,
             reading: Reading::Auto,
         }
@@ -100,6 +118,16 @@ impl<'a> Loader<'a> {
         self
     }
 
+    /// Loads tensors whose name starts with `prefix` before the others, and gives them out first: what a server needs
+    /// first, such as the embedding and the first layers. Called several times: in the order of the calls. A tensor
+    /// that several prefixes meet comes with the first of them. Default: the order of the files.
+    ///
+    /// Each prefix makes a transfer of its own for each file that has such tensors.
+    pub fn first(mut self, prefix: impl Into<String>) -> Self {
+        self.first.push(prefix.into());
+        self
+    }
+
     /// The alignment of the tensors on the device, in bytes: a power of two of at most 2 MiB. Tensors whose length is a
     /// multiple of it lie side by side and are copied together; behind others there is a gap. Default: 16.
     pub fn align(mut self, bytes: usize) -> Self {
@@ -107,11 +135,37 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from, with the
-    /// number of bytes, and gives at least as many, starting on a multiple of the alignment. Default:
-    /// [`Device::alloc`](crate::Device::alloc).
+    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from (and for each
+    /// [`first`](Self::first) of it), with the number of bytes, and gives at least as many, starting on a multiple of
+    /// the alignment. Default: [`Device::alloc`](crate::Device::alloc).
     pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
-        self.memory = Some(Box::new(get));
+        self.memory = Memory::Blocks(Box::new(get));
+        self
+    }
+
+    /// Where each tensor goes: memory of the program's own, such as an allocation for each. In place of
+    /// [`memory`](Self::memory). `get` is called once for each tensor that is to be loaded and has bytes, in the order
+    /// of the load, by the call that starts it. It gives at least as many bytes, starting on a multiple of the
+    /// alignment, or `None`, which leaves the tensor out. No two places overlap. Tensors that are short and apart are
+    /// copied together all the same, and spread on the device.
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Pool, Unpinned, safetensors::Checkpoint};
+    /// # let path = std::env::temp_dir().join(format!("pinpool-places-{}.safetensors", std::process::id()));
+    /// # let header = br#"{"h.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+    /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let copier = Copier::builder(&pool, &device).build()?;
+    /// let checkpoint = Checkpoint::open(&path)?;
+    /// let own = |tensor: &pinpool::safetensors::Tensor| device.alloc(tensor.len() as usize)?.slice(..).map(Some);
+    /// let tensors = checkpoint.loader(&copier).places(own).load()?;
+    /// # assert_eq!(tensors.len(), 1);
+    /// # std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn places(mut self, get: impl FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a) -> Self {
+        self.memory = Memory::Places(Box::new(get));
         self
     }
 
@@ -129,13 +183,13 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Starts the load. The tensors come out of the returned [`Loading`], in the order of the files; dropping it
-    /// cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Loading`], in the order of the files (but for those that
+    /// come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
     /// [`Error::BadAlignment`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
-    /// caller's [`Error::TooSmall`], [`Error::WrongDevice`], and [`Error::Config`] where it is not aligned or was given
-    /// for another file too; [`Error::Shrunk`] for a file that has become shorter since it was opened,
+    /// caller's [`Error::TooSmall`], [`Error::WrongDevice`], and [`Error::Config`] where it is not aligned or overlaps
+    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Shrunk`] for a file that has become shorter since it was opened,
     /// [`Error::Malformed`] for one that was written to; [`Error::Forked`]. Transfers of other files that were started
     /// are cancelled.
     pub fn start(mut self) -> Result<Loading> {
@@ -183,10 +237,27 @@ impl<'a> Loader<'a> {
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
         }
+        let mut groups: Vec<Vec<(&Arc<Shard>, Chosen)>> = Vec::new();
+        groups.resize_with(self.first.len() + 1, Vec::new);
         for shard in &self.checkpoint.shards {
             let chosen = choose(shard);
-            if chosen.count(shard) > 0 {
-                let part = self.start_shard(shard, chosen, &loading.parts)?;
+            if self.first.is_empty() {
+                groups[0].push((shard, chosen));
+                continue;
+            }
+            for (group, chosen) in groups.iter_mut().zip(chosen.split(shard, &self.first)) {
+                group.push((shard, chosen));
+            }
+        }
+        for (shard, chosen) in groups.into_iter().flatten() {
+            if chosen.count(shard) == 0 {
+                continue;
+            }
+            let part = match self.memory {
+                Memory::Places(_) => self.start_places(shard, &chosen, loading.count)?,
+                Memory::Device | Memory::Blocks(_) => self.start_shard(shard, chosen, &loading.parts)?,
+            };
+            if part.left() > 0 {
                 loading.total += part.bytes;
                 loading.count += part.left();
                 loading.parts.push_back(part);
@@ -232,17 +303,7 @@ impl<'a> Loader<'a> {
         before: &VecDeque<LoadPart>,
     ) -> Result<LoadPart> {
         let (runs, end, bytes) = self.runs(shard, &chosen)?;
-        let mut part = LoadPart {
-            shard: shard.clone(),
-            chosen,
-            next: 0,
-            layout: Layout::new(self.align),
-            block: None,
-            transfer: None,
-            complete_to: 0,
-            sums: None,
-            bytes,
-        };
+        let mut part = LoadPart::new(shard, chosen, Places::Block(Layout::new(self.align), None), bytes);
         if bytes == 0 {
             return Ok(part);
         }
@@ -252,12 +313,74 @@ impl<'a> Loader<'a> {
             let (one, two) = (ends(&block, end), ends(other, other.len()));
             one.1 <= two.0 || two.1 <= one.0
         };
-        if !before.iter().filter_map(|part| part.block.as_ref()).all(apart) {
+        if !before.iter().filter_map(LoadPart::block).all(apart) {
             return Err(Error::Config(format!(
                 "the memory for the tensors of {} overlaps that for another file's; give each file memory of its own",
                 shard.name
             )));
         }
+        let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
+        let pieces = pieces.collect::<Result<_>>()?;
+        part.places = Places::Block(Layout::new(self.align), Some(block));
+        self.begin(&mut part, pieces)?;
+        Ok(part)
+    }
+
+    /// Starts to load tensors to places of the caller's. `before`: tensors of the load so far.
+    fn start_places(&mut self, shard: &Arc<Shard>, chosen: &Chosen, before: usize) -> Result<LoadPart> {
+        let (mut loaded, mut places, mut pieces, mut bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        for index in (0..chosen.count(shard)).filter_map(|number| chosen.get(shard, number)) {
+            let tensor = &shard.tensors[index as usize];
+            let mut place = None;
+            if !tensor.is_empty() {
+                let Memory::Places(get) = &mut self.memory else { break };
+                let Some(slice) = get(tensor)? else { continue };
+                let slice = self.place(tensor, &slice).map_err(|cause| Error::Tensor {
+                    tensor: clean(tensor.name(), NAME).into(),
+                    landed: 0,
+                    total: before + chosen.count(shard),
+                    cause: cause.into(),
+                })?;
+                bytes += tensor.len();
+                pieces.push(Piece::new(tensor.range().start, slice.clone()));
+                place = Some(slice);
+            }
+            loaded.push(index);
+            places.push(place);
+        }
+        let mut part = LoadPart::new(shard, Chosen::Some(loaded), Places::Each(places), bytes);
+        if bytes > 0 {
+            self.begin(&mut part, pieces)?;
+        }
+        Ok(part)
+    }
+
+    /// The part of a place of the caller's that a tensor needs.
+    fn place(&mut self, tensor: &Tensor, slice: &DeviceSlice) -> Result<DeviceSlice> {
+        let device = self.copier.device();
+        if !slice.is_of(device.context()) {
+            return Err(Error::WrongDevice { device: device.name().into() });
+        }
+        let len = usize::try_from(tensor.len()).unwrap_or(usize::MAX);
+        if slice.len() < len {
+            return Err(Error::TooSmall { need: len, have: slice.len() });
+        }
+        self.aligned(slice)?;
+        let (start, end) = (slice.address(), slice.address() + tensor.len());
+        let (below, above) = (self.given.range(..=start).next_back(), self.given.range(start..).next());
+        if below.is_some_and(|(_, until)| *until > start) || above.is_some_and(|(from, _)| *from < end) {
+            return Err(Error::Config(
+                "its memory overlaps that for another tensor; give each tensor memory of its own".into(),
+            ));
+        }
+        self.given.insert(start, end);
+        // Bytes beyond `len` are not written to.
+        slice.slice(..len)
+    }
+
+    /// Starts the transfer of a part.
+    fn begin(&self, part: &mut LoadPart, pieces: Vec<Piece>) -> Result<()> {
+        let shard = &part.shard;
         shard.unchanged()?;
         let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
         if self.checksums {
@@ -265,39 +388,44 @@ impl<'a> Loader<'a> {
             source = source.tap(sums.clone());
             part.sums = Some(sums);
         }
-        let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
-        let pieces = pieces.collect::<Result<_>>()?;
-        // All pieces are parts of one block.
+        // All pieces are parts of one block, or were looked at before.
         let of_block = |refused: SubmitError<FileSource>| match refused.error {
             Error::Piece { cause, .. } => *cause,
             error => error,
         };
         part.transfer = Some(self.copier.upload_file_ranges(source, pieces).map_err(of_block)?);
-        part.block = Some(block);
-        Ok(part)
+        Ok(())
+    }
+
+    fn is_aligned(&self, slice: &DeviceSlice) -> bool {
+        slice.address() % self.align as u64 == 0
+    }
+
+    /// An error for memory of the caller's that is not on the alignment.
+    fn aligned(&self, slice: &DeviceSlice) -> Result<()> {
+        if self.is_aligned(slice) {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "the memory for tensors starts at {:#x}, which is no multiple of {}; align it, or ask the loader for less",
+            slice.address(),
+            self.align
+        )))
     }
 
     /// Device memory of so many bytes that starts on the alignment.
     fn block(&mut self, len: usize) -> Result<DeviceSlice> {
-        let aligned = |slice: &DeviceSlice| slice.address() % self.align as u64 == 0;
-        if let Some(memory) = &mut self.memory {
+        if let Memory::Blocks(memory) = &mut self.memory {
             let slice = memory(len)?;
             if slice.len() < len {
                 return Err(Error::TooSmall { need: len, have: slice.len() });
             }
-            if !aligned(&slice) {
-                return Err(Error::Config(format!(
-                    "the memory for tensors starts at {:#x}, which is no multiple of {}; align it, or ask the loader \
-                     for less",
-                    slice.address(),
-                    self.align
-                )));
-            }
+            self.aligned(&slice)?;
             // Bytes beyond `len` are not written to.
             return slice.slice(..len);
         }
         let slice = DeviceSlice::from(self.copier.device().alloc(len)?);
-        if aligned(&slice) {
+        if self.is_aligned(&slice) {
             return Ok(slice);
         }
         drop(slice);
@@ -375,7 +503,18 @@ impl Chosen {
         }
     }
 
-    fn tensors<'a>(&'a self, shard: &'a Shard) -> impl Iterator<Item = &'a Tensor> {
+    /// Those of each prefix, and the rest.
+    fn split(&self, shard: &Shard, first: &[String]) -> impl Iterator<Item = Self> + use<> {
+        let mut groups = vec![Vec::new(); first.len() + 1];
+        for index in (0..self.count(shard)).filter_map(|number| self.get(shard, number)) {
+            let name = shard.tensors[index as usize].name();
+            let group = first.iter().position(|prefix| name.starts_with(prefix)).unwrap_or(first.len());
+            groups[group].push(index);
+        }
+        groups.into_iter().map(Self::Some)
+    }
+
+    pub(super) fn tensors<'a>(&'a self, shard: &'a Shard) -> impl Iterator<Item = &'a Tensor> {
         (0..self.count(shard))
             .filter_map(|number| self.get(shard, number))
             .map(|place| &shard.tensors[place as usize])
@@ -411,17 +550,22 @@ impl Layout {
     }
 }
 
-/// What is loaded of one file.
+/// Where the tensors of a part are.
+enum Places {
+    /// In a block, which there is not where they have no bytes; and the places of those that have come out.
+    Block(Layout, Option<DeviceSlice>),
+    /// Where the caller said, in the order of the chosen ones.
+    Each(Vec<Option<DeviceSlice>>),
+}
+
+/// What is loaded of one file by one transfer.
 struct LoadPart {
     shard: Arc<Shard>,
     chosen: Chosen,
     /// How many tensors have come out.
     next: usize,
-    /// The places of these.
-    layout: Layout,
-    /// `None` where the chosen tensors have no bytes.
-    block: Option<DeviceSlice>,
-    /// `None` where there is no block, and when it is over.
+    places: Places,
+    /// `None` where the chosen tensors have no bytes, and when it is over.
     transfer: Option<Transfer<FileSource>>,
     /// All of the file before this offset is on the device, as of the last time that the transfer was asked.
     complete_to: u64,
@@ -431,6 +575,18 @@ struct LoadPart {
 }
 
 impl LoadPart {
+    fn new(shard: &Arc<Shard>, chosen: Chosen, places: Places, bytes: u64) -> Self {
+        let shard = shard.clone();
+        Self { shard, chosen, next: 0, places, transfer: None, complete_to: 0, sums: None, bytes }
+    }
+
+    fn block(&self) -> Option<&DeviceSlice> {
+        match &self.places {
+            Places::Block(_, block) => block.as_ref(),
+            Places::Each(_) => None,
+        }
+    }
+
     /// How many tensors have not come out.
     fn left(&self) -> usize {
         self.chosen.count(&self.shard) - self.next
@@ -438,12 +594,15 @@ impl LoadPart {
 
     /// The next tensor, which is on the device.
     fn out(&mut self, index: u32) -> Result<DeviceTensor> {
-        self.next += 1;
         let tensor = &self.shard.tensors[index as usize];
-        let slice = match &self.block {
-            Some(block) if !tensor.is_empty() => Some(block.slice(self.layout.put(tensor.len())?)?),
-            _ => None,
+        let slice = match &mut self.places {
+            Places::Block(layout, Some(block)) if !tensor.is_empty() => {
+                Some(block.slice(layout.put(tensor.len())?)?)
+            }
+            Places::Block(..) => None,
+            Places::Each(places) => places.get_mut(self.next).and_then(Option::take),
         };
+        self.next += 1;
         let sum = self.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
         Ok(DeviceTensor::new(self.shard.tensors.clone(), index, slice, sum))
     }
@@ -540,6 +699,16 @@ impl Loading {
     /// ```
     pub fn blocking(&mut self) -> BlockingTensors<'_> {
         BlockingTensors(self)
+    }
+
+    /// The tensors for many threads, each of which waits for those that it needs.
+    pub fn share(self) -> SharedLoad {
+        SharedLoad::new(self)
+    }
+
+    /// The names of the tensors that have not come out yet.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.parts.iter().flat_map(|part| part.chosen.tensors(&part.shard).skip(part.next)).map(Tensor::name)
     }
 
     /// The number of tensors that have not come out yet.

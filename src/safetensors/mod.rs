@@ -90,6 +90,7 @@ mod header;
 mod index;
 mod json;
 mod load;
+mod shared;
 mod sums;
 mod tensor;
 
@@ -103,6 +104,7 @@ use std::sync::Arc;
 
 pub use self::header::{Header, Metadata, Tensor};
 pub use self::load::{BlockingTensors, LoadCanceller, Loader, Loading};
+pub use self::shared::SharedLoad;
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 

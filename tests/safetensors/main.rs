@@ -9,6 +9,7 @@ mod headers;
 mod indexes;
 mod loading;
 mod memory;
+mod places;
 mod strange;
 #[path = "../support/mod.rs"]
 mod support;
