@@ -51,6 +51,11 @@
 //! it, so that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream
 //! while a download of it is in flight, wait for the download before the slice is written or dropped.
 //!
+//! # Memory of a server's own
+//!
+//! Where copies are to use a slice for longer than a call, as a loader does that fills a server's allocations,
+//! [`SharedSlice`] takes it, and gives it back when nothing uses it any more.
+//!
 //! # Waiting
 //!
 //! cudarc's own pinned slice waits for its event before it lets the CPU read. It does so even where the event was never
@@ -93,6 +98,8 @@
 
 #![allow(unsafe_code)]
 
+mod shared;
+
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -108,6 +115,8 @@ use crate::device::cuda::Cuda;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::stream::Stream;
+
+pub use self::shared::SharedSlice;
 
 /// The device that works in a context of cudarc's. If that is the GPU's primary context, as `CudaContext::new` makes
 /// it, this is the same device as [`Device::open`] gives. The device keeps the context alive.

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
-use pinpool::cudarc::{self as shared, CudarcStream};
+use pinpool::cudarc::{self as shared, CudarcStream, SharedSlice};
 use pinpool::{Device, Error, Pool};
 
 use crate::support::doubles::{self, StandIn};
@@ -763,5 +763,95 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
         drop(shared.upload_to(filled(), &mut slice).unwrap());
         assert_eq!(context.check_err().unwrap_err(), noted, "it is noted as ever");
         assert!(other.clone_dtoh(&slice).unwrap() == bytes(2, 1000), "the copy was not waited for");
+    });
+}
+
+/// Slices that copies use as device memory, of each kind of stream, one thread's own default stream among them.
+#[test]
+fn slices_are_lent_to_a_copier_and_come_back() {
+    const LEN: usize = 70_000;
+    beside("cudarc::slices_are_lent_to_a_copier_and_come_back", || {
+        let context = CudaContext::new(0).unwrap();
+        let device = shared::device(&context).unwrap();
+        let pool = pool(&device, LEN);
+        let copier = pinpool::Copier::builder(&pool, &device).build().unwrap();
+        let work = |stream: Arc<CudaStream>, seed: usize| {
+            // Older work of the stream, with memory that the new slices may get.
+            drop(on_device(&stream, &vec![OLD; LEN]));
+            let take = |n: usize| {
+                let slice = stream.clone_htod(&vec![OLD; LEN + n]).unwrap();
+                (SharedSlice::new(slice).unwrap(), bytes(seed + n, LEN + n))
+            };
+            let taken: Vec<_> = (0..5).map(take).collect();
+            let pieces: Vec<_> =
+                taken.iter().map(|(slice, sent)| (&sent[..], slice.memory().clone())).collect();
+            copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+            drop(pieces);
+            for (slice, sent) in taken {
+                let slice = slice.into_inner().unwrap();
+                assert_eq!((slice.len(), slice.stream().cu_stream()), (sent.len(), stream.cu_stream()));
+                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "the bytes that the copier has copied");
+            }
+        };
+        work(context.default_stream(), 0);
+        std::thread::scope(|scope| {
+            for thread in 1..5 {
+                let (context, work) = (&context, &work);
+                scope.spawn(move || {
+                    context.bind_to_thread().unwrap();
+                    (0..5).for_each(|round| work(context.per_thread_stream(), 100 * thread + round));
+                });
+            }
+        });
+        work(context.new_stream().unwrap(), 1000);
+        // Dropped while a copy is under way, it is freed afterwards.
+        let stream = device.stream().unwrap();
+        let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
+        let mut buf = pool.checkout(64).unwrap();
+        buf.extend_from_slice(&[7; 64]);
+        let flight = stream.upload(buf, slice.memory()).unwrap();
+        drop(slice);
+        drop(flight.wait().unwrap());
+        drop((copier, stream));
+        crate::support::doubles::gpu::all_back(&pool);
+    });
+}
+
+/// It comes back when the last copy is complete, and not before; a lost device ends the wait.
+#[test]
+fn a_slice_comes_back_when_its_last_copy_is_complete() {
+    beside("cudarc::a_slice_comes_back_when_its_last_copy_is_complete", || {
+        let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        let context = CudaContext::new(0).unwrap();
+        let device = shared::device(&context).unwrap();
+        let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
+        let lend = || {
+            let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
+            stand_in.hang(true);
+            let mut buf = pool.checkout(64).unwrap();
+            buf.extend_from_slice(&[7; 64]);
+            drop(stream.upload(buf, slice.memory()).unwrap());
+            std::thread::spawn(move || slice.into_inner())
+        };
+        let back = lend();
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!back.is_finished(), "the copy has not run");
+        stand_in.hang(false);
+        let slice = back.join().unwrap().unwrap();
+        context.bind_to_thread().unwrap();
+        assert!(context.default_stream().clone_dtoh(&slice).unwrap() == [7; 64]);
+        // Without bytes there is nothing to copy, and the slice comes back with the error.
+        let none = context.default_stream().alloc_zeros::<u8>(0);
+        if let Ok(none) = none {
+            let refused = SharedSlice::new(none).unwrap_err();
+            assert!(refused.error == Error::Empty && refused.buffer.is_some());
+        }
+        let handle = SharedSlice::new(slice).unwrap();
+        let other = handle.memory().slice(8..16).unwrap();
+        let back = std::thread::spawn(move || handle.into_inner());
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!back.is_finished(), "there is another handle");
+        drop(other);
+        drop(back.join().unwrap().unwrap());
     });
 }

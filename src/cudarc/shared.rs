@@ -1,0 +1,149 @@
+//! Slices of cudarc's that copies of the crate use as device memory, and give back.
+//!
+//! A [`DeviceSlice`](crate::DeviceSlice) may be copied to on any stream of the crate, long after the call that made it.
+//! A `CudaSlice` is ordered with other work by its own stream and its events alone. So a slice is taken as a whole:
+//! nothing else can use it meanwhile. All work of its context is complete before the first copy, and all copies are
+//! complete when it comes back. Between the two, cudarc's events and streams have nothing to order.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::cudarc::driver::{CudaSlice, DevicePtr as _};
+
+use super::device;
+use crate::copy::copier::may_wait;
+use crate::device::cuda::Cuda;
+use crate::device::handle::Device;
+use crate::error::{Error, Result, SubmitError};
+use crate::locks::{Condvar, Mutex};
+
+/// How often a wait looks whether the device was lost.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A `CudaSlice` as device memory for copies: for a loader that fills a server's own allocations.
+///
+/// ```no_run
+/// # fn demo(stream: std::sync::Arc<cudarc::driver::CudaStream>, copier: pinpool::Copier) -> Result<(), Box<dyn std::error::Error>> {
+/// use pinpool::cudarc::SharedSlice;
+///
+/// let weights = stream.alloc_zeros::<f32>(1000)?;
+/// let shared = SharedSlice::new(weights)?;
+/// copier.upload_slice(&[0; 4000], shared.memory())?;
+/// let weights = shared.into_inner()?; // when no copy uses it any more
+/// # drop(weights);
+/// # Ok(()) }
+/// ```
+pub struct SharedSlice<T: Send + 'static> {
+    memory: crate::DeviceSlice,
+    device: Device,
+    back: Arc<Back<T>>,
+}
+
+/// Where the slice is put when nothing uses it any more.
+struct Back<T> {
+    slice: Mutex<Option<CudaSlice<T>>>,
+    came: Condvar,
+}
+
+/// The owner of the memory: dropped when the last handle is gone and the last copy is complete.
+struct Owner<T> {
+    slice: Option<CudaSlice<T>>,
+    back: Arc<Back<T>>,
+}
+
+impl<T> Drop for Owner<T> {
+    fn drop(&mut self) {
+        *self.back.slice.lock() = self.slice.take();
+        self.back.came.notify_all();
+    }
+}
+
+impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
+    /// Takes a slice, after a wait for all work of its context: other streams may still use the slice, or, where it was
+    /// just allocated, the memory that it was given. So make them at start-up, one after the other, before there is
+    /// other work. No stream of the context is being captured meanwhile.
+    ///
+    /// # Errors
+    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Empty`] for
+    /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
+    pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
+        match Self::looked_at(&slice) {
+            Ok((device, address, len)) => {
+                let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
+                let owner = Owner { slice: Some(slice), back: back.clone() };
+                // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code
+                // could use it. All work that did is complete. Any bytes are a `T`.
+                match unsafe { device.raw_memory(address, len, owner) } {
+                    Ok(memory) => Ok(Self { memory, device, back }),
+                    Err(refused) => {
+                        drop(refused.buffer);
+                        let slice = back.slice.lock().take();
+                        Err(SubmitError { error: refused.error, buffer: slice })
+                    }
+                }
+            }
+            Err(error) => Err(SubmitError::refused(error, slice)),
+        }
+    }
+
+    /// The slice's device, address and bytes, when nothing uses it.
+    fn looked_at(slice: &CudaSlice<T>) -> Result<(Device, u64, usize)> {
+        crate::os::check_fork()?;
+        let stream = slice.stream();
+        let device = device(stream.context())?;
+        let context = device.context();
+        context.alive()?;
+        let address = {
+            let (address, _recorded) = slice.device_ptr(stream);
+            address
+        };
+        if let Err(error) = stream.context().synchronize() {
+            let cuda = context.driver().as_any().downcast_ref::<Cuda>();
+            let theirs = |cuda: &Cuda| cuda.theirs("cuCtxSynchronize", error.0 as u32);
+            return context
+                .noting(Err(cuda.map_or(Error::Internal("a context of cudarc's is of no GPU"), theirs)));
+        }
+        match slice.num_bytes() {
+            0 => Err(Error::Empty),
+            len => Ok((device, address, len)),
+        }
+    }
+}
+
+impl<T: Send + 'static> SharedSlice<T> {
+    /// The memory, for copies: on any stream of the crate and by any copier of its device.
+    #[must_use]
+    pub fn memory(&self) -> &crate::DeviceSlice {
+        &self.memory
+    }
+
+    /// The slice, when no other handle to its memory is left and no copy uses it: a wait for that. (Tensors that a
+    /// loader has given out are such handles.) Dropping a `SharedSlice` instead frees the slice then.
+    ///
+    /// # Errors
+    /// The device's loss: the slice stays with what was in flight. [`Error::Unsupported`] on a thread that must not wait
+    /// (in a waker, a source or a sink), and [`Error::Forked`]: the slice is freed when nothing uses it any more.
+    pub fn into_inner(self) -> Result<CudaSlice<T>> {
+        crate::os::check_fork()?;
+        may_wait()?;
+        let Self { memory, device, back } = self;
+        drop(memory);
+        let mut slice = back.slice.lock();
+        loop {
+            if let Some(slice) = slice.take() {
+                return Ok(slice);
+            }
+            if let Some(lost) = device.lost() {
+                return Err(lost);
+            }
+            back.came.wait_for(&mut slice, LOOK);
+        }
+    }
+}
+
+impl<T: Send + 'static> fmt::Debug for SharedSlice<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SharedSlice").field(&self.memory).finish()
+    }
+}
