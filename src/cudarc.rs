@@ -43,9 +43,12 @@
 //! not wait). To overlap with other streams' work, let the stream that copies allocate the slices that it copies to: on
 //! a slice's own stream a copy waits for no other.
 //!
-//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default
-//! stream of another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread
-//! default stream, which is another stream on each thread.
+//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, and those of the default
+//! stream of another `CudaContext` object (which stops tracking with its last stream).
+//!
+//! The per-thread default stream is another stream on each thread, and a slice of it does not say of which. So a copy
+//! of such a slice waits for the work of all threads' streams so far, and their later work waits for the copy: by the
+//! legacy default stream, which is in order with all of them (CUDA C++ Programming Guide, "Per-thread Default Stream").
 //!
 //! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits for the read before
 //! it, so that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream
@@ -136,14 +139,25 @@ pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
     unsafe { crate::cuda::adopt_context_with(context.cu_ctx().cast(), context.clone()) }
 }
 
-/// cuda.h: CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
+/// cuda.h: CU_STREAM_LEGACY, and CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
+const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// A slice that a copy is about to use. `same`: its own stream is the copy's.
+/// A slice that a copy is about to use.
 struct Taken<'a> {
     range: crate::DeviceSlice,
     guard: SyncOnDrop<'a>,
-    same: bool,
+    owner: Owner,
+}
+
+/// What keeps the order of a copy with other uses of a slice.
+enum Owner {
+    /// The slice's own stream is the copy's.
+    Same,
+    /// cudarc's events: its own stream is another one.
+    Other,
+    /// Its own stream is that of some thread: the legacy default stream, which is in order with those of all threads.
+    SomeThread(Stream),
 }
 
 /// A stream of cudarc's as a [`Stream`], which keeps it.
@@ -179,7 +193,9 @@ pub struct CudarcStream {
 }
 
 impl CudarcStream {
-    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream.
+    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream. The per-thread
+    /// default stream is the calling thread's own, and is used on this thread: see
+    /// [`cuda::adopt_stream`](crate::cuda::adopt_stream).
     ///
     /// ```no_run
     /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
@@ -201,7 +217,7 @@ impl CudarcStream {
     /// ```
     ///
     /// # Errors
-    /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
+    /// As for [`device`]; [`Error::Capturing`].
     ///
     /// # Safety
     /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this stream, and for the own
@@ -243,9 +259,9 @@ impl CudarcStream {
         dst: &mut impl SliceMut<T>,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         match self.target(dst) {
-            Ok(Taken { range, guard, same }) => {
+            Ok(Taken { range, guard, owner }) => {
                 let sent = self.ours.upload(src, range);
-                self.release(guard, same);
+                self.release(guard, &owner);
                 sent
             }
             Err(error) => Err(SubmitError::refused(error, src)),
@@ -263,9 +279,9 @@ impl CudarcStream {
         landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
-            Ok(Taken { range, guard, same }) => {
+            Ok(Taken { range, guard, owner }) => {
                 let sent = self.ours.download(range, landing);
-                self.release(guard, same);
+                self.release(guard, &owner);
                 sent
             }
             Err(error) => Err(SubmitError::refused(error, landing)),
@@ -282,9 +298,9 @@ impl CudarcStream {
         src: &[u8],
         dst: &mut impl SliceMut<T>,
     ) -> Result<()> {
-        let Taken { range, guard, same } = self.target(dst)?;
+        let Taken { range, guard, owner } = self.target(dst)?;
         let done = self.ours.upload_blocking(src, range);
-        self.release(guard, same);
+        self.release(guard, &owner);
         done
     }
 
@@ -294,34 +310,36 @@ impl CudarcStream {
     /// # Errors
     /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
     pub fn download_from_blocking<T>(&self, src: &impl Slice<T>, dst: &mut [u8]) -> Result<()> {
-        let Taken { range, guard, same } = self.source(src)?;
+        let Taken { range, guard, owner } = self.source(src)?;
         let done = self.ours.download_blocking(range, dst);
-        self.release(guard, same);
+        self.release(guard, &owner);
         done
     }
 
     fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<Taken<'a>> {
         let bytes = self.bytes::<T>(src)?;
-        let same = self.enter(src.stream())?;
+        let owner = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
         let mut waited = Ok(());
         if let SyncOnDrop::Record(Some((read, _))) = &guard {
             // On the slice's own stream too: the guard's record replaces one that another stream may have made.
             waited = match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
                 // Recorded in a capture that has ended, the event stands for no read.
-                Err(error) if same && error.class() == ErrorClass::Capture => Ok(()),
+                Err(error) if !matches!(owner, Owner::Other) && error.class() == ErrorClass::Capture => {
+                    Ok(())
+                }
                 said => said,
             };
         }
-        self.take(src.stream(), address, bytes, guard, waited)
+        self.take(src.stream(), owner, address, bytes, guard, waited)
     }
 
     fn target<'a, T>(&'a self, dst: &'a mut impl SliceMut<T>) -> Result<Taken<'a>> {
         let bytes = self.bytes::<T>(dst)?;
-        let owner = dst.stream().clone();
-        self.enter(&owner)?;
+        let stream = dst.stream().clone();
+        let owner = self.enter(&stream)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
-        self.take(&owner, address, bytes, guard, Ok(()))
+        self.take(&stream, owner, address, bytes, guard, Ok(()))
     }
 
     /// The length, in bytes, of a slice of this stream's context.
@@ -335,33 +353,36 @@ impl CudarcStream {
         }
     }
 
-    /// Whether `owner` is this stream.
-    fn is_same(&self, owner: &CudaStream) -> bool {
-        owner.cu_stream() == self.theirs.cu_stream()
-    }
-
-    /// Checks for captures, and makes this stream wait for the slice's own stream if that is another one. Returns
-    /// whether it is the same.
+    /// Checks for captures, and makes this stream wait for the slice's own stream if that is another one.
     ///
     /// It runs before cudarc's guard, which makes this stream wait. That wait would spoil a capture of this stream; and
     /// a wait for an event that the slice's own stream has recorded into a capture would draw this stream into it.
-    fn enter(&self, owner: &Arc<CudaStream>) -> Result<bool> {
+    fn enter(&self, owner: &Arc<CudaStream>) -> Result<Owner> {
         const WHAT: &str = "a copy of a slice of cudarc's";
         const OUTSIDE_CAPTURE: &str = "submit it outside the capture";
         self.ours.timeline().not_capturing(WHAT, OUTSIDE_CAPTURE)?;
-        let same = self.is_same(owner);
-        if !same {
+        let capturing = |error: Error| match error.class() {
+            ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE_CAPTURE },
+            _ => error,
+        };
+        let handle = owner.cu_stream() as usize;
+        let order = if handle == PER_THREAD {
+            // SAFETY: it lives as long as its context, and is never captured.
+            let legacy = unsafe { crate::cuda::adopt_stream(self.ours.device(), LEGACY as *mut _) };
+            let legacy = legacy.and_then(|legacy| self.ours.wait_for(&legacy).map(|()| legacy));
+            Owner::SomeThread(legacy.map_err(capturing)?)
+        } else if handle == self.theirs.cu_stream() as usize {
+            Owner::Same
+        } else {
             self.orders(owner)?;
             // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it so. The promise
             // about captures is `new`'s.
             let owner = unsafe { adopted(self.ours.device(), owner) };
-            owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(|error| match error.class() {
-                ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE_CAPTURE },
-                _ => error,
-            })?;
-        }
+            owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
+            Owner::Other
+        };
         self.nothing_noted(owner)?;
-        Ok(same)
+        Ok(order)
     }
 
     /// An error, unless cudarc makes the slice's later uses, and its end, wait for the event of a copy on a stream that
@@ -372,7 +393,7 @@ impl CudarcStream {
         // unless that is a default stream, or this one, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
-        match tracked && lasts && handle != PER_THREAD {
+        match tracked && lasts {
             true => Ok(()),
             false => Err(self.unordered()),
         }
@@ -402,20 +423,30 @@ impl CudarcStream {
 
     /// Called once the copy is submitted: records the slice's event, or else waits. Either way the slice's next use
     /// comes after the copy.
-    fn release(&self, mut guard: SyncOnDrop<'_>, same: bool) {
+    fn release(&self, mut guard: SyncOnDrop<'_>, owner: &Owner) {
+        if let Owner::SomeThread(legacy) = owner {
+            if legacy.wait_for(&self.ours).is_err() {
+                self.wait_somehow();
+            }
+        }
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
         // `orders` has promised the event to a slice of another stream, even if its context stopped tracking meanwhile.
-        let wanted = !same || context.is_managing_stream_synchronization();
+        let wanted = matches!(owner, Owner::Other) || context.is_managing_stream_synchronization();
         let Some((event, stream)) = target.take().filter(|_| wanted) else { return };
         if let Err(error) = event.record(stream) {
-            // `synchronize` fails in a waker, which must not wait for its own thread; the driver's own wait needs no
-            // thread of this process. Where that fails too the stream is lost, mostly with its device, which copies
-            // nothing any more.
-            if self.ours.synchronize().is_err() {
-                let _ = self.theirs.synchronize();
-            }
+            self.wait_somehow();
             context.record_err::<()>(Err(error));
+        }
+    }
+
+    /// Waits until the copy is complete.
+    fn wait_somehow(&self) {
+        // `synchronize` fails in a waker, which must not wait for its own thread; the driver's own wait needs no thread
+        // of this process. Where that fails too the stream is lost, mostly with its device, which copies nothing any
+        // more.
+        if self.ours.synchronize().is_err() {
+            let _ = self.theirs.synchronize();
         }
     }
 
@@ -423,17 +454,19 @@ impl CudarcStream {
     /// after the copy.
     fn take<'a>(
         &self,
-        owner: &CudaStream,
+        stream: &CudaStream,
+        owner: Owner,
         address: u64,
         bytes: usize,
         guard: SyncOnDrop<'a>,
         waited: Result<()>,
     ) -> Result<Taken<'a>> {
-        let same = self.is_same(owner);
         let usable = waited.and_then(|()| {
-            self.nothing_noted(owner)?;
+            self.nothing_noted(stream)?;
             // A slice that was made while its context tracked nothing has no event.
-            if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
+            if matches!(owner, Owner::Other)
+                && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
+            {
                 return Err(self.unordered());
             }
             // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later it is freed on its
@@ -441,7 +474,7 @@ impl CudarcStream {
             unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
         });
         match usable {
-            Ok(range) => Ok(Taken { range, guard, same }),
+            Ok(range) => Ok(Taken { range, guard, owner }),
             Err(error) => {
                 // There is no copy. If the guard recorded the event, it would no longer stand for the use before, and
                 // this stream may not wait for that.

@@ -262,12 +262,11 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         let mut beside = on_device(&own.1.context().default_stream(), &[0; 64]);
         other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
         assert_eq!(own.1.context().default_stream().clone_dtoh(&beside).unwrap(), [7; 64]);
-        // A per-thread default stream is another one on another thread.
-        if !doubles::is_set() {
-            let mut confined = on_device(&own.1.context().per_thread_stream(), &[0; 64]);
-            let refused = other.upload_to(filled(), &mut confined).unwrap_err();
-            assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
-        }
+        // A per-thread default stream is ordered with those of all threads.
+        let confined = own.1.context().per_thread_stream();
+        let mut beside = on_device(&confined, &[0; 64]);
+        other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
+        assert_eq!(confined.clone_dtoh(&beside).unwrap(), [7; 64]);
         // Its own stream orders it.
         adopted(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
@@ -766,6 +765,61 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
     });
 }
 
+/// A slice of the per-thread default stream does not say of which thread's. Copies on other threads are in order with its
+/// uses all the same, and with its end: nothing here waits on the CPU.
+#[test]
+fn slices_of_per_thread_streams_are_in_order_on_all_threads() {
+    const LEN: usize = 70_000;
+    beside("cudarc::slices_of_per_thread_streams_are_in_order_on_all_threads", || {
+        let context = CudaContext::new(0).unwrap();
+        let device = shared::device(&context).unwrap();
+        let pool = pool(&device, 8 * LEN);
+        for round in 0..10 {
+            let theirs = context.per_thread_stream();
+            let (first, second, third) =
+                (bytes(round, LEN), bytes(100 + round, LEN), bytes(200 + round, LEN));
+            let mut slice = theirs.clone_htod(&first).unwrap();
+            std::thread::scope(|scope| {
+                let (context, pool, slice) = (&context, &pool, &mut slice);
+                let (first, second) = (&first, &second);
+                let work = move || {
+                    context.bind_to_thread().unwrap();
+                    let stream = match round % 2 {
+                        0 => context.per_thread_stream(),
+                        _ => context.default_stream(),
+                    };
+                    let stream = adopted(&stream).unwrap();
+                    let back = stream.download_from(slice, pool.checkout(LEN).unwrap()).unwrap();
+                    let mut buf = pool.checkout(LEN).unwrap();
+                    buf.extend_from_slice(second);
+                    drop(stream.upload_to(buf, slice).unwrap());
+                    assert!(*back.wait().unwrap() == **first, "what the other thread has written");
+                };
+                scope.spawn(work).join().unwrap();
+            });
+            // On this thread's stream, behind the copy of the other thread's.
+            assert!(theirs.clone_dtoh(&slice).unwrap() == second);
+            let stream = adopted(&theirs).unwrap();
+            let mut buf = pool.checkout(LEN).unwrap();
+            buf.extend_from_slice(&third);
+            drop(stream.upload_to(buf, &mut slice).unwrap());
+            assert!(theirs.clone_dtoh(&slice).unwrap() == third);
+            // Freed on a third thread, while a copy that reads it may be under way.
+            let back = stream.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+            let context = &context;
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    context.bind_to_thread().unwrap();
+                    drop(slice);
+                    drop(context.per_thread_stream().clone_htod(&vec![OLD; LEN]).unwrap());
+                });
+            });
+            assert!(*back.wait().unwrap() == *third, "read before it was freed and given out again");
+        }
+        crate::support::doubles::gpu::all_back(&pool);
+    });
+}
+
 /// Slices that copies use as device memory, of each kind of stream, one thread's own default stream among them.
 #[test]
 fn slices_are_lent_to_a_copier_and_come_back() {
@@ -817,7 +871,7 @@ fn slices_are_lent_to_a_copier_and_come_back() {
     });
 }
 
-/// It comes back when the last copy is complete, and not before; a lost device ends the wait.
+/// It comes back when the last copy is complete, and not before.
 #[test]
 fn a_slice_comes_back_when_its_last_copy_is_complete() {
     beside("cudarc::a_slice_comes_back_when_its_last_copy_is_complete", || {
