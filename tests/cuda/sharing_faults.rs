@@ -179,6 +179,11 @@ impl Server {
         self.use_graph(raw, &pool, &device, &adopted)?;
         self.use_graph(raw, &pool, &device, &own)?;
         self.use_stream(&pool, &device, &own, &adopted)?;
+        // SAFETY: this thread's own default stream, which lives as long as the thread.
+        let confined =
+            self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, 2 as *mut c_void) })?;
+        self.use_stream(&pool, &device, &confined, &own)?;
+        self.use_stream(&pool, &device, &adopted, &confined)?;
         let left = || {
             let stats = pool.stats();
             stats.in_flight_bytes + stats.checked_out_bytes
@@ -194,7 +199,7 @@ impl Server {
         if let Err(error) = pool.check() {
             self.wrong(error);
         }
-        drop((pool, adopted, own, device));
+        drop((pool, adopted, own, confined, device));
         while !gone.load(Ordering::SeqCst) && !self.dead && !self.may_leak {
             if since.elapsed() > HANG {
                 self.wrong("the context is kept for ever");
