@@ -67,6 +67,7 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
     /// # Errors
     /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Empty`] for
     /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
+    #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
         match Self::looked_at(&slice) {
             Ok((device, address, len)) => {

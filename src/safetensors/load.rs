@@ -47,6 +47,8 @@ const LARGEST_ALIGN: usize = 2 << 20;
 
 type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
 
+type PlaceOf<'a> = dyn FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a;
+
 /// Where the device memory comes from.
 enum Memory<'a> {
     /// The device, in a block for each file.
@@ -54,7 +56,7 @@ enum Memory<'a> {
     /// The caller, in a block for each file.
     Blocks(Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>),
     /// The caller, for each tensor.
-    Places(Box<dyn FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a>),
+    Places(Box<PlaceOf<'a>>),
 }
 
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].

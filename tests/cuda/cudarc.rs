@@ -765,6 +765,35 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
     });
 }
 
+/// A thread that does what it is told. (Those of a test live until its end: see `docs/cuda.md` on threads that end after
+/// they have used their own default stream.)
+struct Helper(std::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>, std::thread::JoinHandle<()>);
+
+impl Helper {
+    fn new(context: &Arc<CudaContext>) -> Self {
+        let (send, jobs) = std::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>();
+        let context = context.clone();
+        let thread = std::thread::spawn(move || {
+            context.bind_to_thread().unwrap();
+            jobs.into_iter().for_each(|job| job());
+        });
+        let helper = Self(send, thread);
+        helper.run(|| ());
+        helper
+    }
+
+    fn run<R: Send + 'static>(&self, work: impl FnOnce() -> R + Send + 'static) -> R {
+        let (send, result) = std::sync::mpsc::channel();
+        self.0.send(Box::new(move || send.send(work()).unwrap())).unwrap();
+        result.recv().unwrap()
+    }
+
+    fn end(self) {
+        drop(self.0);
+        self.1.join().unwrap();
+    }
+}
+
 /// A slice of the per-thread default stream does not say of which thread's. Copies on other threads are in order with its
 /// uses all the same, and with its end: nothing here waits on the CPU.
 #[test]
@@ -774,28 +803,23 @@ fn slices_of_per_thread_streams_are_in_order_on_all_threads() {
         let context = CudaContext::new(0).unwrap();
         let device = shared::device(&context).unwrap();
         let pool = pool(&device, 8 * LEN);
+        let helpers = [Helper::new(&context), Helper::new(&context)];
         for round in 0..10 {
             let theirs = context.per_thread_stream();
             let (first, second, third) =
                 (bytes(round, LEN), bytes(100 + round, LEN), bytes(200 + round, LEN));
             let mut slice = theirs.clone_htod(&first).unwrap();
-            std::thread::scope(|scope| {
-                let (context, pool, slice) = (&context, &pool, &mut slice);
-                let (first, second) = (&first, &second);
-                let work = move || {
-                    context.bind_to_thread().unwrap();
-                    let stream = match round % 2 {
-                        0 => context.per_thread_stream(),
-                        _ => context.default_stream(),
-                    };
-                    let stream = adopted(&stream).unwrap();
-                    let back = stream.download_from(slice, pool.checkout(LEN).unwrap()).unwrap();
-                    let mut buf = pool.checkout(LEN).unwrap();
-                    buf.extend_from_slice(second);
-                    drop(stream.upload_to(buf, slice).unwrap());
-                    assert!(*back.wait().unwrap() == **first, "what the other thread has written");
-                };
-                scope.spawn(work).join().unwrap();
+            let (there, buffers) = (context.clone(), pool.clone());
+            let sent = second.clone();
+            slice = helpers[0].run(move || {
+                let stream = if round % 2 == 0 { there.per_thread_stream() } else { there.default_stream() };
+                let stream = adopted(&stream).unwrap();
+                let back = stream.download_from(&slice, buffers.checkout(LEN).unwrap()).unwrap();
+                let mut buf = buffers.checkout(LEN).unwrap();
+                buf.extend_from_slice(&sent);
+                drop(stream.upload_to(buf, &mut slice).unwrap());
+                assert!(*back.wait().unwrap() == *first, "what the other thread has written");
+                slice
             });
             // On this thread's stream, behind the copy of the other thread's.
             assert!(theirs.clone_dtoh(&slice).unwrap() == second);
@@ -806,16 +830,14 @@ fn slices_of_per_thread_streams_are_in_order_on_all_threads() {
             assert!(theirs.clone_dtoh(&slice).unwrap() == third);
             // Freed on a third thread, while a copy that reads it may be under way.
             let back = stream.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
-            let context = &context;
-            std::thread::scope(|scope| {
-                scope.spawn(move || {
-                    context.bind_to_thread().unwrap();
-                    drop(slice);
-                    drop(context.per_thread_stream().clone_htod(&vec![OLD; LEN]).unwrap());
-                });
+            let there = context.clone();
+            helpers[1].run(move || {
+                drop(slice);
+                drop(there.per_thread_stream().clone_htod(&vec![OLD; LEN]).unwrap());
             });
             assert!(*back.wait().unwrap() == *third, "read before it was freed and given out again");
         }
+        helpers.into_iter().for_each(Helper::end);
         crate::support::doubles::gpu::all_back(&pool);
     });
 }
@@ -848,12 +870,15 @@ fn slices_are_lent_to_a_copier_and_come_back() {
             }
         };
         work(context.default_stream(), 0);
+        let all = std::sync::Barrier::new(4);
         std::thread::scope(|scope| {
             for thread in 1..5 {
-                let (context, work) = (&context, &work);
+                let (context, work, all) = (&context, &work, &all);
                 scope.spawn(move || {
                     context.bind_to_thread().unwrap();
+                    all.wait();
                     (0..5).for_each(|round| work(context.per_thread_stream(), 100 * thread + round));
+                    all.wait();
                 });
             }
         });

@@ -52,8 +52,11 @@ fn each_thread_has_its_own() {
     on_gpu("each_thread_has_its_own", |gpu| {
         let device = open();
         let (pool, stream) = (pool(&device, 2 << 20), own(&device));
+        let all = std::sync::Barrier::new(4);
         let work = |seed| {
             gpu.current(gpu.context);
+            // None ends before all have begun: see `docs/cuda.md`.
+            all.wait();
             let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
             (0..20).for_each(|n| round_trip(&pool, &stream, &memory, seed + n));
             assert_eq!(own(&device).number(), stream.number(), "adopted again it is the same stream");
