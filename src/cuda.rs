@@ -175,13 +175,16 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 /// the [module's page](self) for what is different on it.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context. [`Error::Capturing`] while the stream is being
-/// captured into a graph: adopt it before. What the driver says; the device's loss.
+/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context.
+/// [`Error::Capturing`] while the stream is being captured into a graph: adopt it before. What the driver says; the
+/// device's loss.
 ///
 /// # Safety
 /// `stream` is a CUDA stream, and stays one until everything that was submitted to it through this crate is known to be
 /// complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. [`adopt_stream_with`]
-/// leaves that to an owner. The promise about captures on the [module's page](self) is kept.
+/// leaves that to an owner. (Default streams live long enough: the legacy one as long as its context, and what a thread
+/// has submitted to its own is completed though the thread ends.) The promise about captures on the [module's page](self)
+/// is kept.
 ///
 /// ```no_run
 /// # let server_stream = std::ptr::null_mut();
