@@ -24,7 +24,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// A `CudaSlice` as device memory for copies: for a loader that fills a server's own allocations.
 ///
 /// ```no_run
-/// # fn demo(stream: std::sync::Arc<cudarc::driver::CudaStream>, copier: pinpool::Copier) -> Result<(), Box<dyn std::error::Error>> {
+/// # use std::{error::Error, sync::Arc};
+/// # fn demo(stream: Arc<cudarc::driver::CudaStream>, copier: pinpool::Copier) -> Result<(), Box<dyn Error>> {
 /// use pinpool::cudarc::SharedSlice;
 ///
 /// let weights = stream.alloc_zeros::<f32>(1000)?;

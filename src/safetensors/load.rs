@@ -191,9 +191,9 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// [`Error::BadAlignment`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
     /// caller's [`Error::TooSmall`], [`Error::WrongDevice`], and [`Error::Config`] where it is not aligned or overlaps
-    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Shrunk`] for a file that has become shorter since it was opened,
-    /// [`Error::Malformed`] for one that was written to; [`Error::Forked`]. Transfers of other files that were started
-    /// are cancelled.
+    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Shrunk`] for a
+    /// file that has become shorter since it was opened, [`Error::Malformed`] for one that was written to;
+    /// [`Error::Forked`]. Transfers of other files that were started are cancelled.
     pub fn start(mut self) -> Result<Loading> {
         let mut loading = Loading::none();
         let choose = self.choice();

@@ -32,10 +32,15 @@
 //! [copier](crate::copier) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
 //! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
-//! Tensors come out in the file's order, each as soon as its bytes are on the device. A [`Loading`] is an async stream;
-//! for threads it has an iterator that waits ([`Loading::blocking`]). All files (shards) are queued with the copier at once, so that it does not idle
-//! between two of them. Completion is known by chunks, and a tensor costs time only when it comes out: the copies of
-//! 16,384 tensors of 16 KiB take 5 ms, so a microsecond for each would take three times as long.
+//! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
+//! [first](Loader::first) before the others. A [`Loading`] is an async stream; for threads it has an iterator that waits
+//! ([`Loading::blocking`]), and many threads share it, each of which waits for tensors by name ([`Loading::share`]). All
+//! files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is known by
+//! chunks, and a tensor costs time only when it comes out: the copies of 16,384 tensors of 16 KiB take 5 ms, so a
+//! microsecond for each would take three times as long.
+//!
+//! A server with an allocation for each tensor gives the loader their places ([`Loader::places`]). Long tensors are copied
+//! as fast so; short ones are packed on the host and spread on the device.
 //!
 //! Opening a checkpoint reads the headers and nothing else, and only tensors that are asked for are read.
 //! [`Checkpoint::tensor`] loads a single one.
