@@ -117,13 +117,17 @@ pub fn write(size: Size, seed: u64, folder: &Path) -> io::Result<()> {
                 scope.spawn(move || write_file(&path, tensors, seed))
             })
             .collect();
-        threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| io::Error::other("a writer panicked"))?)
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().map_err(|_| io::Error::other("a writer panicked"))?)
     })?;
     if of.files > 1 {
         let map: serde_json::Map<_, _> = parts
             .iter()
             .enumerate()
-            .flat_map(|(part, tensors)| tensors.iter().map(move |(_, (tensor, _))| (tensor.clone(), name(part).into())))
+            .flat_map(|(part, tensors)| {
+                tensors.iter().map(move |(_, (tensor, _))| (tensor.clone(), name(part).into()))
+            })
             .collect();
         let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": map});
         fs::write(folder.join("model.safetensors.index.json"), format!("{index:#}\n"))?;
@@ -160,7 +164,9 @@ fn write_file(path: &Path, tensors: &[(usize, &(String, Vec<usize>))], seed: u64
                 state ^= state << 13;
                 state ^= state >> 7;
                 state ^= state << 17;
-                word.copy_from_slice(&((state & 0x81FF_81FF_81FF_81FF) | 0x3C00_3C00_3C00_3C00).to_le_bytes());
+                word.copy_from_slice(
+                    &((state & 0x81FF_81FF_81FF_81FF) | 0x3C00_3C00_3C00_3C00).to_le_bytes(),
+                );
             }
             file.write_all(&block[..n])?;
             left -= n;

@@ -62,7 +62,9 @@ fn options() -> std::result::Result<Options, String> {
                 };
                 (options.mode, options.folder) = (arg.clone(), value()?.into());
             }
-            "--bench" | "--serve" | "--compare" => (options.mode, options.folder) = (arg.clone(), value()?.into()),
+            "--bench" | "--serve" | "--compare" => {
+                (options.mode, options.folder) = (arg.clone(), value()?.into())
+            }
             "--loader" => {
                 options.loader = match value()?.as_str() {
                     "candle" => Loader::Candle,
@@ -80,7 +82,11 @@ fn options() -> std::result::Result<Options, String> {
             _ => return Err(format!("unknown argument {arg:?}")),
         }
     }
-    if options.mode.is_empty() { Err("one of --write, --bench, --serve, --compare".into()) } else { Ok(options) }
+    if options.mode.is_empty() {
+        Err("one of --write, --bench, --serve, --compare".into())
+    } else {
+        Ok(options)
+    }
 }
 
 fn device(options: &Options) -> Result<Device> {
@@ -99,8 +105,13 @@ fn age() -> Option<f64> {
     Some((uptime - start / 100.0).max(0.0))
 }
 
-/// The model by the chosen loader. `show` gets the load while it is under way.
-fn load(options: &Options, device: &Device, show: impl FnOnce(&Pinned, &Arc<Weights>)) -> Result<Model> {
+/// The model by the chosen loader. `show` gets the crate's load while it is under way, and when it began.
+/// Also gives the time at which the weights were there, which may be before the kernels were.
+fn load(
+    options: &Options,
+    device: &Device,
+    show: impl FnOnce(&Pinned, &Arc<Weights>, Instant),
+) -> Result<(Model, Instant)> {
     let config = model::config(&options.folder)?;
     let (warm, gpu) = (options.warm, device.clone());
     // Both loaders have it: the kernels load while the weights do.
@@ -109,27 +120,32 @@ fn load(options: &Options, device: &Device, show: impl FnOnce(&Pinned, &Arc<Weig
         Loader::Candle => Model::candle(&options.folder, device),
         Loader::Pinpool => {
             let pinned = Pinned::new(device, options.pool)?;
+            let opened = Instant::now();
             let weights = Arc::new(Weights::open(&pinned, &options.folder)?);
-            show(&pinned, &weights);
+            show(&pinned, &weights, opened);
             Model::pinpool(&weights, &options.folder, &pinned)
         }
     }?;
     device.synchronize()?;
+    let loaded = Instant::now();
     match warming.join() {
         Ok(warmed) => warmed?,
         Err(_) => bail!("the thread that warms the kernels panicked"),
     }
-    Ok(model)
+    Ok((model, loaded))
 }
 
 fn bench(options: &Options, main: Instant, age: f64) -> Result<()> {
     let device = device(options)?;
     let device_s = main.elapsed().as_secs_f64();
-    let bytes: u64 = model::files(&options.folder)?.iter().flat_map(std::fs::metadata).map(|file| file.len()).sum();
+    let bytes: u64 =
+        model::files(&options.folder)?.iter().flat_map(std::fs::metadata).map(|file| file.len()).sum();
     let start = Instant::now();
-    let there = std::cell::Cell::new(0.0);
-    let model = load(options, &device, |_, _| there.set(start.elapsed().as_secs_f64()))?;
-    let load_s = start.elapsed().as_secs_f64();
+    let (mut pool_s, mut submitted_s) = (0.0, 0.0);
+    let (model, loaded) = load(options, &device, |_, _, opened| {
+        (pool_s, submitted_s) = ((opened - start).as_secs_f64(), opened.elapsed().as_secs_f64());
+    })?;
+    let model_s = (loaded - start).as_secs_f64();
     let mut first = None;
     let decoding = Instant::now();
     let tokens = model.generate(&model::encode(PROMPT), options.tokens, |_| {
@@ -139,8 +155,8 @@ fn bench(options: &Options, main: Instant, age: f64) -> Result<()> {
     let line = serde_json::json!({
         "loader": format!("{:?}", options.loader).to_lowercase(),
         "own_stream": options.own_stream, "warm": options.warm, "bytes": bytes,
-        "main_s": age, "device_s": device_s, "submitted_s": there.get(), "model_s": load_s,
-        "gb_per_s": bytes as f64 / load_s / 1e9,
+        "main_s": age, "device_s": device_s, "pool_s": pool_s, "submitted_s": submitted_s, "model_s": model_s,
+        "gb_per_s": bytes as f64 / (model_s - pool_s) / 1e9,
         "first_token_s": first, "decode_s": decoding.elapsed().as_secs_f64(), "tokens": tokens,
     });
     println!("{line}");
@@ -190,11 +206,12 @@ fn serve(options: Options) -> std::result::Result<(), Box<dyn std::error::Error 
     let listen = options.listen.clone();
     let server = Server::start(move |server| {
         let device = device(&options)?;
-        load(&options, &device, |pinned, weights| {
+        load(&options, &device, |pinned, weights, _| {
             if let Err(error) = server.show(pinned, weights) {
                 eprintln!("no metrics: {error}");
             }
         })
+        .map(|(model, _)| model)
     })?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {

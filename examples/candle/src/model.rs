@@ -4,6 +4,7 @@
 //! number.
 
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -102,8 +103,15 @@ impl Model {
                 }
             }
         }
-        // A load that fails midway panics there; the last layer is asked for first, so that the error comes here.
-        let llama = Llama::load(builder, &config)?;
+        // A layer whose load fails later, of a file that became shorter, ends in that same unwrap.
+        let loaded = catch_unwind(AssertUnwindSafe(|| Llama::load(builder, &config)));
+        let llama = match loaded {
+            Ok(llama) => llama?,
+            Err(panic) => match panic.downcast_ref::<String>() {
+                Some(why) => candle_core::bail!("{why}"),
+                None => candle_core::bail!("the model's load panicked"),
+            },
+        };
         Ok(Self { llama, config, device: device.clone(), dtype: dtype(device) })
     }
 
@@ -114,13 +122,23 @@ impl Model {
         (config.num_hidden_layers, config.vocab_size) = (1, config.vocab_size.min(1024));
         config.max_position_embeddings = config.max_position_embeddings.min(64);
         let builder = VarBuilder::zeros(dtype(device), device);
-        let model = Self { llama: Llama::load(builder, &config)?, config, device: device.clone(), dtype: dtype(device) };
+        let model = Self {
+            llama: Llama::load(builder, &config)?,
+            config,
+            device: device.clone(),
+            dtype: dtype(device),
+        };
         model.generate(&[1; 8], 2, |_| true)?;
         device.synchronize()
     }
 
     /// The most likely tokens after the prompt, one after the other, until `each` says no or the positions end.
-    pub fn generate(&self, prompt: &[u32], tokens: usize, mut each: impl FnMut(u32) -> bool) -> Result<Vec<u32>> {
+    pub fn generate(
+        &self,
+        prompt: &[u32],
+        tokens: usize,
+        mut each: impl FnMut(u32) -> bool,
+    ) -> Result<Vec<u32>> {
         if prompt.is_empty() {
             candle_core::bail!("a prompt has a byte at least");
         }

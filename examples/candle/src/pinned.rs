@@ -67,7 +67,9 @@ impl Pinned {
                 let buf = sent.wait().map_err(wrap)?;
                 Ok((tensor, buf))
             }
-            Place::Empty | Place::Host(_) => Ok((Tensor::from_raw_buffer(&buf, dtype, shape, &self.candle)?, buf)),
+            Place::Empty | Place::Host(_) => {
+                Ok((Tensor::from_raw_buffer(&buf, dtype, shape, &self.candle)?, buf))
+            }
         }
     }
 

@@ -45,7 +45,9 @@ impl Place {
                 let slice = cuda::memory(pinned, &tensor, address, len)?;
                 Ok(Self::Cuda(tensor, slice))
             }
-            _ => candle_core::bail!("no tensors of {dtype:?} {shape:?} on this device: it is neither a CPU nor CUDA"),
+            _ => candle_core::bail!(
+                "no tensors of {dtype:?} {shape:?} on this device: it is neither a CPU nor CUDA"
+            ),
         }
     }
 
@@ -149,7 +151,12 @@ mod cuda {
     }
 
     /// A tensor's memory as a range that the crate's copies take. The range keeps the tensor.
-    pub(super) fn memory(pinned: &pinpool::Device, tensor: &Tensor, address: u64, len: usize) -> Result<DeviceSlice> {
+    pub(super) fn memory(
+        pinned: &pinpool::Device,
+        tensor: &Tensor,
+        address: u64,
+        len: usize,
+    ) -> Result<DeviceSlice> {
         // SAFETY: the tensor, which is the owner, keeps its memory allocated. The callers wait for candle's stream
         // before the first copy, and give a tensor to other code only when its copy is complete; a download is waited
         // for before its call returns. All patterns of bits are values.

@@ -129,22 +129,23 @@ impl futures_core::Stream for Tokens {
 async fn generate(State(server): State<Arc<Server>>, Json(body): Json<serde_json::Value>) -> Response {
     let prompt = body["prompt"].as_str().unwrap_or_default().to_owned();
     if prompt.is_empty() {
-        return (StatusCode::BAD_REQUEST, "the body is {\"prompt\": TEXT, \"max_tokens\": NUMBER}\n").into_response();
+        return (StatusCode::BAD_REQUEST, "the body is {\"prompt\": TEXT, \"max_tokens\": NUMBER}\n")
+            .into_response();
     }
     let tokens = body["max_tokens"].as_u64().unwrap_or(16).min(4096) as usize;
     let (out, tokens_out) = unbounded_channel();
     if server.failed.get().is_some() || server.queue.send(Request { prompt, tokens, out }).is_err() {
         return (StatusCode::SERVICE_UNAVAILABLE, "the model could not be loaded\n").into_response();
     }
-    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], Body::from_stream(Tokens(tokens_out))).into_response()
+    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], Body::from_stream(Tokens(tokens_out)))
+        .into_response()
 }
 
 async fn health(State(server): State<Arc<Server>>) -> Response {
     let (landed, bytes) = server.weights.get().map_or((0, 0), |weights| (weights.landed(), weights.bytes()));
     let status = if server.ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let failed = server.failed.get();
-    let text =
-        serde_json::json!({"ready": server.ready(), "landed_bytes": landed, "bytes": bytes, "failed": failed});
+    let text = serde_json::json!({"ready": server.ready(), "landed_bytes": landed, "bytes": bytes, "failed": failed});
     (status, Json(text)).into_response()
 }
 
@@ -159,5 +160,6 @@ async fn metrics(State(server): State<Arc<Server>>) -> Response {
         counts.requests.load(Relaxed),
         counts.tokens.load(Relaxed),
     );
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4"), (header::CACHE_CONTROL, "no-store")], text).into_response()
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4"), (header::CACHE_CONTROL, "no-store")], text)
+        .into_response()
 }

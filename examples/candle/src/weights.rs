@@ -97,7 +97,11 @@ impl Weights {
     }
 
     /// The same for the tensors whose names `wanted` accepts.
-    pub fn open_where(pinned: &Pinned, path: impl AsRef<Path>, wanted: impl Fn(&str) -> bool) -> Result<Self> {
+    pub fn open_where(
+        pinned: &Pinned,
+        path: impl AsRef<Path>,
+        wanted: impl Fn(&str) -> bool,
+    ) -> Result<Self> {
         let checkpoint = Checkpoint::open(path).map_err(wrap)?;
         let device = pinned.candle().clone();
         let (mut shards, mut tensors, mut plans, mut bytes) = (Vec::new(), HashMap::new(), Vec::new(), 0);
@@ -121,7 +125,14 @@ impl Weights {
             let of_file = pieces.iter().map(|piece| piece.device.len() as u64).sum();
             bytes += of_file;
             plans.push(pieces);
-            shards.push(Shard { name, file, opened, bytes: of_file, transfer: RwLock::new(None), failed: OnceLock::new() });
+            shards.push(Shard {
+                name,
+                file,
+                opened,
+                bytes: of_file,
+                transfer: RwLock::new(None),
+                failed: OnceLock::new(),
+            });
         }
         place::settle(&device)?;
         for (shard, pieces) in shards.iter_mut().zip(plans) {
@@ -148,11 +159,12 @@ impl Weights {
 
     /// Bytes that have arrived.
     pub fn landed(&self) -> u64 {
-        let landed = |shard: &Shard| match &*shard.transfer.read().unwrap_or_else(|broken| broken.into_inner()) {
-            Some(transfer) => transfer.progress().done,
-            None if shard.failed.get().is_none() => shard.bytes,
-            None => 0,
-        };
+        let landed =
+            |shard: &Shard| match &*shard.transfer.read().unwrap_or_else(|broken| broken.into_inner()) {
+                Some(transfer) => transfer.progress().done,
+                None if shard.failed.get().is_none() => shard.bytes,
+                None => 0,
+            };
         self.shards.iter().map(landed).sum()
     }
 
@@ -200,7 +212,10 @@ impl SimpleBackend for PinpoolVarBuilder {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         let tensor = self.get_unchecked(name, dtype, device)?;
         if tensor.shape() != &shape {
-            candle_core::bail!("shape mismatch for {name:?}: the model has {shape:?}, the file {:?}", tensor.shape());
+            candle_core::bail!(
+                "shape mismatch for {name:?}: the model has {shape:?}, the file {:?}",
+                tensor.shape()
+            );
         }
         Ok(tensor)
     }

@@ -86,7 +86,8 @@ fn a_missing_tensor_is_named() {
     let weights = Arc::new(Weights::open_where(&pinned, folder.path(), |name| name != gone).unwrap());
     let error = weights.get("no such tensor").unwrap_err().to_string();
     assert!(error.contains("no such tensor"), "{error}");
-    let error = Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor is missing").to_string();
+    let error =
+        Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor is missing").to_string();
     assert!(error.contains(gone), "{error}");
     let error = weights.var_builder(DType::F32).get((3, 3), FIRST).unwrap_err().to_string();
     assert!(error.contains("[3, 3]"), "{error}");
@@ -105,6 +106,9 @@ fn a_truncated_file_is_an_error() {
     let error = weights.get(LAST).unwrap_err().to_string();
     assert!(error.contains("model.safetensors"), "{error}");
     weights.finish().unwrap_err();
+    let weights = Arc::new(weights);
+    let error = Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor failed").to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
     // Before: the header does not fit.
     let error = Weights::open(&pinned, folder.path()).err().expect("the file is short").to_string();
     assert!(error.contains("model.safetensors"), "{error}");
@@ -122,7 +126,8 @@ fn tensors_go_through_buffers() {
     assert_eq!(tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap(), numbers);
     // A view with gaps arrives in the order of its elements.
     let back = pinned.download(&tensor.t().unwrap()).unwrap();
-    let first: Vec<f32> = back[..12].chunks_exact(4).map(|n| f32::from_le_bytes(n.try_into().unwrap())).collect();
+    let first: Vec<f32> =
+        back[..12].chunks_exact(4).map(|n| f32::from_le_bytes(n.try_into().unwrap())).collect();
     assert_eq!(first, [0.0, 4.0, 8.0]);
     pinned.upload(buf, DType::F32, &[5]).unwrap_err();
 }
