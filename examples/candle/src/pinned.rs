@@ -1,7 +1,7 @@
 //! A device of candle's with a pool and a copier beside it, and single tensors through the pool's buffers.
 
 use candle_core::{DType, Device, Result, Tensor};
-use pinpool::{Copier, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Copier, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
 
 use crate::place::{self, Place};
 use crate::wrap;
@@ -91,5 +91,20 @@ impl Pinned {
                 Ok(buf)
             }
         }
+    }
+
+    /// Bytes that have landed. By the stream and not by the copier, which would order this behind the whole transfer
+    /// that wrote a part of it.
+    pub(crate) fn read(&self, slice: &DeviceSlice) -> Result<Vec<u8>> {
+        let block = (self.pool.stats().capacity_bytes / 8).clamp(4096, 4 << 20);
+        let mut bytes = Vec::with_capacity(slice.len());
+        while bytes.len() < slice.len() {
+            let end = slice.len().min(bytes.len() + block);
+            let part = slice.slice(bytes.len()..end).map_err(wrap)?;
+            let buf = self.pool.checkout(part.len()).map_err(wrap)?;
+            let back = self.stream.download(part, buf).map_err(|refused| wrap(refused.error))?;
+            bytes.extend_from_slice(&back.wait().map_err(wrap)?);
+        }
+        Ok(bytes)
     }
 }

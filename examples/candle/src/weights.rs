@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock, RwLock};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use pinpool::copier::{FileSource, Piece, Priority, Transfer};
+use pinpool::copier::{FileSource, Piece, Transfer};
 use pinpool::safetensors::{Checkpoint, Header};
 
 use crate::place::{self, Place};
@@ -179,9 +179,7 @@ impl Weights {
         match &entry.place {
             Place::Empty => Tensor::zeros(entry.shape.as_slice(), entry.dtype, &self.device),
             Place::Host(slice) => {
-                // Before the rest of the load, which the model does not wait for.
-                let copier = self.pinned.copier().with_priority(Priority::Foreground);
-                let bytes = copier.download_vec(slice.clone()).map_err(wrap)?;
+                let bytes = self.pinned.read(slice)?;
                 Tensor::from_raw_buffer(&bytes, entry.dtype, &entry.shape, &self.device)
             }
             #[cfg(feature = "cuda")]

@@ -1,7 +1,8 @@
 //! Both loaders give the same tensors and the same tokens, a tensor can be had before the others, and errors come out
 //! as errors.
 
-use std::fs::{self, OpenOptions};
+use std::collections::HashMap;
+use std::fs::OpenOptions;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,9 +10,6 @@ use candle_core::{DType, Device, Tensor};
 use pinpool_candle::checkpoint::{Size, write};
 use pinpool_candle::model::{Model, encode, files};
 use pinpool_candle::{Pinned, Weights};
-
-const FIRST: &str = "model.embed_tokens.weight";
-const LAST: &str = "lm_head.weight";
 
 fn small() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -29,12 +27,21 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
     bytes
 }
 
-/// A load that takes seconds, unless the limit is taken back.
-fn slow(folder: &Path) -> (Pinned, Weights) {
-    let pinned = pinned(256 << 10);
-    pinned.copier().set_rate(Some(100_000));
-    let weights = Weights::open(&pinned, folder).unwrap();
-    (pinned, weights)
+/// 16 tensors of 2 MiB, `"00"` to `"15"`, whose load takes two seconds unless the limit is taken back: eight chunks.
+fn slow() -> (tempfile::TempDir, Pinned, Weights) {
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = |n: u32| (format!("{n:02}"), Tensor::full(n, 512 << 10, &Device::Cpu).unwrap());
+    let tensors: HashMap<_, _> = (0..16).map(tensor).collect();
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    let pinned = pinned(16 << 20);
+    pinned.copier().set_rate(Some(16 << 20));
+    let weights = Weights::open(&pinned, folder.path()).unwrap();
+    (folder, pinned, weights)
+}
+
+fn cut(folder: &Path) {
+    let file = OpenOptions::new().write(true).open(&files(folder).unwrap()[0]).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
 }
 
 #[test]
@@ -68,13 +75,13 @@ fn tokens_are_equal() {
 
 #[test]
 fn a_tensor_can_be_had_before_the_others() {
-    let folder = small();
-    let (pinned, weights) = slow(folder.path());
-    let first = weights.get(FIRST).unwrap();
+    let (_folder, pinned, weights) = slow();
+    let first = weights.get("00").unwrap();
     assert!(weights.landed() < weights.bytes(), "all have landed");
-    assert_eq!(first.dims(), [320, 64]);
+    assert_eq!(first.max_all().unwrap().to_scalar::<u32>().unwrap(), 0);
     pinned.copier().set_rate(None);
-    weights.get(LAST).unwrap();
+    let last = weights.get("15").unwrap();
+    assert_eq!(last.min_all().unwrap().to_scalar::<u32>().unwrap(), 15);
     weights.finish().unwrap();
 }
 
@@ -89,27 +96,27 @@ fn a_missing_tensor_is_named() {
     let error =
         Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor is missing").to_string();
     assert!(error.contains(gone), "{error}");
-    let error = weights.var_builder(DType::F32).get((3, 3), FIRST).unwrap_err().to_string();
+    let error = weights.var_builder(DType::F32).get((3, 3), "lm_head.weight").unwrap_err().to_string();
     assert!(error.contains("[3, 3]"), "{error}");
 }
 
 #[test]
 fn a_truncated_file_is_an_error() {
+    // Two loads, of which the second has to wait for the first.
+    let (slow_folder, pinned, slow) = slow();
     let folder = small();
-    let path = files(folder.path()).unwrap().remove(0);
-    let cut = |len| OpenOptions::new().write(true).open(&path).unwrap().set_len(len).unwrap();
-    let len = fs::metadata(&path).unwrap().len();
-    // While it is loaded: the last tensor does not come, and says why.
-    let (pinned, weights) = slow(folder.path());
-    cut(len - 4096);
+    let weights = Arc::new(Weights::open(&pinned, folder.path()).unwrap());
+    cut(slow_folder.path());
+    cut(folder.path());
+    // The tensors before the cut arrive all the same.
+    slow.get("00").unwrap();
     pinned.copier().set_rate(None);
-    let error = weights.get(LAST).unwrap_err().to_string();
+    let error = slow.get("15").unwrap_err().to_string();
     assert!(error.contains("model.safetensors"), "{error}");
-    weights.finish().unwrap_err();
-    let weights = Arc::new(weights);
+    slow.finish().unwrap_err();
     let error = Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor failed").to_string();
     assert!(error.contains("model.safetensors"), "{error}");
-    // Before: the header does not fit.
+    // A file that is short before the load does not fit its header.
     let error = Weights::open(&pinned, folder.path()).err().expect("the file is short").to_string();
     assert!(error.contains("model.safetensors"), "{error}");
 }
