@@ -98,7 +98,7 @@ pub(crate) fn borrowed(pinned: &pinpool::Device, tensor: &Tensor) -> Result<Opti
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
-    use candle_core::cuda_backend::{CudaDType, CudaDevice, WrapErr};
+    use candle_core::cuda_backend::{CudaDType, CudaDevice};
     use candle_core::{CudaStorage, DType, Result, Storage, Tensor};
     use half::{bf16, f16};
     use pinpool::DeviceSlice;
@@ -162,7 +162,4 @@ mod cuda {
         // for before its call returns. All patterns of bits are values.
         unsafe { pinned.raw_memory(address, len, tensor.clone()) }.map_err(|refused| wrap(refused.error))
     }
-
-    #[allow(unused_imports)]
-    use WrapErr as _;
 }

@@ -44,10 +44,10 @@ struct Shard {
 impl Shard {
     /// Waits until the first pieces have arrived, in the file's order.
     fn wait(&self, pieces: usize) -> Result<()> {
-        if let Some(transfer) = &*self.transfer.read().unwrap_or_else(|broken| broken.into_inner()) {
-            if transfer.wait_pieces(pieces) {
-                return Ok(());
-            }
+        if let Some(transfer) = &*self.transfer.read().unwrap_or_else(|broken| broken.into_inner())
+            && transfer.wait_pieces(pieces)
+        {
+            return Ok(());
         }
         self.end()
     }
@@ -59,10 +59,10 @@ impl Shard {
             let _ = transfer.wait_pieces(usize::MAX);
         }
         let mut transfer = self.transfer.write().unwrap_or_else(|broken| broken.into_inner());
-        if let Some(transfer) = transfer.take() {
-            if let Err(failed) = transfer.wait() {
-                let _ = self.failed.set(failed.error.to_string());
-            }
+        if let Some(transfer) = transfer.take()
+            && let Err(failed) = transfer.wait()
+        {
+            let _ = self.failed.set(failed.error.to_string());
         }
         match self.failed.get() {
             Some(why) => candle_core::bail!("{why}"),
