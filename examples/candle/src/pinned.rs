@@ -1,0 +1,110 @@
+//! A device of candle's with a pool and a copier beside it, and single tensors through the pool's buffers.
+
+use candle_core::{DType, Device, Result, Tensor};
+use pinpool::{Copier, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
+
+use crate::place::{self, Place};
+use crate::wrap;
+
+/// Clones share everything.
+#[derive(Clone)]
+pub struct Pinned {
+    candle: Device,
+    device: pinpool::Device,
+    pool: Pool,
+    copier: Copier,
+    stream: Stream,
+}
+
+impl Pinned {
+    /// A pool of this many bytes for a device of candle's. On candle's CPU device memory that may not be pinned is
+    /// used unpinned: no device copies it.
+    pub fn new(candle: &Device, capacity: usize) -> Result<Self> {
+        let device = place::device(candle)?;
+        let unpinned = if candle.is_cpu() { Unpinned::Allow } else { Unpinned::default() };
+        let pool = Pool::builder(&device).capacity(capacity).unpinned(unpinned).build().map_err(wrap)?;
+        Self::with(candle, &device, &pool)
+    }
+
+    /// The same with a pool that the program has. The device is the pool's.
+    pub fn with(candle: &Device, device: &pinpool::Device, pool: &Pool) -> Result<Self> {
+        let copier = Copier::builder(pool, device).build().map_err(wrap)?;
+        let stream = device.stream().map_err(wrap)?;
+        Ok(Self { candle: candle.clone(), device: device.clone(), pool: pool.clone(), copier, stream })
+    }
+
+    /// Candle's device.
+    pub fn candle(&self) -> &Device {
+        &self.candle
+    }
+
+    /// The crate's device.
+    pub fn device(&self) -> &pinpool::Device {
+        &self.device
+    }
+
+    /// The pool.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// The copier.
+    pub fn copier(&self) -> &Copier {
+        &self.copier
+    }
+
+    /// A tensor of the bytes of a buffer, which comes back. Waits for the copy.
+    pub fn upload(&self, buf: PinnedBuf, dtype: DType, shape: &[usize]) -> Result<(Tensor, PinnedBuf)> {
+        let len = shape.iter().product::<usize>() * dtype.size_in_bytes();
+        if len != buf.len() {
+            candle_core::bail!("a tensor of {dtype:?} {shape:?} has {len} bytes, the buffer {}", buf.len());
+        }
+        match Place::new(&self.device, &self.candle, dtype, shape, len)? {
+            #[cfg(feature = "cuda")]
+            Place::Cuda(tensor, slice) => {
+                place::settle(&self.candle)?;
+                let sent = self.stream.upload(buf, slice).map_err(|refused| wrap(refused.error))?;
+                let buf = sent.wait().map_err(wrap)?;
+                Ok((tensor, buf))
+            }
+            Place::Empty | Place::Host(_) => {
+                Ok((Tensor::from_raw_buffer(&buf, dtype, shape, &self.candle)?, buf))
+            }
+        }
+    }
+
+    /// The bytes of a tensor, in the order of its elements, in a buffer of the pool. Waits for what this thread has
+    /// submitted to candle's stream, and for the copy.
+    pub fn download(&self, tensor: &Tensor) -> Result<PinnedBuf> {
+        let tensor = tensor.contiguous()?;
+        let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let mut buf = self.pool.checkout(len).map_err(wrap)?;
+        match place::borrowed(&self.device, &tensor)? {
+            Some(slice) => {
+                let back = self.stream.download(slice, buf).map_err(|refused| wrap(refused.error))?;
+                back.wait().map_err(wrap)
+            }
+            None => {
+                let mut bytes = Vec::with_capacity(len);
+                tensor.write_bytes(&mut bytes)?;
+                buf.extend_from_slice(&bytes);
+                Ok(buf)
+            }
+        }
+    }
+
+    /// Bytes that have landed. By the stream and not by the copier, which would order this behind the whole transfer
+    /// that wrote a part of it.
+    pub(crate) fn read(&self, slice: &DeviceSlice) -> Result<Vec<u8>> {
+        let block = (self.pool.stats().capacity_bytes / 8).clamp(4096, 4 << 20);
+        let mut bytes = Vec::with_capacity(slice.len());
+        while bytes.len() < slice.len() {
+            let end = slice.len().min(bytes.len() + block);
+            let part = slice.slice(bytes.len()..end).map_err(wrap)?;
+            let buf = self.pool.checkout(part.len()).map_err(wrap)?;
+            let back = self.stream.download(part, buf).map_err(|refused| wrap(refused.error))?;
+            bytes.extend_from_slice(&back.wait().map_err(wrap)?);
+        }
+        Ok(bytes)
+    }
+}

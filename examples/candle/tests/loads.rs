@@ -1,0 +1,140 @@
+//! Both loaders give the same tensors and the same tokens, a tensor can be had before the others, and errors come out
+//! as errors.
+
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use pinpool_candle::checkpoint::{Size, write};
+use pinpool_candle::model::{Model, encode, files};
+use pinpool_candle::{Pinned, Weights};
+
+fn small() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    write(Size::Small, 7, folder.path()).unwrap();
+    folder
+}
+
+fn pinned(capacity: usize) -> Pinned {
+    Pinned::new(&Device::Cpu, capacity).unwrap()
+}
+
+fn bytes(tensor: &Tensor) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    tensor.write_bytes(&mut bytes).unwrap();
+    bytes
+}
+
+/// 16 tensors of 2 MiB, `"00"` to `"15"`, whose load takes two seconds unless the limit is taken back: eight chunks.
+fn slow() -> (tempfile::TempDir, Pinned, Weights) {
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = |n: u32| (format!("{n:02}"), Tensor::full(n, 512 << 10, &Device::Cpu).unwrap());
+    let tensors: HashMap<_, _> = (0..16).map(tensor).collect();
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    let pinned = pinned(16 << 20);
+    pinned.copier().set_rate(Some(16 << 20));
+    let weights = Weights::open(&pinned, folder.path()).unwrap();
+    (folder, pinned, weights)
+}
+
+fn cut(folder: &Path) {
+    let file = OpenOptions::new().write(true).open(&files(folder).unwrap()[0]).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
+}
+
+#[test]
+fn tensors_are_equal() {
+    let folder = small();
+    let weights = Weights::open(&pinned(16 << 20), folder.path()).unwrap();
+    let theirs = candle_core::safetensors::load(&files(folder.path()).unwrap()[0], &Device::Cpu).unwrap();
+    assert_eq!(weights.names().count(), theirs.len());
+    for (name, tensor) in &theirs {
+        let ours = weights.get(name).unwrap();
+        assert_eq!((ours.dtype(), ours.shape()), (tensor.dtype(), tensor.shape()), "{name}");
+        assert_eq!(bytes(&ours), bytes(tensor), "{name}");
+    }
+    weights.finish().unwrap();
+    assert_eq!(weights.landed(), weights.bytes());
+}
+
+#[test]
+fn tokens_are_equal() {
+    let folder = small();
+    let pinned = pinned(16 << 20);
+    let weights = Arc::new(Weights::open(&pinned, folder.path()).unwrap());
+    let ours = Model::pinpool(&weights, folder.path(), &pinned).unwrap();
+    let theirs = Model::candle(folder.path(), &Device::Cpu).unwrap();
+    let prompt = encode("pages");
+    let tokens = ours.generate(&prompt, 24, |_| true).unwrap();
+    assert_eq!(tokens.len(), 24);
+    assert_eq!(tokens, theirs.generate(&prompt, 24, |_| true).unwrap());
+    assert!(tokens.iter().any(|token| *token != tokens[0]), "the model says one thing only: {tokens:?}");
+}
+
+#[test]
+fn a_tensor_can_be_had_before_the_others() {
+    let (_folder, pinned, weights) = slow();
+    let first = weights.get("00").unwrap();
+    assert!(weights.landed() < weights.bytes(), "all have landed");
+    assert_eq!(first.max_all().unwrap().to_scalar::<u32>().unwrap(), 0);
+    pinned.copier().set_rate(None);
+    let last = weights.get("15").unwrap();
+    assert_eq!(last.min_all().unwrap().to_scalar::<u32>().unwrap(), 15);
+    weights.finish().unwrap();
+}
+
+#[test]
+fn a_missing_tensor_is_named() {
+    let folder = small();
+    let pinned = pinned(16 << 20);
+    let gone = "model.layers.1.mlp.up_proj.weight";
+    let weights = Arc::new(Weights::open_where(&pinned, folder.path(), |name| name != gone).unwrap());
+    let error = weights.get("no such tensor").unwrap_err().to_string();
+    assert!(error.contains("no such tensor"), "{error}");
+    let error =
+        Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor is missing").to_string();
+    assert!(error.contains(gone), "{error}");
+    let error = weights.var_builder(DType::F32).get((3, 3), "lm_head.weight").unwrap_err().to_string();
+    assert!(error.contains("[3, 3]"), "{error}");
+}
+
+#[test]
+fn a_truncated_file_is_an_error() {
+    // Two loads, of which the second has to wait for the first.
+    let (slow_folder, pinned, slow) = slow();
+    let folder = small();
+    let weights = Arc::new(Weights::open(&pinned, folder.path()).unwrap());
+    cut(slow_folder.path());
+    cut(folder.path());
+    // The tensors before the cut arrive all the same.
+    slow.get("00").unwrap();
+    pinned.copier().set_rate(None);
+    let error = slow.get("15").unwrap_err().to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
+    slow.finish().unwrap_err();
+    let error = Model::pinpool(&weights, folder.path(), &pinned).err().expect("a tensor failed").to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
+    // A file that is short before the load does not fit its header.
+    let error = Weights::open(&pinned, folder.path()).err().expect("the file is short").to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
+}
+
+#[test]
+fn tensors_go_through_buffers() {
+    let pinned = pinned(16 << 20);
+    let numbers: Vec<f32> = (0..12).map(|n| n as f32).collect();
+    let mut buf = pinned.pool().checkout(48).unwrap();
+    for number in &numbers {
+        buf.extend_from_slice(&number.to_le_bytes());
+    }
+    let (tensor, buf) = pinned.upload(buf, DType::F32, &[3, 4]).unwrap();
+    assert_eq!(tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap(), numbers);
+    // A view with gaps arrives in the order of its elements.
+    let back = pinned.download(&tensor.t().unwrap()).unwrap();
+    let first: Vec<f32> =
+        back[..12].chunks_exact(4).map(|n| f32::from_le_bytes(n.try_into().unwrap())).collect();
+    assert_eq!(first, [0.0, 4.0, 8.0]);
+    pinned.upload(buf, DType::F32, &[5]).unwrap_err();
+}
