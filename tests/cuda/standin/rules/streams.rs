@@ -64,6 +64,46 @@ rules! {
         d.broken(&["CTX-6", "CTX-6"]);
     }
 
+    str_4_each_thread_has_a_default_stream_of_its_own (ready) |d| {
+        let context = made!(d, "cuCtxGetCurrent");
+        let id = |handle: usize| {
+            let mut id = 0_u64;
+            says!(d, 0, "cuStreamGetId", handle, &raw mut id);
+            id
+        };
+        let (event, memory, bytes) = (d.event(), d.memory(64), [1; 64]);
+        let (mine, legacy) = (id(2), id(1));
+        let theirs = std::thread::scope(|scope| {
+            let on_another = scope.spawn(|| {
+                says!(d, 0, "cuCtxPushCurrent_v2", context);
+                d.uploads(0, memory, &bytes, 2);
+                says!(d, 0, "cuEventRecord", event, 2);
+                assert_eq!(id(2), id(2));
+                id(2)
+            });
+            on_another.join().expect("the thread's checks")
+        });
+        assert!(mine != theirs && mine != legacy && theirs != legacy);
+        assert_eq!(id(2), mine, "it stays the thread's own");
+        // The event completes on any thread, after its stream's thread has ended.
+        says!(d, 0, "cuEventSynchronize", event);
+        // A capture of this thread's stream is none of another thread's.
+        says!(d, 0, "cuStreamBeginCapture_v2", 2, 2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut status = 9_u32;
+                says!(d, 0, "cuCtxPushCurrent_v2", context);
+                says!(d, 0, "cuStreamIsCapturing", 2, &raw mut status);
+                assert_eq!(status, 0);
+            });
+        });
+        let (mut status, mut graph) = (9_u32, 0_usize);
+        says!(d, 0, "cuStreamIsCapturing", 2, &raw mut status);
+        assert_eq!(status, 1);
+        says!(d, 0, "cuStreamEndCapture", 2, &raw mut graph);
+        d.broken(&[]);
+    }
+
     cap_5_the_legacy_stream_waits_for_blocking_ones (ready) |d| {
         let (blocking, other, memory, bytes) = (made!(d, "cuStreamCreate", 0), d.stream(), d.memory(64), [1; 64]);
         let mut status = 9_u32;
