@@ -29,13 +29,17 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
 
 /// 16 tensors of 2 MiB, `"00"` to `"15"`, whose load takes two seconds unless the limit is taken back: eight chunks.
 fn slow() -> (tempfile::TempDir, Pinned, Weights) {
+    slow_with(&[])
+}
+
+fn slow_with(first: &[&str]) -> (tempfile::TempDir, Pinned, Weights) {
     let folder = tempfile::tempdir().unwrap();
     let tensor = |n: u32| (format!("{n:02}"), Tensor::full(n, 512 << 10, &Device::Cpu).unwrap());
     let tensors: HashMap<_, _> = (0..16).map(tensor).collect();
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
     let pinned = pinned(16 << 20);
     pinned.copier().set_rate(Some(16 << 20));
-    let weights = Weights::open(&pinned, folder.path()).unwrap();
+    let weights = Weights::open_where(&pinned, folder.path(), first, |_| true).unwrap();
     (folder, pinned, weights)
 }
 
@@ -86,11 +90,23 @@ fn a_tensor_can_be_had_before_the_others() {
 }
 
 #[test]
+fn what_is_needed_first_comes_first() {
+    let (_folder, pinned, weights) = slow_with(&["15", "07"]);
+    for n in [15, 7] {
+        let tensor = weights.get(&format!("{n:02}")).unwrap();
+        assert_eq!(tensor.max_all().unwrap().to_scalar::<u32>().unwrap(), n);
+    }
+    assert!(weights.landed() < weights.bytes(), "all have landed");
+    pinned.copier().set_rate(None);
+    weights.finish().unwrap();
+}
+
+#[test]
 fn a_missing_tensor_is_named() {
     let folder = small();
     let pinned = pinned(16 << 20);
     let gone = "model.layers.1.mlp.up_proj.weight";
-    let weights = Arc::new(Weights::open_where(&pinned, folder.path(), |name| name != gone).unwrap());
+    let weights = Arc::new(Weights::open_where(&pinned, folder.path(), &[], |name| name != gone).unwrap());
     let error = weights.get("no such tensor").unwrap_err().to_string();
     assert!(error.contains("no such tensor"), "{error}");
     let error =
