@@ -23,9 +23,14 @@ impl Timeline {
 
     /// [`close`](Self::close) for callers that need the error.
     pub(super) fn close_open(&self) -> Result<()> {
-        // A capture may have begun since the stream was shared, or since an event failed. (Another thread cannot ask
-        // about a confined stream.)
-        match if self.is_elsewhere() { Ok(false) } else { self.is_capturing() } {
+        // A capture may have begun since the stream was shared, or since an event failed.
+        let capturing = match self.elsewhere() {
+            None => self.is_capturing(),
+            Some(_) if !self.state.lock().is_owed() => return Ok(()),
+            // The driver says if a capture is in the way of the stream that covers this one.
+            Some(confined) => self.context.noting(self.context.driver().capturing(confined.covering)),
+        };
+        match capturing {
             Ok(false) => self.close_with(false, |_| Ok(())),
             Ok(true) => Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" }),
             Err(error) => {
@@ -72,15 +77,13 @@ impl Timeline {
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
             state.recording += 1;
+            state.unclosed = false;
             seq
         };
         // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
         // later event is complete. That later event is due in any case.
         let recording = Recording { timeline: self, seq, event };
-        let stream = match &self.confined {
-            Some(confined) if !confined.is_here() => confined.covering,
-            _ => self.stream,
-        };
+        let stream = self.elsewhere().map_or(self.stream, |confined| confined.covering);
         if let Err(error) = self.context.noting(self.context.driver().record(event, stream)) {
             drop(recording);
             self.not_recorded(&error);
@@ -146,6 +149,7 @@ impl Timeline {
             if state.open_entries > 0 && state.unpublished == 0 {
                 // There was not even an event to record: makes closing due at the reaper's next look.
                 state.seen = state.open;
+                state.unclosed = true;
             }
             // On a device with a limited number of events, published events are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();

@@ -45,8 +45,9 @@
 //! recorded after the capture.) A stream that is not shared is never asked about.
 //!
 //! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls that get its handle are made on
-//! that thread. Another thread that finds an event due, since recording one failed, records it on the stream that
-//! covers the confined one.
+//! that thread. Another thread leaves closing to it, unless that has failed there: then it records an event on the stream
+//! that covers the confined one. (That stream waits for those of other threads, too, and using it would spoil a capture of
+//! one: so it is used for nothing else, and asked about before.)
 //!
 //! # Invariants
 //!
@@ -148,6 +149,8 @@ struct TimelineState {
     open_bytes: usize,
     /// The highest closed sequence number for which another event is due, since recording one failed; or 0.
     unpublished: u64,
+    /// The open sequence number could not be closed by the thread that submitted: no event could be made.
+    unclosed: bool,
     /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
     recording: u32,
     /// Failures in a row of recording, and of asking about the oldest event.
@@ -261,6 +264,7 @@ impl Timeline {
                 open_entries: 0,
                 open_bytes: 0,
                 unpublished: 0,
+                unclosed: false,
                 recording: 0,
                 record_failures: 0,
                 query_failures: 0,
@@ -329,17 +333,17 @@ impl Timeline {
         let _ = self.keep_alive.set(keep_alive);
     }
 
-    /// Whether the calling thread cannot name the stream.
-    pub(super) fn is_elsewhere(&self) -> bool {
-        self.confined.is_some_and(|confined| !confined.is_here())
+    /// The confinement, if the calling thread cannot name the stream.
+    fn elsewhere(&self) -> Option<Confined> {
+        self.confined.filter(|confined| !confined.is_here())
     }
 
     /// An error if the calling thread cannot name the stream: to be asked before any call that the driver gets its
     /// handle in.
     pub(crate) fn nameable(&self) -> Result<()> {
-        match self.is_elsewhere() {
-            true => Err(Error::WrongThread { device: self.context.name().into() }),
-            false => Ok(()),
+        match self.elsewhere() {
+            Some(_) => Err(Error::WrongThread { device: self.context.name().into() }),
+            None => Ok(()),
         }
     }
 
@@ -525,6 +529,11 @@ impl Drop for Timeline {
 }
 
 impl TimelineState {
+    /// Whether an event is due that the submitting thread could not record.
+    fn is_owed(&self) -> bool {
+        self.unpublished > 0 || self.unclosed
+    }
+
     fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.entries.is_empty()

@@ -64,7 +64,7 @@ rules! {
         d.broken(&["CTX-6", "CTX-6"]);
     }
 
-    str_4_each_thread_has_a_default_stream_of_its_own (ready) |d| {
+    str_3_each_thread_has_a_default_stream_of_its_own (ready) |d| {
         let context = made!(d, "cuCtxGetCurrent");
         let id = |handle: usize| {
             let mut id = 0_u64;

@@ -44,6 +44,7 @@
 //! | CTX-6 | destroys a context that is not there, or a primary one (which is released) | 201 |
 //! | STR-1 | names a stream that does not exist, or no more | 400 |
 //! | STR-2 | destroys a stream that has copies queued (the driver allows it, pinpool does not) | it still runs |
+//! | STR-3 | names the per-thread default stream (handle 2), of which each thread has one of its own | the calling thread's |
 //! | EVT-1 | names an event that does not exist, or no more | 400 |
 //! | EVT-2 | asks about an event that was never recorded | 0: complete |
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
