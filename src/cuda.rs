@@ -175,9 +175,8 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 /// the [module's page](self) for what is different on it.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context.
-/// [`Error::Capturing`] while the stream is being captured into a graph: adopt it before. What the driver says; the
-/// device's loss.
+/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context. What the
+/// driver says; the device's loss.
 ///
 /// # Safety
 /// `stream` is a CUDA stream, and stays one until everything that was submitted to it through this crate is known to be

@@ -95,6 +95,7 @@
 //! | `acl` | yes | Ascend NPUs, as `acl:N`; the library is loaded at run time, nothing is needed to build or to start |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
+//! | `capi` | no | the C interface, in the module `capi`: for programs in C, C++ and Python |
 //! | `metrics` | no | a [`Sampler`](telemetry::Sampler) also feeds the recorder of the `metrics` facade |
 //! | `safetensors` | no | checkpoints in the safetensors format to device tensors, in the module `safetensors` |
 //! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics`; with `safetensors` |
@@ -163,6 +164,7 @@
 // | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
+// | capi                | the C interface                                                                  | yes    |
 // | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
 //
 // Below, the modules are in alphabetical order. The command (`main.rs`, `cli`) uses the public face alone.
@@ -172,6 +174,8 @@ pub mod acl;
 mod amount;
 mod arena;
 mod buffer;
+#[cfg(feature = "capi")]
+pub mod capi;
 mod central;
 mod config;
 mod copy;

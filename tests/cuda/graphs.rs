@@ -90,14 +90,16 @@ fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
                 round_trip(&pool, stream, &memory, mode + 10);
             }
         }
-        // A stream is adopted before it is captured.
+        // A stream may be adopted while it is captured. That is no part of the capture, and it is the stream of later.
         let late = gpu.stream();
-        gpu.begin_capture(late, 1);
-        // SAFETY: as in `adopt`.
-        is_capturing(unsafe { cuda::adopt_stream(&device, late as *mut c_void) });
-        gpu.ok("cuGraphDestroy", &[gpu.end_capture(late)]);
-        // And nothing is captured where nothing is captured.
+        gpu.begin_capture(late, 0);
         let stream = adopt(&device, late);
+        refused(stream.upload(filled(&pool, &bytes(1, LEN)), &memory), &bytes(1, LEN));
+        drop(stream.hold_captured(filled(&pool, &bytes(2, LEN))).unwrap());
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(late)]);
+        assert_eq!(adopt(&device, late).number(), stream.number());
+        round_trip(&pool, &stream, &memory, 3);
+        // And nothing is captured where nothing is captured.
         for (stream, what) in [(&stream, "adopted"), (&other, "of ours")] {
             let refusal = stream.upload_captured(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
             assert!(

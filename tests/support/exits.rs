@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use libloading::Library;
 use pinpool::{Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
 
-use super::{doubles, process};
+use super::{doubles, library::library, process};
 
 /// What a child is to do: the way to end, and the number of the run.
 const EXIT: &str = "PINPOOL_TEST_EXIT";
@@ -87,7 +87,7 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     let mut wrong = Vec::new();
     for way in ways {
         let plugin = match *way == Way::Unload {
-            true => match plugin() {
+            true => match library("plugin", PLUGIN) {
                 Some(plugin) => plugin,
                 None => {
                     crate::support::skip!(
@@ -145,50 +145,6 @@ fn command(test: &str) -> Command {
         command.env(name, value.expect("nothing is removed"));
     }
     command
-}
-
-/// The library of `examples/plugin.rs`, built with the features of this test.
-fn plugin() -> Option<PathBuf> {
-    if let Some(named) = std::env::var_os(PLUGIN).filter(|path| !path.is_empty()) {
-        return Some(named.into());
-    }
-    let cargo = std::env::var_os("CARGO")?;
-    let here = std::env::current_exe().ok()?;
-    // target/PROFILE/deps/this
-    let profile = here.parent()?.parent()?;
-    let mut command = Command::new(cargo);
-    command.args([
-        "build",
-        "--quiet",
-        "--locked",
-        "--offline",
-        "--example",
-        "plugin",
-        "--no-default-features",
-    ]);
-    let features = [
-        // With `default` cargo test has built the same library already, as an example.
-        ("default", cfg!(feature = "default")),
-        ("acl", cfg!(feature = "acl")),
-        ("cuda", cfg!(feature = "cuda")),
-        ("cudarc", cfg!(feature = "cudarc")),
-        ("metrics", cfg!(feature = "metrics")),
-        ("safetensors", cfg!(feature = "safetensors")),
-        ("cli", cfg!(feature = "cli")),
-    ];
-    let features: Vec<_> = features.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
-    command.arg("--features").arg(features.join(","));
-    if profile.ends_with("release") {
-        command.arg("--release");
-    }
-    command.arg("--target-dir").arg(profile.parent()?).current_dir(env!("CARGO_MANIFEST_DIR"));
-    let output = command.stdin(Stdio::null()).output().expect("cargo cannot be started");
-    assert!(
-        output.status.success(),
-        "the plugin cannot be built: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Some(profile.join("examples/libplugin.so"))
 }
 
 /// A program that works.

@@ -5,6 +5,7 @@
 pub mod doubles;
 pub mod exits;
 pub mod kernels;
+pub mod library;
 pub mod panicking;
 pub mod process;
 pub mod rig;

@@ -145,7 +145,7 @@ impl Cuda {
     /// The handle to use for a stream of this context, after every check that is possible.
     ///
     /// # Errors
-    /// [`Error::WrongContext`], [`Error::Capturing`].
+    /// [`Error::WrongContext`].
     ///
     /// # Safety
     /// `raw` is a stream that is alive, or one of the special handles.
@@ -154,27 +154,19 @@ impl Cuda {
             0 | LEGACY => StreamHandle(LEGACY as u64),
             other => StreamHandle(other as u64),
         };
-        {
-            // The special handles mean streams of the context that is current.
-            let _current = self.relaxed()?;
-            let mut context: CUcontext = std::ptr::null_mut();
-            // SAFETY: a stream that is alive, as the caller promises, and a place for a handle.
-            let code = unsafe { self.api.stream_context.call(stream(handle), &raw mut context) };
-            self.said("cuStreamGetCtx", code)?;
-            if context != self.context {
-                return Err(Error::WrongContext { device: self.name.to_string() });
-            }
-        }
-        if self.is_capturing(handle)? {
-            return Err(Error::Capturing {
-                what: "adopting the stream",
-                remedy: "adopt it before the capture begins",
-            });
+        // The special handles mean streams of the context that is current.
+        let _current = self.relaxed()?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: a stream that is alive, as the caller promises, and a place for a handle.
+        let code = unsafe { self.api.stream_context.call(stream(handle), &raw mut context) };
+        self.said("cuStreamGetCtx", code)?;
+        if context != self.context {
+            return Err(Error::WrongContext { device: self.name.to_string() });
         }
         Ok(handle)
     }
 
-    /// The driver's number for a stream that is not capturing. `None`: this driver has no numbers for streams.
+    /// The driver's number for a stream. `None`: this driver has no numbers for streams.
     pub(crate) fn stream_id(&self, on: StreamHandle) -> Result<Option<u64>> {
         let Some(ask) = self.api.stream_id else { return Ok(None) };
         let _current = self.relaxed()?;

@@ -1,0 +1,484 @@
+//! The C interface (feature `capi`): a pool that programs in C, C++ and Python use as an allocator.
+//!
+//! The header is `src/capi/pinpool.h`; `cbindgen` makes it from this folder, and a test compares the two. It has the
+//! documentation of every function. Rust programs use the rest of the crate.
+//!
+//! ```c
+//! pinpool_options options = {.size = sizeof options, .device = "cuda:0", .capacity = 1ull << 30};
+//! pinpool_pool *pool;
+//! if (pinpool_open(&options, &pool)) { fprintf(stderr, "%s\n", pinpool_last_error()); return 1; }
+//! void *block;
+//! pinpool_alloc(pool, 1 << 20, 0, 0, &block);                          // pinned, 64-byte aligned
+//! cuMemcpyHtoDAsync(memory, block, 1 << 20, stream);
+//! pinpool_hold(pool, block, stream);                                   // not reused before the copy is complete
+//! pinpool_free(pool, block);
+//! pinpool_close(pool, 1000);
+//! ```
+//!
+//! # How it works
+//!
+//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework,
+//! which is asked about addresses alone, needs no table of its own ([`blocks`]). A hold takes a reference to the
+//! block's buffer to the stream's timeline, or to the graph that the stream is being captured into.
+//!
+//! Every function that can fail returns a number ([`status`]). A panic becomes `PINPOOL_INTERNAL` and unwinds into no
+//! caller. All functions may be called on all threads at once, but for `pinpool_close`.
+//!
+//! `blocks` and `status` first, then this file. It calls the public interface of the crate alone.
+
+#![allow(unsafe_code)]
+#![allow(non_camel_case_types, reason = "the names are those of C")]
+
+mod blocks;
+mod status;
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use status::*;
+
+use self::blocks::{Block, Blocks};
+use self::status::{Fault, status};
+use crate::device::family::Family;
+use crate::device::handle::Device;
+use crate::error::Error;
+use crate::pool::{Pool, Request};
+use crate::region::Unpinned;
+use crate::stream::Stream;
+
+/// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
+pub const PINPOOL_ABI_VERSION: u32 = 1;
+
+/// A pool of pinned memory.
+pub struct pinpool_pool {
+    pool: Pool,
+    devices: Vec<Device>,
+    blocks: Blocks,
+}
+
+/// How a pool is opened. Fields that are 0 have their defaults.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct pinpool_options {
+    /// `sizeof(pinpool_options)`: later versions have more fields.
+    pub size: usize,
+    /// The devices that use the pool, separated by commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`, `"host"`, or
+    /// `"auto"`, which is also what null stands for. The memory is near the first.
+    pub device: *const c_char,
+    /// The cap on the pool's bytes. 0: 1 GiB.
+    pub capacity: u64,
+    /// The bytes that are pinned before `pinpool_open` returns. 0: one region; the pool grows as it is used.
+    pub initial: u64,
+    /// Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
+    pub allow_unpinned: u32,
+    /// The pool's name in logs and metrics. Null: a number.
+    pub name: *const c_char,
+}
+
+/// A pool's numbers.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct pinpool_stats {
+    /// Set by the caller: `sizeof(pinpool_stats)`.
+    pub size: usize,
+    /// Bytes that are page-locked.
+    pub pinned_bytes: u64,
+    /// Blocks that are allocated and not freed.
+    pub blocks: u64,
+    /// Bytes of these blocks and of those that are held for a stream or a graph, rounding included.
+    pub block_bytes: u64,
+    /// The lengths that were asked for, of the blocks that are allocated and not freed.
+    pub requested_bytes: u64,
+    /// Blocks allocated since the pool was opened.
+    pub allocations: u64,
+    /// Blocks freed since then.
+    pub frees: u64,
+    /// Holds taken since then.
+    pub holds: u64,
+}
+
+/// `PINPOOL_ABI_VERSION` of the library. A program compares it with its header's.
+#[unsafe(no_mangle)]
+pub extern "C" fn pinpool_abi_version() -> u32 {
+    PINPOOL_ABI_VERSION
+}
+
+/// The version of the library, as text.
+#[unsafe(no_mangle)]
+pub extern "C" fn pinpool_version() -> *const c_char {
+    const VERSION: &CStr =
+        match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+            Ok(version) => version,
+            Err(_) => c"",
+        };
+    VERSION.as_ptr()
+}
+
+/// Opens the devices and builds a pool.
+///
+/// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make no sense;
+/// `PINPOOL_EXHAUSTED` where the memory cannot be pinned.
+///
+/// # Safety
+/// `options` is null, for the defaults, or points to options whose texts end with a zero byte. `pool` can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_open(
+    options: *const pinpool_options,
+    pool: *mut *mut pinpool_pool,
+) -> pinpool_status {
+    status(|| {
+        if pool.is_null() {
+            return Err(Fault::Argument("pinpool_open: the place for the pool is null"));
+        }
+        // SAFETY: null, or readable as far as `size` says, which is looked at first.
+        let options = match unsafe { options.cast::<usize>().as_ref() } {
+            None => None,
+            Some(&size) if size < size_of::<pinpool_options>() => {
+                return Err(Fault::Argument("pinpool_open: set options.size to sizeof(pinpool_options)"));
+            }
+            // SAFETY: the caller promises options of that size.
+            Some(_) => Some(unsafe { *options }),
+        };
+        // SAFETY: the texts are the caller's, which live during the call.
+        let (names, name) = unsafe {
+            (
+                text(options.map(|o| o.device), "device")?.unwrap_or("auto"),
+                text(options.map(|o| o.name), "name")?,
+            )
+        };
+        let devices =
+            names.split(',').map(|name| Device::open(name.trim())).collect::<Result<Vec<_>, _>>()?;
+        let mut builder = devices[1..].iter().fold(Pool::builder(&devices[0]), |b, device| b.device(device));
+        if let Some(options) = options {
+            if options.capacity > 0 {
+                builder = builder.capacity(bytes(options.capacity)?);
+            }
+            if options.initial > 0 {
+                builder = builder.initial(bytes(options.initial)?);
+            }
+            if options.allow_unpinned != 0 {
+                builder = builder.unpinned(Unpinned::Allow);
+            }
+        }
+        if let Some(name) = name {
+            builder = builder.name(name);
+        }
+        let opened = Box::new(pinpool_pool { pool: builder.build()?, devices, blocks: Blocks::new() });
+        // SAFETY: the caller's, and not null.
+        unsafe { pool.write(Box::into_raw(opened)) };
+        Ok(())
+    })
+}
+
+/// Closes a pool when every block is freed and no hold is under way: waits for that, for at most so many milliseconds.
+/// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be freed,
+/// and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
+///
+/// A program that ends need not close its pools.
+///
+/// # Safety
+/// `pool` is null or a pool that is not closed, and no other call that names it is under way or follows one that has
+/// returned `PINPOOL_OK`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64) -> pinpool_status {
+    status(|| {
+        // SAFETY: the caller promises a pool or null.
+        let Some(opened) = (unsafe { pool.as_ref() }) else { return Ok(()) };
+        crate::os::check_fork()?;
+        let shutdown = opened.pool.shutdown(Duration::from_millis(timeout_ms));
+        if !shutdown.drained {
+            return Err(Fault::Open(shutdown.outstanding));
+        }
+        // SAFETY: made by `pinpool_open`, and no other call uses it.
+        drop(unsafe { Box::from_raw(pool) });
+        Ok(())
+    })
+}
+
+/// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
+/// 0: 64). Its content is undefined. Where the pool is full, the call waits for at most `timeout_ms` milliseconds: 0 does
+/// not wait, `UINT64_MAX` waits without a limit. 0 bytes are one.
+///
+/// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
+/// of this pool can have. Then `*block` is null.
+///
+/// # Safety
+/// `pool` is a pool. `block` can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_alloc(
+    pool: *mut pinpool_pool,
+    bytes: usize,
+    align: usize,
+    timeout_ms: u64,
+    block: *mut *mut c_void,
+) -> pinpool_status {
+    status(|| {
+        if block.is_null() {
+            return Err(Fault::Argument("pinpool_alloc: the place for the block is null"));
+        }
+        // SAFETY: the caller's, and not null.
+        unsafe { block.write(std::ptr::null_mut()) };
+        // SAFETY: the caller promises a pool.
+        let opened = unsafe { known(pool) }?;
+        let mut request = Request::new(bytes.max(1));
+        if align > 0 {
+            request = request.align(align);
+        }
+        let mut buf = match timeout_ms {
+            0 => opened.pool.try_checkout(request),
+            u64::MAX => opened.pool.checkout(request),
+            limit => opened.pool.checkout_timeout(request, Duration::from_millis(limit)),
+        }?;
+        let start = buf.as_mut_ptr();
+        opened.blocks.enter(Block { buf: Arc::new(buf), start: start.addr(), len: bytes });
+        // SAFETY: as above.
+        unsafe { block.write(start.cast()) };
+        Ok(())
+    })
+}
+
+/// Frees a block. Its memory is allocated again when every hold on it is over; the call does not wait for that. Null is
+/// freed.
+///
+/// `PINPOOL_UNKNOWN` if no block starts there.
+///
+/// # Safety
+/// `pool` is a pool. Nothing uses the block any more, but for the work that a hold on it covers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_void) -> pinpool_status {
+    status(|| {
+        if block.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller promises a pool.
+        let opened = unsafe { known(pool) }?;
+        match opened.blocks.remove(block.addr()) {
+            Some(block) => drop(block.buf),
+            None => return Err(Fault::NoBlock(block.addr())),
+        }
+        Ok(())
+    })
+}
+
+/// Keeps the block that `address` lies in until everything that is queued on a stream by now is complete, freed or not.
+/// If the stream is being captured into a graph, the block is kept for as long as the graph and what is made from it
+/// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
+///
+/// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than before: free the block
+/// when the stream is known to be done with it.
+///
+/// # Safety
+/// `pool` is a pool. `stream` is a stream, and exists until what is queued on it by now is complete. It neither enters
+/// nor leaves a capture during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_hold(
+    pool: *mut pinpool_pool,
+    address: *const c_void,
+    stream: *mut c_void,
+) -> pinpool_status {
+    // SAFETY: the caller's promises.
+    status(|| unsafe { hold(known(pool)?, address, None, stream) })
+}
+
+/// Like `pinpool_hold`, for a stream of the pool's device with that name (`"cuda:1"`).
+///
+/// # Safety
+/// As for `pinpool_hold`. `device` ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_hold_on(
+    pool: *mut pinpool_pool,
+    address: *const c_void,
+    device: *const c_char,
+    stream: *mut c_void,
+) -> pinpool_status {
+    // SAFETY: the caller's promises.
+    status(|| unsafe { hold(known(pool)?, address, text(Some(device), "device")?, stream) })
+}
+
+/// The start and the length of the block that `address` lies in. Null where one is not asked for.
+///
+/// `PINPOOL_UNKNOWN` if it lies in none.
+///
+/// # Safety
+/// `pool` is a pool. `start` and `bytes` are null or can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_find(
+    pool: *mut pinpool_pool,
+    address: *const c_void,
+    start: *mut *mut c_void,
+    bytes: *mut usize,
+) -> pinpool_status {
+    status(|| {
+        // SAFETY: the caller promises a pool.
+        let blocks = &unsafe { known(pool) }?.blocks;
+        let found = blocks.with(address.addr(), |block, _| (block.start, block.len));
+        let (at, len) = found.ok_or(Fault::NoBlock(address.addr()))?;
+        // SAFETY: null or the caller's. The block's start has the provenance of the address inside it.
+        unsafe {
+            if !start.is_null() {
+                start.write(address.cast_mut().with_addr(at));
+            }
+            if !bytes.is_null() {
+                bytes.write(len);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Whether no hold on the block is under way: 1, so that the CPU may write to it again, or 0.
+///
+/// `PINPOOL_UNKNOWN` if the address lies in no block.
+///
+/// # Safety
+/// `pool` is a pool. `idle` can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_is_idle(
+    pool: *mut pinpool_pool,
+    address: *const c_void,
+    idle: *mut u32,
+) -> pinpool_status {
+    status(|| {
+        if idle.is_null() {
+            return Err(Fault::Argument("pinpool_is_idle: the place for the answer is null"));
+        }
+        // SAFETY: the caller promises a pool.
+        let opened = unsafe { known(pool) }?;
+        // The devices' threads end holds from time to time: this looks now.
+        opened.devices.iter().for_each(|device| _ = device.reap());
+        // `get_mut` orders what the hold covered before what the caller does next.
+        let alone = opened.blocks.with(address.addr(), |block, _| Arc::get_mut(&mut block.buf).is_some());
+        // SAFETY: the caller's, and not null.
+        unsafe { idle.write(alone.ok_or(Fault::NoBlock(address.addr()))?.into()) };
+        Ok(())
+    })
+}
+
+/// Unpins memory that no block uses, as far as whole regions are free. `bytes`, unless null, is how much.
+///
+/// # Safety
+/// `pool` is a pool. `bytes` is null or can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_trim(pool: *mut pinpool_pool, bytes: *mut u64) -> pinpool_status {
+    status(|| {
+        // SAFETY: the caller promises a pool.
+        let trimmed = unsafe { known(pool) }?.pool.trim(0);
+        // SAFETY: null or the caller's.
+        if let Some(bytes) = unsafe { bytes.as_mut() } {
+            *bytes = trimmed as u64;
+        }
+        Ok(())
+    })
+}
+
+/// Reads a pool's numbers.
+///
+/// # Safety
+/// `pool` is a pool. `stats` can be written, and its size is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_get_stats(
+    pool: *mut pinpool_pool,
+    stats: *mut pinpool_stats,
+) -> pinpool_status {
+    status(|| {
+        // SAFETY: null or the caller's; its size is looked at before the rest is written.
+        match unsafe { stats.cast::<usize>().as_ref() } {
+            Some(&size) if size >= size_of::<pinpool_stats>() => {}
+            _ => return Err(Fault::Argument("pinpool_get_stats: set stats.size to sizeof(pinpool_stats)")),
+        }
+        // SAFETY: the caller promises a pool.
+        let opened = unsafe { known(pool) }?;
+        let (of_pool, counts) = (opened.pool.stats(), opened.blocks.counts());
+        // SAFETY: as above. The size stays the caller's.
+        unsafe {
+            stats.write(pinpool_stats {
+                size: (*stats).size,
+                pinned_bytes: of_pool.pinned_bytes as u64,
+                blocks: counts.blocks,
+                block_bytes: of_pool.granted_bytes as u64,
+                requested_bytes: counts.requested,
+                allocations: counts.allocations,
+                frees: counts.frees,
+                holds: counts.holds,
+            });
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+/// `pool` is null or a pool, which is not closed during the call.
+unsafe fn known<'a>(pool: *mut pinpool_pool) -> Result<&'a pinpool_pool, Fault> {
+    crate::os::check_fork()?;
+    // SAFETY: the caller's promise.
+    unsafe { pool.as_ref() }.ok_or(Fault::Argument("the pool is null; pinpool_open makes one"))
+}
+
+/// # Safety
+/// `text` is null, or ends with a zero byte and lives as long as the result.
+unsafe fn text<'a>(text: Option<*const c_char>, what: &'static str) -> Result<Option<&'a str>, Fault> {
+    let Some(text) = text.filter(|text| !text.is_null()) else { return Ok(None) };
+    // SAFETY: the caller's promise.
+    let read = unsafe { CStr::from_ptr(text) }.to_str();
+    read.map(Some).map_err(|_| Error::Config(format!("the option `{what}` is not UTF-8")).into())
+}
+
+fn bytes(amount: u64) -> Result<usize, Fault> {
+    usize::try_from(amount).map_err(|_| Fault::Argument("more bytes than this system can address"))
+}
+
+/// A stream of the program's, of whichever vendor the device is.
+///
+/// # Safety
+/// As for [`pinpool_hold`].
+unsafe fn adopt(device: &Device, stream: *mut c_void) -> Result<Stream, Error> {
+    match Family::of(device.name()).map_or("", |(family, _)| family.name) {
+        // SAFETY: the caller's promise.
+        #[cfg(feature = "cuda")]
+        "cuda" => unsafe { crate::cuda::adopt_stream(device, stream) },
+        // SAFETY: the caller's promise.
+        #[cfg(feature = "acl")]
+        "acl" => unsafe { crate::acl::adopt_stream(device, stream) },
+        _ => {
+            let _ = stream;
+            Err(Error::Unsupported(format!(
+                "{} has no streams that a program in C could name",
+                device.name()
+            )))
+        }
+    }
+}
+
+/// # Safety
+/// As for [`pinpool_hold`].
+unsafe fn hold(
+    opened: &pinpool_pool,
+    address: *const c_void,
+    device: Option<&str>,
+    stream: *mut c_void,
+) -> Result<(), Fault> {
+    let buf = opened.blocks.with(address.addr(), |block, counts| {
+        counts.holds += 1;
+        block.buf.clone()
+    });
+    let buf = buf.ok_or(Fault::NoBlock(address.addr()))?;
+    let device = match device {
+        None => opened.devices.first(),
+        Some(name) => opened.devices.iter().find(|device| device.name() == name),
+    };
+    let device = device.ok_or(Fault::Argument("the device is none of those that the pool was opened for"))?;
+    // SAFETY: the caller's promise.
+    let stream = unsafe { adopt(device, stream) }?;
+    match stream.hold(buf) {
+        // The timeline has its own reference.
+        Ok(held) => drop(held),
+        Err(refused) => match (refused.error, refused.buffer) {
+            (Error::Capturing { .. }, Some(buf)) => {
+                drop(stream.hold_captured(buf).map_err(|refused| refused.error)?)
+            }
+            (error, _) => return Err(error.into()),
+        },
+    }
+    Ok(())
+}

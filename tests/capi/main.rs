@@ -1,0 +1,119 @@
+//! The C interface: a program in C on the host device and on the stand-in driver, under valgrind where there is one; and
+//! the header, which is as the sources say.
+
+#![cfg(all(feature = "capi", target_os = "linux"))]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use support::{library, skip};
+
+const HERE: &str = env!("CARGO_MANIFEST_DIR");
+/// A built `examples/capi.rs`, where there is no cargo to build it with.
+const LIBRARY: &str = "PINPOOL_TEST_CAPI";
+
+/// The program, compiled and linked; `None` (said) where that cannot be done.
+fn program() -> Option<(PathBuf, PathBuf)> {
+    let source = Path::new(HERE).join("tests/capi/program.c");
+    if !source.exists() {
+        skip!("{} is not here", source.display());
+        return None;
+    }
+    let Some(library) = library::library("capi", LIBRARY) else {
+        skip!("there is no cargo to build the library with; {LIBRARY} can name a built one");
+        return None;
+    };
+    let folder = library.parent()?.to_path_buf();
+    let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("capi-program-{}", std::process::id()));
+    let mut compile = Command::new("cc");
+    compile.args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&to);
+    compile.arg(source).arg("-I").arg(Path::new(HERE).join("src/capi"));
+    compile.arg(&library).args(["-lpthread", "-ldl"]);
+    match compile.output() {
+        Err(error) => {
+            skip!("there is no C compiler: {error}");
+            None
+        }
+        Ok(done) => {
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(done.status.success(), "the program does not compile: {said}");
+            Some((to, folder))
+        }
+    }
+}
+
+/// Runs the program, under another command if one is named.
+fn run(under: &[&str], arguments: &[&str], driver: Option<&Path>) -> Result<(), String> {
+    let Some((program, folder)) = program() else { return Ok(()) };
+    let mut command = match under {
+        [] => Command::new(&program),
+        [tool, options @ ..] => {
+            let mut command = Command::new(tool);
+            command.args(options).arg(&program);
+            command
+        }
+    };
+    command.args(arguments).env("LD_LIBRARY_PATH", folder);
+    if let Some(driver) = driver {
+        command.env(support::doubles::PATH, driver);
+    }
+    let done = command.output().map_err(|error| format!("{under:?}: {error}"));
+    let _ = std::fs::remove_file(program);
+    let done = done?;
+    let (out, said) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success() && out.contains("all of it"), "{}: {out}{said}", done.status);
+    Ok(())
+}
+
+#[test]
+fn a_program_in_c_on_the_host() {
+    run(&[], &[], None).unwrap();
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_program_in_c_on_a_gpu() {
+    match support::doubles::named_or_built() {
+        Some(driver) => run(&[], &["cuda"], Some(&driver)).unwrap(),
+        None => skip!("there is no cargo to build the stand-in libcuda with"),
+    }
+}
+
+#[test]
+fn a_program_in_c_under_valgrind() {
+    let options = [
+        "valgrind",
+        "--quiet",
+        "--error-exitcode=9",
+        "--leak-check=full",
+        "--errors-for-leak-kinds=definite",
+    ];
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        skip!("valgrind is not here");
+        return;
+    }
+    run(&options, &[], None).unwrap();
+}
+
+/// The header is what cbindgen makes of the sources. `PINPOOL_BLESS=1` writes it.
+#[test]
+fn the_header_is_current() {
+    let folder = Path::new(HERE).join("src/capi");
+    let config = cbindgen::Config::from_file(folder.join("cbindgen.toml")).unwrap();
+    let builder = cbindgen::Builder::new().with_src(folder.join("mod.rs")).with_config(config);
+    let mut made = Vec::new();
+    builder.generate().unwrap().write(&mut made);
+    let made = String::from_utf8(made).unwrap();
+    let at = folder.join("pinpool.h");
+    if std::env::var_os("PINPOOL_BLESS").is_some() {
+        std::fs::write(&at, &made).unwrap();
+    }
+    let found = std::fs::read_to_string(&at).unwrap_or_default();
+    assert!(
+        found == made,
+        "src/capi/pinpool.h is not current: PINPOOL_BLESS=1 cargo test --features capi --test capi"
+    );
+}
