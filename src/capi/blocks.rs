@@ -75,17 +75,18 @@ impl Blocks {
     }
 
     /// Uses the block that an address lies in.
-    pub(super) fn with<R>(
-        &self,
-        address: usize,
-        mut found: impl FnMut(&mut Block, &mut Counts) -> R,
-    ) -> Option<R> {
+    pub(super) fn with<R>(&self, address: usize, mut found: impl FnMut(&mut Block) -> R) -> Option<R> {
         self.in_parts(|part| {
             let below = (Bound::Unbounded, Bound::Included(address));
             let (start, block) = part.blocks.range_mut::<usize, _>(below).next_back()?;
             // The first byte is the block's own, though its length be 0.
-            (address - start < block.len.max(1)).then(|| found(block, &mut part.counts))
+            (address - start < block.len.max(1)).then(|| found(block))
         })
+    }
+
+    /// Counts a hold that was taken.
+    pub(super) fn count_hold(&self) {
+        self.parts[own()].lock().counts.holds += 1;
     }
 
     /// The sums over the parts. Each part is exact, and blocks that move meanwhile may be in none of them.

@@ -47,6 +47,9 @@ use crate::pool::{Pool, Request};
 use crate::region::Unpinned;
 use crate::stream::Stream;
 
+/// The extents of a pool whose blocks are all small, in bytes: the pool's default.
+const LEAST_EXTENT: usize = 256 << 20;
+
 /// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
 pub const PINPOOL_ABI_VERSION: u32 = 1;
 
@@ -66,14 +69,18 @@ pub struct pinpool_options {
     /// The devices that use the pool, separated by commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`, `"host"`, or
     /// `"auto"`, which is also what null stands for. The memory is near the first.
     pub device: *const c_char,
-    /// The cap on the pool's bytes. 0: 1 GiB.
+    /// The cap on the pool's bytes. 0: 256 MiB.
     pub capacity: u64,
-    /// The bytes that are pinned before `pinpool_open` returns. 0: one region; the pool grows as it is used.
+    /// The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0: an
+    /// eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
     pub initial: u64,
     /// Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
     pub allow_unpinned: u32,
     /// The pool's name in logs and metrics. Null: a number.
     pub name: *const c_char,
+    /// The length of the largest block that is to be served. It lies in one piece of memory, so the pool grows by at
+    /// least as much. 0: a little less than 256 MiB, and than the capacity.
+    pub largest: u64,
 }
 
 /// A pool's numbers.
@@ -157,6 +164,11 @@ pub unsafe extern "C" fn pinpool_open(
             if options.initial > 0 {
                 builder = builder.initial(bytes(options.initial)?);
             }
+            if options.largest > 0 {
+                let segment = Request::new(bytes(options.largest)?).segment_bytes()?.max(LEAST_EXTENT);
+                // (The pool makes a region that is larger than its capacity as large as that.)
+                builder = builder.extent(segment).region(segment);
+            }
             if options.allow_unpinned != 0 {
                 builder = builder.unpinned(Unpinned::Allow);
             }
@@ -197,8 +209,8 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64)
 }
 
 /// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-/// 0: 64). Its content is undefined. Where the pool is full, the call waits for at most `timeout_ms` milliseconds: 0 does
-/// not wait, `UINT64_MAX` waits without a limit. 0 bytes are one.
+/// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds until it
+/// has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
 ///
 /// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
 /// of this pool can have. Then `*block` is null.
@@ -312,7 +324,7 @@ pub unsafe extern "C" fn pinpool_find(
     status(|| {
         // SAFETY: the caller promises a pool.
         let blocks = &unsafe { known(pool) }?.blocks;
-        let found = blocks.with(address.addr(), |block, _| (block.start, block.len));
+        let found = blocks.with(address.addr(), |block| (block.start, block.len));
         let (at, len) = found.ok_or(Fault::NoBlock(address.addr()))?;
         // SAFETY: null or the caller's. The block's start has the provenance of the address inside it.
         unsafe {
@@ -348,7 +360,7 @@ pub unsafe extern "C" fn pinpool_is_idle(
         // The devices' threads end holds from time to time: this looks now.
         opened.devices.iter().for_each(|device| _ = device.reap());
         // `get_mut` orders what the hold covered before what the caller does next.
-        let alone = opened.blocks.with(address.addr(), |block, _| Arc::get_mut(&mut block.buf).is_some());
+        let alone = opened.blocks.with(address.addr(), |block| Arc::get_mut(&mut block.buf).is_some());
         // SAFETY: the caller's, and not null.
         unsafe { idle.write(alone.ok_or(Fault::NoBlock(address.addr()))?.into()) };
         Ok(())
@@ -458,10 +470,7 @@ unsafe fn hold(
     device: Option<&str>,
     stream: *mut c_void,
 ) -> Result<(), Fault> {
-    let buf = opened.blocks.with(address.addr(), |block, counts| {
-        counts.holds += 1;
-        block.buf.clone()
-    });
+    let buf = opened.blocks.with(address.addr(), |block| block.buf.clone());
     let buf = buf.ok_or(Fault::NoBlock(address.addr()))?;
     let device = match device {
         None => opened.devices.first(),
@@ -480,5 +489,6 @@ unsafe fn hold(
             (error, _) => return Err(error.into()),
         },
     }
+    opened.blocks.count_hold();
     Ok(())
 }

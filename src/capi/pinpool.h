@@ -32,14 +32,18 @@ typedef struct pinpool_options {
   // The devices that use the pool, separated by commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`, `"host"`, or
   // `"auto"`, which is also what null stands for. The memory is near the first.
   const char *device;
-  // The cap on the pool's bytes. 0: 1 GiB.
+  // The cap on the pool's bytes. 0: 256 MiB.
   uint64_t capacity;
-  // The bytes that are pinned before `pinpool_open` returns. 0: one region; the pool grows as it is used.
+  // The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0: an
+  // eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
   uint64_t initial;
   // Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
   uint32_t allow_unpinned;
   // The pool's name in logs and metrics. Null: a number.
   const char *name;
+  // The length of the largest block that is to be served. It lies in one piece of memory, so the pool grows by at
+  // least as much. 0: a little less than 256 MiB, and than the capacity.
+  uint64_t largest;
 } pinpool_options;
 
 // A pool's numbers.
@@ -125,8 +129,8 @@ pinpool_status pinpool_close(struct pinpool_pool *pool,
                              uint64_t timeout_ms);
 
 // Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-// 0: 64). Its content is undefined. Where the pool is full, the call waits for at most `timeout_ms` milliseconds: 0 does
-// not wait, `UINT64_MAX` waits without a limit. 0 bytes are one.
+// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds until it
+// has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
 //
 // `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
 // of this pool can have. Then `*block` is null.

@@ -95,6 +95,19 @@ static void blocks(const char *device) {
     CHECK(pinpool_find(pool, empty[1], &start, &bytes) == PINPOOL_OK && start == empty[1] && bytes == 0);
     for (int i = 0; i < 2; i++) CHECK(pinpool_free(pool, empty[i]) == PINPOOL_OK);
 
+    /* Blocks are as large as the options say. */
+    pinpool_options large = {.size = sizeof large, .device = device, .capacity = 700ull * MIB, .allow_unpinned = 1};
+    pinpool_pool *wide = NULL;
+    CHECK(pinpool_open(&large, &wide) == PINPOOL_OK);
+    CHECK(pinpool_alloc(wide, 300 * MIB, 0, 10000, &none) == PINPOOL_INVALID);
+    CHECK(pinpool_close(wide, 10000) == PINPOOL_OK);
+    large.largest = 300ull * MIB;
+    CHECK(pinpool_open(&large, &wide) == PINPOOL_OK);
+    CHECK(pinpool_alloc(wide, 300 * MIB, 0, 10000, &none) == PINPOOL_OK);
+    CHECK(pinpool_alloc(wide, 300 * MIB, 0, 10000, &page) == PINPOOL_OK);
+    CHECK(pinpool_free(wide, page) == PINPOOL_OK && pinpool_free(wide, none) == PINPOOL_OK);
+    CHECK(pinpool_close(wide, 10000) == PINPOOL_OK);
+
     /* A full pool. */
     void *all[64];
     int have = 0;
