@@ -124,7 +124,7 @@ impl<T: Send + 'static> SharedSlice<T> {
     /// loader has given out are such handles.) Dropping a `SharedSlice` instead frees the slice then.
     ///
     /// # Errors
-    /// The device's loss: the slice stays with what was in flight. [`Error::Unsupported`] on a thread that must not wait
+    /// The device's loss, if the slice is with what was in flight then; it is dropped when that is given up. [`Error::Unsupported`] on a thread that must not wait
     /// (in a waker, a source or a sink), and [`Error::Forked`]: the slice is freed when nothing uses it any more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;

@@ -934,3 +934,36 @@ fn a_slice_comes_back_when_its_last_copy_is_complete() {
         drop(back.join().unwrap().unwrap());
     });
 }
+
+/// The wait for a slice ends when its device is lost.
+#[test]
+fn a_slice_of_a_lost_device_is_not_waited_for() {
+    beside("cudarc::a_slice_of_a_lost_device_is_not_waited_for", || {
+        let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        let context = CudaContext::new(0).unwrap();
+        let device = shared::device(&context).unwrap();
+        let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
+        let new = || on_device(&context.default_stream(), &[OLD; 64]);
+        let (lent, idle, late) = (SharedSlice::new(new()).unwrap(), SharedSlice::new(new()).unwrap(), new());
+        stand_in.hang(true);
+        let mut buf = pool.checkout(64).unwrap();
+        buf.extend_from_slice(&[7; 64]);
+        drop(stream.upload(buf, lent.memory()).unwrap());
+        let back = std::thread::spawn(move || lent.into_inner());
+        std::thread::sleep(Duration::from_millis(100));
+        stand_in.kill(0, 700);
+        stand_in.hang(false);
+        // It comes back if what was in flight was given up by then.
+        let back = back.join().unwrap();
+        assert!(back.as_ref().err().is_none_or(Error::is_device_lost), "{back:?}");
+        // What no copy had comes back, and is not taken again.
+        let slice = idle.into_inner().unwrap();
+        let refused = SharedSlice::new(late).unwrap_err();
+        assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{}", refused.error);
+        assert!(device.lost().is_some());
+        // Dropping them is cudarc's: its calls fail, and it keeps the error. What a lost device leaves behind is checked by
+        // the tests of lost devices.
+        drop((back, slice, refused.buffer));
+        std::process::exit(0);
+    });
+}
