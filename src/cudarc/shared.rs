@@ -20,6 +20,8 @@ use crate::locks::{Condvar, Mutex};
 
 /// How often a wait looks whether the device was lost.
 const LOOK: Duration = Duration::from_millis(50);
+/// How many times it looks after that: what is in flight on a lost device is given up by a thread of the crate's.
+const LOOKS_AFTER: u32 = 20;
 
 /// A `CudaSlice` as device memory for copies: for a loader that fills a server's own allocations.
 ///
@@ -124,7 +126,7 @@ impl<T: Send + 'static> SharedSlice<T> {
     /// loader has given out are such handles.) Dropping a `SharedSlice` instead frees the slice then.
     ///
     /// # Errors
-    /// The device's loss, if the slice is with what was in flight then; it is dropped when that is given up. [`Error::Unsupported`] on a thread that must not wait
+    /// The device's loss, if what was in flight is not given up in a second after it; the slice is dropped then. [`Error::Unsupported`] on a thread that must not wait
     /// (in a waker, a source or a sink), and [`Error::Forked`]: the slice is freed when nothing uses it any more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;
@@ -132,12 +134,16 @@ impl<T: Send + 'static> SharedSlice<T> {
         let Self { memory, device, back } = self;
         drop(memory);
         let mut slice = back.slice.lock();
+        let mut looks = LOOKS_AFTER;
         loop {
             if let Some(slice) = slice.take() {
                 return Ok(slice);
             }
             if let Some(lost) = device.lost() {
-                return Err(lost);
+                if looks == 0 {
+                    return Err(lost);
+                }
+                looks -= 1;
             }
             back.came.wait_for(&mut slice, LOOK);
         }
