@@ -44,8 +44,8 @@
 //!   [`Stream::download_captured`], [`Stream::hold_captured`].
 //! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by its handle, which the
 //!   driver gives to other streams later. A stream that is adopted twice is one [`Stream`]; a new stream under an old
-//!   handle is another. With a driver without numbers each adoption is a stream of its own, and
-//!   [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
+//!   handle is another. With a driver without numbers, and while the stream is being captured, each adoption is a stream
+//!   of its own, for which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
 //!
 //! # The promise about captures
 //!
@@ -242,7 +242,11 @@ unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>
     context.alive()?;
     // SAFETY: the caller promises that it is a stream.
     let handle = context.noting(unsafe { cuda.recognise(raw) })?;
-    let id = context.noting(cuda.stream_id(handle))?;
+    // To ask for the number of a stream that is being captured spoils the capture (driver 580).
+    let id = match context.noting(cuda.is_capturing(handle))? {
+        true => None,
+        false => context.noting(cuda.stream_id(handle))?,
+    };
     Ok(Stream::adopted(device, handle, id, keep_alive, Cuda::confined(handle)))
 }
 

@@ -1,10 +1,14 @@
 //! The blocks that C has, found by any address inside them.
 //!
-//! A block is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The buffer goes back to
-//! its pool with the last. So freeing a block never waits, and a block that a device still reads is not reused.
+//! A block that was held is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The buffer
+//! goes back to its pool with the last. So freeing a block never waits, and a block that a device still reads is not
+//! reused.
 //!
 //! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate and free at the same
 //! time therefore take different locks. An address is looked for in the calling thread's part first, then in the others.
+//!
+//! Each part also knows the streams that its threads have last held blocks for: finding out what a stream is takes
+//! several driver calls.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -15,6 +19,7 @@ use crossbeam::utils::CachePadded;
 
 use crate::buffer::PinnedBuf;
 use crate::locks::Mutex;
+use crate::stream::Stream;
 
 /// More threads than this share parts.
 const PARTS: usize = 32;
@@ -22,11 +27,54 @@ const PARTS: usize = 32;
 /// A block that C has.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) buf: Arc<PinnedBuf>,
+    pub(super) buf: Buf,
     /// The address of its first byte.
     pub(super) start: usize,
     /// The length that C asked for.
     pub(super) len: usize,
+}
+
+/// The buffer of a block.
+#[derive(Debug)]
+pub(super) enum Buf {
+    /// It was never held, which saves an allocation.
+    Own(PinnedBuf),
+    Shared(Arc<PinnedBuf>),
+    /// Only while a panic leaves [`Block::share`].
+    Gone,
+}
+
+impl Block {
+    /// A reference for a hold.
+    pub(super) fn share(&mut self) -> Option<Arc<PinnedBuf>> {
+        let shared = match std::mem::replace(&mut self.buf, Buf::Gone) {
+            Buf::Own(buf) => Arc::new(buf),
+            Buf::Shared(buf) => buf,
+            Buf::Gone => return None,
+        };
+        self.buf = Buf::Shared(shared.clone());
+        Some(shared)
+    }
+
+    /// Whether no hold has a reference. If so, what the holds covered comes before what the caller does next.
+    pub(super) fn is_idle(&mut self) -> bool {
+        match &mut self.buf {
+            Buf::Own(_) => true,
+            Buf::Shared(buf) => Arc::get_mut(buf).is_some(),
+            Buf::Gone => false,
+        }
+    }
+}
+
+/// The streams that a part knows at most.
+const STREAMS: usize = 16;
+
+/// A stream that blocks were held for: the index of its device in the pool's list, and its handle.
+#[derive(Debug)]
+struct KnownStream {
+    device: usize,
+    handle: usize,
+    stream: Stream,
 }
 
 /// What is counted in a part, under its lock.
@@ -43,6 +91,8 @@ pub(super) struct Counts {
 struct Part {
     /// By the address of the first byte.
     blocks: BTreeMap<usize, Block>,
+    /// The last used is the last.
+    streams: Vec<KnownStream>,
     /// `blocks` is not counted here, since the map knows it.
     counts: Counts,
 }
@@ -84,9 +134,46 @@ impl Blocks {
         })
     }
 
-    /// Counts a hold that was taken.
-    pub(super) fn count_hold(&self) {
-        self.parts[own()].lock().counts.holds += 1;
+    /// The stream with this handle, if the calling thread's part knows it.
+    pub(super) fn stream(&self, device: usize, handle: usize) -> Option<Stream> {
+        let part = self.parts[own()].lock();
+        let found = part.streams.iter().rev().find(|known| (known.device, known.handle) == (device, handle));
+        found.map(|known| known.stream.clone())
+    }
+
+    /// Counts a hold that was taken, and knows its stream from now on.
+    pub(super) fn held(&self, device: usize, handle: usize, new: Option<Stream>) {
+        let mut part = self.parts[own()].lock();
+        part.counts.holds += 1;
+        let Some(stream) = new else { return };
+        let oldest = (part.streams.len() >= STREAMS).then(|| part.streams[0].stream.clone());
+        part.streams.push(KnownStream { device, handle, stream });
+        drop(part);
+        let Some(oldest) = oldest else { return };
+        // Only a stream whose holds have their events is not known any more: `pinpool_forget_stream` looks here.
+        if oldest.timeline().close_open().is_ok() {
+            self.parts[own()].lock().streams.retain(|known| known.stream.number() != oldest.number());
+        }
+    }
+
+    /// All streams with this handle that are known.
+    pub(super) fn known(&self, handle: usize) -> Vec<Stream> {
+        let of_part = |part: &CachePadded<Mutex<Part>>| -> Vec<Stream> {
+            let part = part.lock();
+            part.streams
+                .iter()
+                .filter(|known| known.handle == handle)
+                .map(|known| known.stream.clone())
+                .collect()
+        };
+        self.parts.iter().flat_map(of_part).collect()
+    }
+
+    /// Knows the streams with this handle no more.
+    pub(super) fn forget(&self, handle: usize) {
+        for part in &self.parts {
+            part.lock().streams.retain(|known| known.handle != handle);
+        }
     }
 
     /// The sums over the parts. Each part is exact, and blocks that move meanwhile may be in none of them.

@@ -33,12 +33,11 @@ mod blocks;
 mod status;
 
 use std::ffi::{CStr, c_char, c_void};
-use std::sync::Arc;
 use std::time::Duration;
 
 pub use status::*;
 
-use self::blocks::{Block, Blocks};
+use self::blocks::{Block, Blocks, Buf};
 use self::status::{Fault, status};
 use crate::device::family::Family;
 use crate::device::handle::Device;
@@ -47,8 +46,8 @@ use crate::pool::{Pool, Request};
 use crate::region::Unpinned;
 use crate::stream::Stream;
 
-/// The extents of a pool whose blocks are all small, in bytes: the pool's default.
-const LEAST_EXTENT: usize = 256 << 20;
+/// The handle that is another stream on each thread.
+const PER_THREAD: usize = 2;
 
 /// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
 pub const PINPOOL_ABI_VERSION: u32 = 1;
@@ -78,8 +77,8 @@ pub struct pinpool_options {
     pub allow_unpinned: u32,
     /// The pool's name in logs and metrics. Null: a number.
     pub name: *const c_char,
-    /// The length of the largest block that is to be served. It lies in one piece of memory, so the pool grows by at
-    /// least as much. 0: a little less than 256 MiB, and than the capacity.
+    /// The length of the largest block that is to be served. The pool grows by pieces of that size, rounded up, since a
+    /// block lies in one piece. 0: a little less than 256 MiB, and than the capacity.
     pub largest: u64,
 }
 
@@ -165,8 +164,7 @@ pub unsafe extern "C" fn pinpool_open(
                 builder = builder.initial(bytes(options.initial)?);
             }
             if options.largest > 0 {
-                let segment = Request::new(bytes(options.largest)?).segment_bytes()?.max(LEAST_EXTENT);
-                // (The pool makes a region that is larger than its capacity as large as that.)
+                let segment = Request::new(bytes(options.largest)?).segment_bytes()?;
                 builder = builder.extent(segment).region(segment);
             }
             if options.allow_unpinned != 0 {
@@ -243,7 +241,7 @@ pub unsafe extern "C" fn pinpool_alloc(
             limit => opened.pool.checkout_timeout(request, Duration::from_millis(limit)),
         }?;
         let start = buf.as_mut_ptr();
-        opened.blocks.enter(Block { buf: Arc::new(buf), start: start.addr(), len: bytes });
+        opened.blocks.enter(Block { buf: Buf::Own(buf), start: start.addr(), len: bytes });
         // SAFETY: as above.
         unsafe { block.write(start.cast()) };
         Ok(())
@@ -277,12 +275,15 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
 /// If the stream is being captured into a graph, the block is kept for as long as the graph and what is made from it
 /// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
 ///
+/// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait for work that is
+/// queued meanwhile.
+///
 /// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than before: free the block
 /// when the stream is known to be done with it.
 ///
 /// # Safety
-/// `pool` is a pool. `stream` is a stream, and exists until what is queued on it by now is complete. It neither enters
-/// nor leaves a capture during the call.
+/// `pool` is a pool. `stream` is a stream, and exists until the hold is over, or until `pinpool_forget_stream` has
+/// returned `PINPOOL_OK` and what was queued on it is complete. It neither enters nor leaves a capture during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_hold(
     pool: *mut pinpool_pool,
@@ -306,6 +307,29 @@ pub unsafe extern "C" fn pinpool_hold_on(
 ) -> pinpool_status {
     // SAFETY: the caller's promises.
     status(|| unsafe { hold(known(pool)?, address, text(Some(device), "device")?, stream) })
+}
+
+/// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
+/// returns, and the pool names the stream in no later call. The call waits for nothing.
+///
+/// An error if an event cannot be recorded: call it again. `PINPOOL_CAPTURING` while the stream is being captured.
+///
+/// # Safety
+/// As for `pinpool_hold`. No other thread holds blocks for the stream meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_forget_stream(
+    pool: *mut pinpool_pool,
+    stream: *mut c_void,
+) -> pinpool_status {
+    status(|| {
+        // SAFETY: the caller promises a pool.
+        let opened = unsafe { known(pool) }?;
+        for part in opened.blocks.known(stream.addr()) {
+            part.timeline().close_open()?;
+        }
+        opened.blocks.forget(stream.addr());
+        Ok(())
+    })
 }
 
 /// The start and the length of the block that `address` lies in. Null where one is not asked for.
@@ -359,8 +383,7 @@ pub unsafe extern "C" fn pinpool_is_idle(
         let opened = unsafe { known(pool) }?;
         // The devices' threads end holds from time to time: this looks now.
         opened.devices.iter().for_each(|device| _ = device.reap());
-        // `get_mut` orders what the hold covered before what the caller does next.
-        let alone = opened.blocks.with(address.addr(), |block| Arc::get_mut(&mut block.buf).is_some());
+        let alone = opened.blocks.with(address.addr(), Block::is_idle);
         // SAFETY: the caller's, and not null.
         unsafe { idle.write(alone.ok_or(Fault::NoBlock(address.addr()))?.into()) };
         Ok(())
@@ -468,27 +491,36 @@ unsafe fn hold(
     opened: &pinpool_pool,
     address: *const c_void,
     device: Option<&str>,
-    stream: *mut c_void,
+    raw: *mut c_void,
 ) -> Result<(), Fault> {
-    let buf = opened.blocks.with(address.addr(), |block| block.buf.clone());
+    let buf = opened.blocks.with(address.addr(), Block::share).flatten();
     let buf = buf.ok_or(Fault::NoBlock(address.addr()))?;
-    let device = match device {
-        None => opened.devices.first(),
-        Some(name) => opened.devices.iter().find(|device| device.name() == name),
+    let index = match device {
+        None => Some(0),
+        Some(name) => opened.devices.iter().position(|device| device.name() == name),
     };
-    let device = device.ok_or(Fault::Argument("the device is none of those that the pool was opened for"))?;
-    // SAFETY: the caller's promise.
-    let stream = unsafe { adopt(device, stream) }?;
-    match stream.hold(buf) {
+    let index = index.ok_or(Fault::Argument("the device is none of those that the pool was opened for"))?;
+    let (handle, known) = (raw.addr(), opened.blocks.stream(index, raw.addr()));
+    let new = known.is_none();
+    let stream = match known {
+        // Under the same handle this may be another stream than it was. The holds on the former are over, as the caller
+        // promises, and the event of this one is recorded on what has the handle.
+        Some(stream) => stream,
+        // SAFETY: the caller's promise.
+        None => unsafe { adopt(&opened.devices[index], raw) }?,
+    };
+    match stream.hold_patiently(buf) {
         // The timeline has its own reference.
         Ok(held) => drop(held),
         Err(refused) => match (refused.error, refused.buffer) {
             (Error::Capturing { .. }, Some(buf)) => {
-                drop(stream.hold_captured(buf).map_err(|refused| refused.error)?)
+                drop(stream.hold_captured(buf).map_err(|refused| refused.error)?);
+                opened.blocks.held(index, handle, None);
+                return Ok(());
             }
             (error, _) => return Err(error.into()),
         },
     }
-    opened.blocks.count_hold();
+    opened.blocks.held(index, handle, (new && handle != PER_THREAD).then_some(stream));
     Ok(())
 }

@@ -41,8 +41,8 @@ typedef struct pinpool_options {
   uint32_t allow_unpinned;
   // The pool's name in logs and metrics. Null: a number.
   const char *name;
-  // The length of the largest block that is to be served. It lies in one piece of memory, so the pool grows by at
-  // least as much. 0: a little less than 256 MiB, and than the capacity.
+  // The length of the largest block that is to be served. The pool grows by pieces of that size, rounded up, since a
+  // block lies in one piece. 0: a little less than 256 MiB, and than the capacity.
   uint64_t largest;
 } pinpool_options;
 
@@ -157,12 +157,15 @@ pinpool_status pinpool_free(struct pinpool_pool *pool,
 // If the stream is being captured into a graph, the block is kept for as long as the graph and what is made from it
 // exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
 //
+// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait for work that is
+// queued meanwhile.
+//
 // `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than before: free the block
 // when the stream is known to be done with it.
 //
 // # Safety
-// `pool` is a pool. `stream` is a stream, and exists until what is queued on it by now is complete. It neither enters
-// nor leaves a capture during the call.
+// `pool` is a pool. `stream` is a stream, and exists until the hold is over, or until `pinpool_forget_stream` has
+// returned `PINPOOL_OK` and what was queued on it is complete. It neither enters nor leaves a capture during the call.
 pinpool_status pinpool_hold(struct pinpool_pool *pool,
                             const void *address,
                             void *stream);
@@ -175,6 +178,16 @@ pinpool_status pinpool_hold_on(struct pinpool_pool *pool,
                                const void *address,
                                const char *device,
                                void *stream);
+
+// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
+// returns, and the pool names the stream in no later call. The call waits for nothing.
+//
+// An error if an event cannot be recorded: call it again. `PINPOOL_CAPTURING` while the stream is being captured.
+//
+// # Safety
+// As for `pinpool_hold`. No other thread holds blocks for the stream meanwhile.
+pinpool_status pinpool_forget_stream(struct pinpool_pool *pool,
+                                     void *stream);
 
 // The start and the length of the block that `address` lies in. Null where one is not asked for.
 //

@@ -365,6 +365,18 @@ impl Stream {
     /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
     /// lost device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
+        self.hold_by(buf, false)
+    }
+
+    /// [`hold`](Self::hold), with an event that many holds share. So it may keep the buffer for work that is queued up to
+    /// a millisecond later, and the stream must exist until the hold is over, or [`close`](Timeline::close_open) was
+    /// called.
+    #[cfg(feature = "capi")]
+    pub(crate) fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
+        self.hold_by(buf, true)
+    }
+
+    fn hold_by<B: Lend>(&self, buf: B, patient: bool) -> Result<InFlight<B>, SubmitError<B>> {
         if !buf.serves(self.timeline().context(), KEY) {
             let error = Error::WrongDevice { device: self.device().name().into() };
             return Err(SubmitError::refused(error, buf));
@@ -375,7 +387,7 @@ impl Stream {
         match self.timeline().begin(buf.lend(KEY), None) {
             Ok(submission) => {
                 let mut flight = InFlight::new(self.ticket(NOT_YET), buf, None);
-                flight.submitted(submission.commit());
+                flight.submitted(if patient { submission.commit_patiently() } else { submission.commit() });
                 Ok(flight)
             }
             Err((error, _)) => Err(SubmitError::refused(error, buf)),

@@ -275,7 +275,23 @@ static void holds(void) {
     for (int i = 0; i < 5000 && !is_idle(pool, block); i++) usleep(1000);
     CHECK(is_idle(pool, block) == 1);
 
-    /* A graph keeps what was held during its capture. */
+    /* A stream is forgotten before it is destroyed: its hold has an event then. */
+    uintptr_t streams[40];
+    for (int i = 0; i < 40; i++) {
+        CHECK(cu("cuStreamCreate", (uintptr_t)&streams[i], 1, 0, 0) == 0);
+        CHECK(pinpool_hold(pool, block, (void *)streams[i]) == PINPOOL_OK);
+    }
+    for (int i = 0; i < 40; i++) {
+        CHECK(pinpool_forget_stream(pool, (void *)streams[i]) == PINPOOL_OK);
+        CHECK(cu("cuStreamSynchronize", streams[i], 0, 0, 0) == 0);
+        CHECK(cu("cuStreamDestroy_v2", streams[i], 0, 0, 0) == 0);
+    }
+    for (int i = 0; i < 5000 && !is_idle(pool, block); i++) usleep(1000);
+    CHECK(is_idle(pool, block) == 1);
+    CHECK(pinpool_forget_stream(pool, (void *)0x1234) == PINPOOL_OK);
+
+    /* A graph keeps what was held during its capture, on a stream that the pool does not know yet, too. */
+    CHECK(cu("cuStreamCreate", (uintptr_t)&stream, 1, 0, 0) == 0);
     CHECK(cu("cuStreamBeginCapture_v2", stream, 0, 0, 0) == 0);
     CHECK(cu("cuMemcpyHtoDAsync_v2", memory, (uintptr_t)block, 4096, stream) == 0);
     CHECK(pinpool_hold(pool, block + 1, (void *)stream) == PINPOOL_OK);
@@ -293,6 +309,13 @@ static void holds(void) {
     CHECK(is_idle(pool, block) == 1);
     CHECK(pinpool_free(pool, block) == PINPOOL_OK);
     CHECK(pinpool_close(pool, 10000) == PINPOOL_OK);
+
+    /* The only rule that was broken is the last one above. */
+    static char report[1 << 16];
+    CHECK(cu("standin_report", (uintptr_t)report, sizeof report, 0, 0) > 0);
+    char *violation = strstr(report, "violation ");
+    CHECK(violation && strncmp(violation, "violation STR-1 cuStreamGetCtx", 30) == 0);
+    CHECK(!strstr(violation + 1, "violation "));
 }
 
 int main(int count, char **arguments) {

@@ -166,7 +166,7 @@ impl Cuda {
         Ok(handle)
     }
 
-    /// The driver's number for a stream. `None`: this driver has no numbers for streams.
+    /// The driver's number for a stream that is not being captured. `None`: this driver has no numbers for streams.
     pub(crate) fn stream_id(&self, on: StreamHandle) -> Result<Option<u64>> {
         let Some(ask) = self.api.stream_id else { return Ok(None) };
         let _current = self.relaxed()?;

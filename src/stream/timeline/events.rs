@@ -22,7 +22,7 @@ impl Timeline {
     }
 
     /// [`close`](Self::close) for callers that need the error.
-    pub(super) fn close_open(&self) -> Result<()> {
+    pub(crate) fn close_open(&self) -> Result<()> {
         // A capture may have begun since the stream was shared, or since an event failed.
         let capturing = match self.elsewhere() {
             None => self.is_capturing(),

@@ -36,7 +36,9 @@
 //!
 //! A stream is *shared* if it was adopted or its handle was given out: then the program submits work to it that this
 //! crate does not see. On a shared stream each submit closes its sequence number, on the submitting thread. So the
-//! event covers all that was queued when the call was made, and a hold covers the program's kernels.
+//! event covers all that was queued when the call was made, and a hold covers the program's kernels. (A *patient* hold
+//! leaves the number open, as a submit to another stream does: many holds share an event, which is recorded up to a
+//! millisecond later, and covers what was queued meanwhile, too.)
 //!
 //! A shared stream can be captured into a graph. During a capture nothing may be submitted or recorded: it would not
 //! run now, and would run again with each launch. So each submit asks the driver first, and so does each later attempt
@@ -422,8 +424,9 @@ impl Timeline {
         Ok(Submission { timeline: self, key: Some(key), _deferral: deferral })
     }
 
-    /// The driver was called: the entry joins the sequence number that is open now.
-    fn commit(self: &Arc<Self>, key: usize) -> u64 {
+    /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too, the
+    /// number may stay open for a while.
+    fn commit(self: &Arc<Self>, key: usize, patient: bool) -> u64 {
         let mut after = After::default();
         let mut state = self.state.lock();
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
@@ -439,7 +442,7 @@ impl Timeline {
             state.quarantine(self.is_dead(), &mut after);
             self.note_kept(&after);
         }
-        let lingers = self.lingers && !shared;
+        let lingers = self.lingers && (!shared || patient && self.confined.is_none());
         let close = !lingers || state.open_entries >= SEQ_ENTRIES || state.open_bytes >= SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
@@ -641,14 +644,19 @@ impl Submission<'_> {
 
     /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
     pub(crate) fn commit(mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key))
+        self.key.take().map_or(0, |key| self.timeline.commit(key, false))
+    }
+
+    /// The same for a patient entry.
+    pub(crate) fn commit_patiently(mut self) -> u64 {
+        self.key.take().map_or(0, |key| self.timeline.commit(key, true))
     }
 }
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
         if let Some(key) = self.key.take() {
-            self.timeline.commit(key);
+            self.timeline.commit(key, false);
         }
     }
 }

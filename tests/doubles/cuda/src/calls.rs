@@ -360,8 +360,8 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
     call("cuStreamDestroy_v2", |w| w.destroy_stream(stream as usize))
 }
 
-/// From outside of a capture no call may wait for it.
-fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
+/// A call that no capturing stream may be named in.
+pub fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
     w.not_implicit(name, stream)?;
     if let Some(capture) = &mut w.stream(name, stream)?.capture {
         capture.spoiled = true;

@@ -67,7 +67,7 @@
 //! | HST-8 | registers as only read where the device cannot | 801 |
 //! | HST-9 | allocates managed memory on a device that does not share it with a working host (allowed by the driver, not by our contract) | there it is |
 //! | CAP-1 | makes an unsafe call while a capture forbids it | 900, and the capture is spoiled |
-//! | CAP-2 | synchronises or waits on a capturing stream from outside | 900, and the capture is spoiled |
+//! | CAP-2 | synchronises or waits on a capturing stream from outside, or asks for its number | 900, and the capture is spoiled |
 //! | CAP-3 | asks about an event that was recorded in a capture | 907 |
 //! | CAP-4 | ends a capture on another thread than it was begun on, where that matters | 908 |
 //! | PTR-1 | names memory of the device-side heap in a copy | 1 |

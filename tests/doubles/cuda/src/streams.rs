@@ -156,10 +156,12 @@ unsafe extern "C" fn cuStreamGetCtx(stream: *mut c_void, context: *mut *mut c_vo
 #[cfg(not(feature = "cuda11"))]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamGetId(stream: *mut c_void, id: *mut u64) -> u32 {
-    call("cuStreamGetId", |w| {
-        let of = w.stream("cuStreamGetId", stream as usize)?.id;
+    const NAME: &str = "cuStreamGetId";
+    call(NAME, |w| {
+        crate::calls::not_captured(w, NAME, stream as usize)?;
+        let of = w.stream(NAME, stream as usize)?.id;
         // SAFETY: as above.
-        unsafe { write(w, "cuStreamGetId", id, of) }
+        unsafe { write(w, NAME, id, of) }
     })
 }
 
