@@ -15,12 +15,12 @@
 
 #include <pinpool.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -33,44 +33,32 @@ constexpr size_t kAlign = 64;
 
 struct Options {
   std::string device; // "": the device that is current when the pool is opened
-  uint64_t capacity = 0;
-  uint64_t initial = 0;
-  uint64_t wait_ms = 0;
+  uint64_t capacity, initial;
 };
 
 // Constant-initialised and trivially destroyed: the deleter of a tensor that outlives everything reads it.
 std::atomic<pinpool_pool*> g_pool{nullptr};
-std::atomic<int> g_device{-1};
+std::atomic<int> g_device{-1}; // -1: the pool has several, and says itself which streams it takes
 std::atomic<uint64_t> g_wait_ms{0};
+std::mutex* g_open = new std::mutex;
+Options* g_options = new Options{};
 thread_local char g_error[512];
-
-Options& options() {
-  static auto* all = new Options;
-  return *all;
-}
 
 // Opens the pool at the first call. Late, since it initialises CUDA: a server forks and sets devices after `install`.
 C10_NOINLINE pinpool_pool* open_pool() {
-  static auto* mutex = new std::mutex;
-  std::lock_guard<std::mutex> guard(*mutex);
+  std::lock_guard<std::mutex> guard(*g_open);
   if (auto* pool = g_pool.load(std::memory_order_acquire)) {
     return pool;
   }
-  c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
-  std::string device = options().device;
+  std::string device = g_options->device;
   if (device.empty()) {
-    device = "cuda:" + std::to_string(static_cast<int>(cuda.getDevice().index()));
+    device = "cuda:" + std::to_string(int(c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index()));
   }
-  pinpool_options wanted{};
-  wanted.size = sizeof(wanted);
-  wanted.device = device.c_str();
-  wanted.capacity = options().capacity;
-  wanted.initial = options().initial;
-  wanted.name = "torch";
+  pinpool_options wanted{sizeof(wanted), device.c_str(), g_options->capacity, g_options->initial, 0, "torch"};
   pinpool_pool* pool = nullptr;
   auto status = pinpool_open(&wanted, &pool);
   TORCH_CHECK(status == PINPOOL_OK, "pinpool: the pool on ", device, " was not opened: ", pinpool_last_error());
-  if (device.rfind("cuda:", 0) == 0) {
+  if (device.rfind("cuda:", 0) == 0 && device.find(',') == std::string::npos) {
     g_device.store(std::stoi(device.substr(5)), std::memory_order_relaxed);
   }
   // Pairs with the acquire loads: a thread that sees the pool sees its device.
@@ -98,21 +86,15 @@ bool hold(const void* address, c10::Stream stream) {
   if (pool == nullptr || address == nullptr) {
     return false;
   }
+  // The pool's events do not fit a stream of another device.
   auto index = g_device.load(std::memory_order_relaxed);
-  pinpool_status status = PINPOOL_UNAVAILABLE;
-  if (C10_LIKELY(index < 0 || stream.device_index() == index)) {
-    status = pinpool_hold(pool, address, stream.native_handle());
-    if (C10_LIKELY(status == PINPOOL_OK)) {
-      return true;
-    }
-  } else {
-    // A stream of another device: the pool's events do not fit it.
-    void* start = nullptr;
-    size_t bytes = 0;
-    status = pinpool_find(pool, address, &start, &bytes) == PINPOOL_UNKNOWN ? PINPOOL_UNKNOWN : PINPOOL_INVALID;
-  }
-  if (status == PINPOOL_UNKNOWN) {
-    return false;
+  bool fits = index < 0 || stream.device_index() == index;
+  void* start = nullptr;
+  size_t bytes = 0;
+  auto status =
+      fits ? pinpool_hold(pool, address, stream.native_handle()) : pinpool_find(pool, address, &start, &bytes);
+  if (C10_LIKELY((fits && status == PINPOOL_OK) || status == PINPOOL_UNKNOWN)) {
+    return status == PINPOOL_OK;
   }
   // In a captured graph waiting protects nothing.
   TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool_last_error());
@@ -141,11 +123,9 @@ class Allocator final : public at::HostAllocator {
       refuse(status, bytes);
     }
     at::DataPtr data{block, block, &release, c10::Device(c10::kCPU)};
+    // What the graph reads by this address, it reads at each replay: the graph keeps the block, copied or not.
     if (captures) {
-      // What the graph reads by this address, it reads at each replay: the graph keeps the block, copied or not.
-      if (auto stream = captured()) {
-        hold(block, *stream);
-      }
+      hold_captured(block);
     }
     return data;
   }
@@ -180,21 +160,18 @@ class Allocator final : public at::HostAllocator {
     at::HostStats out;
     pinpool_stats now{};
     now.size = sizeof(now);
-    auto* pool = g_pool.load(std::memory_order_acquire);
-    if (pool == nullptr || pinpool_get_stats(pool, &now) != PINPOOL_OK) {
+    if (auto* pool = g_pool.load(std::memory_order_acquire); !pool || pinpool_get_stats(pool, &now) != PINPOOL_OK) {
       return out;
     }
     std::lock_guard<std::mutex> guard(stats_mutex_);
-    out.active_requests.current = static_cast<int64_t>(now.blocks);
-    out.active_requests.allocated = static_cast<int64_t>(now.allocations - base_.allocations);
-    out.active_requests.freed = static_cast<int64_t>(now.frees - base_.frees);
-    out.active_requests.peak = out.active_requests.current;
-    out.active_bytes.current = static_cast<int64_t>(now.block_bytes);
-    auto peak = now.peak_block_bytes > peaks_.peak_block_bytes ? now.peak_block_bytes : now.block_bytes;
-    out.active_bytes.peak = static_cast<int64_t>(peak);
-    out.allocated_bytes.current = static_cast<int64_t>(now.pinned_bytes);
-    peak = now.peak_pinned_bytes > peaks_.peak_pinned_bytes ? now.peak_pinned_bytes : now.pinned_bytes;
-    out.allocated_bytes.peak = static_cast<int64_t>(peak);
+    auto peak = [](uint64_t now, uint64_t peak, uint64_t before) { return int64_t(peak > before ? peak : now); };
+    out.active_requests.current = out.active_requests.peak = int64_t(now.blocks);
+    out.active_requests.allocated = int64_t(now.allocations - base_.allocations);
+    out.active_requests.freed = int64_t(now.frees - base_.frees);
+    out.active_bytes.current = int64_t(now.block_bytes);
+    out.active_bytes.peak = peak(now.block_bytes, now.peak_block_bytes, peaks_.peak_block_bytes);
+    out.allocated_bytes.current = int64_t(now.pinned_bytes);
+    out.allocated_bytes.peak = peak(now.pinned_bytes, now.peak_pinned_bytes, peaks_.peak_pinned_bytes);
     return out;
   }
 
@@ -210,23 +187,16 @@ class Allocator final : public at::HostAllocator {
   // needs no memory of its own, and `release_pool` has nothing to give back.
   void begin_allocate_to_pool(c10::MempoolId_t id, std::function<bool(c10::Stream)> filter) override {
     std::unique_lock<std::shared_mutex> guard(captures_mutex_);
-    for (auto& capture : filters_) {
-      TORCH_CHECK(capture.first != id, "pinpool: a capture already allocates to this pool");
-    }
     filters_.emplace_back(id, std::move(filter));
     captures_.store(filters_.size(), std::memory_order_relaxed);
   }
 
   void end_allocate_to_pool(c10::MempoolId_t id) override {
     std::unique_lock<std::shared_mutex> guard(captures_mutex_);
-    for (auto it = filters_.begin(); it != filters_.end(); ++it) {
-      if (it->first == id) {
-        filters_.erase(it);
-        captures_.store(filters_.size(), std::memory_order_relaxed);
-        return;
-      }
-    }
-    TORCH_CHECK(false, "pinpool: no capture allocates to this pool");
+    auto it = std::find_if(filters_.begin(), filters_.end(), [&](auto& capture) { return capture.first == id; });
+    TORCH_CHECK(it != filters_.end(), "pinpool: no capture allocates to this pool");
+    filters_.erase(it);
+    captures_.store(filters_.size(), std::memory_order_relaxed);
   }
 
   void release_pool(c10::MempoolId_t) override {}
@@ -240,17 +210,14 @@ class Allocator final : public at::HostAllocator {
     }
   }
 
-  // The current stream where a capture that torch has begun is on it.
-  std::optional<c10::Stream> captured() {
+  // Holds the block for the graph whose capture the current stream is in, if it is in one.
+  void hold_captured(void* block) {
     c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
     auto stream = cuda.getStream(cuda.getDevice());
     std::shared_lock<std::shared_mutex> guard(captures_mutex_);
-    for (auto& capture : filters_) {
-      if (capture.second(stream)) {
-        return stream;
-      }
+    if (std::any_of(filters_.begin(), filters_.end(), [&](auto& capture) { return capture.second(stream); })) {
+      hold(block, stream);
     }
-    return std::nullopt;
   }
 
   [[noreturn]] C10_NOINLINE static void refuse(pinpool_status status, size_t bytes) {
@@ -315,7 +282,8 @@ int pinpool_torch_install(const char* device, uint64_t capacity, uint64_t initia
   return guarded(
       [&] {
         TORCH_CHECK(g_pool.load(std::memory_order_acquire) == nullptr, "the pool is open already: install once");
-        options() = {device ? device : "", capacity, initial, wait_ms};
+        TORCH_CHECK(pinpool_abi_version() == PINPOOL_ABI_VERSION, "libpinpool.so is not of the pinpool.h of the build");
+        *g_options = {device, capacity, initial};
         g_wait_ms.store(wait_ms, std::memory_order_relaxed);
         if (g_ours == nullptr) {
           g_before = at::getHostAllocator(c10::kCUDA);
@@ -338,32 +306,27 @@ pinpool_pool* pinpool_torch_pool() {
   return guarded([] { return the_pool(); }, static_cast<pinpool_pool*>(nullptr));
 }
 
-void* pinpool_torch_buffer(size_t bytes) {
+void* pinpool_torch_buffer(size_t bytes, void** start) {
   return guarded(
       [&]() -> void* {
         auto data = g_ours->allocate(bytes);
-        auto* shared = new Shared{{1}, data.get(), static_cast<int64_t>(bytes)};
-        data.release_context();
-        return shared;
+        *start = data.get();
+        return new Shared{{1}, data.release_context(), static_cast<int64_t>(bytes)};
       },
       nullptr);
-}
-
-void* pinpool_torch_buffer_start(void* buffer) {
-  return static_cast<Shared*>(buffer)->block;
 }
 
 void pinpool_torch_buffer_drop(void* buffer) {
   Shared::drop(static_cast<Shared*>(buffer));
 }
 
-// A DLPack tensor of the buffer's bytes (kDLCUDAHost) that owns the block as the buffer does.
-void* pinpool_torch_dlpack(void* buffer) {
+// A DLPack tensor of the buffer's bytes that owns the block as the buffer does. `kind`: kDLCUDAHost or kDLCPU.
+void* pinpool_torch_dlpack(void* buffer, int kind) {
   auto* shared = static_cast<Shared*>(buffer);
   shared->owners.fetch_add(1, std::memory_order_relaxed);
   auto* tensor = new DLManagedTensor{};
   tensor->dl_tensor.data = shared->block;
-  tensor->dl_tensor.device = {kDLCUDAHost, 0};
+  tensor->dl_tensor.device = {static_cast<DLDeviceType>(kind), 0};
   tensor->dl_tensor.ndim = 1;
   tensor->dl_tensor.dtype = {kDLUInt, 8, 1};
   tensor->dl_tensor.shape = &shared->bytes;
