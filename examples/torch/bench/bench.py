@@ -1,6 +1,6 @@
 """torch's own pinned allocator against the pool, in one process by turns. Prints a line for each measurement.
 
-    PINPOOL_LIBRARY=folder PYTHONPATH=examples/torch python3 examples/torch/bench/bench.py [hook|python|waste|server ...]
+    PINPOOL_LIBRARY=folder PYTHONPATH=.. python3 bench.py [hook|waste|server|python ...]
 """
 
 import ctypes
@@ -25,10 +25,11 @@ MIB = 1 << 20
 
 def compile_loops():
     root = pathlib.Path(torch.__file__).resolve().parent
-    out = pathlib.Path(tempfile.mkdtemp()) / "hook.so"
+    out = pathlib.Path(tempfile.gettempdir()) / f"pinpool_hook_{torch.__version__}.so"
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{root}/include", str(HERE / "hook.cpp"),
                f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-o", str(out)]
-    subprocess.run(command, check=True)
+    if not out.exists() or out.stat().st_mtime < (HERE / "hook.cpp").stat().st_mtime:
+        subprocess.run(command, check=True)
     loops = ctypes.CDLL(str(out))
     loops.bench_pairs.restype = loops.bench_server.restype = ctypes.c_double
     loops.bench_pairs.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]

@@ -109,6 +109,8 @@ class Buffer:
 
     def view(self):
         """A writable memoryview, which keeps the block."""
+        if self.nbytes == 0:
+            return memoryview(bytearray())
         array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         array.owner = self
         return memoryview(array).cast("B")
@@ -122,7 +124,8 @@ class Buffer:
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         if copy or (dl_device is not None and tuple(map(int, dl_device)) not in ((1, 0), (3, 0))):
             raise BufferError("this memory is on the host, and exported as it is")
-        kind = int(dl_device[0]) if dl_device is not None else 3
+        # torch exports its own pinned tensors as kDLCPU, too, and imports no capsule of kDLCUDAHost.
+        kind = int(dl_device[0]) if dl_device is not None else 1
         tensor = _shim.pinpool_torch_dlpack(self._shared, kind)
         return _capsule(tensor, b"dltensor", ctypes.cast(_shim.pinpool_torch_capsule_end, ctypes.c_void_p))
 
