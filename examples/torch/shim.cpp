@@ -17,28 +17,22 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
 #include <cstdio>
-#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace {
 
-// The alignment of torch's own tensors in host memory.
-constexpr size_t kAlign = 64;
-
 struct Options {
   std::string device; // "": the device that is current when the pool is opened
-  uint64_t capacity, initial;
+  uint64_t capacity, initial, largest;
 };
 
 // Constant-initialised and trivially destroyed: the deleter of a tensor that outlives everything reads it.
 std::atomic<pinpool_pool*> g_pool{nullptr};
-std::atomic<int> g_device{-1}; // -1: the pool has several, and says itself which streams it takes
+std::atomic<int> g_device{-1}; // the pool's first
 std::atomic<uint64_t> g_wait_ms{0};
 std::mutex* g_open = new std::mutex;
 Options* g_options = new Options{};
@@ -54,11 +48,17 @@ C10_NOINLINE pinpool_pool* open_pool() {
   if (device.empty()) {
     device = "cuda:" + std::to_string(int(c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index()));
   }
-  pinpool_options wanted{sizeof(wanted), device.c_str(), g_options->capacity, g_options->initial, 0, "torch"};
+  pinpool_options wanted{};
+  wanted.size = sizeof(wanted);
+  wanted.device = device.c_str();
+  wanted.capacity = g_options->capacity;
+  wanted.initial = g_options->initial;
+  wanted.largest = g_options->largest;
+  wanted.name = "torch";
   pinpool_pool* pool = nullptr;
   auto status = pinpool_open(&wanted, &pool);
   TORCH_CHECK(status == PINPOOL_OK, "pinpool: the pool on ", device, " was not opened: ", pinpool_last_error());
-  if (device.rfind("cuda:", 0) == 0 && device.find(',') == std::string::npos) {
+  if (device.rfind("cuda:", 0) == 0) {
     g_device.store(std::stoi(device.substr(5)), std::memory_order_relaxed);
   }
   // Pairs with the acquire loads: a thread that sees the pool sees its device.
@@ -86,21 +86,18 @@ bool hold(const void* address, c10::Stream stream) {
   if (pool == nullptr || address == nullptr) {
     return false;
   }
-  // The pool's events do not fit a stream of another device.
-  auto index = g_device.load(std::memory_order_relaxed);
-  bool fits = index < 0 || stream.device_index() == index;
-  void* start = nullptr;
-  size_t bytes = 0;
-  auto status =
-      fits ? pinpool_hold(pool, address, stream.native_handle()) : pinpool_find(pool, address, &start, &bytes);
-  if (C10_LIKELY((fits && status == PINPOOL_OK) || status == PINPOOL_UNKNOWN)) {
+  auto index = stream.device_index();
+  auto* raw = stream.native_handle();
+  auto status = C10_LIKELY(index == g_device.load(std::memory_order_relaxed))
+      ? pinpool_hold(pool, address, raw)
+      : pinpool_hold_on(pool, address, ("cuda:" + std::to_string(int(index))).c_str(), raw);
+  if (C10_LIKELY(status == PINPOOL_OK || status == PINPOOL_UNKNOWN)) {
     return status == PINPOOL_OK;
   }
   // In a captured graph waiting protects nothing.
   TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool_last_error());
   // Without a hold the block could be used again under the copy. Waiting is slow and right.
-  TORCH_WARN_ONCE("pinpool: copies on this stream are waited for, since the pool cannot hold memory for it (device ",
-      static_cast<int>(stream.device_index()), ", pool on ", index, "): ", pinpool_last_error());
+  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", int(index), " are waited for: ", pinpool_last_error());
   stream.synchronize();
   return true;
 }
@@ -113,18 +110,15 @@ class Allocator final : public at::HostAllocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
     }
-    auto* pool = the_pool();
-    // A capture waits for nothing: the holds that would end are perhaps on its own stream.
-    bool captures = C10_UNLIKELY(captures_.load(std::memory_order_relaxed) != 0);
-    auto wait = captures ? 0 : g_wait_ms.load(std::memory_order_relaxed);
+    // Alignment 0 is 64 bytes, as torch aligns tensors in host memory.
     void* block = nullptr;
-    auto status = pinpool_alloc(pool, bytes, kAlign, wait, &block);
+    auto status = pinpool_alloc(the_pool(), bytes, 0, g_wait_ms.load(std::memory_order_relaxed), &block);
     if (C10_UNLIKELY(status != PINPOOL_OK)) {
-      refuse(status, bytes);
+      return refused(status, bytes);
     }
     at::DataPtr data{block, block, &release, c10::Device(c10::kCPU)};
     // What the graph reads by this address, it reads at each replay: the graph keeps the block, copied or not.
-    if (captures) {
+    if (C10_UNLIKELY(captures_.load(std::memory_order_relaxed) != 0)) {
       hold_captured(block);
     }
     return data;
@@ -154,62 +148,63 @@ class Allocator final : public at::HostAllocator {
     before_->empty_cache();
   }
 
-  // Requests are the pool's blocks, what torch calls allocated is what is pinned. The pool's peaks have no reset: after
-  // one, a peak is the present value until the pool makes a new one.
+  // Requests are the pool's blocks, what torch calls allocated is what is pinned. The pool counts no peaks: they are
+  // of what these calls saw.
   at::HostStats get_stats() override {
-    at::HostStats out;
+    std::lock_guard<std::mutex> guard(stats_mutex_);
     pinpool_stats now{};
     now.size = sizeof(now);
-    if (auto* pool = g_pool.load(std::memory_order_acquire); !pool || pinpool_get_stats(pool, &now) != PINPOOL_OK) {
-      return out;
+    auto* pool = g_pool.load(std::memory_order_acquire);
+    if (pool != nullptr && pinpool_get_stats(pool, &now) == PINPOOL_OK) {
+      auto set = [](at::Stat& stat, uint64_t value) {
+        stat.current = static_cast<int64_t>(value);
+        stat.peak = std::max(stat.peak, stat.current);
+      };
+      set(stats_.active_requests, now.blocks);
+      set(stats_.active_bytes, now.block_bytes);
+      set(stats_.allocated_bytes, now.pinned_bytes);
+      stats_.active_requests.allocated = static_cast<int64_t>(now.allocations - base_.allocations);
+      stats_.active_requests.freed = static_cast<int64_t>(now.frees - base_.frees);
     }
-    std::lock_guard<std::mutex> guard(stats_mutex_);
-    auto peak = [](uint64_t now, uint64_t peak, uint64_t before) { return int64_t(peak > before ? peak : now); };
-    out.active_requests.current = out.active_requests.peak = int64_t(now.blocks);
-    out.active_requests.allocated = int64_t(now.allocations - base_.allocations);
-    out.active_requests.freed = int64_t(now.frees - base_.frees);
-    out.active_bytes.current = int64_t(now.block_bytes);
-    out.active_bytes.peak = peak(now.block_bytes, now.peak_block_bytes, peaks_.peak_block_bytes);
-    out.allocated_bytes.current = int64_t(now.pinned_bytes);
-    out.allocated_bytes.peak = peak(now.pinned_bytes, now.peak_pinned_bytes, peaks_.peak_pinned_bytes);
-    return out;
+    return stats_;
   }
 
   void reset_accumulated_stats() override {
-    reset(base_);
+    auto now = get_stats().active_requests;
+    std::lock_guard<std::mutex> guard(stats_mutex_);
+    base_.allocations += now.allocated;
+    base_.frees += now.freed;
   }
 
   void reset_peak_stats() override {
-    reset(peaks_);
+    std::lock_guard<std::mutex> guard(stats_mutex_);
+    for (auto* stat : {&stats_.active_requests, &stats_.active_bytes, &stats_.allocated_bytes}) {
+      stat->peak = 0;
+    }
   }
 
-  // Between these two, `filter` says which streams the capture is on. Graphs keep the blocks themselves, so a pool id
-  // needs no memory of its own, and `release_pool` has nothing to give back.
+  // Between these two, `filter` says which streams the capture is on. Graphs keep the pool's blocks themselves. Torch's
+  // own allocator is told, too: it serves the largest blocks, and knows the graphs from before `install`.
   void begin_allocate_to_pool(c10::MempoolId_t id, std::function<bool(c10::Stream)> filter) override {
+    before_->begin_allocate_to_pool(id, filter);
     std::unique_lock<std::shared_mutex> guard(captures_mutex_);
     filters_.emplace_back(id, std::move(filter));
     captures_.store(filters_.size(), std::memory_order_relaxed);
   }
 
   void end_allocate_to_pool(c10::MempoolId_t id) override {
+    before_->end_allocate_to_pool(id);
     std::unique_lock<std::shared_mutex> guard(captures_mutex_);
-    auto it = std::find_if(filters_.begin(), filters_.end(), [&](auto& capture) { return capture.first == id; });
-    TORCH_CHECK(it != filters_.end(), "pinpool: no capture allocates to this pool");
-    filters_.erase(it);
+    auto ended = [&](auto& capture) { return capture.first == id; };
+    filters_.erase(std::remove_if(filters_.begin(), filters_.end(), ended), filters_.end());
     captures_.store(filters_.size(), std::memory_order_relaxed);
   }
 
-  void release_pool(c10::MempoolId_t) override {}
-
- private:
-  void reset(pinpool_stats& since) {
-    std::lock_guard<std::mutex> guard(stats_mutex_);
-    since.size = sizeof(since);
-    if (auto* pool = g_pool.load(std::memory_order_acquire)) {
-      pinpool_get_stats(pool, &since);
-    }
+  void release_pool(c10::MempoolId_t id) override {
+    before_->release_pool(id);
   }
 
+ private:
   // Holds the block for the graph whose capture the current stream is in, if it is in one.
   void hold_captured(void* block) {
     c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
@@ -220,8 +215,13 @@ class Allocator final : public at::HostAllocator {
     }
   }
 
-  [[noreturn]] C10_NOINLINE static void refuse(pinpool_status status, size_t bytes) {
+  // A block that is larger than the pool's largest comes from torch's own allocator. All else is an error.
+  C10_NOINLINE at::DataPtr refused(pinpool_status status, size_t bytes) {
     std::string why = pinpool_last_error();
+    if (status == PINPOOL_INVALID) {
+      TORCH_WARN_ONCE("pinpool: torch's own allocator serves ", bytes, " bytes: ", why, " (install's `largest`)");
+      return before_->allocate(bytes);
+    }
     TORCH_CHECK_WITH(OutOfMemoryError, status != PINPOOL_EXHAUSTED && status != PINPOOL_TIMEOUT, "pinpool: no ", bytes,
         " bytes of pinned memory: ", why, ". pinpool_torch.install(capacity=...) sets the bound, wait=... for how long "
         "an allocation waits for memory that comes back");
@@ -233,7 +233,8 @@ class Allocator final : public at::HostAllocator {
   std::shared_mutex captures_mutex_;
   std::vector<std::pair<c10::MempoolId_t, std::function<bool(c10::Stream)>>> filters_;
   std::mutex stats_mutex_;
-  pinpool_stats base_{}, peaks_{};
+  pinpool_stats base_{}; // the counts at the last reset
+  at::HostStats stats_;
 };
 
 Allocator* g_ours = nullptr;
@@ -241,14 +242,13 @@ at::HostAllocator* g_before = nullptr;
 
 // A block with several owners: a Python buffer and the DLPack tensors made of it. The last one gives it back.
 struct Shared {
-  std::atomic<size_t> owners{1};
-  void* block;
+  std::atomic<size_t> owners;
+  at::DataPtr block;
   int64_t bytes;
 
   static void drop(Shared* shared) {
     // Release and acquire: each owner's accesses come before the memory's next use.
     if (shared->owners.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      release(shared->block);
       delete shared;
     }
   }
@@ -278,12 +278,13 @@ const char* pinpool_torch_error() {
 }
 
 // Takes the place of torch's allocator. Not while another thread pins: torch's list of allocators has no lock.
-int pinpool_torch_install(const char* device, uint64_t capacity, uint64_t initial, uint64_t wait_ms) {
+int pinpool_torch_install(
+    const char* device, uint64_t capacity, uint64_t initial, uint64_t largest, uint64_t wait_ms) {
   return guarded(
       [&] {
         TORCH_CHECK(g_pool.load(std::memory_order_acquire) == nullptr, "the pool is open already: install once");
         TORCH_CHECK(pinpool_abi_version() == PINPOOL_ABI_VERSION, "libpinpool.so is not of the pinpool.h of the build");
-        *g_options = {device, capacity, initial};
+        *g_options = {device, capacity, initial, largest};
         g_wait_ms.store(wait_ms, std::memory_order_relaxed);
         if (g_ours == nullptr) {
           g_before = at::getHostAllocator(c10::kCUDA);
@@ -309,9 +310,10 @@ pinpool_pool* pinpool_torch_pool() {
 void* pinpool_torch_buffer(size_t bytes, void** start) {
   return guarded(
       [&]() -> void* {
-        auto data = g_ours->allocate(bytes);
-        *start = data.get();
-        return new Shared{{1}, data.release_context(), static_cast<int64_t>(bytes)};
+        auto* shared = new Shared{{1}, {}, static_cast<int64_t>(bytes)};
+        shared->block = g_ours->allocate(bytes);
+        *start = shared->block.get();
+        return shared;
       },
       nullptr);
 }
@@ -325,11 +327,8 @@ void* pinpool_torch_dlpack(void* buffer, int kind) {
   auto* shared = static_cast<Shared*>(buffer);
   shared->owners.fetch_add(1, std::memory_order_relaxed);
   auto* tensor = new DLManagedTensor{};
-  tensor->dl_tensor.data = shared->block;
-  tensor->dl_tensor.device = {static_cast<DLDeviceType>(kind), 0};
-  tensor->dl_tensor.ndim = 1;
-  tensor->dl_tensor.dtype = {kDLUInt, 8, 1};
-  tensor->dl_tensor.shape = &shared->bytes;
+  tensor->dl_tensor = {
+      shared->block.get(), {static_cast<DLDeviceType>(kind), 0}, 1, {kDLUInt, 8, 1}, &shared->bytes, nullptr, 0};
   tensor->manager_ctx = shared;
   tensor->deleter = [](DLManagedTensor* self) {
     Shared::drop(static_cast<Shared*>(self->manager_ctx));

@@ -26,17 +26,19 @@ _library = None
 class _Stats(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [
         (name, ctypes.c_uint64)
-        for name in ("pinned_bytes", "blocks", "block_bytes", "requested_bytes", "peak_block_bytes", "peak_pinned_bytes",
-                     "allocations", "frees", "holds")
+        for name in ("pinned_bytes", "blocks", "block_bytes", "requested_bytes", "allocations", "frees", "holds")
     ]
 
 
-def install(capacity=None, device=None, *, initial=0, wait=10.0, library=None, any_version=False):
+def install(capacity=None, device=None, *, initial=0, largest=0, wait=10.0, library=None, any_version=False):
     """Takes the place of torch's allocator of pinned memory.
 
     capacity: the bound on pinned bytes; a quarter of the machine's memory unless given.
     device: "cuda:0", or "cuda:0,cuda:1" for all of these; else the device that is current when the pool is opened.
-    initial: bytes that are pinned when the pool is opened, which is at the first pinned tensor.
+    initial: bytes that are pinned when the pool is opened, which is at the first pinned tensor; else an eighth of the
+        capacity, between 256 MiB and 1 GiB.
+    largest: the largest block that the pool serves, by which it grows at least; torch's own allocator serves larger
+        ones. A little less than 256 MiB unless given.
     wait: how many seconds an allocation waits for memory that copies still use, before torch.OutOfMemoryError.
     library: the folder of libpinpool.so and pinpool.h; else $PINPOOL_LIBRARY, else what pkg-config says.
     any_version: also with a version of torch that the shim was not tested with.
@@ -60,7 +62,7 @@ def install(capacity=None, device=None, *, initial=0, wait=10.0, library=None, a
     if capacity is None:
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     device = (device or "").encode()
-    if _shim.pinpool_torch_install(device, capacity, initial, round(wait * 1000)) != 0:
+    if _shim.pinpool_torch_install(device, capacity, initial, largest, round(wait * 1000)) != 0:
         raise RuntimeError(_shim.pinpool_torch_error().decode())
 
 
@@ -165,7 +167,7 @@ def _check(status):
 def _declare(shim):
     c = ctypes
     for name, result, arguments in (
-        ("install", c.c_int, [c.c_char_p, c.c_uint64, c.c_uint64, c.c_uint64]),
+        ("install", c.c_int, [c.c_char_p] + [c.c_uint64] * 4),
         ("error", c.c_char_p, []),
         ("use", None, [c.c_int]),
         ("pool", c.c_void_p, []),
