@@ -15,8 +15,8 @@
 
 using Clock = std::chrono::steady_clock;
 
-// Runs `work(thread, stream)` on so many threads at once, each with a stream of its own, and returns the seconds. An
-// exception of one ends the measurement: negative.
+// Runs `work(thread, stream)` on so many threads at once, each with a stream of its own. The seconds; after an exception
+// of one, negative.
 template <typename F>
 static double on_threads(int threads, F work) {
   std::atomic<int> ready{0};
@@ -25,10 +25,8 @@ static double on_threads(int threads, F work) {
   for (int i = 0; i < threads; ++i) {
     all.emplace_back([&, i] {
       try {
-        c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
-        auto stream = cuda.getStreamFromGlobalPool(c10::Device(c10::kCUDA, 0));
-        ready.fetch_add(1);
-        while (!go.load()) {
+        auto stream = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(c10::Device(c10::kCUDA, 0));
+        for (ready.fetch_add(1); !go.load();) {
         }
         work(i, stream);
       } catch (const std::exception& error) {
@@ -46,8 +44,7 @@ static double on_threads(int threads, F work) {
   for (auto& thread : all) {
     thread.join();
   }
-  auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  return failed.load() ? -1 : seconds;
+  return failed.load() ? -1 : std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 extern "C" {

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,13 +17,6 @@ import pinpool_torch
 
 MIB = 1 << 20
 SLOW = 200_000_000  # cycles of a GPU: some 0.1 s, which a copy waits behind
-TESTS = {}
-
-
-def test(function):
-    TESTS[function.__name__] = function
-    return function
-
 
 def pinned(size, value=None):
     tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -67,8 +59,7 @@ class Data(torch.utils.data.Dataset):
         return {"x": torch.full((1 + i % 50, 997), i % 251, dtype=torch.uint8)[:1], "i": i}
 
 
-@test
-def memory():
+def test_memory():
     for size in (0, 1, 7, 64, 4097, MIB, 3 * MIB + 1):
         tensor = pinned(size, 5)
         assert size == 0 or tensor.is_pinned() and tensor.data_ptr() % 64 == 0 and bool((tensor == 5).all())
@@ -85,14 +76,16 @@ def memory():
     assert torch.cuda.host_memory_stats()["active_requests.allocated"] == 0
     tensor = copy = back = None
     drained()
+    big = pinned(300 * MIB, 1)  # more than the pool's largest block: torch's own allocator has it
+    assert big.is_pinned() and int(big[::MIB].to("cuda", non_blocking=True).sum()) == 300
+    assert pinpool_torch.stats()["blocks"] == 0
     torch._C._host_emptyCache()
     assert pinpool_torch.stats()["pinned_bytes"] <= stats["allocated_bytes.peak"]
     script("torch.cuda.memory._set_allocator_settings('pinned_use_background_threads:True')\n"
            "assert torch.ones(1 << 20, pin_memory=True).is_pinned()")
 
 
-@test
-def early_reuse():
+def test_early_reuse():
     """Blocks that a queued copy reads, by an address inside them and on two streams, serve no allocation before."""
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
     for turn in range(5):
@@ -112,10 +105,9 @@ def early_reuse():
     drained()
 
 
-@test
-def threads():
+def test_threads():
     """16 threads: pin_memory and non-blocking copies, tensors dropped at once, every byte checked."""
-    bad, done = [], []
+    bad = []
 
     def work(n):
         rng, stream, checks = random.Random(n), torch.cuda.Stream(), []
@@ -131,17 +123,14 @@ def threads():
                     if not bool((back == value).all()) or not torch.stack(checks).all().item():
                         bad.append((n, i))
                     checks.clear()
-        done.append(n)
 
-    all_of_them = [threading.Thread(target=work, args=(n,)) for n in range(16)]
-    [t.start() for t in all_of_them]
-    [t.join() for t in all_of_them]
-    assert not bad and len(done) == 16, (bad, done)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(16)))
+    assert not bad, bad
     drained()
 
 
-@test
-def dataloader():
+def test_dataloader():
     """Worker processes by fork, after the pool is open."""
     pinned(1)
     for workers in (0, 4):
@@ -157,8 +146,7 @@ def dataloader():
     drained()
 
 
-@test
-def fork():
+def test_fork():
     kept = pinned(MIB, 3)
     child = os.fork()
     if child == 0:
@@ -178,8 +166,7 @@ def fork():
            "assert child == 0 or os.waitpid(child, 0)[1] == 0")
 
 
-@test
-def graphs():
+def test_graphs():
     """A graph keeps what it copies from and to: allocated before the capture or during it."""
     there, stream = torch.zeros(MIB, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
     host = pinned(MIB, 7)
@@ -205,8 +192,7 @@ def graphs():
     drained()
 
 
-@test
-def dlpack():
+def test_dlpack():
     import numpy
 
     buffer = pinpool_torch.buffer(MIB)
@@ -231,10 +217,9 @@ def dlpack():
     drained()
 
 
-@test
-def lmcache_4830():
-    """Blocks of a cache copied from pinned temporaries that are dropped while the copies wait: through DLPack by torch,
-    and by a raw pointer. Torch's own allocator uses them again too early, since it knows neither."""
+def test_lmcache_4830():
+    """Blocks copied to a cache from pinned temporaries that are dropped while the copies wait: through DLPack by torch,
+    and by a raw pointer, with a hold. Torch's own allocator knows of neither."""
     cudart = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line))
     cudart.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     block, count = 64 << 10, 200
@@ -264,22 +249,20 @@ def lmcache_4830():
 
     for raw in (False, True):
         found = [store(ours, raw) for ours in (0, 1)]
-        print(f"  lmcache_4830, {'raw pointer' if raw else 'DLPack'}: corrupt of {count}: torch {found[0]}, pinpool {found[1]}")
+        print(f"  {'raw pointer' if raw else 'DLPack'}: corrupt of {count}: torch {found[0]}, pinpool {found[1]}")
         assert found[1] == 0
     drained()
 
 
-@test
-def exits():
-    copy = "x = torch.ones(8 << 20, pin_memory=True)\ntorch.cuda._sleep(100_000_000)\ny = x.to('cuda', non_blocking=True)\n"
+def test_exits():
+    copy = f"x = torch.ones({MIB}, pin_memory=True)\ntorch.cuda._sleep({SLOW})\ny = x.to('cuda', non_blocking=True)\n"
     keep = "import builtins\nbuiltins.x, builtins.b = x, pinpool_torch.buffer(99)\nbuiltins.t = torch.from_dlpack(b)\n"
     thread = "import threading, time\ndef work(): kept = torch.ones(99, pin_memory=True); time.sleep(99)\n" \
              "threading.Thread(target=work, daemon=True).start(); time.sleep(0.5)\n"
     scripts((copy,), (copy + keep + "sys.exit(3)", 3), (copy + "os._exit(4)", 4), (copy + thread,))
 
 
-@test
-def exhausted():
+def test_exhausted():
     out = script("held = []\ntry:\n    while True: held.append(torch.empty(2 << 20, pin_memory=True))\n"
                  "except torch.OutOfMemoryError as error: print(len(held), error)\n"
                  "held.clear()\nassert torch.empty(2 << 20, pin_memory=True).is_pinned()",
@@ -287,37 +270,36 @@ def exhausted():
     assert 20 <= int(out.split()[0]) <= 64 and "capacity" in out, out
 
 
-@test
-def refusals():
-    tried = "try: {}\nexcept RuntimeError as error: print(error)"
-    version = "torch.__version__, torch.version.cuda = {!r}, {!r}\n" + tried.format("pinpool_torch.install()")
-    out = scripts(
-        (version.format("2.9.1", "12.8"),), (version.format("2.11.0", None),),
-        (tried.format("torch.ones(3, pin_memory=True), pinpool_torch.install()"),),
-        (tried.format("pinpool_torch._build.find('/nowhere')"),),
-    )
-    for text, wanted in zip(out, ("any_version", "without CUDA", "install once", "cinstall")):
-        assert wanted in text, (text, wanted)
+def test_refusals():
+    cases = {
+        "torch.__version__ = '2.9.1'; pinpool_torch.install()": "any_version",
+        "torch.version.cuda = None; pinpool_torch.install()": "without CUDA",
+        "torch.ones(3, pin_memory=True); pinpool_torch.install()": "install once",
+        "pinpool_torch._build.find('/nowhere')": "cinstall",
+    }
+    out = scripts(*((f"try:\n    {text}\nexcept RuntimeError as error:\n    print(error)",) for text in cases))
+    assert all(wanted in text for wanted, text in zip(cases.values(), out)), out
 
 
 def run(name):
-    start = time.perf_counter()
     command = [sys.executable, "-X", "faulthandler", __file__, "--one", name]
+    start = time.perf_counter()
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
         code, text = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:
         code, text = "no end", (late.stdout or b"").decode()
-    print(f"{'FAIL' if code else 'ok  '} {name} ({time.perf_counter() - start:.1f} s, {code})\n{text[-6000:]}", end="", flush=True)
+    result = f"{'FAIL' if code else 'ok  '} {name} ({time.perf_counter() - start:.1f} s, {code})"
+    print(f"{result}\n{text[-6000:]}", end="", flush=True)
     return code == 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         pinpool_torch.install(capacity=4 << 30, device="cuda:0")
-        TESTS[sys.argv[2]]()
+        globals()[f"test_{sys.argv[2]}"]()
         sys.exit()
-    names = sys.argv[1:] or list(TESTS)
+    names = sys.argv[1:] or [name[5:] for name in globals() if name.startswith("test_")]
     with ThreadPoolExecutor(4) as pool:
         good = list(pool.map(run, names))
     print(f"{sum(good)} of {len(good)} passed")
