@@ -25,7 +25,7 @@ part() { # name, seconds, command
 }
 
 : >"$OUT/summary.log"
-part build 60 "$python" - <<'PY'
+part build 80 "$python" - <<'PY'
 import shutil, subprocess, sys, time
 import torch, pinpool_torch
 print(sys.version, "torch", torch.__version__, torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_name())

@@ -171,6 +171,7 @@ def test_graphs():
     there, stream = torch.zeros(MIB, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
     host = pinned(MIB, 7)
     back = pinned(MIB, 0)
+    (there + there.clone()).zero_()  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         inner = pinned(MIB, 2)
