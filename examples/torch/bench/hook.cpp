@@ -29,8 +29,8 @@ static double on_threads(int threads, F work) {
         for (ready.fetch_add(1); !go.load();) {
         }
         work(i, stream);
-      } catch (const std::exception& error) {
-        fprintf(stderr, "bench: %s\n", error.what());
+      } catch (const c10::Error& error) {
+        fprintf(stderr, "bench: %s\n", error.what_without_backtrace());
         ready.fetch_add(1);
         failed.store(true);
       }

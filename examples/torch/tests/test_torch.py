@@ -151,7 +151,6 @@ def test_fork():
     child = os.fork()
     if child == 0:
         try:
-            assert kept[0].item() == 3
             kept = None  # the parent's block, which a child cannot give back
             try:
                 torch.empty(10, pin_memory=True)
