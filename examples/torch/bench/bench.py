@@ -16,7 +16,6 @@ import time
 import torch
 
 import pinpool_torch
-from pinpool_torch import _build
 
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -87,23 +86,22 @@ def python():
 
 
 def sizes(count, largest, seed=0):
-    """Bytes of tensors that servers of common models pin: pages of keys and values, states of tokens, ids, images."""
-    rng = random.Random(seed)
+    """Bytes of tensors that servers of common models pin."""
+    rng, out = random.Random(seed), []
     hidden = (1024, 1536, 2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
-    out = []
+    vocabularies = (32000, 32768, 50257, 128256, 129280, 151936, 201088)
+    any_of = rng.choice
+    kinds = (
+        (7, lambda: rng.randint(1, 600) * any_of(hidden) * any_of((1, 2, 4))),  # states of some tokens
+        # Pages of keys and values: tokens, heads, the head's size.
+        (5, lambda: any_of((16, 32, 64, 256)) * any_of((1, 2, 4, 8)) * any_of((64, 80, 96, 128, 192)) * 4),
+        (4, lambda: rng.randint(1, 8192) * any_of((4, 8))),  # ids, positions, slots
+        (2, lambda: any_of((224, 336, 378, 448, 490, 560)) ** 2 * 3 * any_of((1, 2, 4))),  # images
+        (2, lambda: rng.randint(1, 8) * any_of(vocabularies) * 2),  # logits of some rows
+    )
     while len(out) < count:
-        kind = rng.random()
-        if kind < 0.35:  # states of some tokens
-            size = rng.randint(1, 600) * rng.choice(hidden) * rng.choice((1, 2, 4))
-        elif kind < 0.6:  # pages of keys and values: tokens, heads, head size, key and value
-            size = rng.choice((16, 32, 64, 256)) * rng.choice((1, 2, 4, 8)) * rng.choice((64, 80, 96, 128, 192)) * 2 * 2
-        elif kind < 0.8:  # ids, positions, slots, block tables
-            size = rng.randint(1, 8192) * rng.choice((4, 8))
-        elif kind < 0.9:  # images
-            size = rng.choice((224, 336, 378, 448, 490, 560)) ** 2 * 3 * rng.choice((1, 2, 4))
-        else:  # logits of some rows
-            size = rng.randint(1, 8) * rng.choice((32000, 32768, 50257, 128256, 129280, 151936, 201088)) * 2
-        if 0 < size <= largest:
+        size = rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])[0]()
+        if size <= largest:
             out.append(size)
     return out
 
@@ -152,6 +150,6 @@ def server():
 
 if __name__ == "__main__":
     torch.cuda.init()
-    pinpool_torch.install(capacity=8 << 30, device="cuda:0", initial=64 * MIB, largest=32 * MIB)
+    pinpool_torch.install(capacity=8 << 30, device="cuda:0", initial=32 * MIB, largest=32 * MIB)
     for part in sys.argv[1:] or ("hook", "server", "waste", "python"):
         globals()[part]()

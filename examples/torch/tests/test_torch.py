@@ -226,7 +226,7 @@ def test_lmcache_4830():
     cache = torch.empty(count, block, dtype=torch.uint8, device="cuda")
 
     def store(ours, raw):
-        wrong, stream = 0, torch.cuda.current_stream()
+        stream = torch.cuda.current_stream()
         pinpool_torch._shim.pinpool_torch_use(ours)
         torch.cuda.synchronize()
         torch.cuda._sleep(2 * SLOW)
