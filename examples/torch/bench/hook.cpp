@@ -27,6 +27,7 @@ static double on_threads(int threads, F work) {
       try {
         auto stream = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(c10::Device(c10::kCUDA, 0));
         for (ready.fetch_add(1); !go.load();) {
+          std::this_thread::yield();
         }
         work(i, stream);
       } catch (const c10::Error& error) {
@@ -51,14 +52,9 @@ extern "C" {
 // Nanoseconds that one allocation and its return take a thread, with an event of the thread's stream or without.
 double bench_pairs(int threads, size_t bytes, int event, int millis) {
   std::atomic<uint64_t> pairs{0};
-  std::atomic<bool> stop{false};
-  std::thread clock([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(millis));
-    stop.store(true);
-  });
   auto seconds = on_threads(threads, [&](int, c10::Stream stream) {
     uint64_t done = 0;
-    while (!stop.load(std::memory_order_relaxed)) {
+    for (auto end = Clock::now() + std::chrono::milliseconds(millis); Clock::now() < end;) {
       for (int i = 0; i < 16; ++i, ++done) {
         auto* allocator = at::getHostAllocator(c10::kCUDA);
         auto data = allocator->allocate(bytes);
@@ -69,7 +65,6 @@ double bench_pairs(int threads, size_t bytes, int event, int millis) {
     }
     pairs.fetch_add(done);
   });
-  clock.join();
   return seconds < 0 || pairs.load() == 0 ? -1 : seconds * 1e9 * threads / static_cast<double>(pairs.load());
 }
 
