@@ -1,0 +1,347 @@
+// torch's pinned memory from a pinpool pool, by torch's own hook: at::setHostAllocator replaces the allocator that
+// `pin_memory()`, `torch.empty(pin_memory=True)`, DataLoader and non-blocking copies ask for pinned memory.
+//
+// How: `Allocator` implements at::HostAllocator on pinpool's C interface. A block's address is its DataPtr's context,
+// so that nothing is allocated beside the block. `record_event` makes the pool hold the block until what is queued on
+// the stream so far is complete, for any address inside a block. The C entry points at the end are for ctypes.
+//
+// Why no object here has a destructor: torch frees tensors until the process is gone, after static destructors too.
+// The pool, the allocator and the lists are made once and never destroyed; the system takes back the memory.
+//
+// Built with torch's headers alone: CUDA's are not needed, since torch's guards answer for streams and devices.
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/dlpack.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <pinpool.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Options {
+  std::string device; // "": the device that is current when the pool is opened
+  uint64_t capacity, initial, largest;
+};
+
+// Constant-initialised and trivially destroyed: the deleter of a tensor that outlives everything reads it.
+std::atomic<pinpool_pool*> g_pool{nullptr};
+std::atomic<int> g_device{-1}; // the pool's first
+std::atomic<uint64_t> g_wait_ms{0};
+std::mutex* g_open = new std::mutex;
+Options* g_options = new Options{};
+thread_local char g_error[512];
+
+// Opens the pool at the first call. Late, since it initialises CUDA: a server forks and sets devices after `install`.
+C10_NOINLINE pinpool_pool* open_pool() {
+  std::lock_guard<std::mutex> guard(*g_open);
+  if (auto* pool = g_pool.load(std::memory_order_acquire)) {
+    return pool;
+  }
+  std::string device = g_options->device;
+  if (device.empty()) {
+    device = "cuda:" + std::to_string(int(c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index()));
+  }
+  pinpool_options wanted{};
+  wanted.size = sizeof(wanted);
+  wanted.device = device.c_str();
+  wanted.capacity = g_options->capacity;
+  wanted.initial = g_options->initial;
+  wanted.largest = g_options->largest;
+  wanted.name = "torch";
+  pinpool_pool* pool = nullptr;
+  auto status = pinpool_open(&wanted, &pool);
+  TORCH_CHECK(status == PINPOOL_OK, "pinpool: the pool on ", device, " was not opened: ", pinpool_last_error());
+  if (device.rfind("cuda:", 0) == 0) {
+    g_device.store(std::stoi(device.substr(5)), std::memory_order_relaxed);
+  }
+  // Pairs with the acquire loads: a thread that sees the pool sees its device.
+  g_pool.store(pool, std::memory_order_release);
+  return pool;
+}
+
+inline pinpool_pool* the_pool() {
+  auto* pool = g_pool.load(std::memory_order_acquire);
+  return C10_LIKELY(pool != nullptr) ? pool : open_pool();
+}
+
+// The block is used again when its holds are over. A forked child cannot give back what its parent allocated; nor is
+// there anything that a deleter could do about an error.
+void release(void* block) {
+  if (block != nullptr) {
+    pinpool_free(g_pool.load(std::memory_order_acquire), block);
+  }
+}
+
+// Keeps the block at `address` until what is queued on `stream` so far is complete; a stream that is captured: for as
+// long as the graph exists. False: no block is there.
+bool hold(const void* address, c10::Stream stream) {
+  auto* pool = g_pool.load(std::memory_order_acquire);
+  if (pool == nullptr || address == nullptr) {
+    return false;
+  }
+  auto index = stream.device_index();
+  auto* raw = stream.native_handle();
+  auto status = C10_LIKELY(index == g_device.load(std::memory_order_relaxed))
+      ? pinpool_hold(pool, address, raw)
+      : pinpool_hold_on(pool, address, ("cuda:" + std::to_string(int(index))).c_str(), raw);
+  if (C10_LIKELY(status == PINPOOL_OK || status == PINPOOL_UNKNOWN)) {
+    return status == PINPOOL_OK;
+  }
+  // In a captured graph waiting protects nothing.
+  TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool_last_error());
+  // Without a hold the block could be used again under the copy. Waiting is slow and right.
+  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", int(index), " are waited for: ", pinpool_last_error());
+  stream.synchronize();
+  return true;
+}
+
+class Allocator final : public at::HostAllocator {
+ public:
+  explicit Allocator(at::HostAllocator* before) : before_(before) {}
+
+  at::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) {
+      return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
+    }
+    // Alignment 0 is 64 bytes, as torch aligns tensors in host memory.
+    void* block = nullptr;
+    auto status = pinpool_alloc(the_pool(), bytes, 0, g_wait_ms.load(std::memory_order_relaxed), &block);
+    if (C10_UNLIKELY(status != PINPOOL_OK)) {
+      return refused(status, bytes);
+    }
+    at::DataPtr data{block, block, &release, c10::Device(c10::kCPU)};
+    // What the graph reads by this address, it reads at each replay: the graph keeps the block, copied or not.
+    if (C10_UNLIKELY(captures_.load(std::memory_order_relaxed) != 0)) {
+      hold_captured(block);
+    }
+    return data;
+  }
+
+  // The context is the block's address, as raw_allocate and raw_deallocate require.
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+
+  void copy_data(void* dest, const void* src, std::size_t bytes) const override {
+    default_copy_data(dest, src, bytes);
+  }
+
+  // `address` may lie anywhere inside the block. What is not of the pool was pinned before `install`: torch's own
+  // allocator knows it, or it is foreign.
+  bool record_event(void* address, void* context, c10::Stream stream) override {
+    return hold(address, stream) || (context != address && hold(context, stream)) ||
+        before_->record_event(address, context, stream);
+  }
+
+  void empty_cache() override {
+    uint64_t bytes = 0;
+    if (auto* pool = g_pool.load(std::memory_order_acquire)) {
+      pinpool_trim(pool, &bytes);
+    }
+    before_->empty_cache();
+  }
+
+  // Requests are the pool's blocks, what torch calls allocated is what is pinned. The pool counts no peaks: they are
+  // of what these calls saw.
+  at::HostStats get_stats() override {
+    std::lock_guard<std::mutex> guard(stats_mutex_);
+    pinpool_stats now{};
+    now.size = sizeof(now);
+    auto* pool = g_pool.load(std::memory_order_acquire);
+    if (pool != nullptr && pinpool_get_stats(pool, &now) == PINPOOL_OK) {
+      auto set = [](at::Stat& stat, uint64_t value) {
+        stat.current = static_cast<int64_t>(value);
+        stat.peak = std::max(stat.peak, stat.current);
+      };
+      set(stats_.active_requests, now.blocks);
+      set(stats_.active_bytes, now.block_bytes);
+      set(stats_.allocated_bytes, now.pinned_bytes);
+      stats_.active_requests.allocated = static_cast<int64_t>(now.allocations - base_.allocations);
+      stats_.active_requests.freed = static_cast<int64_t>(now.frees - base_.frees);
+    }
+    return stats_;
+  }
+
+  void reset_accumulated_stats() override {
+    auto now = get_stats().active_requests;
+    std::lock_guard<std::mutex> guard(stats_mutex_);
+    base_.allocations += now.allocated;
+    base_.frees += now.freed;
+  }
+
+  void reset_peak_stats() override {
+    std::lock_guard<std::mutex> guard(stats_mutex_);
+    for (auto* stat : {&stats_.active_requests, &stats_.active_bytes, &stats_.allocated_bytes}) {
+      stat->peak = 0;
+    }
+  }
+
+  // Between these two, `filter` says which streams the capture is on. Graphs keep the pool's blocks themselves. Torch's
+  // own allocator is told, too: it serves the largest blocks, and knows the graphs from before `install`.
+  void begin_allocate_to_pool(c10::MempoolId_t id, std::function<bool(c10::Stream)> filter) override {
+    before_->begin_allocate_to_pool(id, filter);
+    std::unique_lock<std::shared_mutex> guard(captures_mutex_);
+    filters_.emplace_back(id, std::move(filter));
+    captures_.store(filters_.size(), std::memory_order_relaxed);
+  }
+
+  void end_allocate_to_pool(c10::MempoolId_t id) override {
+    before_->end_allocate_to_pool(id);
+    std::unique_lock<std::shared_mutex> guard(captures_mutex_);
+    auto ended = [&](auto& capture) { return capture.first == id; };
+    filters_.erase(std::remove_if(filters_.begin(), filters_.end(), ended), filters_.end());
+    captures_.store(filters_.size(), std::memory_order_relaxed);
+  }
+
+  void release_pool(c10::MempoolId_t id) override {
+    before_->release_pool(id);
+  }
+
+ private:
+  // Holds the block for the graph whose capture the current stream is in, if it is in one.
+  void hold_captured(void* block) {
+    c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
+    auto stream = cuda.getStream(cuda.getDevice());
+    std::shared_lock<std::shared_mutex> guard(captures_mutex_);
+    if (std::any_of(filters_.begin(), filters_.end(), [&](auto& capture) { return capture.second(stream); })) {
+      hold(block, stream);
+    }
+  }
+
+  // A block that is larger than the pool's largest comes from torch's own allocator. All else is an error.
+  C10_NOINLINE at::DataPtr refused(pinpool_status status, size_t bytes) {
+    std::string why = pinpool_last_error();
+    if (status == PINPOOL_INVALID) {
+      TORCH_WARN_ONCE("pinpool: torch's own allocator serves ", bytes, " bytes: ", why, " (install's `largest`)");
+      return before_->allocate(bytes);
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, status != PINPOOL_EXHAUSTED && status != PINPOOL_TIMEOUT, "pinpool: no ", bytes,
+        " bytes of pinned memory: ", why, ". pinpool_torch.install(capacity=...) sets the bound, wait=... for how long "
+        "an allocation waits for memory that comes back");
+    TORCH_CHECK(false, "pinpool: no ", bytes, " bytes of pinned memory: ", why);
+  }
+
+  at::HostAllocator* const before_;
+  std::atomic<size_t> captures_{0};
+  std::shared_mutex captures_mutex_;
+  std::vector<std::pair<c10::MempoolId_t, std::function<bool(c10::Stream)>>> filters_;
+  std::mutex stats_mutex_;
+  pinpool_stats base_{}; // the counts at the last reset
+  at::HostStats stats_;
+};
+
+Allocator* g_ours = nullptr;
+at::HostAllocator* g_before = nullptr;
+
+// A block with several owners: a Python buffer and the DLPack tensors made of it. The last one gives it back.
+struct Shared {
+  std::atomic<size_t> owners;
+  at::DataPtr block;
+  int64_t bytes;
+
+  static void drop(Shared* shared) {
+    // Release and acquire: each owner's accesses come before the memory's next use.
+    if (shared->owners.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      delete shared;
+    }
+  }
+};
+
+template <typename F>
+auto guarded(F call, decltype(call()) failed) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    // c10::Error's `what` has a backtrace after the message.
+    auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+    snprintf(g_error, sizeof(g_error), "%s", c10_error ? c10_error->what_without_backtrace() : error.what());
+    return failed;
+  }
+}
+
+} // namespace
+
+// The interpreter's own, there when Python has loaded this library.
+extern "C" {
+__attribute__((weak)) int PyCapsule_IsValid(void* capsule, const char* name);
+__attribute__((weak)) void* PyCapsule_GetPointer(void* capsule, const char* name);
+
+const char* pinpool_torch_error() {
+  return g_error;
+}
+
+// Takes the place of torch's allocator. Not while another thread pins: torch's list of allocators has no lock.
+int pinpool_torch_install(
+    const char* device, uint64_t capacity, uint64_t initial, uint64_t largest, uint64_t wait_ms) {
+  return guarded(
+      [&] {
+        TORCH_CHECK(g_pool.load(std::memory_order_acquire) == nullptr, "the pool is open already: install once");
+        TORCH_CHECK(pinpool_abi_version() == PINPOOL_ABI_VERSION, "libpinpool.so is not of the pinpool.h of the build");
+        *g_options = {device, capacity, initial, largest};
+        g_wait_ms.store(wait_ms, std::memory_order_relaxed);
+        if (g_ours == nullptr) {
+          g_before = at::getHostAllocator(c10::kCUDA);
+          g_ours = new Allocator(g_before);
+        }
+        // Torch's own is registered with priority 0.
+        at::setHostAllocator(c10::kCUDA, g_ours, 1);
+        return 0;
+      },
+      -1);
+}
+
+// For comparisons: torch's own allocator again (0) or the pool's (1), while no pinned memory is in use by a copy.
+void pinpool_torch_use(int ours) {
+  at::setHostAllocator(c10::kCUDA, ours ? g_ours : g_before, 1);
+}
+
+// The pool, opened where it is not yet; null with `pinpool_torch_error`.
+pinpool_pool* pinpool_torch_pool() {
+  return guarded([] { return the_pool(); }, static_cast<pinpool_pool*>(nullptr));
+}
+
+void* pinpool_torch_buffer(size_t bytes, void** start) {
+  return guarded(
+      [&]() -> void* {
+        auto* shared = new Shared{{1}, {}, static_cast<int64_t>(bytes)};
+        shared->block = g_ours->allocate(bytes);
+        *start = shared->block.get();
+        return shared;
+      },
+      nullptr);
+}
+
+void pinpool_torch_buffer_drop(void* buffer) {
+  Shared::drop(static_cast<Shared*>(buffer));
+}
+
+// A DLPack tensor of the buffer's bytes that owns the block as the buffer does. `kind`: kDLCUDAHost or kDLCPU.
+void* pinpool_torch_dlpack(void* buffer, int kind) {
+  auto* shared = static_cast<Shared*>(buffer);
+  shared->owners.fetch_add(1, std::memory_order_relaxed);
+  auto* tensor = new DLManagedTensor{};
+  tensor->dl_tensor = {
+      shared->block.get(), {static_cast<DLDeviceType>(kind), 0}, 1, {kDLUInt, 8, 1}, &shared->bytes, nullptr, 0};
+  tensor->manager_ctx = shared;
+  tensor->deleter = [](DLManagedTensor* self) {
+    Shared::drop(static_cast<Shared*>(self->manager_ctx));
+    delete self;
+  };
+  return tensor;
+}
+
+// The destructor of a capsule that holds a DLPack tensor: a consumer that took the tensor has renamed the capsule.
+void pinpool_torch_capsule_end(void* capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor")) {
+    auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    tensor->deleter(tensor);
+  }
+}
+}
