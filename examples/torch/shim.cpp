@@ -25,6 +25,9 @@
 
 namespace {
 
+// What a thread keeps: two blocks of 1 MiB, or 64 of 16 KiB. The pool's default is for servers with few threads.
+constexpr uint64_t kThreadCache = 8 << 20;
+
 struct Options {
   std::string device; // "": the device that is current when the pool is opened
   uint64_t capacity, initial, largest;
@@ -54,6 +57,7 @@ C10_NOINLINE pinpool_pool* open_pool() {
   wanted.capacity = g_options->capacity;
   wanted.initial = g_options->initial;
   wanted.largest = g_options->largest;
+  wanted.thread_cache = kThreadCache;
   wanted.name = "torch";
   pinpool_pool* pool = nullptr;
   auto status = pinpool_open(&wanted, &pool);
@@ -97,7 +101,7 @@ bool hold(const void* address, c10::Stream stream) {
   // In a captured graph waiting protects nothing.
   TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool_last_error());
   // Without a hold the block could be used again under the copy. Waiting is slow and right.
-  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", int(index), " are waited for: ", pinpool_last_error());
+  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", std::to_string(int(index)), " are waited for: ", pinpool_last_error());
   stream.synchronize();
   return true;
 }
@@ -217,15 +221,16 @@ class Allocator final : public at::HostAllocator {
 
   // A block that is larger than the pool's largest comes from torch's own allocator. All else is an error.
   C10_NOINLINE at::DataPtr refused(pinpool_status status, size_t bytes) {
-    std::string why = pinpool_last_error();
+    // Text alone: numbers that this file's iostreams format crash where torch has brought an older libstdc++ along.
+    std::string why = pinpool_last_error(), amount = std::to_string(bytes);
     if (status == PINPOOL_INVALID) {
-      TORCH_WARN_ONCE("pinpool: torch's own allocator serves ", bytes, " bytes: ", why, " (install's `largest`)");
+      TORCH_WARN_ONCE("pinpool: torch's own allocator serves ", amount, " bytes: ", why, " (install's `largest`)");
       return before_->allocate(bytes);
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, status != PINPOOL_EXHAUSTED && status != PINPOOL_TIMEOUT, "pinpool: no ", bytes,
+    TORCH_CHECK_WITH(OutOfMemoryError, status != PINPOOL_EXHAUSTED && status != PINPOOL_TIMEOUT, "pinpool: no ", amount,
         " bytes of pinned memory: ", why, ". pinpool_torch.install(capacity=...) sets the bound, wait=... for how long "
         "an allocation waits for memory that comes back");
-    TORCH_CHECK(false, "pinpool: no ", bytes, " bytes of pinned memory: ", why);
+    TORCH_CHECK(false, "pinpool: no ", amount, " bytes of pinned memory: ", why);
   }
 
   at::HostAllocator* const before_;

@@ -87,8 +87,13 @@ pub(super) struct Counts {
     pub(super) holds: u64,
 }
 
+/// The newest blocks of a part lie beside its map: most are freed soon, and then have never been in it.
+const RECENT: usize = 8;
+
 #[derive(Debug, Default)]
 struct Part {
+    /// In no order. No more than `RECENT`; then they move into the map.
+    recent: Vec<Block>,
     /// By the address of the first byte.
     blocks: BTreeMap<usize, Block>,
     /// The last used is the last.
@@ -111,13 +116,20 @@ impl Blocks {
         let mut part = self.parts[own()].lock();
         part.counts.allocations += 1;
         part.counts.requested += block.len as u64;
-        part.blocks.insert(block.start, block);
+        let Part { recent, blocks, .. } = &mut *part;
+        if recent.len() >= RECENT {
+            blocks.extend(recent.drain(..).map(|block| (block.start, block)));
+        }
+        recent.push(block);
     }
 
     /// Takes out the block that starts at an address.
     pub(super) fn remove(&self, start: usize) -> Option<Block> {
         self.in_parts(|part| {
-            let block = part.blocks.remove(&start)?;
+            let block = match part.recent.iter().rposition(|block| block.start == start) {
+                Some(at) => part.recent.swap_remove(at),
+                None => part.blocks.remove(&start)?,
+            };
             part.counts.frees += 1;
             part.counts.requested -= block.len as u64;
             Some(block)
@@ -127,6 +139,10 @@ impl Blocks {
     /// Uses the block that an address lies in.
     pub(super) fn with<R>(&self, address: usize, mut found: impl FnMut(&mut Block) -> R) -> Option<R> {
         self.in_parts(|part| {
+            let inside = |block: &Block| address.wrapping_sub(block.start) < block.len.max(1);
+            if let Some(block) = part.recent.iter_mut().find(|block| inside(block)) {
+                return Some(found(block));
+            }
             let below = (Bound::Unbounded, Bound::Included(address));
             let (start, block) = part.blocks.range_mut::<usize, _>(below).next_back()?;
             // The first byte is the block's own, though its length be 0.
@@ -181,7 +197,7 @@ impl Blocks {
         self.parts.iter().fold(Counts::default(), |sum, part| {
             let part = part.lock();
             Counts {
-                blocks: sum.blocks + part.blocks.len() as u64,
+                blocks: sum.blocks + (part.recent.len() + part.blocks.len()) as u64,
                 requested: sum.requested + part.counts.requested,
                 allocations: sum.allocations + part.counts.allocations,
                 frees: sum.frees + part.counts.frees,
@@ -193,13 +209,17 @@ impl Blocks {
     /// The first that `look` finds, in the calling thread's part and then in the others.
     fn in_parts<R>(&self, mut look: impl FnMut(&mut Part) -> Option<R>) -> Option<R> {
         let own = own();
-        (own..PARTS).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()))
+        // Relaxed: a thread that has a block's address knows that the thread that entered it had a part by then.
+        let used = THREADS.load(Ordering::Relaxed).min(PARTS);
+        (own..used).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()))
     }
 }
 
+/// The number of threads that were given a part.
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
 /// The part of the calling thread.
 fn own() -> usize {
-    static THREADS: AtomicUsize = AtomicUsize::new(0);
     std::thread_local! {
         // Relaxed: the number stands for nothing else.
         static OWN: usize = THREADS.fetch_add(1, Ordering::Relaxed) % PARTS;

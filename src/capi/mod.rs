@@ -80,6 +80,9 @@ pub struct pinpool_options {
     /// The length of the largest block that is to be served. The pool grows by pieces of that size, rounded up, since a
     /// block lies in one piece. 0: a little less than 256 MiB, and than the capacity.
     pub largest: u64,
+    /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
+    /// between 256 KiB and 64 MiB.
+    pub thread_cache: u64,
 }
 
 /// A pool's numbers.
@@ -137,39 +140,37 @@ pub unsafe extern "C" fn pinpool_open(
         if pool.is_null() {
             return Err(Fault::Argument("pinpool_open: the place for the pool is null"));
         }
-        // SAFETY: null, or readable as far as `size` says, which is looked at first.
-        let options = match unsafe { options.cast::<usize>().as_ref() } {
-            None => None,
-            Some(&size) if size < size_of::<pinpool_options>() => {
-                return Err(Fault::Argument("pinpool_open: set options.size to sizeof(pinpool_options)"));
+        // SAFETY: all fields are numbers and pointers, which may be zero.
+        let mut known_options: pinpool_options = unsafe { std::mem::zeroed() };
+        if !options.is_null() {
+            // SAFETY: the caller promises as many bytes as their size says, of which both sides know these.
+            unsafe {
+                let size = size_of_known(options, "options: set .size to sizeof(pinpool_options)")?;
+                (&raw mut known_options).cast::<u8>().copy_from_nonoverlapping(options.cast(), size);
             }
-            // SAFETY: the caller promises options of that size.
-            Some(_) => Some(unsafe { *options }),
-        };
+        }
+        let options = known_options;
         // SAFETY: the texts are the caller's, which live during the call.
-        let (names, name) = unsafe {
-            (
-                text(options.map(|o| o.device), "device")?.unwrap_or("auto"),
-                text(options.map(|o| o.name), "name")?,
-            )
-        };
+        let (names, name) =
+            unsafe { (text(options.device, "device")?.unwrap_or("auto"), text(options.name, "name")?) };
         let devices =
             names.split(',').map(|name| Device::open(name.trim())).collect::<Result<Vec<_>, _>>()?;
         let mut builder = devices[1..].iter().fold(Pool::builder(&devices[0]), |b, device| b.device(device));
-        if let Some(options) = options {
-            if options.capacity > 0 {
-                builder = builder.capacity(bytes(options.capacity)?);
-            }
-            if options.initial > 0 {
-                builder = builder.initial(bytes(options.initial)?);
-            }
-            if options.largest > 0 {
-                let segment = Request::new(bytes(options.largest)?).segment_bytes()?;
-                builder = builder.extent(segment).region(segment);
-            }
-            if options.allow_unpinned != 0 {
-                builder = builder.unpinned(Unpinned::Allow);
-            }
+        if options.capacity > 0 {
+            builder = builder.capacity(bytes(options.capacity)?);
+        }
+        if options.initial > 0 {
+            builder = builder.initial(bytes(options.initial)?);
+        }
+        if options.largest > 0 {
+            let segment = Request::new(bytes(options.largest)?).segment_bytes()?;
+            builder = builder.extent(segment).region(segment);
+        }
+        if options.thread_cache > 0 {
+            builder = builder.thread_cache(bytes(options.thread_cache)?);
+        }
+        if options.allow_unpinned != 0 {
+            builder = builder.unpinned(Unpinned::Allow);
         }
         if let Some(name) = name {
             builder = builder.name(name);
@@ -306,7 +307,7 @@ pub unsafe extern "C" fn pinpool_hold_on(
     stream: *mut c_void,
 ) -> pinpool_status {
     // SAFETY: the caller's promises.
-    status(|| unsafe { hold(known(pool)?, address, text(Some(device), "device")?, stream) })
+    status(|| unsafe { hold(known(pool)?, address, text(device, "device")?, stream) })
 }
 
 /// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
@@ -417,27 +418,26 @@ pub unsafe extern "C" fn pinpool_get_stats(
     stats: *mut pinpool_stats,
 ) -> pinpool_status {
     status(|| {
-        // SAFETY: null or the caller's; its size is looked at before the rest is written.
-        match unsafe { stats.cast::<usize>().as_ref() } {
-            Some(&size) if size >= size_of::<pinpool_stats>() => {}
-            _ => return Err(Fault::Argument("pinpool_get_stats: set stats.size to sizeof(pinpool_stats)")),
+        if stats.is_null() {
+            return Err(Fault::Argument("pinpool_get_stats: the place for the numbers is null"));
         }
+        // SAFETY: the caller's, and not null.
+        let size = unsafe { size_of_known(stats, "stats: set .size to sizeof(pinpool_stats)") }?;
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
         let (of_pool, counts) = (opened.pool.stats(), opened.blocks.counts());
-        // SAFETY: as above. The size stays the caller's.
-        unsafe {
-            stats.write(pinpool_stats {
-                size: (*stats).size,
-                pinned_bytes: of_pool.pinned_bytes as u64,
-                blocks: counts.blocks,
-                block_bytes: of_pool.granted_bytes as u64,
-                requested_bytes: counts.requested,
-                allocations: counts.allocations,
-                frees: counts.frees,
-                holds: counts.holds,
-            });
-        }
+        let numbers = pinpool_stats {
+            size,
+            pinned_bytes: of_pool.pinned_bytes as u64,
+            blocks: counts.blocks,
+            block_bytes: of_pool.granted_bytes as u64,
+            requested_bytes: counts.requested,
+            allocations: counts.allocations,
+            frees: counts.frees,
+            holds: counts.holds,
+        };
+        // SAFETY: the caller promises as many bytes as their size says, of which both sides know these.
+        unsafe { stats.cast::<u8>().copy_from_nonoverlapping((&raw const numbers).cast(), size) };
         Ok(())
     })
 }
@@ -452,11 +452,28 @@ unsafe fn known<'a>(pool: *mut pinpool_pool) -> Result<&'a pinpool_pool, Fault> 
 
 /// # Safety
 /// `text` is null, or ends with a zero byte and lives as long as the result.
-unsafe fn text<'a>(text: Option<*const c_char>, what: &'static str) -> Result<Option<&'a str>, Fault> {
-    let Some(text) = text.filter(|text| !text.is_null()) else { return Ok(None) };
+unsafe fn text<'a>(text: *const c_char, what: &'static str) -> Result<Option<&'a str>, Fault> {
+    if text.is_null() {
+        return Ok(None);
+    }
     // SAFETY: the caller's promise.
     let read = unsafe { CStr::from_ptr(text) }.to_str();
     read.map(Some).map_err(|_| Error::Config(format!("the option `{what}` is not UTF-8")).into())
+}
+
+/// The size of a structure whose first field is its size: that of the caller's header, which may be older than the
+/// library and not newer.
+///
+/// # Safety
+/// The first field can be read.
+unsafe fn size_of_known<T>(of: *const T, remedy: &'static str) -> Result<usize, Fault> {
+    // SAFETY: the caller's promise.
+    let size = unsafe { of.cast::<usize>().read() };
+    // All fields are words, or begin where a word does.
+    match size > size_of::<usize>() && size <= size_of::<T>() && size % size_of::<usize>() == 0 {
+        true => Ok(size),
+        false => Err(Fault::Argument(remedy)),
+    }
 }
 
 fn bytes(amount: u64) -> Result<usize, Fault> {

@@ -41,9 +41,13 @@ static void versions(void) {
 
 static void wrong_options(void) {
     pinpool_pool *pool = NULL;
-    pinpool_options options = {.size = 1};
-    CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
-    CHECK(strstr(pinpool_last_error(), "sizeof"));
+    pinpool_options options = {.size = 0};
+    size_t wrong[] = {0, 1, sizeof(size_t), sizeof options - 1, sizeof options + sizeof(size_t), SIZE_MAX};
+    for (int i = 0; i < 6; i++) {
+        options.size = wrong[i];
+        CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
+        CHECK(strstr(pinpool_last_error(), "sizeof"));
+    }
     options = (pinpool_options){.size = sizeof options, .device = "toaster:0"};
     CHECK(pinpool_open(&options, &pool) == PINPOOL_UNAVAILABLE);
     CHECK(strstr(pinpool_last_error(), "toaster"));
@@ -53,6 +57,11 @@ static void wrong_options(void) {
     CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
     CHECK(pinpool_open(&options, NULL) == PINPOOL_INVALID);
     CHECK(pool == NULL);
+
+    /* A program with an older header: the fields that it does not have are not read. */
+    options = (pinpool_options){.size = offsetof(pinpool_options, capacity), .device = "host", .capacity = 1};
+    CHECK(pinpool_open(&options, &pool) == PINPOOL_OK);
+    CHECK(pinpool_close(pool, 10000) == PINPOOL_OK);
 }
 
 static void blocks(const char *device) {
@@ -131,8 +140,11 @@ static void blocks(const char *device) {
 
 static void wrong_arguments(const char *device) {
     pinpool_pool *pool = open_pool(device, 2 * MIB);
-    pinpool_stats stats = {.size = 8};
+    pinpool_stats stats = {.size = sizeof(size_t)};
     CHECK(pinpool_get_stats(pool, &stats) == PINPOOL_INVALID);
+    stats = (pinpool_stats){.size = offsetof(pinpool_stats, blocks), .blocks = 77};
+    CHECK(pinpool_get_stats(pool, &stats) == PINPOOL_OK);
+    CHECK(stats.size == offsetof(pinpool_stats, blocks) && stats.pinned_bytes > 0 && stats.blocks == 77);
     CHECK(pinpool_get_stats(pool, NULL) == PINPOOL_INVALID);
     void *block = NULL;
     CHECK(pinpool_alloc(NULL, 1, 0, 0, &block) == PINPOOL_INVALID);
