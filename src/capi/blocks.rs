@@ -68,6 +68,9 @@ impl Block {
 
 /// The streams that a part knows at most.
 const STREAMS: usize = 16;
+/// After so many holds a thread looks itself: blocks that it gives back are in its own cache, and the reaper's thread
+/// need not keep up with all others.
+const HOLDS_A_LOOK: u64 = 8;
 
 /// A stream that blocks were held for: the index of its device in the pool's list, and its handle.
 #[derive(Debug)]
@@ -157,19 +160,22 @@ impl Blocks {
         found.map(|known| known.stream.clone())
     }
 
-    /// Counts a hold that was taken, and knows its stream from now on.
-    pub(super) fn held(&self, device: usize, handle: usize, new: Option<Stream>) {
+    /// Counts a hold that was taken, and knows its stream from now on. Returns whether the calling thread is to look which
+    /// holds are over.
+    pub(super) fn held(&self, device: usize, handle: usize, new: Option<Stream>) -> bool {
         let mut part = self.parts[own()].lock();
         part.counts.holds += 1;
-        let Some(stream) = new else { return };
+        let due = part.counts.holds % HOLDS_A_LOOK == 0;
+        let Some(stream) = new else { return due };
         let oldest = (part.streams.len() >= STREAMS).then(|| part.streams[0].stream.clone());
         part.streams.push(KnownStream { device, handle, stream });
         drop(part);
-        let Some(oldest) = oldest else { return };
+        let Some(oldest) = oldest else { return due };
         // Only a stream whose holds have their events is not known any more: `pinpool_forget_stream` looks here.
         if oldest.timeline().close_open().is_ok() {
             self.parts[own()].lock().streams.retain(|known| known.stream.number() != oldest.number());
         }
+        due
     }
 
     /// All streams with this handle that are known.

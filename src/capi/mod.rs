@@ -538,6 +538,9 @@ unsafe fn hold(
             (error, _) => return Err(error.into()),
         },
     }
-    opened.blocks.held(index, handle, (new && handle != PER_THREAD).then_some(stream));
+    let known = (new && handle != PER_THREAD).then(|| stream.clone());
+    if opened.blocks.held(index, handle, known) {
+        stream.timeline().advance(true);
+    }
     Ok(())
 }
