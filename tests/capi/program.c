@@ -287,6 +287,15 @@ static void holds(void) {
     for (int i = 0; i < 5000 && !is_idle(pool, block); i++) usleep(1000);
     CHECK(is_idle(pool, block) == 1);
 
+    /* Many holds share an event, and one that cannot be recorded is recorded later. */
+    unsigned before = cu("standin_calls", (uintptr_t)"cuEventRecord", 0, 0, 0);
+    for (int i = 0; i < 800; i++) CHECK(pinpool_hold(pool, block + i, (void *)stream) == PINPOOL_OK);
+    CHECK(cu("standin_calls", (uintptr_t)"cuEventRecord", 0, 0, 0) - before < 300);
+    cu("standin_fail", (uintptr_t)"cuEventRecord", 1, 2, 0);
+    CHECK(pinpool_hold(pool, block, (void *)stream) == PINPOOL_OK);
+    for (int i = 0; i < 5000 && !is_idle(pool, block); i++) usleep(1000);
+    CHECK(is_idle(pool, block) == 1);
+
     /* A stream is forgotten before it is destroyed: its hold has an event then. */
     uintptr_t streams[40];
     for (int i = 0; i < 40; i++) {
