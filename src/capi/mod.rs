@@ -15,16 +15,16 @@
 //! pinpool_close(pool, 1000);
 //! ```
 //!
-//! # How it works
-//!
-//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework,
-//! which is asked about addresses alone, needs no table of its own ([`blocks`]). A hold takes a reference to the
-//! block's buffer to the stream's timeline, or to the graph that the stream is being captured into.
-//!
-//! Every function that can fail returns a number ([`status`]). A panic becomes `PINPOOL_INTERNAL` and unwinds into no
-//! caller. All functions may be called on all threads at once, but for `pinpool_close`.
-//!
-//! `blocks` and `status` first, then this file. It calls the public interface of the crate alone.
+//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework, which
+//! is asked about addresses alone, needs no table of its own. Every function that can fail returns a number, and
+//! [`pinpool_last_error`] has the text. A panic becomes [`PINPOOL_INTERNAL`] and unwinds into no caller. All functions may
+//! be called on all threads at once, but for [`pinpool_close`].
+
+// How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's buffer to the stream's
+// timeline, or to the graph that the stream is being captured into. `status` makes the calls: numbers, texts, panics.
+//
+// `blocks` and `status` first, then this file. It calls the crate's own interface, and of what is not public only the
+// holds that share events.
 
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, reason = "the names are those of C")]
