@@ -172,7 +172,7 @@ impl Blocks {
         drop(part);
         let Some(oldest) = oldest else { return due };
         // Only a stream whose holds have their events is not known any more: `pinpool_forget_stream` looks here.
-        if oldest.timeline().close_open().is_ok() {
+        if oldest.timeline().close_for_good().is_ok() {
             self.parts[own()].lock().streams.retain(|known| known.stream.number() != oldest.number());
         }
         due

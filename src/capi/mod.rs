@@ -326,7 +326,7 @@ pub unsafe extern "C" fn pinpool_forget_stream(
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
         for part in opened.blocks.known(stream.addr()) {
-            part.timeline().close_open()?;
+            part.timeline().close_for_good()?;
         }
         opened.blocks.forget(stream.addr());
         Ok(())

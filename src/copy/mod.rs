@@ -369,8 +369,8 @@ impl Stream {
     }
 
     /// [`hold`](Self::hold), with an event that many holds share. So it may keep the buffer for work that is queued up to
-    /// a millisecond later, and the stream must exist until the hold is over, or [`close`](Timeline::close_open) was
-    /// called.
+    /// a millisecond later, and the stream must exist until the hold is over, or `Timeline::close_for_good`
+    /// was called.
     #[cfg(feature = "capi")]
     pub(crate) fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, true)

@@ -5,7 +5,7 @@
 //! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
 use super::retained::After;
-use super::{EVENT_TRIES, Timeline};
+use super::{EVENT_TRIES, Timeline, TimelineState};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ impl Timeline {
     }
 
     /// [`close`](Self::close) for callers that need the error.
-    pub(crate) fn close_open(&self) -> Result<()> {
+    pub(super) fn close_open(&self) -> Result<()> {
         // A capture may have begun since the stream was shared, or since an event failed.
         let capturing = match self.elsewhere() {
             None => self.is_capturing(),
@@ -304,12 +304,38 @@ impl Timeline {
             let mut state = self.state.lock();
             let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unpublished > 0;
             state.seen = state.open;
-            due
+            self.found(&mut state, due)
         };
-        if due {
-            self.close();
-        }
+        due.into_iter().for_each(|_closing| self.close());
         self.ask()
+    }
+
+    /// Counts a thread that is about to close a number that is due, on a stream that may be destroyed.
+    fn found(&self, state: &mut TimelineState, due: bool) -> Option<Closing<'_>> {
+        let counted = due && self.is_shared();
+        state.closing += u32::from(counted);
+        due.then_some(Closing { timeline: self, counted })
+    }
+
+    /// [`close_open`](Self::close_open) for a stream that is destroyed afterwards, once its work is complete: no other
+    /// thread names it to the driver any more. The caller knows that none submits.
+    ///
+    /// # Errors
+    /// The number is not closed, or its event is still due: then the stream is still named.
+    #[cfg(feature = "capi")]
+    pub(crate) fn close_for_good(&self) -> Result<()> {
+        self.close_open()?;
+        // A thread that found the number due just before may be in a call of the driver, which does not take long.
+        while self.state.lock().closing > 0 {
+            crate::sync::yield_now();
+        }
+        match self.state.lock().is_owed() {
+            true => Err(Error::Capturing {
+                what: "an event of the stream",
+                remedy: "end the capture, and call again",
+            }),
+            false => Ok(()),
+        }
     }
 
     /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
@@ -321,13 +347,12 @@ impl Timeline {
         if let Some(error) = self.context.poisoned() {
             self.lose(error);
         }
-        let due = self.state.try_lock().is_some_and(|state| {
-            (state.open_entries > 0 && seq >= state.open)
-                || (state.unpublished > 0 && seq <= state.unpublished)
+        let due = self.state.try_lock().and_then(|mut state| {
+            let due = (state.open_entries > 0 && seq >= state.open)
+                || (state.unpublished > 0 && seq <= state.unpublished);
+            self.found(&mut state, due)
         });
-        if due {
-            self.close();
-        }
+        due.into_iter().for_each(|_closing| self.close());
         self.ask();
     }
 
@@ -359,6 +384,20 @@ struct Recording<'a> {
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
         self.timeline.recorded_or_not(self.seq, self.event);
+    }
+}
+
+/// A thread that closes a number that was due.
+struct Closing<'a> {
+    timeline: &'a Timeline,
+    counted: bool,
+}
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        if self.counted {
+            self.timeline.state.lock().closing -= 1;
+        }
     }
 }
 

@@ -153,6 +153,8 @@ struct TimelineState {
     unpublished: u64,
     /// The open sequence number could not be closed by the thread that submitted: no event could be made.
     unclosed: bool,
+    /// Threads that have found a number of a shared stream due: they name the stream to the driver, to record its event.
+    closing: u32,
     /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
     recording: u32,
     /// Failures in a row of recording, and of asking about the oldest event.
@@ -267,6 +269,7 @@ impl Timeline {
                 open_bytes: 0,
                 unpublished: 0,
                 unclosed: false,
+                closing: 0,
                 recording: 0,
                 record_failures: 0,
                 query_failures: 0,
