@@ -15,7 +15,7 @@ import torch
 
 from . import _build
 
-__all__ = ["Buffer", "buffer", "install", "stats", "trim"]
+__all__ = ["Buffer", "buffer", "forget", "install", "stats", "trim"]
 
 # The versions of torch that the shim was tested with. The hook is no stable interface of torch's.
 TESTED = ("2.11",)
@@ -78,6 +78,12 @@ def trim():
     out = ctypes.c_uint64()
     _check(_library.pinpool_trim(_pool(), ctypes.byref(out)))
     return out.value
+
+
+def forget(stream):
+    """To be called before a stream that torch did not make (torch.cuda.ExternalStream, or a raw CUstream) is destroyed:
+    the pool names it to the driver no more."""
+    _check(_library.pinpool_forget_stream(_pool(), getattr(stream, "cuda_stream", stream)))
 
 
 def buffer(bytes):
@@ -183,7 +189,7 @@ def _declare(shim):
 def _declare_library(library):
     c = ctypes
     library.pinpool_last_error.restype = c.c_char_p
-    for name in ("get_stats", "trim"):
+    for name in ("forget_stream", "get_stats", "trim"):
         getattr(library, f"pinpool_{name}").argtypes = [c.c_void_p, c.c_void_p]
     for name in ("hold", "is_idle"):
         getattr(library, f"pinpool_{name}").argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]

@@ -105,6 +105,22 @@ def test_early_reuse():
     drained()
 
 
+def test_streams_of_others():
+    """Streams that torch did not make are destroyed at any moment after `forget`."""
+    cudart, handle = torch.cuda.cudart(), ctypes.c_ulonglong(0)
+    for turn in range(300):
+        cudart.cudaStreamCreate(ctypes.addressof(handle))
+        stream = torch.cuda.ExternalStream(handle.value)
+        with torch.cuda.stream(stream):
+            there = pinned(4096, turn % 251).to("cuda", non_blocking=True)
+        time.sleep(turn % 10 * 50e-6)
+        pinpool_torch.forget(stream)
+        stream.synchronize()
+        cudart.cudaStreamDestroy(handle.value)
+        assert bool((there == turn % 251).all()), turn
+    drained()
+
+
 def test_threads():
     """16 threads: pin_memory and non-blocking copies, tensors dropped at once, every byte checked."""
     bad = []
