@@ -216,7 +216,8 @@ impl Blocks {
     fn in_parts<R>(&self, mut look: impl FnMut(&mut Part) -> Option<R>) -> Option<R> {
         let own = own();
         // Relaxed: a thread that has a block's address knows that the thread that entered it had a part by then.
-        let used = THREADS.load(Ordering::Relaxed).min(PARTS);
+        // (The first part is also that of threads that end.)
+        let used = THREADS.load(Ordering::Relaxed).clamp(1, PARTS);
         (own..used).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()))
     }
 }
