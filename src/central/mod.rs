@@ -69,7 +69,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::cache::Put;
 use crate::freelist::{
-    CacheTable, Chain, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
+    CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
 };
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
@@ -668,21 +668,6 @@ impl Core {
         };
         if let Some(window) = window {
             self.came(window, class, wakes);
-        }
-    }
-
-    /// Puts the segments of a chain back into their runs, and serves the waiters that have a right to them: a window may
-    /// have been chosen while this thread had the chain and not the lock.
-    ///
-    /// # Safety
-    /// As for [`Arena::give`], for each descriptor.
-    unsafe fn give_chain(&mut self, mut chain: Chain, wakes: &mut Vec<Wake>) {
-        while let Some(descriptor) = chain.pop() {
-            // SAFETY: alive by this function's contract, and just popped, so in no list.
-            let (class, window) = unsafe { (descriptor.as_ref().class(), self.arena.give(descriptor)) };
-            if let Some(window) = window {
-                self.came(window, class, wakes);
-            }
         }
     }
 

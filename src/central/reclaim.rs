@@ -21,12 +21,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::{CentralPool, Core, Wake, lease};
+use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
 
 /// The most segments of a class that a thread cache has room for.
 const MOST_CACHED: usize = 64;
+/// The part of a thread cache's bytes that a class gets room for at first.
+const FIRST_SHARE: usize = 64;
 
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +38,15 @@ pub(crate) enum ReclaimLevel {
     Idle,
     /// All of it: steps 1 to 4.
     All,
+}
+
+fn bytes(class: Class, room: u32) -> usize {
+    room as usize * class.stride()
+}
+
+/// The bytes for which the classes of a thread cache have room.
+fn granted(held: &HeldCache<'_>) -> usize {
+    Class::all().map(|class| bytes(class, held.room(class))).sum()
 }
 
 impl CentralPool {
@@ -65,28 +77,27 @@ impl CentralPool {
     }
 
     /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
-    /// room here: as many segments as fill an eighth of the thread cache's bytes, at least 2 and at most 64. A class of
-    /// which fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too many
-    /// of the cache's bytes, some of them lose their room and what is in it: large ones first, and of these the one that
-    /// was granted its room first. Large are those whose room is bounded by its bytes.
+    /// room here: as many segments as fill a 64th of the thread cache's bytes, at least 2 and at most 64. A class of which
+    /// fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too many of the
+    /// cache's bytes, some of them lose their room and what is in it: large ones first, and of these the one that was
+    /// granted its room first. Large are those whose room is bounded by its bytes. A class that has room gets more, since
+    /// the caller found its list empty ([`grow_room`](Self::grow_room)).
     /// None while a request for a segment of the class waits.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         if core.queue.awaited(class) > 0 {
             return 0;
         }
-        let room = held.room(class);
-        if room > 0 || !held.has(class) {
-            return room;
+        if held.room(class) > 0 {
+            self.grow_room(&mut held, class);
+            return held.room(class);
         }
         let (budget, stride) = (self.config.thread_cache, class.stride());
-        let room = match budget / 8 / stride {
-            0 | 1 if stride * 4 <= budget => 2,
-            0 | 1 => return 0,
-            n => n.min(MOST_CACHED) as u32,
-        };
-        let bytes = |c: Class, room: u32| room as usize * c.stride();
-        let mut granted: usize = Class::all().map(|c| bytes(c, held.room(c))).sum();
+        if !held.has(class) || stride * 4 > budget {
+            return 0;
+        }
+        let room = (budget / FIRST_SHARE / stride).clamp(2, MOST_CACHED) as u32;
+        let mut granted = granted(&held);
         while granted + bytes(class, room) > budget {
             let is_small = |c: Class, _| budget / 8 / c.stride() >= MOST_CACHED;
             let Some(first) = held.first_granted(is_small) else { break };
@@ -95,11 +106,29 @@ impl CentralPool {
             unsafe { core.arena.give_chain(held.drain(first, u32::MAX)) };
             held.set_room(first, 0);
         }
+        self.grant(&mut held, class, room);
+        room
+    }
+
+    /// Doubles the room of a class whose list was found empty or full, up to an eighth of the thread cache's bytes, as
+    /// long as the rooms of all classes together are no more than these. So a thread that uses few sizes has room for many
+    /// segments of each, and a thread that uses many sizes for a few of each. `false`: the room stays.
+    pub(super) fn grow_room(&self, held: &mut HeldCache<'_>, class: Class) -> bool {
+        let (budget, room) = (self.config.thread_cache, held.room(class));
+        let most = (budget / 8 / class.stride()).min(MOST_CACHED) as u32;
+        let more = (room * 2).min(most);
+        let grows = more > room && granted(held) + bytes(class, more - room) <= budget;
+        if grows {
+            self.grant(held, class, more);
+        }
+        grows
+    }
+
+    fn grant(&self, held: &mut HeldCache<'_>, class: Class, room: u32) {
         held.set_room(class, room);
         if !self.unfenced(class) {
             held.fence(class);
         }
-        room
     }
 
     // --- reclaiming --------------------------------------------------------------------------------------------------

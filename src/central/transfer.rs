@@ -72,27 +72,16 @@ impl CentralPool {
         if held.room(class) == 0 {
             return None;
         }
-        let (count, rest) = held.take_batch(class, &self.transfers[list_of(class)]);
-        if count == 0 {
+        if held.take_batch(class, &self.transfers[list_of(class)]) == 0 {
             return None;
         }
-        let descriptor = held.take(class, len);
-        drop(held);
-        if !rest.is_empty() {
-            let mut wakes = Vec::new();
-            let mut core = self.core.lock();
-            // SAFETY: just taken from a transfer cache, so free and alive.
-            unsafe { core.give_chain(rest, &mut wakes) };
-            // A request that has begun to wait meanwhile has not found these.
-            self.finish(core, wakes);
-        }
-        descriptor.map(|descriptor| (descriptor, true))
+        Some((held.take(class, len)?, true))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
 
-    /// Returns a segment into this thread's cache after making room in it: half of the list goes to a transfer cache,
-    /// or to its runs. `false`: the segment is still out, and the caller returns it otherwise.
+    /// Returns a segment into this thread's cache after making room in it: the class gets more room, or half of the list
+    /// goes to a transfer cache, or to its runs. `false`: the segment is still out, and the caller returns it otherwise.
     ///
     /// # Safety
     /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
@@ -112,6 +101,11 @@ impl CentralPool {
                 return false;
             }
             // The lock is released last: a thread that frees the central pool has to take it first.
+            // SAFETY: this function's contract.
+            return unsafe { self.keep_in(cache, class, descriptor, len) };
+        }
+        if self.grow_room(&mut held, class) {
+            drop(held);
             // SAFETY: this function's contract.
             return unsafe { self.keep_in(cache, class, descriptor, len) };
         }

@@ -640,29 +640,23 @@ impl HeldCache<'_> {
         (have - from) as u32
     }
 
-    /// Moves a batch from a transfer cache into the list. Returns how many segments the batch had (0: there was no
-    /// batch), and those that the list has no room for.
-    pub(crate) fn take_batch(&mut self, class: Class, transfer: &TransferCache) -> (u32, Chain) {
-        let mut rest = Chain::new();
-        let Some((class_list, counts)) = self.both(class) else { return (0, rest) };
-        let count = transfer.take(self.cache.number as usize, |batch| {
-            let have = class_list.count();
-            let room = counts.room.load(Ordering::Relaxed).saturating_sub(have) as usize;
-            let (fits, over) = batch.split_at(room.min(batch.len()));
-            for (at, descriptor) in (have + 1..).zip(fits) {
+    /// Moves a batch from a transfer cache into the list, or as much of one as the list has room for. Returns how many
+    /// segments came (0: there was no batch, or there is no room).
+    pub(crate) fn take_batch(&mut self, class: Class, transfer: &TransferCache) -> u32 {
+        let Some((class_list, counts)) = self.both(class) else { return 0 };
+        let have = class_list.count();
+        let room = counts.room.load(Ordering::Relaxed).saturating_sub(have) as u32;
+        if room == 0 {
+            return 0;
+        }
+        transfer.take(self.cache.number as usize, room, |batch| {
+            for (at, descriptor) in (have + 1..).zip(batch) {
                 // SAFETY: at most the room; the thread cache is held.
                 unsafe { class_list.place(at) }.store(descriptor.load(Ordering::Relaxed), Ordering::Relaxed);
             }
-            add(&class_list.came, fits.len() as u64);
-            note(&counts.filled, fits.len() as u64);
-            for descriptor in
-                over.iter().filter_map(|descriptor| NonNull::new(descriptor.load(Ordering::Relaxed)))
-            {
-                // SAFETY: it was in the transfer cache, so it is alive and free, and now it is in no list.
-                unsafe { rest.push(descriptor) };
-            }
-        });
-        (count, rest)
+            add(&class_list.came, batch.len() as u64);
+            note(&counts.filled, batch.len() as u64);
+        })
     }
 
     /// Empties all lists. `sink` gets the segments of each class as a chain.

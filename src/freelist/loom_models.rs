@@ -56,10 +56,10 @@ impl Segments {
         number
     }
 
-    /// Takes a batch and writes to each of its segments. Returns their numbers.
-    fn take_batch(&self, transfer: &TransferCache, hint: usize) -> Vec<usize> {
+    /// Takes a batch, or `most` of its segments, and writes to each. Returns their numbers.
+    fn take_batch(&self, transfer: &TransferCache, hint: usize, most: u32) -> Vec<usize> {
         let mut found = Vec::new();
-        transfer.take(hint, |batch| {
+        transfer.take(hint, most, |batch| {
             let descriptors =
                 batch.iter().map(|descriptor| NonNull::new(descriptor.load(Ordering::Relaxed)).unwrap());
             found.extend(descriptors.map(|descriptor| self.write(descriptor)));
@@ -105,7 +105,8 @@ fn loom_transfer_hands_over() {
         let mut found = Vec::new();
         for _ in 0..2 {
             step();
-            found.extend(segments.take_batch(&transfer, 1));
+            // A part of a batch, which leaves the other in its slot.
+            found.extend(segments.take_batch(&transfer, 1, 1));
         }
         for giver in givers {
             giver.join().unwrap();
@@ -132,7 +133,7 @@ fn loom_transfer_recycles() {
                 let mut kept = Vec::new();
                 for _ in 0..2 {
                     step();
-                    let mut numbers = segments.take_batch(&transfer, 0);
+                    let mut numbers = segments.take_batch(&transfer, 0, u32::MAX);
                     numbers.reverse();
                     step();
                     if !numbers.is_empty() && !transfer.put(0, segments.batch(&numbers), |_| true) {
@@ -170,7 +171,7 @@ fn loom_transfer_reserves() {
             let other = spawn({
                 let (segments, transfer) = (segments.clone(), transfer.clone());
                 move || {
-                    let numbers = segments.take_batch(&transfer, 0);
+                    let numbers = segments.take_batch(&transfer, 0, u32::MAX);
                     step();
                     assert!(
                         transfer.put(0, segments.batch(&numbers[1..]), reserve),

@@ -145,9 +145,9 @@ impl TransferCache {
         true
     }
 
-    /// Takes a batch. `sink` sees it while the slot still belongs to this thread. Returns how many segments the batch
-    /// has; 0: there is no batch.
-    pub(super) fn take(&self, hint: usize, sink: impl FnOnce(&[AtomicPtr<Descriptor>])) -> u32 {
+    /// Takes a batch, or `most` of its segments: the others stay in their slot. `sink` sees what is taken while the slot
+    /// still belongs to this thread. Returns how many segments these are; 0: there is no batch.
+    pub(super) fn take(&self, hint: usize, most: u32, sink: impl FnOnce(&[AtomicPtr<Descriptor>])) -> u32 {
         let Some(slots) = self.slots.get() else { return 0 };
         let Some(slot) =
             (0..SLOTS).map(|i| &slots[hint.wrapping_add(i) % SLOTS]).find(|slot| slot.enter(FULL))
@@ -155,10 +155,12 @@ impl TransferCache {
             return 0;
         };
         let descriptors = slot.descriptors();
-        let count = descriptors.len() as u32;
-        sink(descriptors);
-        slot.leave(EMPTY);
-        count
+        let stay = descriptors.len().saturating_sub(most as usize);
+        let taken = &descriptors[stay..];
+        sink(taken);
+        slot.count.store(stay as u32, Ordering::Relaxed);
+        slot.leave(if stay == 0 { EMPTY } else { FULL });
+        taken.len() as u32
     }
 
     /// Takes all batches as one chain and drops all reservations, except in slots that another thread is moving.
@@ -252,11 +254,11 @@ mod tests {
         };
         let nothing_more = |more| panic!("{more} reserved although a slot has room reserved");
         assert!(put(0, 4, &|more| more == 4), "the first batch reserves");
-        assert_eq!(transfer.take(0, |_| ()), 4);
+        assert_eq!(transfer.take(0, u32::MAX, |_| ()), 4);
         assert!(put(5, 3, &nothing_more), "another thread uses the reservation");
         assert!(!put(5, 4, &|more| more != 4), "that slot is in use, and a second reservation is refused");
         assert!(put(5, 4, &|more| more == 4), "a second reservation is granted");
-        assert_eq!((transfer.take(5, |_| ()), transfer.take(5, |_| ())), (4, 3));
+        assert_eq!((transfer.take(5, u32::MAX, |_| ()), transfer.take(5, u32::MAX, |_| ())), (4, 3));
         assert_eq!(transfer.reserved(), Some(8));
         assert!(
             put(1, 5, &|more| more == 5 || more == 1),

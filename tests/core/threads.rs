@@ -281,6 +281,37 @@ fn what_flows_one_way_is_bounded_and_comes_round() {
 }
 
 #[test]
+fn a_thread_that_uses_many_sizes_hits_for_each() {
+    // 24 classes from 32 KiB to 256 KiB. An eighth of the cache for each would be three times what it may hold.
+    let device = late();
+    let pool = builder(&device).capacity(64 << 20).initial(64 << 20).thread_cache(16 << 20).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let lens: Vec<usize> =
+        (0..3).flat_map(|doubling| (9..17).map(move |step| ((step * 4096) << doubling) - 64)).collect();
+    let round = || lens.iter().for_each(|len| drop(pool.checkout(*len).unwrap()));
+    (0..4).for_each(|_| round());
+    let before = pool.stats();
+    (0..50).for_each(|_| round());
+    let after = pool.stats();
+    assert_eq!((after.checkouts - before.checkouts, after.misses - before.misses), (50 * 24, 0));
+    all_idle(&pool, &[]);
+}
+
+#[test]
+fn a_size_that_a_thread_uses_much_gets_more_of_its_cache() {
+    // Eight of 1 MiB are an eighth of the cache.
+    let device = late();
+    let pool = builder(&device).capacity(80 << 20).initial(80 << 20).thread_cache(65 << 20).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let round = || drop((0..8).map(|_| pool.checkout(1 << 20).unwrap()).collect::<Vec<_>>());
+    (0..4).for_each(|_| round());
+    let before = pool.stats();
+    (0..50).for_each(|_| round());
+    assert_eq!(pool.stats().misses, before.misses);
+    all_idle(&pool, &[]);
+}
+
+#[test]
 fn a_buffer_dropped_by_a_thread_local_comes_back() {
     thread_local! {
         static LAST: std::cell::RefCell<Vec<PinnedBuf>> = const { std::cell::RefCell::new(Vec::new()) };
@@ -356,11 +387,11 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
     let pool = pool.thread_cache(128 << 10).build().unwrap();
     pool.wait_pinned(None).unwrap();
     let nearly_all = Request::new(250 << 10).align(4096);
-    let pair = || drop(pool.checkout(1000).unwrap());
+    let pair = || drop((0..12).map(|_| pool.checkout(1000).unwrap()).collect::<Vec<_>>());
     beside(pair, |pair| {
         pair();
         let cached = pool.stats().cached_bytes;
-        assert!(cached > 0);
+        assert!(cached >= 12 * 1000);
         // The cached segments stand in the way of this request for all but the last three of 64 pages. There is room
         // for another region, though.
         let large = pool.try_checkout(nearly_all);
