@@ -38,7 +38,8 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// All that the pool has left.
+/// All that the pool has left. A worker that found no chunk for a segment may return it shortly after a transfer has
+/// ended: a test that counts on an empty pool calls `all_is_back` first.
 fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
     std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect()
 }
@@ -75,6 +76,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     let bytes = pattern(1 << 20, 3);
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     copier.upload_slice(&bytes, &memory[0]).unwrap();
+    rig.all_is_back();
     let all = all_of(&rig);
     let first = copier.download_collect(&memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
@@ -87,6 +89,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     assert!(second.wait_timeout(HANG).is_ok(), "no worker is in the pool's queue any more");
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
     // A worker in the queue, and a task that waits.
+    rig.all_is_back();
     let all = all_of(&rig);
     let first = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
@@ -114,6 +117,7 @@ fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back
     let bytes = pattern(200_000, 4);
     let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
     copier.upload_slice(&bytes, &memory[0]).unwrap();
+    rig.all_is_back();
     let mut feed = copier.feed(&memory[1]).unwrap();
     feed.push_blocking(&bytes[..10]).unwrap();
     for upload in [false, true] {
@@ -145,6 +149,7 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
         let copier = rig.builder().threads(threads).depth(1).build().unwrap();
         memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
         for up in [false, true] {
+            rig.all_is_back();
             let mut pinned = rig.pool.checkout(200_000).unwrap();
             pinned.try_extend_from_slice(&bytes).unwrap();
             let all = all_of(&rig);
@@ -293,6 +298,7 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
         let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
         copier.set_rate(rate);
         copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
+        rig.all_is_back();
         let (told, hears) = std::sync::mpsc::channel::<()>();
         let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
