@@ -118,16 +118,29 @@ impl Compiler {
 
 /// The features that this test was built with, so that Cargo finds the same library.
 fn features() -> String {
-    let all = [
-        ("acl", cfg!(feature = "acl")),
-        ("cli", cfg!(feature = "cli")),
-        ("cuda", cfg!(feature = "cuda")),
-        ("cudarc", cfg!(feature = "cudarc")),
-        ("default", cfg!(feature = "default")),
-        ("metrics", cfg!(feature = "metrics")),
-        ("safetensors", cfg!(feature = "safetensors")),
-    ];
-    all.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect::<Vec<_>>().join(",")
+    FEATURES.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect::<Vec<_>>().join(",")
+}
+
+/// All features of the crate, and whether this test was built with them.
+const FEATURES: [(&str, bool); 8] = [
+    ("acl", cfg!(feature = "acl")),
+    ("capi", cfg!(feature = "capi")),
+    ("cli", cfg!(feature = "cli")),
+    ("cuda", cfg!(feature = "cuda")),
+    ("cudarc", cfg!(feature = "cudarc")),
+    ("default", cfg!(feature = "default")),
+    ("metrics", cfg!(feature = "metrics")),
+    ("safetensors", cfg!(feature = "safetensors")),
+];
+
+/// A feature that `FEATURES` lacks makes `misuses_do_not_compile` build the library a second time.
+#[test]
+fn every_feature_is_known() {
+    let manifest = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml")).unwrap();
+    let section = manifest.split_once("\n[features]\n").unwrap().1.split("\n[").next().unwrap();
+    let names = section.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_lowercase()));
+    let named: BTreeSet<&str> = names.filter_map(|line| Some(line.split_once(" = ")?.0)).collect();
+    assert_eq!(named, BTreeSet::from(FEATURES.map(|(name, _)| name)));
 }
 
 #[test]
