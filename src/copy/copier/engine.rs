@@ -1,15 +1,15 @@
 //! What the workers of a copier share, and how they submit copies.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::config::{Priority, Settings};
 use super::flights::Flights;
 use super::job::{Direction, Job, KeptMemories, Memories};
-use super::lent::Lent;
 use super::order::Order;
+use super::packing::Host;
 use super::permits::Permits;
 use super::pieces::LEAST;
 use super::push::Pushes;
@@ -19,6 +19,7 @@ use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
+use crate::buffer::sealed::Lend;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
@@ -357,64 +358,41 @@ impl Engine {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Submits copies out of a buffer or into it, and gives what is in flight. `written`: the length that the buffer
-    /// has when the copies are complete. After an error the buffer returns by itself when the device is known to be
-    /// done with it.
+    /// Submits copies of a chunk. `written`: the length that its segment has when they are complete. After an error the
+    /// segment, or what is lent, returns by itself when the device is known to be done with it.
     ///
     /// # Safety
-    /// The transfers stay within the buffer and within `memories`.
+    /// The transfers stay within the segment, or what is lent, and within `memories`.
     pub(super) unsafe fn submit(
         &self,
         stream: &Stream,
-        buf: PinnedBuf,
+        host: Host,
         transfers: &[Transfer],
         memories: &Kept<'_>,
         written: Option<usize>,
-    ) -> std::result::Result<InFlight<PinnedBuf>, Refusal> {
-        let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
+    ) -> std::result::Result<Flight, Refusal> {
         let timeline = stream.timeline();
+        let ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
         let (one, all) = memories.split();
-        let first = timeline.begin(resource, one).map_err(|(error, _)| error)?;
-        let mut flight = InFlight::new(Ticket { timeline: timeline.clone(), seq: NOT_YET }, buf, written);
-        let second = match all {
-            Some(all) => {
-                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+        let begin = |resource, memory| timeline.begin(resource, memory).map_err(|(error, _)| error);
+        let (first, mut flight) = match host {
+            Host::Segment(buf) => {
+                let first = begin(Lend::lend(&buf, KEY), one)?;
+                (first, Flight::Segment(InFlight::new(ticket, buf, written)))
             }
-            None => None,
-        };
-        // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
-        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        flight.submitted(seq);
-        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
-    }
-
-    /// Submits copies of memory that `lent` keeps.
-    ///
-    /// # Safety
-    /// The transfers stay within what `lent` and `memories` keep.
-    pub(super) unsafe fn submit_in_place(
-        &self,
-        stream: &Stream,
-        transfers: &[Transfer],
-        lent: Lent,
-        memories: &Kept<'_>,
-    ) -> std::result::Result<Ticket, Refusal> {
-        let timeline = stream.timeline();
-        let (one, all) = memories.split();
-        let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
-        let second = match all {
-            Some(all) => {
-                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            Host::Lent(lent) => {
+                let back = lent.back.clone();
+                (begin(Resource::Object(Box::new(lent)), one)?, Flight::Lent(ticket, back))
             }
-            None => None,
         };
-        // SAFETY: as in `submit`.
+        let second = all.map(|all| begin(Resource::Object(Box::new(all)), None)).transpose()?;
+        // SAFETY: the entries keep the host's and the device's memory until an event after this call is seen complete.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        let ticket = Ticket { timeline: timeline.clone(), seq };
-        match said {
-            Ok(()) => Ok(ticket),
-            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
+        match &mut flight {
+            Flight::Segment(flight) => flight.submitted(seq),
+            Flight::Lent(ticket, _) => ticket.seq = seq,
         }
+        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
     }
 
     /// # Safety
@@ -451,6 +429,45 @@ impl Engine {
                 context.count_copied(transfers);
                 (seq, Ok(()))
             }
+        }
+    }
+}
+
+/// A chunk's copies in flight.
+pub(super) enum Flight {
+    Segment(InFlight<PinnedBuf>),
+    /// With what tells that what was lent is back.
+    Lent(Ticket, Arc<OnceLock<()>>),
+}
+
+impl Flight {
+    pub(super) fn ticket(&self) -> Option<Ticket> {
+        match self {
+            Self::Segment(flight) => flight.ticket(),
+            Self::Lent(ticket, _) => Some(ticket.clone()),
+        }
+    }
+
+    /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
+    pub(super) fn is_over(&self) -> bool {
+        match self {
+            Self::Segment(flight) => flight.is_seen_done() != Ok(false),
+            Self::Lent(ticket, back) => match ticket.timeline.is_complete(ticket.seq) {
+                // The thread that saw the copies complete gives the buffers back a moment later.
+                Ok(complete) => complete && back.get().is_some(),
+                Err(_) => true,
+            },
+        }
+    }
+
+    /// After [`is_over`](Self::is_over): how the copy ended, and the segment.
+    pub(super) fn end(self) -> Result<Option<PinnedBuf>> {
+        match self {
+            Self::Segment(flight) => match flight.is_seen_done()? {
+                true => flight.wait().map(Some),
+                false => Err(Error::Internal("a copy's end was asked for before it was there")),
+            },
+            Self::Lent(ticket, _) => ticket.timeline.is_complete(ticket.seq).map(|_| None),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::engine::Engine;
 use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
-use super::pieces::{Buffer, Buffers, Down, LEAST, Paged, Ramp, Slices, Survey, Targets, Up, Values};
+use super::pieces::{Borrowed, Buffer, Buffers, Down, LEAST, Paged, Ramp, Survey, Up, Values};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -34,7 +34,7 @@ impl Copier {
         for (n, (bytes, memory)) in pieces.iter().enumerate() {
             survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let work = Slices { pieces, ramp: Ramp::new(engine) };
+        let work = slices(engine, pieces);
         let plan = self.plan(Direction::Up, survey, None);
         // SAFETY: lent until the job is read, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_read) }?;
@@ -59,7 +59,7 @@ impl Copier {
         let mut survey = Survey::ordered();
         survey.add(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
-        let work = Slices { pieces: &pieces, ramp: Ramp::new(self.engine()) };
+        let work = slices(self.engine(), &pieces);
         let plan = self.plan(Direction::Up, survey, Some("bytes in memory".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
@@ -103,7 +103,18 @@ impl Copier {
             };
             added.map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let work = Targets::new(pieces, Ramp::new(engine));
+        let (first, count) = (pieces.as_mut_ptr(), pieces.len());
+        let get = |n: usize| {
+            // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
+            // target, whose bytes another thread may be writing.
+            let (memory, target) = unsafe {
+                let entry = first.add(n);
+                (&(*entry).0, &raw mut *(*entry).1)
+            };
+            Piece::new(target.cast(), memory.len(), memory)
+        };
+        // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
+        let work = unsafe { Borrowed::new(engine, count, get) };
         let plan = self.plan(Direction::Down, survey, name);
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
@@ -181,7 +192,7 @@ impl Copier {
                 return Err(Error::Empty);
             }
             survey.add(engine, memory, bytes.len())?;
-            Ok(at(bytes.as_ptr().cast_mut(), bytes.len(), memory))
+            Ok(Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory))
         };
         let mut found = self.found(buffers.len());
         let values = buffers
@@ -218,7 +229,7 @@ impl Copier {
                 return Err(Error::TooSmall { need: memory.len(), have });
             }
             survey.add(engine, memory, memory.len())?;
-            Ok(at(target, memory.len(), memory))
+            Ok(Piece::new(target, memory.len(), memory))
         };
         let mut found = self.found(buffers.len());
         let values = buffers
@@ -423,7 +434,7 @@ impl Copier {
         if let Err(error) = said {
             return Err((error, values));
         }
-        let buffers = Arc::new(Buffers::new(direction, pieces, values, Ramp::new(engine)));
+        let buffers = Arc::new(Buffers::new(pieces, values, Ramp::new(engine)));
         let plan = self.plan(direction, survey, None);
         let total = plan.total;
         let job = self.job(plan, Body::Owned(buffers.clone()));
@@ -474,7 +485,8 @@ impl PageSurvey {
         let mut need = 0_usize;
         for place in places {
             self.survey.add(engine, place, place.len())?;
-            self.pages.push((at(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
+            self.pages
+                .push((Piece::new(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
             need = need.saturating_add(place.len());
         }
         match need {
@@ -493,8 +505,14 @@ fn together(places: &[DeviceSlice]) -> usize {
     places.iter().fold(0, |all, place| all.saturating_add(place.len()))
 }
 
-fn at(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
-    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
+/// Borrowed bytes on their way to the device.
+fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Work + use<'a> {
+    let get = |n: usize| {
+        let (bytes, memory) = &pieces[n];
+        Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+    };
+    // SAFETY: shared borrows of bytes.
+    unsafe { Borrowed::new(engine, pieces.len(), get) }
 }
 
 /// While this exists, memory that the caller lends is used. Its drop helps, and waits until it is used no more.

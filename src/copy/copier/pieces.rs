@@ -10,15 +10,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::Engine;
-use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
+use super::job::{Chunk, Cursor, Cut, Job, Needs, Work};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
 use super::lent::{Block, Lent};
-use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, copy_out, transfer};
+use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, parts, unpack};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::Landing;
-use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::sealed::KEY;
@@ -108,20 +107,6 @@ impl Survey {
     }
 }
 
-/// The parts of a chunk: each piece, and the bytes of it from where to where.
-pub(super) fn parts(
-    chunk: &Chunk,
-    piece: impl Fn(usize) -> Piece,
-) -> impl Iterator<Item = (Piece, usize, usize)> {
-    let Chunk { start, end, .. } = *chunk;
-    (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
-        let found = piece(n);
-        let from = if n == start.piece { start.from } else { 0 };
-        let to = if n == end.piece { end.from } else { found.len };
-        (found, from, to)
-    })
-}
-
 /// What a chunk that goes through a segment may have.
 pub(super) struct Limits<F, P> {
     /// Bytes of the segment, the table included; and bytes of pieces.
@@ -198,120 +183,67 @@ pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<u
 ///
 /// # Safety
 /// For an upload the pieces can be read, and no thread writes them meanwhile.
-unsafe fn pack(
-    chunk: &Chunk,
-    packing: &mut Packing<'_>,
-    is_read: bool,
-    piece: impl Fn(usize) -> Piece,
-) -> Result<Content> {
-    let mut parts = parts(chunk, piece).peekable();
-    while let Some((this, from, to)) = parts.next() {
-        if let (true, Some((next, ..))) = (is_read, parts.peek()) {
-            announce(next);
-        }
-        // SAFETY: all of the place is written. The caller promises that the piece can be read.
-        unsafe {
-            packing.put(&this, from, to, |from, place| {
-                let src = this.host.add(from);
-                std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
-                Ok(())
-            })?;
-        }
+unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, piece: impl Fn(usize) -> Piece) -> Result<Content> {
+    // SAFETY: all of the place is written. The caller promises that the piece can be read.
+    unsafe {
+        packing.put(chunk, piece, |_, this, from, place| {
+            let src = this.host.add(from);
+            std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
+            Ok(())
+        })
     }
-    Ok(Content::Packed)
 }
 
 /// Takes a chunk's bytes out of its segment.
 ///
 /// # Safety
 /// The pieces can be written, and no other thread uses the chunk's bytes of them.
-unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
-    let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
-    for (this, from, to) in parts(chunk, piece) {
-        unpacking.put(&this, from, to, bytes, |from, bytes| {
-            // SAFETY: within the piece; the caller's promise.
-            unsafe { copy_out(bytes, this.host.add(from)) };
-            Ok(())
-        })?;
-    }
-    Ok(())
+unsafe fn unpack_memory(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
+    unpack(chunk, bytes, piece, |_, this, from, bytes| {
+        // SAFETY: within the piece; the caller's promise.
+        unsafe { copy_out(bytes, this.host.add(from)) };
+        Ok(())
+    })
 }
 
 // --- borrowed --------------------------------------------------------------------------------------------------------
 
-/// Borrowed bytes on their way to the device.
-pub(super) struct Slices<'a> {
-    pub(super) pieces: &'a [(&'a [u8], DeviceSlice)],
-    pub(super) ramp: Ramp,
-}
-
-impl Slices<'_> {
-    fn get(&self, n: usize) -> Piece {
-        let (bytes, memory) = &self.pieces[n];
-        piece(bytes.as_ptr().cast_mut(), bytes.len(), memory)
-    }
-}
-
-fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
-    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
-}
-
-impl Work for Slices<'_> {
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        let most = self.ramp.next(cursor);
-        cut_memory(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
-    }
-
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: shared borrows of bytes.
-        unsafe { pack(chunk, packing, true, |n| self.get(n)) }
-    }
-}
-
-/// Borrowed memory that bytes from the device go to.
-pub(super) struct Targets<'a> {
-    first: *mut (DeviceSlice, &'a mut [u8]),
+/// Memory that a caller lends, as so many pieces.
+pub(super) struct Borrowed<F> {
     count: usize,
-    pub(super) ramp: Ramp,
+    get: F,
+    ramp: Ramp,
 }
 
-// SAFETY: the list is borrowed exclusively for as long as this exists. Each byte of the targets is written by one
-// thread, and the list itself is only read.
-unsafe impl Send for Targets<'_> {}
+// SAFETY: see `new`.
+unsafe impl<F> Send for Borrowed<F> {}
 // SAFETY: as above.
-unsafe impl Sync for Targets<'_> {}
+unsafe impl<F> Sync for Borrowed<F> {}
 
-impl<'a> Targets<'a> {
-    pub(super) fn new(pieces: &mut [(DeviceSlice, &'a mut [u8])], ramp: Ramp) -> Self {
-        Self { first: pieces.as_mut_ptr(), count: pieces.len(), ramp }
-    }
-
-    fn get(&self, n: usize) -> Piece {
-        debug_assert!(n < self.count);
-        // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
-        // target, whose bytes another thread may be writing.
-        let (memory, target) = unsafe {
-            let entry = self.first.add(n);
-            (&(*entry).0, &raw mut *(*entry).1)
-        };
-        piece(target.cast(), memory.len(), memory)
+impl<F: Fn(usize) -> Piece> Borrowed<F> {
+    /// # Safety
+    /// Several threads may call `get` at once, with numbers less than `count`. For as long as this exists, the pieces
+    /// that it gives can be read, and are not written (for an upload); or can be written, and are not used otherwise (for
+    /// a download).
+    pub(super) unsafe fn new(engine: &Engine, count: usize, get: F) -> Self {
+        Self { count, get, ramp: Ramp::new(engine) }
     }
 }
 
-impl Work for Targets<'_> {
+impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut_memory(self.count, |n| self.get(n), |_| true, cursor, most)
+        cut_memory(self.count, &self.get, |_| true, cursor, most)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: a download's chunk is laid out only.
-        unsafe { pack(chunk, packing, false, |n| self.get(n)) }
+        // SAFETY: the promise of `new`.
+        unsafe { pack(chunk, packing, &self.get) }
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        // SAFETY: borrowed exclusively, each as long as its range at least, and each byte is in one chunk.
-        unsafe { unpack(chunk, bytes, |n| self.get(n)) }
+        // SAFETY: the promise of `new`; each byte is in one chunk.
+        unsafe { unpack_memory(chunk, bytes, &self.get) }
     }
 }
 
@@ -465,7 +397,6 @@ fn lent_before<B>(place: &mut B, lent: B) -> RetainedResource {
 
 /// Pinned buffers that a job owns.
 pub(super) struct Buffers<V: Buffer> {
-    direction: Direction,
     pieces: Vec<Piece>,
     /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
     /// handle.
@@ -482,9 +413,9 @@ unsafe impl<V: Buffer> Send for Buffers<V> {}
 
 impl<V: Buffer> Buffers<V> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
-    pub(super) fn new(direction: Direction, pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
+    pub(super) fn new(pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
         let rows = are_rows(&pieces);
-        Self { direction, pieces, values: UnsafeCell::new(values), rows, ramp }
+        Self { pieces, values: UnsafeCell::new(values), rows, ramp }
     }
 
     /// Whether a piece is copied from or to where it is.
@@ -558,28 +489,28 @@ impl<V: Buffer> Work for Buffers<V> {
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         if chunk.most.is_some() {
-            let is_read = self.direction == Direction::Up;
             // SAFETY: the job owns the buffers, and no device writes to those that are packed.
-            return unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
+            return unsafe { pack(chunk, packing, |n| self.pieces[n]) };
         }
-        let range = chunk.start.piece..chunk.end.piece;
-        let mut transfers = Vec::with_capacity(range.len());
-        let mut retained = Vec::with_capacity(range.len());
-        for n in range {
-            let Piece { host, len, device, .. } = self.pieces[n];
+        let (mut lent, mut runs, mut stretches, mut offset) = (Lent::default(), Vec::new(), Vec::new(), 0);
+        for n in chunk.start.piece..chunk.end.piece {
+            let piece = self.pieces[n];
+            let Piece { host, len, .. } = piece;
             // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
             let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
-            retained.push(value.lend(len));
+            lent.retained.push(value.lend(len));
             if len > 0 {
-                transfers.push(transfer(self.direction, host, DevicePtr(device), len));
+                runs.push(Run { host, offset, len });
+                stretches.push(Stretch { place: piece.place(0), offset, len });
+                offset += len;
             }
         }
-        Ok(Content::InPlace(transfers, Lent::buffers(retained)))
+        Ok(Content::Lent(Packed::new(runs, stretches), lent))
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         // SAFETY: the job owns the buffers, each of which can be written and is long enough; each byte is in one chunk.
-        unsafe { unpack(chunk, bytes, |n| self.pieces[n]) }
+        unsafe { unpack_memory(chunk, bytes, |n| self.pieces[n]) }
     }
 }
 
@@ -681,8 +612,7 @@ impl<V: Buffer> Work for Paged<V> {
         let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
         let mut lent = Lent::default();
         let (mut data, mut last) = (0_usize, None);
-        let numbers = chunk.start.piece..;
-        for (n, (page, from, to)) in numbers.zip(parts(chunk, |n| self.pages[n])) {
+        for (n, page, from, to) in parts(chunk, |n| self.pages[n]) {
             let (owner, len) = (self.owners[n], to - from);
             let host = page.host.wrapping_add(from);
             if last != Some(owner) {
@@ -696,11 +626,10 @@ impl<V: Buffer> Work for Paged<V> {
                     runs.push(Run { host, offset: data, len });
                 }
             }
-            let place = DevicePtr(page.device.wrapping_add(from as u64));
-            stretches.push(Stretch { place, offset: data, len });
+            stretches.push(Stretch { place: page.place(from), offset: data, len });
             data += len;
         }
-        Ok(Content::Pages(Pages { runs, stretches, data, lent }))
+        Ok(Content::Lent(Packed::new(runs, stretches), lent))
     }
 }
 

@@ -12,17 +12,17 @@
 use std::borrow::Cow;
 use std::cell::UnsafeCell;
 use std::io;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::engine::Engine;
 use super::file::FileSource;
 use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
-use super::packing::{Content, Packing, Piece as Place, Unpacking};
-use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish, parts};
+use super::packing::{Content, Packing, Piece as Place, parts, unpack};
+use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish};
 use super::source::ours::Token;
 use super::source::{Fill, Sink, Source, read_error, write_error};
-use crate::device::DevicePtr;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::{self, Owned};
@@ -142,13 +142,6 @@ impl Ranges {
         let limits = Limits { most, bytes, fits: |_: &Place| true, on_page };
         self.placed(cut(self.pieces.len(), |n| self.get(n), limits, cursor))
     }
-
-    /// The parts of a chunk: the number of each piece, and the bytes of it from where to where.
-    fn parts<'a>(&'a self, chunk: &Chunk) -> impl Iterator<Item = (u64, Place, usize, usize)> + 'a {
-        let first = chunk.start.piece;
-        let numbered = parts(chunk, |n| self.get(n)).collect::<Vec<_>>();
-        (first..).zip(numbered).map(|(n, (place, from, to))| (self.pieces[n].at, place, from, to))
-    }
 }
 
 /// Calls code of the program's, which may panic: that ends its transfer, and no thread.
@@ -211,27 +204,20 @@ impl<S: Source> Work for FromSource<S> {
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: a chunk was taken, so the job is not over.
         let source = unsafe { self.source.get() }?;
-        for (at, place, from, to) in self.ranges.parts(chunk) {
-            let fill = |from: usize, into: &mut [std::mem::MaybeUninit<u8>]| {
-                let offset = at + from as u64;
-                let mut fill = Fill::new(into);
-                let filled = guarded(|| source.fill(offset, &mut fill));
-                let (left, have) = (fill.remaining(), fill.filled() as u64);
-                filled.map_err(|error| read_error(&self.name, offset + have, &error))?;
-                if left > 0 {
-                    let len = self.ranges.end;
-                    return Err(Error::Shrunk {
-                        what: self.name.clone().into_owned(),
-                        end: offset + have,
-                        len,
-                    });
-                }
-                Ok(())
-            };
-            // SAFETY: a `Fill` counts what was written, and all of it was.
-            unsafe { packing.put(&place, from, to, fill) }?;
-        }
-        Ok(Content::Packed)
+        let fill = |n: usize, _: &Place, from: usize, into: &mut [MaybeUninit<u8>]| {
+            let offset = self.ranges.pieces[n].at + from as u64;
+            let mut fill = Fill::new(into);
+            let filled = guarded(|| source.fill(offset, &mut fill));
+            let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
+            filled.map_err(|error| read_error(&self.name, end, &error))?;
+            if left > 0 {
+                let (what, len) = (self.name.clone().into_owned(), self.ranges.end);
+                return Err(Error::Shrunk { what, end, len });
+            }
+            Ok(())
+        };
+        // SAFETY: a `Fill` counts what was written, and all of it was.
+        unsafe { packing.put(chunk, |n| self.ranges.get(n), fill) }
     }
 }
 
@@ -282,15 +268,16 @@ impl<S: Sink, B> Work for ToSink<S, B> {
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         // SAFETY: a chunk was taken and has not ended, so the job is not over.
         let sink = unsafe { self.sink.get() }?;
-        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
-        for (at, place, from, to) in self.ranges.parts(chunk) {
-            unpacking.put(&place, from, to, bytes, |from, bytes| {
-                let offset = at + from as u64;
+        unpack(
+            chunk,
+            bytes,
+            |n| self.ranges.get(n),
+            |n, _, from, bytes| {
+                let offset = self.ranges.pieces[n].at + from as u64;
                 guarded(|| sink.put(offset, bytes))
                     .map_err(|error| write_error(&self.name, sink.lies_at(offset, Token), &error))
-            })?;
-        }
-        Ok(())
+            },
+        )
     }
 }
 
@@ -311,11 +298,8 @@ impl<S: Sink, B> Values for ToSink<S, B> {
 impl Ranges {
     /// Lays a download's chunk out.
     fn lay_out(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
-        for (_, place, from, to) in self.parts(chunk) {
-            // SAFETY: a download's chunk is laid out only, and nothing is filled.
-            unsafe { packing.put(&place, from, to, |_, _| Ok(())) }?;
-        }
-        Ok(Content::Packed)
+        // SAFETY: a download's chunk is laid out only, and nothing is filled.
+        unsafe { packing.put(chunk, |n| self.get(n), |_, _, _, _| Ok(())) }
     }
 }
 
@@ -346,15 +330,17 @@ impl Pulled {
         name: &str,
         before: u64,
     ) -> Result<u64> {
-        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
         let mut written = 0;
-        for (_, place, from, to) in self.0.parts(chunk) {
-            unpacking.put(&place, from, to, bytes, |_, bytes| {
+        unpack(
+            chunk,
+            bytes,
+            |n| self.0.get(n),
+            |_, _, _, bytes| {
                 write(bytes).map_err(|error| write_error(name, before + written, &error))?;
                 written += bytes.len() as u64;
                 Ok(())
-            })?;
-        }
+            },
+        )?;
         Ok(written)
     }
 }
@@ -371,16 +357,6 @@ pub(super) struct FromFile {
 impl FromFile {
     pub(super) fn new(engine: &Arc<Engine>, file: FileSource, ranges: Ranges) -> Self {
         Self { file: Kept::new(file), ranges, engine: Arc::downgrade(engine) }
-    }
-
-    /// The ranges of a chunk, which starts and ends at these places.
-    fn stretches(&self, start: Cut, end: Cut) -> impl Iterator<Item = (u64, DevicePtr, usize)> + '_ {
-        (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
-            let piece = &self.ranges.pieces[n];
-            let from = if n == start.piece { start.from } else { 0 };
-            let to = if n == end.piece { end.from } else { piece.device.len() };
-            (piece.at + from as u64, DevicePtr(piece.device.address() + from as u64), to - from)
-        })
     }
 }
 
@@ -420,16 +396,17 @@ impl Work for FromFile {
         let file = unsafe { self.file.get() }?;
         let engine = self.engine.upgrade().ok_or(Error::Closed)?;
         let Some(segment) = packing.segment() else { return Err(Error::Internal("a chunk has no segment")) };
-        let last = self.stretches(chunk.start, chunk.end).last();
-        let len = last.map_or(0, |(at, _, len)| at + len as u64 - chunk.at) as usize;
+        let end = |(n, _, _, to): (usize, Place, usize, usize)| self.ranges.pieces[n].at + to as u64;
+        let len = (parts(chunk, |n| self.ranges.get(n)).last().map_or(chunk.at, end) - chunk.at) as usize;
         segment.clear();
         let lead = file.fill(chunk.at, len, segment, &engine.counters)?;
         if let Some(read) = segment.get(lead..lead + len) {
             file.tapped(chunk.at, read, &|| job.is_stopped());
         }
-        for (at, place, len) in self.stretches(chunk.start, chunk.end) {
-            packing.stretch(Stretch { place, offset: lead + (at - chunk.at) as usize, len });
-        }
+        packing.stretches.extend(parts(chunk, |n| self.ranges.get(n)).map(|(n, place, from, to)| {
+            let at = self.ranges.pieces[n].at + from as u64 - chunk.at;
+            Stretch { place: place.place(from), offset: lead + at as usize, len: to - from }
+        }));
         Ok(Content::Packed)
     }
 }
