@@ -172,27 +172,32 @@ impl Engine {
                 let Some(engine) = engine.upgrade() else { return };
                 for next in engine.order.over(number) {
                     let left = next.release();
-                    if let Err(error) = engine.start(&next, left) {
-                        next.fail(error);
-                    }
+                    engine.go(&next, left);
                 }
             }),
         );
     }
 
-    /// Starts a job on the copier's threads, or starts a fed job anew, for so many bytes.
+    /// Starts a job, and the copier's threads before.
     pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
+        if !job.is_over() {
+            self.start_threads()?;
+        }
+        self.go(job, bytes);
+        Ok(())
+    }
+
+    /// Starts a job on the copier's threads, which were started, or starts a fed job anew, for so many bytes.
+    pub(super) fn go(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) {
         // A call that writes the bytes itself moves its own chunks.
         if job.is_over() || job.is_pulled {
-            return Ok(());
+            return;
         }
-        self.start_threads()?;
         let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
         self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.going.wakes() } else { chunks });
         if self.settings.threads == 0 {
             Worker::advance(self);
         }
-        Ok(())
     }
 
     /// Gives a segment back that no chunk has had. The workers may all sleep.
@@ -217,7 +222,7 @@ impl Engine {
         job.wait(deadline, until)
     }
 
-    fn start_threads(self: &Arc<Self>) -> Result<()> {
+    pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {
         let mut started = self.started.lock();
         while *started < self.settings.threads {
             let engine = self.clone();

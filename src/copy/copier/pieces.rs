@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::Engine;
-use super::job::{Chunk, Cursor, Cut, Job, Needs, Work};
+use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
 use super::lent::{Block, Lent};
 use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, parts, unpack};
@@ -20,8 +20,10 @@ use crate::buffer::sealed::Lend as _;
 use crate::copy::Landing;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
+use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
+use crate::stream::Stream;
 use crate::stream::timeline::RetainedResource;
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
@@ -78,9 +80,7 @@ impl Survey {
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
-        if len > memory.len() {
-            return Err(Error::TooSmall { need: len, have: memory.len() });
-        }
+        Error::unless_fits(len, memory.len())?;
         self.bytes += len as u64;
         if self.is_ordered {
             let start = memory.address();
@@ -276,8 +276,23 @@ impl Values for () {
 
 /// A pinned buffer of a job.
 pub(super) trait Buffer: Send {
+    const DIRECTION: Direction;
+    /// What the caller gives: the buffer and, beside it, where on the device its bytes belong.
+    type Given;
+    type Beside;
     /// What comes back.
     type Back;
+
+    fn new(given: Self::Given) -> Self;
+
+    /// What the caller gave, unless it was lent.
+    fn refused(self) -> Option<Self::Given>;
+
+    /// Its first byte; and how many there are, or for a download how many it has room for. An error: this stream's copies
+    /// cannot use it.
+    fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
+
+    fn beside(given: &Self::Given) -> &Self::Beside;
 
     /// Lends it to the device, which then reads it, or writes so many bytes to it.
     fn lend(&mut self, written: usize) -> RetainedResource;
@@ -289,26 +304,41 @@ pub(super) trait Buffer: Send {
     fn abandon(self);
 }
 
-/// A buffer on its way to the device, with what the caller gave beside it, for a call that is refused. Where that is a
-/// [`DeviceSlice`], the caller's list becomes the job's in place: this is no longer than the pair.
-pub(super) enum Up<B: Lend, M = ()> {
+/// A buffer on its way to the device. Where what is beside it is a [`DeviceSlice`](crate::DeviceSlice), the caller's list
+/// becomes the job's in place: this is no longer than what is given.
+pub(super) enum Up<B: Lend, M> {
     Here(B, M),
     /// `None`: between the two.
     Lent(Option<B>),
 }
 
-impl<B: Lend, M> Up<B, M> {
-    /// The caller's pair, unless the buffer was lent.
-    pub(super) fn refused(self) -> Option<(B, M)> {
+impl<B: Lend, M: Send> Buffer for Up<B, M> {
+    const DIRECTION: Direction = Direction::Up;
+    type Given = (B, M);
+    type Beside = M;
+    type Back = B;
+
+    fn new((value, beside): (B, M)) -> Self {
+        Self::Here(value, beside)
+    }
+
+    fn refused(self) -> Option<(B, M)> {
         match self {
             Self::Here(value, beside) => Some((value, beside)),
             Self::Lent(_) => None,
         }
     }
-}
 
-impl<B: Lend, M: Send> Buffer for Up<B, M> {
-    type Back = B;
+    fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
+        stream.may_use(value)?;
+        // Asked once: a value of the caller's may answer otherwise the next time.
+        let bytes = value.bytes(KEY);
+        Ok((bytes.as_ptr().cast_mut(), bytes.len()))
+    }
+
+    fn beside((_, beside): &(B, M)) -> &M {
+        beside
+    }
 
     fn lend(&mut self, _: usize) -> RetainedResource {
         match std::mem::replace(self, Self::Lent(None)) {
@@ -336,25 +366,37 @@ impl<B: Lend, M: Send> Buffer for Up<B, M> {
     }
 }
 
-/// A buffer that bytes from the device go to, with what the caller gave beside it: as [`Up`].
-pub(super) enum Down<L: Landing, M = ()> {
+/// A buffer that bytes from the device go to: as [`Up`].
+pub(super) enum Down<L: Landing, M> {
     Here(L, M),
     /// With the bytes that are written to it. `None`: between the two.
     Lent(Option<(L::Landed, usize)>),
 }
 
-impl<L: Landing, M> Down<L, M> {
-    /// The caller's pair, unless the buffer was lent.
-    pub(super) fn refused(self) -> Option<(M, L)> {
+impl<L: Landing, M: Send> Buffer for Down<L, M> {
+    const DIRECTION: Direction = Direction::Down;
+    type Given = (M, L);
+    type Beside = M;
+    type Back = L::Landed;
+
+    fn new((beside, landing): (M, L)) -> Self {
+        Self::Here(landing, beside)
+    }
+
+    fn refused(self) -> Option<(M, L)> {
         match self {
             Self::Here(landing, beside) => Some((beside, landing)),
             Self::Lent(_) => None,
         }
     }
-}
 
-impl<L: Landing, M: Send> Buffer for Down<L, M> {
-    type Back = L::Landed;
+    fn look((_, landing): &mut (M, L), stream: &Stream) -> Result<(*mut u8, usize)> {
+        landing.target(stream, KEY)
+    }
+
+    fn beside((beside, _): &(M, L)) -> &M {
+        beside
+    }
 
     fn lend(&mut self, written: usize) -> RetainedResource {
         match std::mem::replace(self, Self::Lent(None)) {
@@ -395,37 +437,60 @@ fn lent_before<B>(place: &mut B, lent: B) -> RetainedResource {
     RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
 }
 
+/// The buffers of a job. Each is changed by one worker, which lends it, and after the job by the handle.
+struct Held<V: Buffer>(UnsafeCell<Vec<V>>);
+
+// SAFETY: see above; what other workers read of a buffer is its address alone, which is not here.
+unsafe impl<V: Buffer> Sync for Held<V> {}
+
+impl<V: Buffer> Held<V> {
+    /// Gives all back, those that were not lent with so many bytes written.
+    ///
+    /// # Safety
+    /// The job is over, and this is called once.
+    unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<V::Back>> {
+        // SAFETY: no worker uses the list any more, and the caller is the only one that takes it.
+        let values = std::mem::take(unsafe { &mut *self.0.get() });
+        let mut back = Vec::with_capacity(values.len());
+        let mut left = values.into_iter().zip(written);
+        while let Some((value, written)) = left.next() {
+            match value.back(written) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<V: Buffer> Drop for Held<V> {
+    fn drop(&mut self) {
+        std::mem::take(self.0.get_mut()).into_iter().for_each(Buffer::abandon);
+    }
+}
+
 /// Pinned buffers that a job owns.
 pub(super) struct Buffers<V: Buffer> {
     pieces: Vec<Piece>,
-    /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
-    /// handle.
-    values: UnsafeCell<Vec<V>>,
+    values: Held<V>,
     /// The pieces are the rows of rectangles, nearly all of them.
     rows: bool,
     ramp: Ramp,
 }
 
-// SAFETY: see `values`; what a chunk's worker reads of a packed buffer is its address alone.
-unsafe impl<V: Buffer> Sync for Buffers<V> {}
-// SAFETY: buffers and addresses.
-unsafe impl<V: Buffer> Send for Buffers<V> {}
-
 impl<V: Buffer> Buffers<V> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
     pub(super) fn new(pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
         let rows = are_rows(&pieces);
-        Self { pieces, values: UnsafeCell::new(values), rows, ramp }
+        Self { pieces, values: Held(UnsafeCell::new(values)), rows, ramp }
     }
 
     /// Whether a piece is copied from or to where it is.
     fn stays(&self, piece: &Piece) -> bool {
         self.rows || piece.len >= IN_PLACE
-    }
-
-    /// The values, none of which was lent: the job was never started.
-    pub(super) fn into_values(mut self) -> Vec<V> {
-        std::mem::take(self.values.get_mut())
     }
 }
 
@@ -497,7 +562,7 @@ impl<V: Buffer> Work for Buffers<V> {
             let piece = self.pieces[n];
             let Piece { host, len, .. } = piece;
             // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
-            let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
+            let value = unsafe { &mut *(*self.values.0.get()).as_mut_ptr().add(n) };
             lent.retained.push(value.lend(len));
             if len > 0 {
                 runs.push(Run { host, offset, len });
@@ -518,26 +583,8 @@ impl<V: Buffer> Values for Buffers<V> {
     type Back = Vec<V::Back>;
 
     unsafe fn take(&self) -> Result<Vec<V::Back>> {
-        // SAFETY: the job is over, so no worker uses the list, and the caller is the only one that takes it.
-        let values = std::mem::take(unsafe { &mut *self.values.get() });
-        let mut left = values.into_iter().zip(&self.pieces);
-        let mut back = Vec::with_capacity(left.len());
-        while let Some((value, piece)) = left.next() {
-            match value.back(piece.len) {
-                Ok(value) => back.push(value),
-                Err(error) => {
-                    left.for_each(|(value, _)| value.abandon());
-                    return Err(error);
-                }
-            }
-        }
-        Ok(back)
-    }
-}
-
-impl<V: Buffer> Drop for Buffers<V> {
-    fn drop(&mut self) {
-        std::mem::take(self.values.get_mut()).into_iter().for_each(Buffer::abandon);
+        // SAFETY: the caller's promise.
+        unsafe { self.values.take(self.pieces.iter().map(|piece| piece.len)) }
     }
 }
 
@@ -545,34 +592,19 @@ impl<V: Buffer> Drop for Buffers<V> {
 
 /// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
 pub(super) struct Paged<V: Buffer> {
-    /// The pages of all blocks, block after block.
-    pages: Vec<Piece>,
-    /// The block of each page.
-    owners: Vec<u32>,
-    /// The blocks' values, with the bytes that belong to each; the job's shares of what is lent, until it is over.
-    values: UnsafeCell<Vec<(V, usize)>>,
-    blocks: UnsafeCell<Vec<Arc<Block>>>,
+    /// The pages of all blocks, block after block, and the block of each.
+    pages: Vec<(Piece, u32)>,
+    values: Held<V>,
+    /// The job's shares of what is lent, until it is over.
+    blocks: Mutex<Vec<Arc<Block>>>,
     ramp: Ramp,
 }
 
-// SAFETY: the cells are changed before the job starts and after it is over, and `blocks` is only read meanwhile.
-unsafe impl<V: Buffer> Sync for Paged<V> {}
-// SAFETY: buffers and addresses.
-unsafe impl<V: Buffer> Send for Paged<V> {}
-
 impl<V: Buffer> Paged<V> {
-    /// `pages`: with the block that each belongs to. All blocks are lent from here on.
-    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<(V, usize)>, ramp: Ramp) -> Self {
-        let blocks = values.iter_mut().map(|(value, len)| Block::new(value.lend(*len))).collect();
-        let (pages, owners) = pages.into_iter().unzip();
-        Self { pages, owners, values: UnsafeCell::new(values), blocks: UnsafeCell::new(blocks), ramp }
-    }
-
-    /// The values: the job was never started, so no copy uses them.
-    pub(super) fn into_values(mut self) -> Vec<Result<V::Back>> {
-        self.blocks.get_mut().clear();
-        let values = std::mem::take(self.values.get_mut());
-        values.into_iter().map(|(value, len)| value.back(len)).collect()
+    /// `lens`: bytes of each block that belong to its pages. All blocks are lent from here on.
+    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<V>, lens: &[usize], ramp: Ramp) -> Self {
+        let blocks = values.iter_mut().zip(lens).map(|(value, len)| Block::new(value.lend(*len))).collect();
+        Self { pages, values: Held(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
     }
 }
 
@@ -584,7 +616,7 @@ impl<V: Buffer> Work for Paged<V> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
         let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
-        while let Some(page) = self.pages.get(at.piece) {
+        while let Some((page, _)) = self.pages.get(at.piece) {
             let left = page.len - at.from;
             // Its row or rows, and what may be lost to alignment where a block begins.
             let room = (most - used).saturating_sub(3 * ROW);
@@ -607,18 +639,13 @@ impl<V: Buffer> Work for Paged<V> {
     }
 
     fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: changed only before the job starts and after it is over.
-        let blocks = unsafe { &*self.blocks.get() };
         let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
-        let mut lent = Lent::default();
-        let (mut data, mut last) = (0_usize, None);
-        for (n, page, from, to) in parts(chunk, |n| self.pages[n]) {
-            let (owner, len) = (self.owners[n], to - from);
+        let (mut data, mut owners) = (0_usize, 0..0);
+        for (n, page, from, to) in parts(chunk, |n| self.pages[n].0) {
+            let (owner, len) = (self.pages[n].1 as usize, to - from);
+            let first = if stretches.is_empty() { owner } else { owners.start };
+            owners = first..owner + 1;
             let host = page.host.wrapping_add(from);
-            if last != Some(owner) {
-                lent.blocks.extend(blocks.get(owner as usize).cloned());
-                last = Some(owner);
-            }
             match runs.last_mut() {
                 Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
                 _ => {
@@ -629,6 +656,8 @@ impl<V: Buffer> Work for Paged<V> {
             stretches.push(Stretch { place: page.place(from), offset: data, len });
             data += len;
         }
+        let mut lent = Lent::default();
+        lent.blocks.extend_from_slice(self.blocks.lock().get(owners).unwrap_or_default());
         Ok(Content::Lent(Packed::new(runs, stretches), lent))
     }
 }
@@ -637,29 +666,11 @@ impl<V: Buffer> Values for Paged<V> {
     type Back = Vec<V::Back>;
 
     unsafe fn take(&self) -> Result<Vec<V::Back>> {
-        // SAFETY: the job is over, so no worker uses the lists, and the caller is the only one that takes them.
-        let (blocks, values) =
-            unsafe { (std::mem::take(&mut *self.blocks.get()), std::mem::take(&mut *self.values.get())) };
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
-        let mut left = values.into_iter();
-        let mut back = Vec::with_capacity(left.len());
-        while let Some((value, len)) = left.next() {
-            match value.back(len) {
-                Ok(value) => back.push(value),
-                Err(error) => {
-                    left.for_each(|(value, _)| value.abandon());
-                    return Err(error);
-                }
-            }
-        }
-        Ok(back)
-    }
-}
-
-impl<V: Buffer> Drop for Paged<V> {
-    fn drop(&mut self) {
-        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon());
+        // SAFETY: the caller's promise. All were lent.
+        unsafe { self.values.take(std::iter::repeat(0)) }
     }
 }
 

@@ -150,45 +150,50 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
 
-// --- sources ---------------------------------------------------------------------------------------------------------
-
-/// A value of the program's that a job reads or writes, until its handle takes it back.
-struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
+/// A value of the program's that a job reads or writes, until its handle takes it back. `back`: what the handle gives of
+/// it.
+pub(super) struct Kept<T: Send + 'static, B = T> {
+    value: UnsafeCell<Option<Owned<T>>>,
+    back: fn(T) -> B,
+}
 
 // SAFETY: shared while the job runs, by workers that only read the cell; taken by one thread when the job is over.
-unsafe impl<T: Send + Sync + 'static> Sync for Kept<T> {}
+unsafe impl<T: Send + Sync + 'static, B> Sync for Kept<T, B> {}
 
-impl<T: Send + 'static> Kept<T> {
-    fn new(value: T) -> Self {
-        Self(UnsafeCell::new(Some(Owned::new(value))))
+impl<T: Send + 'static, B> Kept<T, B> {
+    pub(super) fn new(value: T, back: fn(T) -> B) -> Arc<Self> {
+        Arc::new(Self { value: UnsafeCell::new(Some(Owned::new(value))), back })
     }
 
     /// # Safety
     /// The job is not over, or its handle has not taken the value.
     unsafe fn get(&self) -> Result<&T> {
         // SAFETY: the caller's promise: no thread changes the cell.
-        unsafe { &*self.0.get() }.as_deref().ok_or(Error::Closed)
-    }
-
-    /// # Safety
-    /// The job is over, and no other thread takes the value.
-    unsafe fn take(&self) -> Option<T> {
-        // SAFETY: the caller's promise: no other thread uses the cell.
-        unsafe { &mut *self.0.get() }.take().map(Owned::into_inner)
+        unsafe { &*self.value.get() }.as_deref().ok_or(Error::Closed)
     }
 }
+
+impl<T: Send + Sync + 'static, B> Values for Kept<T, B> {
+    type Back = B;
+
+    unsafe fn take(&self) -> Result<B> {
+        // SAFETY: the caller's promise.
+        unsafe { self.rescue() }.ok_or(Error::Closed)
+    }
+
+    unsafe fn rescue(&self) -> Option<B> {
+        // SAFETY: the caller's promise: no other thread uses the cell. No device reads or writes the value.
+        unsafe { &mut *self.value.get() }.take().map(Owned::into_inner).map(self.back)
+    }
+}
+
+// --- sources ---------------------------------------------------------------------------------------------------------
 
 /// A source on its way to the device.
 pub(super) struct FromSource<S: Source> {
-    source: Kept<S>,
-    name: Cow<'static, str>,
-    ranges: Ranges,
-}
-
-impl<S: Source> FromSource<S> {
-    pub(super) fn new(source: S, name: Cow<'static, str>, ranges: Ranges) -> Self {
-        Self { source: Kept::new(source), name, ranges }
-    }
+    pub(super) source: Arc<Kept<S>>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) ranges: Ranges,
 }
 
 impl<S: Source> Work for FromSource<S> {
@@ -221,34 +226,13 @@ impl<S: Source> Work for FromSource<S> {
     }
 }
 
-impl<S: Source> Values for FromSource<S> {
-    type Back = S;
-
-    unsafe fn take(&self) -> Result<S> {
-        // SAFETY: the caller's promise.
-        unsafe { self.source.take() }.ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<S> {
-        // SAFETY: the caller's promise. No device reads a source.
-        unsafe { self.source.take() }
-    }
-}
-
 // --- sinks -----------------------------------------------------------------------------------------------------------
 
-/// A sink that bytes from the device go to. `back`: what the handle gives back of it.
+/// A sink that bytes from the device go to.
 pub(super) struct ToSink<S: Sink, B> {
-    sink: Kept<S>,
-    back: fn(S) -> B,
-    name: Cow<'static, str>,
-    ranges: Ranges,
-}
-
-impl<S: Sink, B> ToSink<S, B> {
-    pub(super) fn new(sink: S, back: fn(S) -> B, name: Cow<'static, str>, ranges: Ranges) -> Self {
-        Self { sink: Kept::new(sink), back, name, ranges }
-    }
+    pub(super) sink: Arc<Kept<S, B>>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) ranges: Ranges,
 }
 
 impl<S: Sink, B> Work for ToSink<S, B> {
@@ -278,20 +262,6 @@ impl<S: Sink, B> Work for ToSink<S, B> {
                     .map_err(|error| write_error(&self.name, sink.lies_at(offset, Token), &error))
             },
         )
-    }
-}
-
-impl<S: Sink, B> Values for ToSink<S, B> {
-    type Back = B;
-
-    unsafe fn take(&self) -> Result<B> {
-        // SAFETY: the caller's promise.
-        unsafe { self.sink.take() }.map(self.back).ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<B> {
-        // SAFETY: the caller's promise. No device writes to a sink.
-        unsafe { self.sink.take() }.map(self.back)
     }
 }
 
@@ -349,15 +319,9 @@ impl Pulled {
 
 /// A file on its way to the device.
 pub(super) struct FromFile {
-    file: Kept<FileSource>,
-    ranges: Ranges,
-    engine: std::sync::Weak<Engine>,
-}
-
-impl FromFile {
-    pub(super) fn new(engine: &Arc<Engine>, file: FileSource, ranges: Ranges) -> Self {
-        Self { file: Kept::new(file), ranges, engine: Arc::downgrade(engine) }
-    }
+    pub(super) file: Arc<Kept<FileSource>>,
+    pub(super) ranges: Ranges,
+    pub(super) engine: std::sync::Weak<Engine>,
 }
 
 impl Work for FromFile {
@@ -408,19 +372,5 @@ impl Work for FromFile {
             Stretch { place: place.place(from), offset: lead + at as usize, len: to - from }
         }));
         Ok(Content::Packed)
-    }
-}
-
-impl Values for FromFile {
-    type Back = FileSource;
-
-    unsafe fn take(&self) -> Result<FileSource> {
-        // SAFETY: the caller's promise.
-        unsafe { self.file.take() }.ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<FileSource> {
-        // SAFETY: the caller's promise. No device reads a file.
-        unsafe { self.file.take() }
     }
 }
