@@ -69,15 +69,16 @@
 
 // The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
-// thread does that moves chunks; `worker/stages.rs`: with each of its chunks. `scheduler.rs`: which job the threads turn to,
-// and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in flight.
-// `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`: which transfers
-// wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling
-// and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring,
-// and the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and
-// sinks; what the caller brings, in order or in small pieces; what the caller writes. `source.rs`, `file.rs`,
-// `collect.rs`: what a program can give. `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings,
-// the counts, the span. `stores.rs`: CPU copies.
+// thread does that moves chunks; `worker/stages.rs`: with each of its chunks. `scheduler.rs`: which job the threads
+// turn to, and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in
+// flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
+// which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
+// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
+// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`,
+// `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and sinks; what the caller brings, in order
+// or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
+// `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
+// CPU copies.
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
@@ -262,21 +263,6 @@ impl Copier {
     /// copies of this copier go one by one in each direction. Your copy waits for what is in flight already, at most
     /// [`depth`](CopierBuilder::depth) chunks, and for nothing that comes later. The copier stays open as long as the
     /// guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
-    ///
-    /// ```
-    /// # use pinpool::{Copier, Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let copier = Copier::builder(&pool, &device).build()?;
-    /// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
-    /// let mut token = pool.checkout(4096)?;
-    /// token.try_resize(4096, 1)?;
-    /// let way = copier.give_way();
-    /// let token = stream.upload(token, &memory)?.wait()?;
-    /// drop(way);
-    /// # drop(token);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     #[must_use = "the way is given as long as this lives"]
     pub fn give_way(&self) -> GiveWay {
         self.engine().permits.hurry();

@@ -7,7 +7,7 @@ use super::job::{Chunk, Direction, Memories};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::ring::Slot;
-use super::stores::{self, Stores};
+use super::stores;
 use super::way::{Way, way};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
@@ -299,7 +299,7 @@ pub(super) fn unpack(
 pub(super) unsafe fn copy_out(from: &[u8], to: *mut u8) {
     // SAFETY: the caller's promise.
     let target = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), from.len()) };
-    stores::copy(from, target, Stores::Streaming);
+    stores::stream(from, target);
 }
 
 /// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and

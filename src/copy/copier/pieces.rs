@@ -96,10 +96,7 @@ impl Survey {
         if !memory.is_of(engine.device.context()) {
             return Err(Error::WrongDevice { device: engine.device.name().into() });
         }
-        if self.memories.is_empty() || self.known.insert(number) {
-            if self.memories.is_empty() {
-                self.known.insert(number);
-            }
+        if self.known.insert(number) {
             engine.admit(memory)?;
             self.memories.push(memory.allocation());
         }

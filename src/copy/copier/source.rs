@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::stores::{self, Stores};
+use super::stores;
 use crate::error::{Error, Result};
 use crate::foreign;
 
@@ -187,7 +187,7 @@ impl<'a> Fill<'a> {
     /// Appends bytes; those that do not fit are left out. How many were taken.
     pub fn push(&mut self, bytes: &[u8]) -> usize {
         let n = bytes.len().min(self.remaining());
-        stores::copy(&bytes[..n], &mut self.spare()[..n], Stores::Cached);
+        stores::copy(&bytes[..n], &mut self.spare()[..n]);
         // SAFETY: just written.
         unsafe { self.advance(n) };
         n
