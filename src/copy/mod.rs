@@ -136,11 +136,6 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-        /// The capacity alone, which may be found without a look at what tells where the start is.
-        #[doc(hidden)]
-        fn room(&mut self, stream: &Stream, key: Key) -> Result<usize> {
-            self.target(stream, key).map(|(_, capacity)| capacity)
-        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -160,11 +155,6 @@ mod landing {
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
             stream.may_use(self)?;
             Ok((self.as_mut_ptr(), self.capacity()))
-        }
-        #[inline]
-        fn room(&mut self, stream: &Stream, _: Key) -> Result<usize> {
-            stream.may_use(self)?;
-            Ok(self.capacity())
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {

@@ -3,11 +3,12 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 
-use super::collect::{Collect, Filler};
+use super::collect::{Collect, Collected};
 use super::feed::{Fed, Feed};
 use super::file::FileSource;
 use super::job::{Body, Direction, Plan};
-use super::pieces::Survey;
+use super::packing::Piece as Place;
+use super::pieces::{Borrowed, Survey};
 use super::pull::Pull;
 use super::ranges::{FromFile, FromSource, Kept, Piece, Pulled, Ranges, ToSink};
 use super::source::{self, Sink, Source};
@@ -45,7 +46,7 @@ impl Copier {
             .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
         let plan = self.plan(Direction::Up, survey, Some(name.clone()));
-        let source = Kept::new(source, |source| source);
+        let source = Kept::new(source);
         Ok(self.run(plan, Arc::new(FromSource { source: source.clone(), name, ranges }), source))
     }
 
@@ -83,7 +84,7 @@ impl Copier {
             .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
         let plan = self.plan(Direction::Up, survey, Some(source.name().to_owned().into()));
-        let (file, engine) = (Kept::new(source, |source| source), Arc::downgrade(self.engine()));
+        let (file, engine) = (Kept::new(source), Arc::downgrade(self.engine()));
         Ok(self.run(plan, Arc::new(FromFile { file: file.clone(), ranges, engine }), file))
     }
 
@@ -109,8 +110,7 @@ impl Copier {
     pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
         let device = self.own(dst)?;
         self.alive()?;
-        let mut survey = Survey::ordered();
-        survey.add(self.engine(), &device, device.len())?;
+        let survey = Survey::one(self.engine(), &device, device.len())?;
         let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some("what is fed".into())) };
         let work = Fed::new(self.engine(), device);
         let job = self.job(plan, Body::Owned(work.clone()));
@@ -134,9 +134,21 @@ impl Copier {
     /// # Errors
     /// [`Error::OutOfMemory`]; else as for [`download`](Self::download).
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
-        let device = self.own(src)?;
-        let filler = Filler::new(Collect::new(device.len())?);
-        Ok(self.download_as(vec![Piece { at: 0, device }], filler, Filler::into_inner)?)
+        let (engine, device) = (self.engine(), self.own(src)?);
+        self.alive()?;
+        let survey = Survey::one(engine, &device, device.len())?;
+        engine.start_threads()?;
+        let (collect, start) = Collect::new(device.len())?;
+        let (kept, piece) = (Kept::new(collect), Place::new(start, device.len(), &device));
+        let owner = kept.clone();
+        let get = move |_| {
+            let _owner = &owner;
+            piece
+        };
+        // SAFETY: the vector's memory, which `get` keeps, and nothing else uses before the job is over.
+        let work = unsafe { Borrowed::new(engine, 1, get) };
+        let plan = self.plan(Direction::Down, survey, Some("a new vector".into()));
+        Ok(self.run(plan, Arc::new(work), Arc::new(Collected(kept))))
     }
 
     /// Copies device memory to a sink. Goes on by itself: see [`Transfer`].
@@ -157,22 +169,10 @@ impl Copier {
         pieces: Vec<Piece>,
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        self.download_as(pieces, sink, |sink| sink)
-    }
-
-    fn download_as<S: Sink, B: 'static>(
-        &self,
-        pieces: Vec<Piece>,
-        sink: S,
-        back: fn(S) -> B,
-    ) -> Result<Transfer<B>, SubmitError<B>> {
         let name = source::name("the target", || sink.name().into_owned());
-        let (ranges, survey) = match self.ranges(pieces) {
-            Ok(ranges) => ranges,
-            Err(error) => return Err(SubmitError::refused(error, back(sink))),
-        };
+        let ((ranges, survey), sink) = SubmitError::unless(self.ranges(pieces), sink)?;
         let plan = self.plan(Direction::Down, survey, Some(name.clone()));
-        let sink = Kept::new(sink, back);
+        let sink = Kept::new(sink);
         Ok(self.run(plan, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
     }
 

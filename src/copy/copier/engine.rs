@@ -156,10 +156,7 @@ impl Engine {
 
     /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
     pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
-        let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
-        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
-        let mut streams = lanes.chain(spreading);
-        streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
+        self.streams().try_for_each(|stream| memory.admit(stream.timeline().stream()))
     }
 
     /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
@@ -347,11 +344,10 @@ impl Engine {
         &streams[turn / RUNS[direction as usize] % streams.len()]
     }
 
-    /// All streams on which the copies of a direction go.
-    pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
-        let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
-        let Lane { streams, urgent, .. } = &self.lanes[direction as usize];
-        streams.iter().chain([urgent]).chain(spreader)
+    /// All streams.
+    pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
+        lanes.chain(self.spreaders.iter().flatten().map(Spreader::stream))
     }
 
     /// Lets all that is on the device go on. Whether anything has changed.

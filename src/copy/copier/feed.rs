@@ -201,11 +201,7 @@ impl Feed {
     }
 
     fn check_room(&self, more: usize) -> Result<()> {
-        let have = self.room();
-        if more as u64 <= have {
-            return Ok(());
-        }
-        Err(Error::TooSmall { need: more, have: usize::try_from(have).unwrap_or(usize::MAX) })
+        Error::unless_fits(more, usize::try_from(self.room()).unwrap_or(usize::MAX))
     }
 
     // --- segments ----------------------------------------------------------------------------------------------------

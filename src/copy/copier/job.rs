@@ -40,10 +40,6 @@ pub(super) enum Direction {
     Down,
 }
 
-impl Direction {
-    pub(super) const BOTH: [Self; 2] = [Self::Up, Self::Down];
-}
-
 /// A place in a call's pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cut {

@@ -58,8 +58,7 @@ impl Copier {
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
-        let mut survey = Survey::ordered();
-        survey.add(self.engine(), &dst, src.len())?;
+        let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
         let work = slices(self.engine(), &pieces);
         let plan = self.plan(Direction::Up, survey, Some("bytes in memory".into()));

@@ -135,7 +135,6 @@ pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};
 
 use self::engine::Engine;
-use self::job::Direction;
 use self::worker::Worker;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -339,10 +338,7 @@ impl Copier {
     /// # Errors
     /// As for [`Stream::wait_for`].
     pub fn wait_for(&self, stream: &Stream) -> Result<()> {
-        Direction::BOTH
-            .into_iter()
-            .flat_map(|way| self.engine().streams(way))
-            .try_for_each(|own| own.wait_for(stream))
+        self.engine().streams().try_for_each(|own| own.wait_for(stream))
     }
 }
 

@@ -77,6 +77,12 @@ impl Survey {
         Self { is_ordered: true, ..Self::default() }
     }
 
+    /// The same, of one piece.
+    pub(super) fn one(engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<Self> {
+        let mut survey = Self::ordered();
+        survey.add(engine, memory, len).map(|()| survey)
+    }
+
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {

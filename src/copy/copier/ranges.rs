@@ -150,40 +150,36 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
 
-/// A value of the program's that a job reads or writes, until its handle takes it back. `back`: what the handle gives of
-/// it.
-pub(super) struct Kept<T: Send + 'static, B = T> {
-    value: UnsafeCell<Option<Owned<T>>>,
-    back: fn(T) -> B,
-}
+/// A value that a job reads or writes, until its handle takes it back.
+pub(super) struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
 
 // SAFETY: shared while the job runs, by workers that only read the cell; taken by one thread when the job is over.
-unsafe impl<T: Send + Sync + 'static, B> Sync for Kept<T, B> {}
+unsafe impl<T: Send + Sync + 'static> Sync for Kept<T> {}
 
-impl<T: Send + 'static, B> Kept<T, B> {
-    pub(super) fn new(value: T, back: fn(T) -> B) -> Arc<Self> {
-        Arc::new(Self { value: UnsafeCell::new(Some(Owned::new(value))), back })
+impl<T: Send + 'static> Kept<T> {
+    pub(super) fn new(value: T) -> Arc<Self> {
+        Arc::new(Self(UnsafeCell::new(Some(Owned::new(value)))))
     }
 
     /// # Safety
     /// The job is not over, or its handle has not taken the value.
     unsafe fn get(&self) -> Result<&T> {
         // SAFETY: the caller's promise: no thread changes the cell.
-        unsafe { &*self.value.get() }.as_deref().ok_or(Error::Closed)
+        unsafe { &*self.0.get() }.as_deref().ok_or(Error::Closed)
     }
 }
 
-impl<T: Send + Sync + 'static, B> Values for Kept<T, B> {
-    type Back = B;
+impl<T: Send + Sync + 'static> Values for Kept<T> {
+    type Back = T;
 
-    unsafe fn take(&self) -> Result<B> {
+    unsafe fn take(&self) -> Result<T> {
         // SAFETY: the caller's promise.
         unsafe { self.rescue() }.ok_or(Error::Closed)
     }
 
-    unsafe fn rescue(&self) -> Option<B> {
+    unsafe fn rescue(&self) -> Option<T> {
         // SAFETY: the caller's promise: no other thread uses the cell. No device reads or writes the value.
-        unsafe { &mut *self.value.get() }.take().map(Owned::into_inner).map(self.back)
+        unsafe { &mut *self.0.get() }.take().map(Owned::into_inner)
     }
 }
 
@@ -229,13 +225,13 @@ impl<S: Source> Work for FromSource<S> {
 // --- sinks -----------------------------------------------------------------------------------------------------------
 
 /// A sink that bytes from the device go to.
-pub(super) struct ToSink<S: Sink, B> {
-    pub(super) sink: Arc<Kept<S, B>>,
+pub(super) struct ToSink<S: Sink> {
+    pub(super) sink: Arc<Kept<S>>,
     pub(super) name: Cow<'static, str>,
     pub(super) ranges: Ranges,
 }
 
-impl<S: Sink, B> Work for ToSink<S, B> {
+impl<S: Sink> Work for ToSink<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
         unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(Token))

@@ -111,6 +111,7 @@ pub(super) struct Worker<'a> {
 pub(super) struct Holdings(Vec<Owned>);
 
 /// What to do when nothing has changed.
+#[derive(Default)]
 struct Pause {
     since: Option<Instant>,
 }
@@ -175,14 +176,11 @@ impl<'a> Worker<'a> {
 
     /// The life of a thread of the copier.
     pub(super) fn serve(&mut self) {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() {
             let changed = self.turn() | self.take_any() | self.drain();
-            if changed {
-                pause.since = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
-                pause.rest();
-            } else if self.park() {
+            let again = || !self.owned.is_empty() || self.engine.scheduler.has_work();
+            if !pause.after(changed, again) && self.park() {
                 return;
             }
         }
@@ -190,17 +188,13 @@ impl<'a> Worker<'a> {
 
     /// Moves chunks of this job, on a thread that waits for it, until `until` holds.
     pub(super) fn assist(&mut self, job: &Arc<Job>, until: impl Fn(&Job) -> bool) {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() {
-            let mut changed = self.turn();
-            changed |= self.take(job);
-            changed |= self.drain();
-            if changed {
-                pause.since = None;
-            } else if !self.owned.is_empty() || job.may_take() {
-                pause.rest();
-            } else if job.wait(Instant::now().checked_add(LONG_PAUSE), &until) {
-                // What was left was with the copier's threads.
+            let changed = self.turn() | self.take(job) | self.drain();
+            let again = || !self.owned.is_empty() || job.may_take();
+            let wait = || job.wait(Instant::now().checked_add(LONG_PAUSE), &until);
+            // What was left was with the copier's threads.
+            if !pause.after(changed, again) && wait() {
                 return;
             }
         }
@@ -209,18 +203,15 @@ impl<'a> Worker<'a> {
     /// For a caller that writes a download's bytes: goes on until the chunk with this index has landed, or the job is
     /// over. The chunk's place among those that are owned.
     pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() && !job.is_over() {
             let is_due =
                 |owned: &Owned| owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)));
             if let Some(n) = self.owned.iter().position(is_due) {
                 return Some(n);
             }
-            if self.turn() | self.take(job) {
-                pause.since = None;
-            } else {
-                pause.rest();
-            }
+            let changed = self.turn() | self.take(job);
+            pause.after(changed, || true);
         }
         None
     }
@@ -473,14 +464,23 @@ impl Drop for Worker<'_> {
 }
 
 impl Pause {
-    fn rest(&mut self) {
-        let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
+    /// After a look at everything: rests before the next one, unless something has changed. `false`: there is nothing to
+    /// look at `again`.
+    fn after(&mut self, changed: bool, again: impl FnOnce() -> bool) -> bool {
+        if changed {
+            self.since = None;
+            return true;
+        }
+        if !again() {
+            return false;
+        }
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < SPIN {
             std::hint::spin_loop();
             crate::sync::yield_now();
         } else {
             std::thread::sleep(if waited < 100 * SPIN { PAUSE } else { LONG_PAUSE });
         }
+        true
     }
 }
