@@ -317,17 +317,14 @@ impl Engine {
             any = true;
             let Sent { then, priority, .. } = asking.left.remove(n);
             self.landed(direction, priority);
-            match (then, said) {
+            match (then, &self.spreaders) {
                 (Then::Nothing, _) => {}
-                (Then::Give(slot), Ok(())) => self.ring.give(slot),
-                (Then::Give(slot), Err(_)) => self.ring.lose(slot),
-                (Then::Spread(entry), said) => match (&self.spreaders, said) {
-                    (Some(both), Ok(())) => both[direction as usize].add(entry),
-                    (_, said) => {
-                        let _ = entry.done.set(said);
-                        entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
-                    }
-                },
+                (Then::Give(slot), _) => self.ring.ended(slot, &said),
+                (Then::Spread(entry), Some(both)) if said.is_ok() => both[direction as usize].add(entry),
+                (Then::Spread(entry), _) => {
+                    let _ = entry.done.set(said);
+                    entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
+                }
             }
         }
         any

@@ -21,11 +21,11 @@ use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
 use super::packing::{Content, Packing, Piece as Place, parts, unpack};
 use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish};
-use super::source::ours::Token;
 use super::source::{Fill, Sink, Source, read_error, write_error};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::{self, Owned};
+use crate::sealed::KEY;
 use crate::segment::PAGE;
 
 /// Bytes of a file between two ranges that are read though no range has them: one longer read is faster than two.
@@ -195,7 +195,7 @@ pub(super) struct FromSource<S: Source> {
 impl<S: Source> Work for FromSource<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
-        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(Token))
+        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(KEY))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
@@ -234,7 +234,7 @@ pub(super) struct ToSink<S: Sink> {
 impl<S: Sink> Work for ToSink<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
-        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(Token))
+        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(KEY))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
@@ -255,7 +255,7 @@ impl<S: Sink> Work for ToSink<S> {
             |n, _, from, bytes| {
                 let offset = self.ranges.pieces[n].at + from as u64;
                 guarded(|| sink.put(offset, bytes))
-                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, Token), &error))
+                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, KEY), &error))
             },
         )
     }

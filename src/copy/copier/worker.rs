@@ -272,22 +272,19 @@ impl<'a> Worker<'a> {
                 self.owned.remove(n);
                 continue;
             };
-            match self.step(n, stage) {
-                Step::Same(stage) => {
-                    self.owned[n].stage = Some(stage);
-                    n += 1;
-                }
-                Step::Moved(stage) => {
-                    self.owned[n].stage = Some(stage);
-                    changed = true;
-                    n += 1;
-                }
+            let (stage, moved) = match self.step(n, stage) {
+                Step::Same(stage) => (stage, false),
+                Step::Moved(stage) => (stage, true),
                 Step::Ended(end) => {
                     let Owned { job, chunk, .. } = self.owned.remove(n);
                     self.end(&job, &chunk, end);
                     changed = true;
+                    continue;
                 }
-            }
+            };
+            self.owned[n].stage = Some(stage);
+            changed |= moved;
+            n += 1;
         }
         changed
     }
