@@ -110,25 +110,17 @@ impl Survey {
     }
 }
 
-/// What a chunk that goes through a segment may have.
-pub(super) struct Limits<F, P> {
-    /// Bytes of the segment, the table included; and bytes of pieces.
-    pub(super) most: usize,
-    pub(super) bytes: usize,
-    /// Whether a piece may be in it.
-    pub(super) fits: F,
-    /// Where a piece that would be cut behind so many of its bytes is cut rather, by its number.
-    pub(super) on_page: P,
-}
-
-/// Cuts a chunk off that goes through a segment.
+/// Cuts a chunk of so many bytes off, which goes through a segment. `fits`: whether a piece may be in it. `on_page`: where
+/// a piece, by its number, is cut rather than behind so many of its bytes.
 pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
-    limits: Limits<impl Fn(&Piece) -> bool, impl Fn(usize, usize) -> usize>,
+    fits: impl Fn(&Piece) -> bool,
+    on_page: impl Fn(usize, usize) -> usize,
+    full: usize,
     cursor: &mut Cursor,
 ) -> Chunk {
-    let Limits { most, bytes: full, fits, on_page } = limits;
+    let most = full + BESIDE;
     let mut layout = Layout::new(most);
     let (mut at, mut bytes) = (cursor.at, 0);
     while at.piece < count {
@@ -156,20 +148,13 @@ pub(super) fn cut(
     finish(cursor, at, bytes, Some(most))
 }
 
-/// A chunk of pieces in memory, of so many bytes.
-fn cut_memory(
-    count: usize,
-    piece: impl Fn(usize) -> Piece,
-    fits: impl Fn(&Piece) -> bool,
-    cursor: &mut Cursor,
-    bytes: usize,
-) -> Chunk {
-    let most = bytes + BESIDE;
-    cut(count, piece, Limits { most, bytes, fits, on_page: |_, end| end }, cursor)
+/// For [`cut`]: memory has no pages that count.
+fn anywhere(_: usize, end: usize) -> usize {
+    end
 }
 
 /// Bytes of a segment beside those of the pieces: for the table, and for gaps.
-pub(super) const BESIDE: usize = 2 * PAGE;
+const BESIDE: usize = 2 * PAGE;
 
 /// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
 pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
@@ -236,7 +221,7 @@ impl<F: Fn(usize) -> Piece> Borrowed<F> {
 impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut_memory(self.count, &self.get, |_| true, cursor, most)
+        cut(self.count, &self.get, |_| true, anywhere, most, cursor)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -534,13 +519,8 @@ impl<V: Buffer> Work for Buffers<V> {
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut_memory(
-                self.pieces.len(),
-                |n| self.pieces[n],
-                |piece| !self.stays(piece),
-                cursor,
-                most,
-            );
+            let (get, fits) = (|n: usize| self.pieces[n], |piece: &Piece| !self.stays(piece));
+            return cut(self.pieces.len(), get, fits, anywhere, most, cursor);
         }
         let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
         let (mut end, mut bytes) = (cursor.at.piece, 0);

@@ -20,7 +20,7 @@ use super::file::FileSource;
 use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
 use super::packing::{Content, Packing, Piece as Place, parts, unpack};
-use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish};
+use super::pieces::{Ramp, Survey, Values, cut, finish};
 use super::source::{Fill, Sink, Source, read_error, write_error};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
@@ -133,14 +133,12 @@ impl Ranges {
 
     fn cut(&self, cursor: &mut Cursor) -> Chunk {
         let bytes = self.ramp.next(cursor);
-        let most = bytes + BESIDE;
         // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
         let on_page = |n: usize, end: usize| {
             let at = self.pieces[n].at;
             ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
         };
-        let limits = Limits { most, bytes, fits: |_: &Place| true, on_page };
-        self.placed(cut(self.pieces.len(), |n| self.get(n), limits, cursor))
+        self.placed(cut(self.pieces.len(), |n| self.get(n), |_| true, on_page, bytes, cursor))
     }
 }
 
