@@ -7,7 +7,7 @@ use super::config::Priority;
 use super::engine::Engine;
 use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
-use super::pieces::{Borrowed, Buffer, Buffers, Down, LEAST, Paged, Ramp, Survey, Up, Values};
+use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Paged, Ramp, Side, Survey, Up, Values};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -202,19 +202,19 @@ impl Copier {
 
     /// Starts a job that owns buffers, if nothing is wrong with any.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
-    fn buffers<V: Buffer<Beside = DeviceSlice> + 'static>(
+    fn buffers<S: Side<Beside = DeviceSlice> + 'static>(
         &self,
-        given: Vec<V::Given>,
-    ) -> Result<Transfer<Vec<V::Back>>, SubmitError<Vec<V::Given>>> {
+        given: Vec<S::Given>,
+    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
-        let stream = engine.stream(V::DIRECTION, Priority::Foreground);
+        let stream = engine.stream(S::DIRECTION, Priority::Foreground);
         let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
-        let mut look = |given: &mut V::Given| {
-            let (looked, memory) = (V::look(given, stream), V::beside(given));
+        let mut look = |given: &mut S::Given| {
+            let (looked, memory) = (S::look(given, stream), S::beside(given));
             let (host, have) = looked?;
-            let len = if V::DIRECTION == Direction::Up { have } else { memory.len() };
+            let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
             match have {
-                0 if V::DIRECTION == Direction::Up => return Err(Error::Empty),
+                0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
                 _ => Error::unless_fits(len, have)?,
             }
             survey.add(engine, memory, len)?;
@@ -224,21 +224,21 @@ impl Copier {
         // The buffers are looked at while the caller's list becomes the job's, since a list of many is longer than caches
         // are: each pass over it costs the time of a copy. After the first error none is looked at.
         let mut said = self.alive().and_then(|()| engine.start_threads());
-        let values: Vec<V> = given
+        let values: Vec<Held<S>> = given
             .into_iter()
             .enumerate()
             .map(|(n, mut given)| {
                 if said.is_ok() {
-                    said = look(&mut given).map_err(|e| e.of_piece(n, V::beside(&given).len()));
+                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&given).len()));
                 }
-                V::new(given)
+                Held::Given(given)
             })
             .collect();
         if let Err(error) = said {
-            return Err(SubmitError::refused(error, values.into_iter().filter_map(V::refused).collect()));
+            return Err(SubmitError::refused(error, values.into_iter().filter_map(Held::refused).collect()));
         }
         let buffers = Arc::new(Buffers::new(pieces, values, Ramp::new(engine)));
-        let plan = self.plan(V::DIRECTION, survey, None);
+        let plan = self.plan(S::DIRECTION, survey, None);
         Ok(self.run(plan, buffers.clone(), buffers))
     }
 
@@ -322,19 +322,19 @@ impl Copier {
 
     /// Starts a job that owns blocks, if nothing is wrong with any. `name`: it has one block, and errors have no number.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    fn pages<V: Buffer<Beside = Vec<DeviceSlice>> + 'static>(
+    fn pages<S: Side<Beside = Vec<DeviceSlice>> + 'static>(
         &self,
-        mut given: Vec<V::Given>,
+        mut given: Vec<S::Given>,
         survey: Survey,
         name: Option<Cow<'static, str>>,
-    ) -> Result<Transfer<Vec<V::Back>>, SubmitError<Vec<V::Given>>> {
+    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
         let surveyed = (|| {
             self.alive()?;
-            let stream = engine.stream(V::DIRECTION, Priority::Foreground);
+            let stream = engine.stream(S::DIRECTION, Priority::Foreground);
             let mut found = PageSurvey { survey, pages: Vec::new(), lens: Vec::new() };
             for (n, block) in given.iter_mut().enumerate() {
-                let (looked, places) = (V::look(block, stream), V::beside(block));
+                let (looked, places) = (S::look(block, stream), S::beside(block));
                 let added = looked.and_then(|(host, have)| found.add(engine, host, have, places));
                 let together = || places.iter().fold(0, |all: usize, place| all.saturating_add(place.len()));
                 added.map_err(|e| if name.is_none() { e.of_piece(n, together()) } else { e })?;
@@ -343,9 +343,9 @@ impl Copier {
         })();
         let (found, given) = SubmitError::unless(surveyed, given)?;
         let PageSurvey { survey, pages, lens } = found;
-        let values = given.into_iter().map(V::new).collect();
-        let paged = Arc::new(Paged::<V>::new(pages, values, &lens, Ramp::new(engine)));
-        let plan = self.plan(V::DIRECTION, survey, name);
+        let values = given.into_iter().map(Held::Given).collect();
+        let paged = Arc::new(Paged::<S>::new(pages, values, &lens, Ramp::new(engine)));
+        let plan = self.plan(S::DIRECTION, survey, name);
         Ok(self.run(plan, paged.clone(), paged))
     }
 

@@ -6,6 +6,7 @@
 
 use std::cell::UnsafeCell;
 use std::collections::HashSet;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
 use crate::stream::Stream;
-use crate::stream::timeline::RetainedResource;
+use crate::stream::timeline::{Resource, RetainedResource};
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
 /// there is nothing to be done beside the last ones: chunks there are short.
@@ -262,59 +263,48 @@ impl Values for () {
     }
 }
 
-/// A pinned buffer of a job.
-pub(super) trait Buffer: Send {
+/// Which way pinned buffers of a job go.
+pub(super) trait Side {
     const DIRECTION: Direction;
     /// What the caller gives: the buffer and, beside it, where on the device its bytes belong.
-    type Given;
+    type Given: Send;
     type Beside;
+    /// What is left of it while it is lent.
+    type Lent: Send;
     /// What comes back.
     type Back;
 
-    fn new(given: Self::Given) -> Self;
-
-    /// What the caller gave, unless it was lent.
-    fn refused(self) -> Option<Self::Given>;
-
-    /// Its first byte; and how many there are, or for a download how many it has room for. An error: this stream's copies
-    /// cannot use it.
-    fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
-
     fn beside(given: &Self::Given) -> &Self::Beside;
 
-    /// Lends it to the device, which then reads it, or writes so many bytes to it.
-    fn lend(&mut self, written: usize) -> RetainedResource;
+    /// The buffer's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
+    /// copies cannot use it.
+    fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
 
-    /// The job is over: gives it back, with so many bytes written by the CPU where it was not lent.
-    fn back(self, written: usize) -> Result<Self::Back>;
+    /// Lends it to the device, which then reads it, or writes so many bytes to it.
+    fn lend(given: Self::Given, written: usize) -> (RetainedResource, Self::Lent);
+
+    /// The job has ended well: gives back what was not lent, but read by the CPU, or written, so many bytes.
+    fn unlent(given: Self::Given, written: usize) -> Result<Self::Back>;
+
+    /// The job is over: gives back what was lent.
+    fn finish(lent: Self::Lent) -> Result<Self::Back>;
 
     /// The same where no handle asks for it.
-    fn abandon(self);
+    fn abandon(lent: Self::Lent);
 }
 
-/// A buffer on its way to the device. Where what is beside it is a [`DeviceSlice`](crate::DeviceSlice), the caller's list
-/// becomes the job's in place: this is no longer than what is given.
-pub(super) enum Up<B: Lend, M> {
-    Here(B, M),
-    /// `None`: between the two.
-    Lent(Option<B>),
-}
+/// Buffers on their way to the device.
+pub(super) struct Up<B, M>(PhantomData<(B, M)>);
 
-impl<B: Lend, M: Send> Buffer for Up<B, M> {
+impl<B: Lend, M: Send> Side for Up<B, M> {
     const DIRECTION: Direction = Direction::Up;
     type Given = (B, M);
     type Beside = M;
+    type Lent = B;
     type Back = B;
 
-    fn new((value, beside): (B, M)) -> Self {
-        Self::Here(value, beside)
-    }
-
-    fn refused(self) -> Option<(B, M)> {
-        match self {
-            Self::Here(value, beside) => Some((value, beside)),
-            Self::Lent(_) => None,
-        }
+    fn beside((_, beside): &(B, M)) -> &M {
+        beside
     }
 
     fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
@@ -324,119 +314,121 @@ impl<B: Lend, M: Send> Buffer for Up<B, M> {
         Ok((bytes.as_ptr().cast_mut(), bytes.len()))
     }
 
-    fn beside((_, beside): &(B, M)) -> &M {
-        beside
+    fn lend((value, _): (B, M), _: usize) -> (RetainedResource, B) {
+        (RetainedResource::of(value.lend(KEY)), value)
     }
 
-    fn lend(&mut self, _: usize) -> RetainedResource {
-        match std::mem::replace(self, Self::Lent(None)) {
-            Self::Here(value, _) => {
-                let resource = RetainedResource::of(value.lend(KEY));
-                *self = Self::Lent(Some(value));
-                resource
-            }
-            other => lent_before(self, other),
-        }
+    fn unlent((value, _): (B, M), _: usize) -> Result<B> {
+        Ok(value)
     }
 
-    fn back(self, _: usize) -> Result<B> {
-        match self {
-            Self::Here(value, _) => Ok(value),
-            Self::Lent(Some(value)) => value.finish(None, KEY),
-            Self::Lent(None) => Err(LOST),
-        }
+    fn finish(value: B) -> Result<B> {
+        value.finish(None, KEY)
     }
 
-    fn abandon(self) {
-        if let Self::Lent(Some(value)) = self {
-            value.abandon(KEY);
-        }
+    fn abandon(value: B) {
+        value.abandon(KEY);
     }
 }
 
-/// A buffer that bytes from the device go to: as [`Up`].
-pub(super) enum Down<L: Landing, M> {
-    Here(L, M),
-    /// With the bytes that are written to it. `None`: between the two.
-    Lent(Option<(L::Landed, usize)>),
-}
+/// Buffers that bytes from the device go to.
+pub(super) struct Down<L, M>(PhantomData<(L, M)>);
 
-impl<L: Landing, M: Send> Buffer for Down<L, M> {
+impl<L: Landing, M: Send> Side for Down<L, M> {
     const DIRECTION: Direction = Direction::Down;
     type Given = (M, L);
     type Beside = M;
+    /// With the bytes that are written to it.
+    type Lent = (L::Landed, usize);
     type Back = L::Landed;
 
-    fn new((beside, landing): (M, L)) -> Self {
-        Self::Here(landing, beside)
-    }
-
-    fn refused(self) -> Option<(M, L)> {
-        match self {
-            Self::Here(landing, beside) => Some((beside, landing)),
-            Self::Lent(_) => None,
-        }
+    fn beside((beside, _): &(M, L)) -> &M {
+        beside
     }
 
     fn look((_, landing): &mut (M, L), stream: &Stream) -> Result<(*mut u8, usize)> {
         landing.target(stream, KEY)
     }
 
-    fn beside((beside, _): &(M, L)) -> &M {
-        beside
+    fn lend((_, landing): (M, L), written: usize) -> (RetainedResource, Self::Lent) {
+        let (resource, half) = landing.lend(KEY);
+        (RetainedResource::of(resource), (L::Landed::from(half), written))
+    }
+
+    fn unlent((_, landing): (M, L), written: usize) -> Result<L::Landed> {
+        // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
+        let half = unsafe { landing.filled(written, KEY) };
+        half.map(L::Landed::from).ok_or(Error::Internal("a buffer cannot be written by the CPU"))
+    }
+
+    fn finish((value, written): Self::Lent) -> Result<L::Landed> {
+        value.finish(Some(written), KEY)
+    }
+
+    fn abandon((value, _): Self::Lent) {
+        value.abandon(KEY);
+    }
+}
+
+/// A buffer of a job. Where what is beside it is a [`DeviceSlice`], the caller's list becomes the job's in place: this is no
+/// longer than what is given.
+pub(super) enum Held<S: Side> {
+    Given(S::Given),
+    /// `None`: between the two.
+    Lent(Option<S::Lent>),
+}
+
+impl<S: Side> Held<S> {
+    /// What the caller gave, unless it was lent.
+    pub(super) fn refused(self) -> Option<S::Given> {
+        match self {
+            Self::Given(given) => Some(given),
+            Self::Lent(_) => None,
+        }
     }
 
     fn lend(&mut self, written: usize) -> RetainedResource {
         match std::mem::replace(self, Self::Lent(None)) {
-            Self::Here(landing, _) => {
-                let (resource, half) = landing.lend(KEY);
-                *self = Self::Lent(Some((L::Landed::from(half), written)));
-                RetainedResource::of(resource)
+            Self::Given(given) => {
+                let (resource, lent) = S::lend(given, written);
+                *self = Self::Lent(Some(lent));
+                resource
             }
-            other => lent_before(self, other),
+            // Not so: a piece in place is in one chunk.
+            lent => {
+                *self = lent;
+                RetainedResource::of(Resource::Object(Box::new(())))
+            }
         }
     }
 
-    fn back(self, written: usize) -> Result<L::Landed> {
+    fn back(self, written: usize) -> Result<S::Back> {
         match self {
-            // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
-            Self::Here(landing, _) => match unsafe { landing.filled(written, KEY) } {
-                Some(half) => Ok(L::Landed::from(half)),
-                None => Err(Error::Internal("a buffer cannot be written by the CPU")),
-            },
-            Self::Lent(Some((value, written))) => value.finish(Some(written), KEY),
-            Self::Lent(None) => Err(LOST),
+            Self::Given(given) => S::unlent(given, written),
+            Self::Lent(Some(lent)) => S::finish(lent),
+            Self::Lent(None) => Err(Error::Internal("a buffer was lost while it was lent")),
         }
     }
 
     fn abandon(self) {
-        if let Self::Lent(Some((value, _))) = self {
-            value.abandon(KEY);
+        if let Self::Lent(Some(lent)) = self {
+            S::abandon(lent);
         }
     }
 }
 
-const LOST: Error = Error::Internal("a buffer was lost while it was lent");
-
-/// Not so: a piece in place is in one chunk.
-#[cold]
-fn lent_before<B>(place: &mut B, lent: B) -> RetainedResource {
-    *place = lent;
-    RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
-}
-
 /// The buffers of a job. Each is changed by one worker, which lends it, and after the job by the handle.
-struct Held<V: Buffer>(UnsafeCell<Vec<V>>);
+struct List<S: Side>(UnsafeCell<Vec<Held<S>>>);
 
 // SAFETY: see above; what other workers read of a buffer is its address alone, which is not here.
-unsafe impl<V: Buffer> Sync for Held<V> {}
+unsafe impl<S: Side> Sync for List<S> {}
 
-impl<V: Buffer> Held<V> {
+impl<S: Side> List<S> {
     /// Gives all back, those that were not lent with so many bytes written.
     ///
     /// # Safety
     /// The job is over, and this is called once.
-    unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<V::Back>> {
+    unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<S::Back>> {
         // SAFETY: no worker uses the list any more, and the caller is the only one that takes it.
         let values = std::mem::take(unsafe { &mut *self.0.get() });
         let mut back = Vec::with_capacity(values.len());
@@ -454,26 +446,26 @@ impl<V: Buffer> Held<V> {
     }
 }
 
-impl<V: Buffer> Drop for Held<V> {
+impl<S: Side> Drop for List<S> {
     fn drop(&mut self) {
-        std::mem::take(self.0.get_mut()).into_iter().for_each(Buffer::abandon);
+        std::mem::take(self.0.get_mut()).into_iter().for_each(Held::abandon);
     }
 }
 
 /// Pinned buffers that a job owns.
-pub(super) struct Buffers<V: Buffer> {
+pub(super) struct Buffers<S: Side> {
     pieces: Vec<Piece>,
-    values: Held<V>,
+    values: List<S>,
     /// The pieces are the rows of rectangles, nearly all of them.
     rows: bool,
     ramp: Ramp,
 }
 
-impl<V: Buffer> Buffers<V> {
+impl<S: Side> Buffers<S> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
-    pub(super) fn new(pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
+    pub(super) fn new(pieces: Vec<Piece>, values: Vec<Held<S>>, ramp: Ramp) -> Self {
         let rows = are_rows(&pieces);
-        Self { pieces, values: Held(UnsafeCell::new(values)), rows, ramp }
+        Self { pieces, values: List(UnsafeCell::new(values)), rows, ramp }
     }
 
     /// Whether a piece is copied from or to where it is.
@@ -504,7 +496,7 @@ fn are_rows(pieces: &[Piece]) -> bool {
     even >= seen - seen / 4
 }
 
-impl<V: Buffer> Work for Buffers<V> {
+impl<S: Side> Work for Buffers<S> {
     fn needs(&self, cursor: &Cursor) -> Needs {
         let stays = self.pieces.get(cursor.at.piece).is_some_and(|piece| self.stays(piece));
         match (stays, cursor.at.from) {
@@ -562,10 +554,10 @@ impl<V: Buffer> Work for Buffers<V> {
     }
 }
 
-impl<V: Buffer> Values for Buffers<V> {
-    type Back = Vec<V::Back>;
+impl<S: Side> Values for Buffers<S> {
+    type Back = Vec<S::Back>;
 
-    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+    unsafe fn take(&self) -> Result<Vec<S::Back>> {
         // SAFETY: the caller's promise.
         unsafe { self.values.take(self.pieces.iter().map(|piece| piece.len)) }
     }
@@ -574,24 +566,29 @@ impl<V: Buffer> Values for Buffers<V> {
 // --- pages -----------------------------------------------------------------------------------------------------------
 
 /// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
-pub(super) struct Paged<V: Buffer> {
+pub(super) struct Paged<S: Side> {
     /// The pages of all blocks, block after block, and the block of each.
     pages: Vec<(Piece, u32)>,
-    values: Held<V>,
+    values: List<S>,
     /// The job's shares of what is lent, until it is over.
     blocks: Mutex<Vec<Arc<Block>>>,
     ramp: Ramp,
 }
 
-impl<V: Buffer> Paged<V> {
+impl<S: Side> Paged<S> {
     /// `lens`: bytes of each block that belong to its pages. All blocks are lent from here on.
-    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<V>, lens: &[usize], ramp: Ramp) -> Self {
+    pub(super) fn new(
+        pages: Vec<(Piece, u32)>,
+        mut values: Vec<Held<S>>,
+        lens: &[usize],
+        ramp: Ramp,
+    ) -> Self {
         let blocks = values.iter_mut().zip(lens).map(|(value, len)| Block::new(value.lend(*len))).collect();
-        Self { pages, values: Held(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
+        Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
     }
 }
 
-impl<V: Buffer> Work for Paged<V> {
+impl<S: Side> Work for Paged<S> {
     fn needs(&self, _: &Cursor) -> Needs {
         Needs::Nothing
     }
@@ -645,10 +642,10 @@ impl<V: Buffer> Work for Paged<V> {
     }
 }
 
-impl<V: Buffer> Values for Paged<V> {
-    type Back = Vec<V::Back>;
+impl<S: Side> Values for Paged<S> {
+    type Back = Vec<S::Back>;
 
-    unsafe fn take(&self) -> Result<Vec<V::Back>> {
+    unsafe fn take(&self) -> Result<Vec<S::Back>> {
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
         let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
@@ -659,14 +656,14 @@ impl<V: Buffer> Values for Paged<V> {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{DeviceSlice, Down, Up};
+    use super::{DeviceSlice, Down, Held, Up};
     use crate::buffer::PinnedBuf;
 
     /// So the caller's list becomes the job's without another one.
     #[test]
     fn a_job_keeps_no_longer_entries_than_its_caller() {
-        assert!(size_of::<Up<PinnedBuf, DeviceSlice>>() <= size_of::<(PinnedBuf, DeviceSlice)>());
-        assert!(size_of::<Down<PinnedBuf, DeviceSlice>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
+        assert!(size_of::<Held<Up<PinnedBuf, DeviceSlice>>>() <= size_of::<(PinnedBuf, DeviceSlice)>());
+        assert!(size_of::<Held<Down<PinnedBuf, DeviceSlice>>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
         let list: Vec<(u64, u64)> = vec![(1, 2); 100];
         let before = list.as_ptr().addr();
         let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(n, (a, _))| [a, n as u64]).collect();
