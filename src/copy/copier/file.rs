@@ -385,7 +385,7 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 /// use pinpool::copier::FileSink;
 ///
 /// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
-/// copier.download(&memory, sink)?.wait()?.sync()?;
+/// copier.download(&memory, sink)?.wait()?;
 /// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -425,6 +425,20 @@ impl FileSink {
 
     /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
     /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Pool, Unpinned};
+    /// use pinpool::copier::FileSink;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let copier = Copier::builder(&pool, &device).build()?;
+    /// # let memory = device.alloc(4096)?;
+    /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
+    ///
+    /// copier.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
+    /// # std::fs::remove_file(path).ok();
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then

@@ -262,6 +262,21 @@ impl Copier {
     /// copies of this copier go one by one in each direction. Your copy waits for what is in flight already, at most
     /// [`depth`](CopierBuilder::depth) chunks, and for nothing that comes later. The copier stays open as long as the
     /// guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let copier = Copier::builder(&pool, &device).build()?;
+    /// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+    /// let mut token = pool.checkout(4096)?;
+    /// token.try_resize(4096, 1)?;
+    /// let way = copier.give_way();
+    /// let token = stream.upload(token, &memory)?.wait()?;
+    /// drop(way);
+    /// # drop(token);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     #[must_use = "the way is given as long as this lives"]
     pub fn give_way(&self) -> GiveWay {
         self.engine().permits.hurry();
