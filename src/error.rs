@@ -697,6 +697,12 @@ impl Error {
         self
     }
 
+    /// [`TooSmall`](Self::TooSmall), unless so many bytes fit.
+    #[inline]
+    pub(crate) fn unless_fits(need: usize, have: usize) -> Result<()> {
+        if need <= have { Ok(()) } else { Err(Self::TooSmall { need, have }) }
+    }
+
     /// The same error, of one of many pieces, with the length of its device memory.
     #[cold]
     pub(crate) fn of_piece(self, piece: usize, memory: usize) -> Self {
@@ -801,6 +807,15 @@ pub struct SubmitError<B> {
 impl<B> SubmitError<B> {
     pub(crate) fn refused(error: Error, buffer: B) -> Self {
         Self { error, buffer: Some(buffer) }
+    }
+
+    /// What was found before a call begins, and the buffer; or the refusal, with the buffer.
+    #[inline]
+    pub(crate) fn unless<T>(found: Result<T>, buffer: B) -> Result<(T, B), Self> {
+        match found {
+            Ok(found) => Ok((found, buffer)),
+            Err(error) => Err(Self::refused(error, buffer)),
+        }
     }
 }
 

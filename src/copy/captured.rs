@@ -193,17 +193,14 @@ impl Stream {
             self.usable_for(&src)?;
             // Asked once: a value of the caller's may answer otherwise the next time.
             let bytes = src.bytes(KEY);
-            match bytes.len() {
-                0 => Err(Error::Empty),
-                need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
-                _ => dst.is_there().map(|()| (dst, bytes)),
+            if bytes.is_empty() {
+                return Err(Error::Empty);
             }
+            Error::unless_fits(bytes.len(), dst.len())?;
+            dst.is_there()?;
+            Ok((Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() }, dst))
         });
-        let (dst, bytes) = match checked {
-            Ok(checked) => checked,
-            Err(error) => return Err(SubmitError::refused(error, src)),
-        };
-        let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
+        let ((transfer, dst), src) = SubmitError::unless(checked, src)?;
         let (kept, capture) =
             self.tie(src, Some(dst.allocation()), "upload_captured", "use upload where nothing is captured")?;
         // SAFETY: the graph keeps the source and the device memory for as long as it may copy.
@@ -219,20 +216,14 @@ impl Stream {
     pub fn download_captured(
         &self,
         src: impl DeviceRange,
-        mut landing: PinnedBuf,
+        landing: PinnedBuf,
     ) -> Result<GraphBuf<PinnedBuf>, SubmitError<PinnedBuf>> {
         let checked = self.own(src).and_then(|src| {
             self.usable_for(&landing)?;
-            let have = landing.capacity();
-            if src.len() > have {
-                return Err(Error::TooSmall { need: src.len(), have });
-            }
+            Error::unless_fits(src.len(), landing.capacity())?;
             src.is_there().map(|()| src)
         });
-        let src = match checked {
-            Ok(src) => src,
-            Err(error) => return Err(SubmitError::refused(error, landing)),
-        };
+        let (src, mut landing) = SubmitError::unless(checked, landing)?;
         let transfer = Transfer::Download { src: src.ptr(), dst: landing.as_mut_ptr(), len: src.len() };
         let remedy = "use download where nothing is captured";
         let (kept, capture) = self.tie(landing, Some(src.allocation()), "download_captured", remedy)?;
@@ -246,17 +237,13 @@ impl Stream {
     /// # Errors
     /// With the buffer: as for [`upload_captured`](Self::upload_captured).
     pub fn hold_captured<B: Lend + Sync + 'static>(&self, buf: B) -> Result<GraphBuf<B>, SubmitError<B>> {
-        if let Err(error) = self.usable_for(&buf) {
-            return Err(SubmitError::refused(error, buf));
-        }
+        let ((), buf) = SubmitError::unless(self.usable_for(&buf), buf)?;
         let (kept, _) = self.tie(buf, None, "hold_captured", "use hold where nothing is captured")?;
         Ok(GraphBuf { kept })
     }
 
     fn usable_for<B: Lend>(&self, buf: &B) -> Result<()> {
-        if !buf.serves(self.timeline().context(), KEY) {
-            return Err(Error::WrongDevice { device: self.device().name().into() });
-        }
+        self.may_use(buf)?;
         self.timeline().usable()
     }
 

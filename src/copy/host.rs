@@ -5,14 +5,13 @@
 
 use std::ops::RangeBounds;
 
-use super::{Landing, NOT_YET, OUTSIDE};
+use super::{Landing, OUTSIDE};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
 use crate::device::memory::bounds;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::Resource;
 
 impl Stream {
     /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order:
@@ -49,50 +48,33 @@ impl Stream {
         mut landing: L,
     ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         let checked = (|| {
-            if !src.serves(self.timeline().context(), KEY) {
-                return Err(Error::WrongDevice { device: self.device().name().into() });
-            }
+            self.may_use(&src)?;
             // Asked once: a value of the caller's may answer otherwise the next time.
             let all = src.bytes(KEY);
             let (start, end) = bounds(part, all.len())?;
-            let (target, capacity) = landing.target(self, KEY)?;
-            if end - start > capacity {
-                return Err(Error::TooSmall { need: end - start, have: capacity });
-            }
+            let (dst, capacity) = landing.target(self, KEY)?;
+            let len = end - start;
+            Error::unless_fits(len, capacity)?;
             self.timeline().usable()?;
             self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
-            Ok((&all[start..end], target))
+            Ok((Transfer::OnHost { src: all[start..end].as_ptr(), dst, len }, len))
         })();
-        let (bytes, target) = match checked {
-            Ok(checked) => checked,
-            Err(error) => return Err(SubmitError::refused(error, (src, landing))),
-        };
-        let len = bytes.len();
-        let transfer = Transfer::OnHost { src: bytes.as_ptr(), dst: target, len };
-        let source = match self.timeline().begin(src.lend(KEY), None) {
-            Ok(submission) => submission,
-            Err((error, _)) => return Err(SubmitError::refused(error, (src, landing))),
-        };
-        let mut sent = InFlight::new(self.ticket(NOT_YET), src, None);
-        let (resource, pending) = landing.lend(KEY);
-        let submission = match self.timeline().begin(resource, None) {
-            Ok(submission) => submission,
-            // As in `download`; the source, entered before the stream was lost, is quarantined with it.
-            Err((error, resource)) => {
-                if let Resource::Claimed(key) = resource {
-                    std::mem::forget(pending);
-                    self.timeline().unclaim(key);
-                }
-                return Err(SubmitError { error, buffer: None });
+        let ((transfer, len), (src, landing)) = SubmitError::unless(checked, (src, landing))?;
+        let (source, mut sent) = match self.begin_from(src, None) {
+            Ok(sent) => sent,
+            Err(SubmitError { error, buffer }) => {
+                return Err(SubmitError { error, buffer: buffer.map(|src| (src, landing)) });
             }
         };
-        let mut landed = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(len));
+        let unsent = |error| SubmitError { error, buffer: None };
+        // After an error the source, entered before the stream was lost, is quarantined with it.
+        let (submission, mut landed) = self.begin_into(landing, None, len).map_err(unsent)?;
         // SAFETY: the two entries keep source and target, which are two buffers, until a mark after this call is seen
         // complete.
         let result = unsafe { self.driver_copy(transfer) };
         // Under one tick or two: both are covered by a mark after the copy.
         sent.submitted(source.commit());
         landed.submitted(submission.commit());
-        result.map(|()| (sent, landed)).map_err(|error| SubmitError { error, buffer: None })
+        result.map(|()| (sent, landed)).map_err(unsent)
     }
 }

@@ -12,6 +12,7 @@ mod host;
 mod overlap;
 
 use std::ops::{DerefMut, RangeBounds};
+use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
@@ -19,11 +20,11 @@ pub use self::captured::GraphBuf;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
-use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
+use crate::device::memory::{Allocation, DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
-use crate::stream::timeline::{Resource, Ticket};
+use crate::stream::timeline::{Resource, Submission, Ticket};
 
 /// What to do where a capture is in the way.
 const OUTSIDE: &str = "submit it outside the capture";
@@ -60,24 +61,19 @@ mod range {
         #[doc(hidden)]
         fn resolve(self, _: Key) -> Result<DeviceSlice>;
     }
-    impl Sealed for DeviceSlice {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self)
-        }
+    macro_rules! is_a_range {
+        ($($type:ty),*) => {$(
+            impl Sealed for $type {
+                fn resolve(self, _: Key) -> Result<DeviceSlice> {
+                    Ok(self.into())
+                }
+            }
+        )*};
     }
+    is_a_range!(DeviceSlice, DeviceBuffer, &DeviceBuffer);
     impl Sealed for &DeviceSlice {
         fn resolve(self, _: Key) -> Result<DeviceSlice> {
             Ok(self.clone())
-        }
-    }
-    impl Sealed for DeviceBuffer {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.into())
-        }
-    }
-    impl Sealed for &DeviceBuffer {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.into())
         }
     }
     impl Sealed for Result<DeviceSlice> {
@@ -131,7 +127,6 @@ mod landing {
     use super::{
         DerefMut, Error, KEY, Key, PinnedBuf, Registered, Resource, Result, StableDeref, Stream, StreamBuf,
     };
-    use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
     pub trait Sealed: Sized + Send {
@@ -141,11 +136,6 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-        /// The capacity alone, which may be found without a look at what tells where the start is.
-        #[doc(hidden)]
-        fn room(&mut self, stream: &Stream, key: Key) -> Result<usize> {
-            self.target(stream, key).map(|(_, capacity)| capacity)
-        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -159,22 +149,12 @@ mod landing {
         unsafe fn filled(self, written: usize, _: Key) -> Option<Self::Half>;
     }
 
-    #[inline]
-    fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
-        if serves { Ok(()) } else { Err(Error::WrongDevice { device: stream.device().name().into() }) }
-    }
-
     impl Sealed for PinnedBuf {
         type Half = Self;
         #[inline]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
-            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
+            stream.may_use(self)?;
             Ok((self.as_mut_ptr(), self.capacity()))
-        }
-        #[inline]
-        fn room(&mut self, stream: &Stream, _: Key) -> Result<usize> {
-            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
-            Ok(self.capacity())
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
@@ -213,7 +193,7 @@ mod landing {
     {
         type Half = Self;
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
-            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
+            stream.may_use(self)?;
             self.landing()
         }
         #[allow(private_interfaces)]
@@ -251,36 +231,64 @@ impl Stream {
     ) -> Result<InFlight<B>, SubmitError<B>> {
         let checked = (|| {
             let dst = self.own(dst)?;
-            if !src.serves(self.timeline().context(), KEY) {
-                return Err(Error::WrongDevice { device: self.device().name().into() });
-            }
+            self.may_use(&src)?;
             // Asked once: a value of the caller's may answer otherwise the next time.
             let all = src.bytes(KEY);
             let (start, end) = bounds(part, all.len())?;
-            if end - start > dst.len() {
-                return Err(Error::TooSmall { need: end - start, have: dst.len() });
-            }
+            let bytes = &all[start..end];
+            Error::unless_fits(bytes.len(), dst.len())?;
             self.timeline().not_capturing("an upload", UPLOAD_REMEDY)?;
             dst.admit(self.timeline().stream())?;
-            Ok((dst, &all[start..end]))
+            let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
+            Ok((dst, transfer))
         })();
-        let (dst, bytes) = match checked {
-            Ok(checked) => checked,
-            Err(error) => return Err(SubmitError::refused(error, src)),
-        };
-        let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
-        let submission = match self.timeline().begin(src.lend(KEY), Some(dst.allocation())) {
-            Ok(submission) => submission,
-            Err((error, _)) => return Err(SubmitError::refused(error, src)),
-        };
-        // The handle takes the buffer before the driver is called: should the call panic, unwinding drops the handle,
-        // and then the submission, which leaves the segment in flight.
-        let mut flight = InFlight::new(self.ticket(NOT_YET), src, None);
+        let ((dst, transfer), src) = SubmitError::unless(checked, src)?;
+        let (submission, mut flight) = self.begin_from(src, Some(dst.allocation()))?;
         // SAFETY: the entry keeps the source and the device memory until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         // On an error it is dropped: the segment stays in flight until a later mark is seen complete.
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
+    }
+
+    /// The timeline's entry of a source, or of a buffer that is held, and its handle. The handle takes the buffer before
+    /// the driver is called: should the call panic, unwinding drops the handle, and then the submission, which leaves the
+    /// segment in flight.
+    #[inline]
+    fn begin_from<B: Lend>(
+        &self,
+        src: B,
+        memory: Option<Arc<Allocation>>,
+    ) -> Result<(Submission<'_>, InFlight<B>), SubmitError<B>> {
+        let begun = self.timeline().begin(src.lend(KEY), memory).map_err(|(error, _)| error);
+        let (submission, src) = SubmitError::unless(begun, src)?;
+        Ok((submission, InFlight::new(self.ticket(NOT_YET), src, None)))
+    }
+
+    /// The same of a target that so many bytes will be written to.
+    #[inline]
+    fn begin_into<L: Landing>(
+        &self,
+        landing: L,
+        memory: Option<Arc<Allocation>>,
+        written: usize,
+    ) -> Result<(Submission<'_>, InFlight<L::Landed>)> {
+        let (resource, pending) = landing.lend(KEY);
+        match self.timeline().begin(resource, memory) {
+            Ok(submission) => {
+                let landed = L::Landed::from(pending);
+                Ok((submission, InFlight::new(self.ticket(NOT_YET), landed, Some(written))))
+            }
+            // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
+            // timeline, which has quarantined it.
+            Err((error, resource)) => {
+                if let Resource::Claimed(key) = resource {
+                    std::mem::forget(pending);
+                    self.timeline().unclaim(key);
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Copies `src` into `landing`, which must be at least as long. When the copy is complete, the buffer's length is
@@ -295,37 +303,21 @@ impl Stream {
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let checked = self.own(src).and_then(|src| {
             let (target, capacity) = landing.target(self, KEY)?;
-            if src.len() > capacity {
-                return Err(Error::TooSmall { need: src.len(), have: capacity });
-            }
+            Error::unless_fits(src.len(), capacity)?;
             self.timeline().usable()?;
             self.timeline().not_capturing("a download", DOWNLOAD_REMEDY)?;
             src.admit(self.timeline().stream())?;
             Ok((src, target))
         });
-        let (src, target) = match checked {
-            Ok(checked) => checked,
-            Err(error) => return Err(SubmitError::refused(error, landing)),
-        };
+        let ((src, target), landing) = SubmitError::unless(checked, landing)?;
         let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
-        let (resource, pending) = landing.lend(KEY);
-        let submission = match self.timeline().begin(resource, Some(src.allocation())) {
-            Ok(submission) => submission,
-            // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
-            // timeline, which has quarantined it.
-            Err((error, resource)) => {
-                if let Resource::Claimed(key) = resource {
-                    std::mem::forget(pending);
-                    self.timeline().unclaim(key);
-                }
-                return Err(SubmitError { error, buffer: None });
-            }
-        };
-        let mut flight = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(src.len()));
+        let unsent = |error| SubmitError { error, buffer: None };
+        let (submission, mut flight) =
+            self.begin_into(landing, Some(src.allocation()), src.len()).map_err(unsent)?;
         // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
-        result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
+        result.map(|()| flight).map_err(unsent)
     }
 
     /// Copies within the device, `src` to the front of `dst`. What ends up in `dst` is undefined where the
@@ -335,18 +327,17 @@ impl Stream {
     /// As for [`upload`](Self::upload).
     pub fn copy(&self, src: impl DeviceRange, dst: impl DeviceRange) -> Result<InFlight<()>> {
         let (src, dst) = (self.own(src)?, self.own(dst)?);
-        if src.len() > dst.len() {
-            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
-        }
+        Error::unless_fits(src.len(), dst.len())?;
         self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
         src.admit(self.timeline().stream())?;
         dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         // Two entries under one sequence number or two: both are covered by a mark after the copy.
-        let source =
-            self.timeline().begin(Resource::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
-        let target =
-            self.timeline().begin(Resource::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
+        let begin = |memory: &DeviceSlice| {
+            let begun = self.timeline().begin(Resource::Object(Box::new(())), Some(memory.allocation()));
+            begun.map_err(|(error, _)| error)
+        };
+        let (source, target) = (begin(&src)?, begin(&dst)?);
         // SAFETY: no host memory; the entries keep the device memory.
         let result = unsafe { self.driver_copy(transfer) };
         source.commit();
@@ -377,21 +368,11 @@ impl Stream {
     }
 
     fn hold_by<B: Lend>(&self, buf: B, patient: bool) -> Result<InFlight<B>, SubmitError<B>> {
-        if !buf.serves(self.timeline().context(), KEY) {
-            let error = Error::WrongDevice { device: self.device().name().into() };
-            return Err(SubmitError::refused(error, buf));
-        }
-        if let Err(error) = self.timeline().not_capturing("a hold", HOLD_REMEDY) {
-            return Err(SubmitError::refused(error, buf));
-        }
-        match self.timeline().begin(buf.lend(KEY), None) {
-            Ok(submission) => {
-                let mut flight = InFlight::new(self.ticket(NOT_YET), buf, None);
-                flight.submitted(if patient { submission.commit_patiently() } else { submission.commit() });
-                Ok(flight)
-            }
-            Err((error, _)) => Err(SubmitError::refused(error, buf)),
-        }
+        let checked = self.may_use(&buf).and_then(|()| self.timeline().not_capturing("a hold", HOLD_REMEDY));
+        let ((), buf) = SubmitError::unless(checked, buf)?;
+        let (submission, mut flight) = self.begin_from(buf, None)?;
+        flight.submitted(if patient { submission.commit_patiently() } else { submission.commit() });
+        Ok(flight)
     }
 
     /// Keeps `buf` until everything submitted so far to each of several streams is done.
@@ -403,21 +384,13 @@ impl Stream {
         streams: &[&Self],
         buf: PinnedBuf,
     ) -> Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>> {
-        use crate::buffer::sealed::Lend as _;
-        let refusal = if streams.is_empty() {
-            Some(Error::Empty)
-        } else {
-            streams.iter().find_map(|stream| {
-                if !buf.serves(stream.timeline().context(), KEY) {
-                    return Some(Error::WrongDevice { device: stream.device().name().into() });
-                }
-                let timeline = stream.timeline();
-                timeline.usable().and_then(|()| timeline.not_capturing("a hold", HOLD_REMEDY)).err()
-            })
+        let check = |stream: &&Self| {
+            stream.may_use(&buf)?;
+            stream.timeline().usable()?;
+            stream.timeline().not_capturing("a hold", HOLD_REMEDY)
         };
-        if let Some(error) = refusal {
-            return Err(SubmitError::refused(error, buf));
-        }
+        let checked = if streams.is_empty() { Err(Error::Empty) } else { streams.iter().try_for_each(check) };
+        let ((), buf) = SubmitError::unless(checked, buf)?;
         let joint = joint(&buf, streams.len());
         let mut flight = InFlight::joint(buf, streams.len());
         for stream in streams {
@@ -442,9 +415,7 @@ impl Stream {
         if src.is_empty() {
             return Err(Error::Empty);
         }
-        if src.len() > dst.len() {
-            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
-        }
+        Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
         dst.admit(self.timeline().stream())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
@@ -459,9 +430,7 @@ impl Stream {
     /// As for [`upload_blocking`](Self::upload_blocking).
     pub fn download_blocking(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
-        if src.len() > dst.len() {
-            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
-        }
+        Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
         src.admit(self.timeline().stream())?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
@@ -480,6 +449,17 @@ impl Stream {
         copy.precede(self)
     }
 
+    /// Whether this stream's copies can use a buffer.
+    #[inline]
+    fn may_use(&self, buf: &impl Lend) -> Result<()> {
+        if buf.serves(self.timeline().context(), KEY) { Ok(()) } else { Err(self.wrong_device()) }
+    }
+
+    #[cold]
+    fn wrong_device(&self) -> Error {
+        Error::WrongDevice { device: self.device().name().into() }
+    }
+
     fn ticket(&self, seq: u64) -> Ticket {
         Ticket { timeline: self.timeline().clone(), seq }
     }
@@ -488,10 +468,7 @@ impl Stream {
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
         let slice = range.resolve(KEY)?;
-        if !slice.is_of(self.timeline().context()) {
-            return Err(Error::WrongDevice { device: self.device().name().into() });
-        }
-        Ok(slice)
+        if slice.is_of(self.timeline().context()) { Ok(slice) } else { Err(self.wrong_device()) }
     }
 
     /// # Safety

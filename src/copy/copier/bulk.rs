@@ -3,13 +3,14 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 
-use super::collect::{Collect, Filler};
+use super::collect::{Collect, Collected};
 use super::feed::{Fed, Feed};
 use super::file::FileSource;
-use super::job::{Body, Direction, Plan, Work};
-use super::pieces::{Survey, Values};
+use super::job::{Body, Direction, Plan};
+use super::packing::Piece as Place;
+use super::pieces::{Borrowed, Survey};
 use super::pull::Pull;
-use super::ranges::{FromFile, FromSource, Piece, Pulled, Ranges, ToSink};
+use super::ranges::{FromFile, FromSource, Kept, Piece, Pulled, Ranges, ToSink};
 use super::source::{self, Sink, Source};
 use super::transfer::Transfer;
 use super::{Copier, may_wait};
@@ -25,10 +26,9 @@ impl Copier {
     /// # Errors
     /// With the source: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device.
     pub fn upload<S: Source>(&self, source: S, dst: impl DeviceRange) -> Result<Transfer<S>, SubmitError<S>> {
-        match source::length(&source).and_then(|len| self.target(dst, len)) {
-            Ok(device) => self.upload_ranges(source, vec![Piece { at: 0, device }]),
-            Err(error) => Err(SubmitError::refused(error, source)),
-        }
+        let target = source::length(&source).and_then(|len| self.target(dst, len));
+        let (device, source) = SubmitError::unless(target, source)?;
+        self.upload_ranges(source, vec![Piece { at: 0, device }])
     }
 
     /// Copies ranges of a source to where each belongs.
@@ -41,14 +41,13 @@ impl Copier {
         pieces: Vec<Piece>,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let name = source::name("the source", || source.name().into_owned());
-        let ranges = self.ranges(pieces).and_then(|(ranges, survey)| {
-            let ranges = ranges.within(0, source::length(&source)?)?;
-            Ok((ranges, self.plan(Direction::Up, survey, Some(name.clone()))))
-        });
-        match ranges {
-            Ok((ranges, plan)) => self.run(plan, Arc::new(FromSource::new(source, name, ranges))),
-            Err(error) => Err(SubmitError::refused(error, source)),
-        }
+        let ranges = self
+            .ranges(pieces)
+            .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)));
+        let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
+        let plan = self.plan(Direction::Up, survey, Some(name.clone()));
+        let source = Kept::new(source);
+        Ok(self.run(plan, Arc::new(FromSource { source: source.clone(), name, ranges }), source))
     }
 
     /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter
@@ -63,13 +62,9 @@ impl Copier {
         source: FileSource,
         dst: impl DeviceRange,
     ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
-        match self.target(dst, source.len()) {
-            Ok(device) => {
-                let at = source.start();
-                self.upload_file_ranges(source, vec![Piece { at, device }])
-            }
-            Err(error) => Err(SubmitError::refused(error, source)),
-        }
+        let (device, source) = SubmitError::unless(self.target(dst, source.len()), source)?;
+        let at = source.start();
+        self.upload_file_ranges(source, vec![Piece { at, device }])
     }
 
     /// Copies ranges of a file, by the file's offsets, to where each belongs. A file of a thousand tensors is one
@@ -84,14 +79,13 @@ impl Copier {
         source: FileSource,
         pieces: Vec<Piece>,
     ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
-        let ranges = self.ranges(pieces).and_then(|(ranges, survey)| {
-            let ranges = ranges.within(source.start(), source.end())?;
-            Ok((ranges, self.plan(Direction::Up, survey, Some(source.name().to_owned().into()))))
-        });
-        match ranges {
-            Ok((ranges, plan)) => self.run(plan, Arc::new(FromFile::new(self.engine(), source, ranges))),
-            Err(error) => Err(SubmitError::refused(error, source)),
-        }
+        let ranges = self
+            .ranges(pieces)
+            .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)));
+        let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
+        let plan = self.plan(Direction::Up, survey, Some(source.name().to_owned().into()));
+        let (file, engine) = (Kept::new(source), Arc::downgrade(self.engine()));
+        Ok(self.run(plan, Arc::new(FromFile { file: file.clone(), ranges, engine }), file))
     }
 
     /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
@@ -115,9 +109,8 @@ impl Copier {
     /// [`Error::WrongDevice`], a bad range, a lost device.
     pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
         let device = self.own(dst)?;
-        self.device().context().alive()?;
-        let mut survey = Survey::ordered();
-        survey.add(self.engine(), &device, device.len())?;
+        self.alive()?;
+        let survey = Survey::one(self.engine(), &device, device.len())?;
         let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some("what is fed".into())) };
         let work = Fed::new(self.engine(), device);
         let job = self.job(plan, Body::Owned(work.clone()));
@@ -141,9 +134,21 @@ impl Copier {
     /// # Errors
     /// [`Error::OutOfMemory`]; else as for [`download`](Self::download).
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
-        let device = self.own(src)?;
-        let filler = Filler::new(Collect::new(device.len())?);
-        Ok(self.download_as(vec![Piece { at: 0, device }], filler, Filler::into_inner)?)
+        let (engine, device) = (self.engine(), self.own(src)?);
+        self.alive()?;
+        let survey = Survey::one(engine, &device, device.len())?;
+        engine.start_threads()?;
+        let (collect, start) = Collect::new(device.len())?;
+        let (kept, piece) = (Kept::new(collect), Place::new(start, device.len(), &device));
+        let owner = kept.clone();
+        let get = move |_| {
+            let _owner = &owner;
+            piece
+        };
+        // SAFETY: the vector's memory, which `get` keeps, and nothing else uses before the job is over.
+        let work = unsafe { Borrowed::new(engine, 1, get) };
+        let plan = self.plan(Direction::Down, survey, Some("a new vector".into()));
+        Ok(self.run(plan, Arc::new(work), Arc::new(Collected(kept))))
     }
 
     /// Copies device memory to a sink. Goes on by itself: see [`Transfer`].
@@ -151,10 +156,8 @@ impl Copier {
     /// # Errors
     /// With the sink: [`Error::WrongDevice`], a bad range, a lost device.
     pub fn download<S: Sink>(&self, src: impl DeviceRange, sink: S) -> Result<Transfer<S>, SubmitError<S>> {
-        match self.own(src) {
-            Ok(device) => self.download_ranges(vec![Piece { at: 0, device }], sink),
-            Err(error) => Err(SubmitError::refused(error, sink)),
-        }
+        let (device, sink) = SubmitError::unless(self.own(src), sink)?;
+        self.download_ranges(vec![Piece { at: 0, device }], sink)
     }
 
     /// Copies ranges of device memory to where in the sink each belongs.
@@ -166,23 +169,11 @@ impl Copier {
         pieces: Vec<Piece>,
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        self.download_as(pieces, sink, |sink| sink)
-    }
-
-    fn download_as<S: Sink, B: 'static>(
-        &self,
-        pieces: Vec<Piece>,
-        sink: S,
-        back: fn(S) -> B,
-    ) -> Result<Transfer<B>, SubmitError<B>> {
         let name = source::name("the target", || sink.name().into_owned());
-        match self.ranges(pieces) {
-            Ok((ranges, survey)) => {
-                let plan = self.plan(Direction::Down, survey, Some(name.clone()));
-                self.run(plan, Arc::new(ToSink::new(sink, back, name, ranges)))
-            }
-            Err(error) => Err(SubmitError::refused(error, back(sink))),
-        }
+        let ((ranges, survey), sink) = SubmitError::unless(self.ranges(pieces), sink)?;
+        let plan = self.plan(Direction::Down, survey, Some(name.clone()));
+        let sink = Kept::new(sink);
+        Ok(self.run(plan, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
     }
 
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer may
@@ -209,28 +200,12 @@ impl Copier {
         Pull::new(self.engine(), &job).write_to(&work, writer, "the writer")
     }
 
-    // --- all of them -------------------------------------------------------------------------------------------------
-
+    /// Before a call with such pieces. The copier's threads were started then.
     fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
-        crate::os::check_fork()?;
-        self.device().context().alive()?;
+        self.alive()?;
         let mut survey = Survey::ordered();
         let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
+        self.engine().start_threads()?;
         Ok((ranges, survey))
-    }
-
-    /// Starts a job that owns what it moves. An error gives that back.
-    fn run<W, B>(&self, plan: Plan, work: Arc<W>) -> Result<Transfer<B>, SubmitError<B>>
-    where
-        W: Work + Values<Back = B> + 'static,
-    {
-        let total = plan.total;
-        let job = self.job(plan, Body::Owned(work.clone()));
-        if let Err(error) = self.engine().start(&job, total) {
-            job.fail(error.clone());
-            // SAFETY: the job was never started, so it is over.
-            return Err(SubmitError { error, buffer: unsafe { work.rescue() } });
-        }
-        Ok(Transfer::new(self.clone(), job, work))
     }
 }

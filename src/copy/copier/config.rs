@@ -163,24 +163,16 @@ impl CopierBuilder {
         }
         let is_stepped = self.device.context().driver().stepped().is_some();
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let threads = match self.threads {
-            Some(0) => return wrong("a copier with threads of 0; it needs at least 1".into()),
-            Some(threads) if threads > MOST_THREADS => {
-                return wrong(format!(
-                    "a copier with threads of {threads}; at most {MOST_THREADS} make sense"
-                ));
+        let within = |what: &str, value: Option<usize>, most: usize| match value {
+            Some(0) => Err(Error::Config(format!("a copier with {what} of 0; it needs at least 1"))),
+            Some(value) if value > most => {
+                Err(Error::Config(format!("a copier with {what} of {value}; at most {most} make sense")))
             }
-            _ if is_stepped => 0,
-            Some(threads) => threads,
-            None => cores.min(THREADS),
+            _ => Ok(()),
         };
-        match self.depth {
-            Some(0) => return wrong("a copier with a depth of 0; it needs at least 1".into()),
-            Some(depth) if depth > MOST_DEPTH => {
-                return wrong(format!("a copier with a depth of {depth}; at most {MOST_DEPTH} make sense"));
-            }
-            _ => {}
-        }
+        within("threads", self.threads, MOST_THREADS)?;
+        within("a depth", self.depth, MOST_DEPTH)?;
+        let threads = if is_stepped { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
         if self.rate == Some(0) {
             return wrong("a rate of 0 bytes a second would never end; leave it out for no limit".into());
         }

@@ -1,15 +1,15 @@
 //! What the workers of a copier share, and how they submit copies.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::config::{Priority, Settings};
 use super::flights::Flights;
 use super::job::{Direction, Job, KeptMemories, Memories};
-use super::lent::Lent;
 use super::order::Order;
+use super::packing::Host;
 use super::permits::Permits;
 use super::pieces::LEAST;
 use super::push::Pushes;
@@ -19,6 +19,7 @@ use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
+use crate::buffer::sealed::Lend;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
@@ -155,10 +156,7 @@ impl Engine {
 
     /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
     pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
-        let spreading = self.spreaders.iter().flatten().map(Spreader::stream);
-        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
-        let mut streams = lanes.chain(spreading);
-        streams.try_for_each(|stream| memory.admit(stream.timeline().stream()))
+        self.streams().try_for_each(|stream| memory.admit(stream.timeline().stream()))
     }
 
     /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
@@ -171,27 +169,32 @@ impl Engine {
                 let Some(engine) = engine.upgrade() else { return };
                 for next in engine.order.over(number) {
                     let left = next.release();
-                    if let Err(error) = engine.start(&next, left) {
-                        next.fail(error);
-                    }
+                    engine.go(&next, left);
                 }
             }),
         );
     }
 
-    /// Starts a job on the copier's threads, or starts a fed job anew, for so many bytes.
+    /// Starts a job, and the copier's threads before.
     pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
+        if !job.is_over() {
+            self.start_threads()?;
+        }
+        self.go(job, bytes);
+        Ok(())
+    }
+
+    /// Starts a job on the copier's threads, which were started, or starts a fed job anew, for so many bytes.
+    pub(super) fn go(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) {
         // A call that writes the bytes itself moves its own chunks.
         if job.is_over() || job.is_pulled {
-            return Ok(());
+            return;
         }
-        self.start_threads()?;
         let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
         self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.going.wakes() } else { chunks });
         if self.settings.threads == 0 {
             Worker::advance(self);
         }
-        Ok(())
     }
 
     /// Gives a segment back that no chunk has had. The workers may all sleep.
@@ -216,7 +219,7 @@ impl Engine {
         job.wait(deadline, until)
     }
 
-    fn start_threads(self: &Arc<Self>) -> Result<()> {
+    pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {
         let mut started = self.started.lock();
         while *started < self.settings.threads {
             let engine = self.clone();
@@ -314,17 +317,14 @@ impl Engine {
             any = true;
             let Sent { then, priority, .. } = asking.left.remove(n);
             self.landed(direction, priority);
-            match (then, said) {
+            match (then, &self.spreaders) {
                 (Then::Nothing, _) => {}
-                (Then::Give(slot), Ok(())) => self.ring.give(slot),
-                (Then::Give(slot), Err(_)) => self.ring.lose(slot),
-                (Then::Spread(entry), said) => match (&self.spreaders, said) {
-                    (Some(both), Ok(())) => both[direction as usize].add(entry),
-                    (_, said) => {
-                        let _ = entry.done.set(said);
-                        entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
-                    }
-                },
+                (Then::Give(slot), _) => self.ring.ended(slot, &said),
+                (Then::Spread(entry), Some(both)) if said.is_ok() => both[direction as usize].add(entry),
+                (Then::Spread(entry), _) => {
+                    let _ = entry.done.set(said);
+                    entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
+                }
             }
         }
         any
@@ -341,11 +341,10 @@ impl Engine {
         &streams[turn / RUNS[direction as usize] % streams.len()]
     }
 
-    /// All streams on which the copies of a direction go.
-    pub(super) fn streams(&self, direction: Direction) -> impl Iterator<Item = &Stream> {
-        let spreader = self.spreaders.iter().map(move |both| both[direction as usize].stream());
-        let Lane { streams, urgent, .. } = &self.lanes[direction as usize];
-        streams.iter().chain([urgent]).chain(spreader)
+    /// All streams.
+    pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
+        lanes.chain(self.spreaders.iter().flatten().map(Spreader::stream))
     }
 
     /// Lets all that is on the device go on. Whether anything has changed.
@@ -357,64 +356,41 @@ impl Engine {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Submits copies out of a buffer or into it, and gives what is in flight. `written`: the length that the buffer
-    /// has when the copies are complete. After an error the buffer returns by itself when the device is known to be
-    /// done with it.
+    /// Submits copies of a chunk. `written`: the length that its segment has when they are complete. After an error the
+    /// segment, or what is lent, returns by itself when the device is known to be done with it.
     ///
     /// # Safety
-    /// The transfers stay within the buffer and within `memories`.
+    /// The transfers stay within the segment, or what is lent, and within `memories`.
     pub(super) unsafe fn submit(
         &self,
         stream: &Stream,
-        buf: PinnedBuf,
+        host: Host,
         transfers: &[Transfer],
         memories: &Kept<'_>,
         written: Option<usize>,
-    ) -> std::result::Result<InFlight<PinnedBuf>, Refusal> {
-        let resource = crate::buffer::sealed::Lend::lend(&buf, KEY);
+    ) -> std::result::Result<Flight, Refusal> {
         let timeline = stream.timeline();
+        let ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
         let (one, all) = memories.split();
-        let first = timeline.begin(resource, one).map_err(|(error, _)| error)?;
-        let mut flight = InFlight::new(Ticket { timeline: timeline.clone(), seq: NOT_YET }, buf, written);
-        let second = match all {
-            Some(all) => {
-                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+        let begin = |resource, memory| timeline.begin(resource, memory).map_err(|(error, _)| error);
+        let (first, mut flight) = match host {
+            Host::Segment(buf) => {
+                let first = begin(Lend::lend(&buf, KEY), one)?;
+                (first, Flight::Segment(InFlight::new(ticket, buf, written)))
             }
-            None => None,
-        };
-        // SAFETY: the entries keep the buffer and the memory until an event after this call is seen complete.
-        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        flight.submitted(seq);
-        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
-    }
-
-    /// Submits copies of memory that `lent` keeps.
-    ///
-    /// # Safety
-    /// The transfers stay within what `lent` and `memories` keep.
-    pub(super) unsafe fn submit_in_place(
-        &self,
-        stream: &Stream,
-        transfers: &[Transfer],
-        lent: Lent,
-        memories: &Kept<'_>,
-    ) -> std::result::Result<Ticket, Refusal> {
-        let timeline = stream.timeline();
-        let (one, all) = memories.split();
-        let first = timeline.begin(Resource::Object(Box::new(lent)), one).map_err(|(error, _)| error)?;
-        let second = match all {
-            Some(all) => {
-                Some(timeline.begin(Resource::Object(Box::new(all)), None).map_err(|(error, _)| error)?)
+            Host::Lent(lent) => {
+                let back = lent.back.clone();
+                (begin(Resource::Object(Box::new(lent)), one)?, Flight::Lent(ticket, back))
             }
-            None => None,
         };
-        // SAFETY: as in `submit`.
+        let second = all.map(|all| begin(Resource::Object(Box::new(all)), None)).transpose()?;
+        // SAFETY: the entries keep the host's and the device's memory until an event after this call is seen complete.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
-        let ticket = Ticket { timeline: timeline.clone(), seq };
-        match said {
-            Ok(()) => Ok(ticket),
-            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
+        match &mut flight {
+            Flight::Segment(flight) => flight.submitted(seq),
+            Flight::Lent(ticket, _) => ticket.seq = seq,
         }
+        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
     }
 
     /// # Safety
@@ -451,6 +427,45 @@ impl Engine {
                 context.count_copied(transfers);
                 (seq, Ok(()))
             }
+        }
+    }
+}
+
+/// A chunk's copies in flight.
+pub(super) enum Flight {
+    Segment(InFlight<PinnedBuf>),
+    /// With what tells that what was lent is back.
+    Lent(Ticket, Arc<OnceLock<()>>),
+}
+
+impl Flight {
+    pub(super) fn ticket(&self) -> Option<Ticket> {
+        match self {
+            Self::Segment(flight) => flight.ticket(),
+            Self::Lent(ticket, _) => Some(ticket.clone()),
+        }
+    }
+
+    /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
+    pub(super) fn is_over(&self) -> bool {
+        match self {
+            Self::Segment(flight) => flight.is_seen_done() != Ok(false),
+            Self::Lent(ticket, back) => match ticket.timeline.is_complete(ticket.seq) {
+                // The thread that saw the copies complete gives the buffers back a moment later.
+                Ok(complete) => complete && back.get().is_some(),
+                Err(_) => true,
+            },
+        }
+    }
+
+    /// After [`is_over`](Self::is_over): how the copy ended, and the segment.
+    pub(super) fn end(self) -> Result<Option<PinnedBuf>> {
+        match self {
+            Self::Segment(flight) => match flight.is_seen_done()? {
+                true => flight.wait().map(Some),
+                false => Err(Error::Internal("a copy's end was asked for before it was there")),
+            },
+            Self::Lent(ticket, _) => ticket.timeline.is_complete(ticket.seq).map(|_| None),
         }
     }
 }

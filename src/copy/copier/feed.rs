@@ -17,11 +17,12 @@ use super::layout::Stretch;
 use super::packing::{Brought, Content, Packing};
 use super::pieces::finish;
 use super::source::read_error;
+use super::transfer::Transfer;
 use super::{Copier, may_wait};
 use crate::buffer::PinnedBuf;
 use crate::device::DevicePtr;
 use crate::device::memory::DeviceSlice;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SubmitError};
 use crate::locks::Mutex;
 use crate::pool::Checkout;
 
@@ -168,19 +169,8 @@ impl Feed {
     pub async fn finish(mut self) -> Result<u64> {
         crate::os::check_fork()?;
         self.last()?;
-        let mut key = None;
-        let job = self.job.clone();
-        let outcome = poll_fn(|cx| {
-            crate::os::check_fork()?;
-            if !job.is_over() {
-                job.wake_later(&mut key, cx.waker());
-            }
-            job.outcome().map_or(Poll::Pending, Poll::Ready)
-        });
-        let outcome = outcome.await;
-        self.ended = true;
-        self.let_go();
-        outcome.map(|()| self.pushed)
+        let outcome = self.transfer().await;
+        self.over(outcome)
     }
 
     /// The same, blocking the thread.
@@ -191,10 +181,19 @@ impl Feed {
         crate::os::check_fork()?;
         may_wait()?;
         self.last()?;
-        self.engine().wait(&self.job, None, Job::is_over);
+        let outcome = self.transfer().wait();
+        self.over(outcome)
+    }
+
+    /// All of it, for a wait.
+    fn transfer(&self) -> Transfer {
+        Transfer::new(self.copier.clone(), self.job.clone(), Arc::new(()))
+    }
+
+    fn over(&mut self, outcome: Result<(), SubmitError<()>>) -> Result<u64> {
         self.ended = true;
         self.let_go();
-        self.job.outcome().unwrap_or(Ok(())).map(|()| self.pushed)
+        outcome.map_err(|refused| refused.error).map(|()| self.pushed)
     }
 
     fn room(&self) -> u64 {
@@ -202,11 +201,7 @@ impl Feed {
     }
 
     fn check_room(&self, more: usize) -> Result<()> {
-        let have = self.room();
-        if more as u64 <= have {
-            return Ok(());
-        }
-        Err(Error::TooSmall { need: more, have: usize::try_from(have).unwrap_or(usize::MAX) })
+        Error::unless_fits(more, usize::try_from(self.room()).unwrap_or(usize::MAX))
     }
 
     // --- segments ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::source::ours::Token;
 use super::source::{Sink, read_error, write_error};
 use super::stats::Counters;
 use crate::buffer::PinnedBuf;
@@ -25,6 +24,7 @@ use crate::escape::{TEXT, clean};
 use crate::os::file::{
     Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
 };
+use crate::sealed::Key;
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -481,7 +481,7 @@ impl Sink for FileSink {
         }
     }
 
-    fn lies_at(&self, offset: u64, _: Token) -> u64 {
+    fn lies_at(&self, offset: u64, _: Key) -> u64 {
         self.start.saturating_add(offset)
     }
 }

@@ -40,10 +40,6 @@ pub(super) enum Direction {
     Down,
 }
 
-impl Direction {
-    pub(super) const BOTH: [Self; 2] = [Self::Up, Self::Down];
-}
-
 /// A place in a call's pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cut {
@@ -53,7 +49,7 @@ pub(super) struct Cut {
 }
 
 /// How far a call is cut into chunks.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Cursor {
     pub(super) at: Cut,
     /// Chunks so far, and bytes in them.
@@ -284,6 +280,7 @@ pub(super) struct Job {
     pub(super) last: Arc<OnceLock<Progress>>,
 }
 
+#[derive(Default)]
 struct JobState {
     cursor: Cursor,
     total: u64,
@@ -372,27 +369,11 @@ impl Job {
             (work.may_block(), work.is_pulled(), work.is_shared())
         };
         let state = JobState {
-            cursor: Cursor { at: Cut::default(), chunks: 0, cut: 0, left },
+            cursor: Cursor { left, ..Cursor::default() },
             total,
             open: fed,
-            held: false,
-            released: false,
-            after: None,
-            active: 0,
-            preparing: 0,
-            ended: 0,
-            done: 0,
-            missing: 0,
-            early: BTreeMap::new(),
-            landed: (0, 0),
-            error: None,
-            cancelled: false,
             trace,
-            ending: false,
-            over: None,
-            threads: Vec::new(),
-            wakers: Vec::new(),
-            next_waiter: 0,
+            ..JobState::default()
         };
         let job = Arc::new(Self {
             direction,

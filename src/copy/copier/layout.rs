@@ -14,6 +14,7 @@
 //! cut into chunks, when a chunk is filled, and when it is drained.
 
 use crate::device::{DevicePtr, SpreadRow};
+use crate::error::Result;
 
 /// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
 const WIDTH: u64 = 16;
@@ -100,6 +101,24 @@ impl Layout {
         self.at = offset + len;
         self.end = (memory, device.wrapping_add(len as u64));
         Some(Part { offset, len, joins })
+    }
+
+    /// Puts all of a piece at the end, from its byte `from` to its byte `to`, part by part: `part` is given each part's
+    /// first byte in the piece, and the part. All of them, where the chunk was cut by the same layout.
+    pub(super) fn put_all(
+        &mut self,
+        (memory, device): (u64, u64),
+        from: usize,
+        to: usize,
+        mut part: impl FnMut(usize, Part) -> Result<()>,
+    ) -> Result<()> {
+        let mut from = from;
+        while from < to {
+            let Some(next) = self.put(memory, device.wrapping_add(from as u64), to - from) else { break };
+            part(from, next)?;
+            from += next.len;
+        }
+        Ok(())
     }
 
     /// Bytes of the segment before the table.

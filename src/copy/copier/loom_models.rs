@@ -143,21 +143,8 @@ impl Memory {
 
 impl Work for Memory {
     fn cut(&self, cursor: &mut Cursor, _has_segment: bool) -> Chunk {
-        let (index, start) = (cursor.chunks, cursor.at);
-        cursor.at.piece += 1;
-        let chunk = Chunk {
-            index,
-            start,
-            end: cursor.at,
-            bytes: 1,
-            at: cursor.cut,
-            landed_to: cursor.cut + 1,
-            most: None,
-        };
-        cursor.chunks += 1;
-        cursor.cut += 1;
-        cursor.left -= 1;
-        chunk
+        let end = Cut { piece: cursor.at.piece + 1, from: 0 };
+        finish(cursor, end, 1, None)
     }
 
     fn needs(&self, _cursor: &Cursor) -> Needs {
@@ -176,12 +163,16 @@ impl Work for Memory {
     }
 }
 
+fn plan(direction: Direction, total: u64) -> Plan {
+    let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
+    Plan { direction, priority, total, name, memories, spans, fed: false }
+}
+
 /// A job of two chunks, and a worker that takes what it finds of it.
 fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
     // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
     let body = Body::Lent(unsafe { LentWork::new(&**memory) });
-    let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
-    let job = Job::new(Plan { direction, priority, total: 2, name, memories, spans, fed: false }, body, None);
+    let job = Job::new(plan(direction, 2), body, None);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
         while let Some(chunk) = worker.take(false) {
@@ -243,9 +234,7 @@ fn loom_copier_released_while_it_is_held() {
         let memory = Memory::new();
         // SAFETY: the memory outlives the job.
         let body = Body::Lent(unsafe { LentWork::new(&*memory) });
-        let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
-        let plan = Plan { direction: Direction::Up, priority, total: 2, name, memories, spans, fed: false };
-        let job = Job::new(plan, body, None);
+        let job = Job::new(plan(Direction::Up, 2), body, None);
         let other = job.clone();
         let releases = loom::thread::spawn(move || other.release());
         job.hold(true, Box::new(|| ()));
@@ -401,10 +390,7 @@ impl Pushing {
         let number = self.next.fetch_add(1, Ordering::Relaxed) as u64;
         let (lane, going, found) = (self.lane.clone(), self.going.clone(), self.found.clone());
         let work = Arc::new(Combined { lane, going, number, found });
-        let (direction, priority, name, memories, spans) =
-            (Direction::Up, Priority::Bulk, None, Vec::new(), Vec::new());
-        let plan = Plan { direction, priority, total: 1, name, memories, spans, fed: false };
-        let job = Job::new(plan, Body::Owned(work), None);
+        let job = Job::new(plan(Direction::Up, 1), Body::Owned(work), None);
         let (lane, going) = (self.lane.clone(), self.going.clone());
         job.hold(
             false,

@@ -3,10 +3,11 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use super::config::Priority;
 use super::engine::Engine;
 use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
-use super::pieces::{Buffer, Buffers, Down, LEAST, Paged, Ramp, Slices, Survey, Targets, Up, Values};
+use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Paged, Ramp, Side, Survey, Up, Values};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -30,11 +31,12 @@ impl Copier {
     /// pieces is read any more. [`Error::Unsupported`] on a thread of the crate, which must not wait.
     pub fn upload_pieces(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<Transfer> {
         let engine = self.engine();
-        let mut survey = self.survey()?;
+        self.may_block()?;
+        let mut survey = Survey::default();
         for (n, (bytes, memory)) in pieces.iter().enumerate() {
             survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let work = Slices { pieces, ramp: Ramp::new(engine) };
+        let work = slices(engine, pieces);
         let plan = self.plan(Direction::Up, survey, None);
         // SAFETY: lent until the job is read, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_read) }?;
@@ -55,11 +57,10 @@ impl Copier {
     /// must not wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
-        self.survey()?;
-        let mut survey = Survey::ordered();
-        survey.add(self.engine(), &dst, src.len())?;
+        self.may_block()?;
+        let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
-        let work = Slices { pieces: &pieces, ramp: Ramp::new(self.engine()) };
+        let work = slices(self.engine(), &pieces);
         let plan = self.plan(Direction::Up, survey, Some("bytes in memory".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
@@ -73,9 +74,7 @@ impl Copier {
     /// As for [`upload_slice`](Self::upload_slice).
     pub fn download_slice(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
-        if src.len() > dst.len() {
-            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
-        }
+        Error::unless_fits(src.len(), dst.len())?;
         self.download_to(&mut [(src, dst)], Survey::ordered(), Some("memory".into()))
     }
 
@@ -95,15 +94,24 @@ impl Copier {
         name: Option<Cow<'static, str>>,
     ) -> Result<()> {
         let engine = self.engine();
-        self.survey()?;
+        self.may_block()?;
         for (n, (memory, target)) in pieces.iter().enumerate() {
-            let added = match target.len() {
-                have if have < memory.len() => Err(Error::TooSmall { need: memory.len(), have }),
-                _ => survey.add(engine, memory, memory.len()),
-            };
-            added.map_err(|e| e.of_piece(n, memory.len()))?;
+            let fits = Error::unless_fits(memory.len(), target.len());
+            fits.and_then(|()| survey.add(engine, memory, memory.len()))
+                .map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let work = Targets::new(pieces, Ramp::new(engine));
+        let (first, count) = (pieces.as_mut_ptr(), pieces.len());
+        let get = |n: usize| {
+            // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
+            // target, whose bytes another thread may be writing.
+            let (memory, target) = unsafe {
+                let entry = first.add(n);
+                (&(*entry).0, &raw mut *(*entry).1)
+            };
+            Piece::new(target.cast(), memory.len(), memory)
+        };
+        // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
+        let work = unsafe { Borrowed::new(engine, count, get) };
         let plan = self.plan(Direction::Down, survey, name);
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
@@ -148,12 +156,16 @@ impl Copier {
         job
     }
 
-    /// Before a blocking call.
-    pub(super) fn survey(&self) -> Result<Survey> {
+    /// Before a call.
+    pub(super) fn alive(&self) -> Result<()> {
         crate::os::check_fork()?;
+        self.device().context().alive()
+    }
+
+    /// Before a blocking call.
+    fn may_block(&self) -> Result<()> {
         may_wait()?;
-        self.device().context().alive()?;
-        Ok(Survey::default())
+        self.alive()
     }
 
     // --- pinned buffers ----------------------------------------------------------------------------------------------
@@ -169,32 +181,7 @@ impl Copier {
         &self,
         buffers: Vec<(B, DeviceSlice)>,
     ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, DeviceSlice)>>> {
-        let engine = self.engine();
-        let context = engine.device.context();
-        let look = |survey: &mut Survey, buffer: &B, memory: &DeviceSlice| {
-            if !buffer.serves(context, KEY) {
-                return Err(Error::WrongDevice { device: engine.device.name().into() });
-            }
-            // Asked once: a value of the caller's may answer otherwise the next time.
-            let bytes = buffer.bytes(KEY);
-            if bytes.is_empty() {
-                return Err(Error::Empty);
-            }
-            survey.add(engine, memory, bytes.len())?;
-            Ok(at(bytes.as_ptr().cast_mut(), bytes.len(), memory))
-        };
-        let mut found = self.found(buffers.len());
-        let values = buffers
-            .into_iter()
-            .enumerate()
-            .map(|(n, (value, memory))| {
-                found.look(n, &memory, |survey| look(survey, &value, &memory));
-                Up::Here(value, memory)
-            })
-            .collect();
-        self.own_buffers(Direction::Up, found, values).map_err(|(error, values)| {
-            SubmitError::refused(error, values.into_iter().filter_map(Up::refused).collect())
-        })
+        self.buffers::<Up<B, DeviceSlice>>(buffers)
     }
 
     /// Copies many ranges of device memory into pinned buffers: those of 48 KiB and more to where they belong, shorter
@@ -210,28 +197,49 @@ impl Copier {
         &self,
         buffers: Vec<(DeviceSlice, L)>,
     ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(DeviceSlice, L)>>> {
+        self.buffers::<Down<L, DeviceSlice>>(buffers)
+    }
+
+    /// Starts a job that owns buffers, if nothing is wrong with any.
+    #[allow(clippy::type_complexity, reason = "the buffers come back")]
+    fn buffers<S: Side<Beside = DeviceSlice> + 'static>(
+        &self,
+        given: Vec<S::Given>,
+    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
-        let stream = engine.stream(Direction::Down, self.priority);
-        let look = |survey: &mut Survey, memory: &DeviceSlice, landing: &mut L| {
-            let (target, have) = landing.target(stream, KEY)?;
-            if memory.len() > have {
-                return Err(Error::TooSmall { need: memory.len(), have });
+        let stream = engine.stream(S::DIRECTION, Priority::Foreground);
+        let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
+        let mut look = |given: &mut S::Given| {
+            let (looked, memory) = (S::look(given, stream), S::beside(given));
+            let (host, have) = looked?;
+            let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
+            match have {
+                0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
+                _ => Error::unless_fits(len, have)?,
             }
-            survey.add(engine, memory, memory.len())?;
-            Ok(at(target, memory.len(), memory))
+            survey.add(engine, memory, len)?;
+            pieces.push(Piece::new(host, len, memory));
+            Ok(())
         };
-        let mut found = self.found(buffers.len());
-        let values = buffers
+        // The buffers are looked at while the caller's list becomes the job's, since a list of many is longer than caches
+        // are: each pass over it costs the time of a copy. After the first error none is looked at.
+        let mut said = self.alive().and_then(|()| engine.start_threads());
+        let values: Vec<Held<S>> = given
             .into_iter()
             .enumerate()
-            .map(|(n, (memory, mut landing))| {
-                found.look(n, &memory, |survey| look(survey, &memory, &mut landing));
-                Down::Here(landing, memory)
+            .map(|(n, mut given)| {
+                if said.is_ok() {
+                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&given).len()));
+                }
+                Held::Given(given)
             })
             .collect();
-        self.own_buffers(Direction::Down, found, values).map_err(|(error, values)| {
-            SubmitError::refused(error, values.into_iter().filter_map(Down::refused).collect())
-        })
+        if let Err(error) = said {
+            return Err(SubmitError::refused(error, values.into_iter().filter_map(Held::refused).collect()));
+        }
+        let buffers = Arc::new(Buffers::new(pieces, values, Ramp::new(engine)));
+        let plan = self.plan(S::DIRECTION, survey, None);
+        Ok(self.run(plan, buffers.clone(), buffers))
     }
 
     /// Copies all that was written to a pinned value (a [`PinnedBuf`](crate::PinnedBuf), a
@@ -244,29 +252,19 @@ impl Copier {
     where
         B: Lend + 'static,
     {
-        let surveyed = (|| {
-            if !value.serves(self.device().context(), KEY) {
-                return Err(Error::WrongDevice { device: self.device().name().into() });
-            }
-            // Asked once: a value of the caller's may answer otherwise the next time.
-            let bytes = value.bytes(KEY);
-            let dst = self.target(dst, bytes.len() as u64)?;
-            self.device().context().alive()?;
-            let mut pages = PageSurvey { survey: Survey::ordered(), ..PageSurvey::default() };
-            pages.add(self.engine(), bytes.as_ptr().cast_mut(), bytes.len(), &[dst])?;
-            Ok(pages)
-        })();
-        let survey = match surveyed {
-            Ok(surveyed) => surveyed,
-            Err(error) => return Err(SubmitError::refused(error, value)),
-        };
+        let engine = self.engine();
+        // Asked again by `pages`: a value of the caller's may answer otherwise the next time, and is refused then.
+        let checked = engine
+            .stream(Direction::Up, Priority::Foreground)
+            .may_use(&value)
+            .and_then(|()| self.target(dst, value.bytes(KEY).len() as u64));
+        let (dst, value) = SubmitError::unless(checked, value)?;
         let name = Some("pinned memory".into());
-        match self.own_pages(Direction::Up, survey, vec![Up::Here(value, ())], name) {
-            Ok(transfer) => Ok(transfer.single()),
-            Err((error, value)) => {
-                Err(SubmitError { error, buffer: value.and_then(|mut value| value.pop()) })
-            }
-        }
+        let started = self.pages::<Up<B, _>>(vec![(value, vec![dst])], Survey::ordered(), name);
+        started.map(Transfer::single).map_err(|refused| SubmitError {
+            error: refused.error,
+            buffer: refused.buffer.and_then(|mut given| given.pop()).map(|(value, _)| value),
+        })
     }
 
     /// Device memory of this device.
@@ -286,9 +284,7 @@ impl Copier {
         if need == 0 {
             return Err(Error::Empty);
         }
-        if need > slice.len() {
-            return Err(Error::TooSmall { need, have: slice.len() });
-        }
+        Error::unless_fits(need, slice.len())?;
         slice.slice(..need)
     }
 
@@ -307,34 +303,7 @@ impl Copier {
         &self,
         blocks: Vec<(B, Vec<DeviceSlice>)>,
     ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, Vec<DeviceSlice>)>>> {
-        let engine = self.engine();
-        let surveyed = (|| {
-            crate::os::check_fork()?;
-            engine.device.context().alive()?;
-            let mut pages = PageSurvey::default();
-            let mut look = |block: &B, places: &[DeviceSlice]| {
-                if !block.serves(engine.device.context(), KEY) {
-                    return Err(Error::WrongDevice { device: engine.device.name().into() });
-                }
-                // Asked once: a value of the caller's may answer otherwise the next time.
-                let bytes = block.bytes(KEY);
-                pages.add(engine, bytes.as_ptr().cast_mut(), bytes.len(), places)
-            };
-            for (n, (block, places)) in blocks.iter().enumerate() {
-                look(block, places).map_err(|e| e.of_piece(n, together(places)))?;
-            }
-            Ok(pages)
-        })();
-        let survey = match surveyed {
-            Ok(surveyed) => surveyed,
-            Err(error) => return Err(SubmitError::refused(error, blocks)),
-        };
-        let (blocks, places): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-        let values = blocks.into_iter().map(|block| Up::Here(block, ())).collect();
-        self.own_pages(Direction::Up, survey, values, None).map_err(|(error, blocks)| {
-            let buffer = blocks.map(|blocks| blocks.into_iter().zip(places).collect());
-            SubmitError { error, buffer }
-        })
+        self.pages::<Up<B, Vec<DeviceSlice>>>(blocks, Survey::default(), None)
     }
 
     /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
@@ -342,126 +311,59 @@ impl Copier {
     ///
     /// # Errors
     /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages), and
-    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf). After a start that failed (a
-    /// lost device, no thread) the blocks return to their pools.
+    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf).
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn download_pages<L: Landing + 'static>(
         &self,
-        mut blocks: Vec<(Vec<DeviceSlice>, L)>,
+        blocks: Vec<(Vec<DeviceSlice>, L)>,
     ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(Vec<DeviceSlice>, L)>>> {
+        self.pages::<Down<L, Vec<DeviceSlice>>>(blocks, Survey::default(), None)
+    }
+
+    /// Starts a job that owns blocks, if nothing is wrong with any. `name`: it has one block, and errors have no number.
+    #[allow(clippy::type_complexity, reason = "the blocks come back")]
+    fn pages<S: Side<Beside = Vec<DeviceSlice>> + 'static>(
+        &self,
+        mut given: Vec<S::Given>,
+        survey: Survey,
+        name: Option<Cow<'static, str>>,
+    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
         let surveyed = (|| {
-            crate::os::check_fork()?;
-            engine.device.context().alive()?;
-            let mut pages = PageSurvey::default();
-            let stream = engine.stream(Direction::Down, self.priority);
-            for (n, (places, landing)) in blocks.iter_mut().enumerate() {
-                let target = landing.target(stream, KEY);
-                let added = target.and_then(|(start, have)| pages.add(engine, start, have, places));
-                added.map_err(|e| e.of_piece(n, together(places)))?;
+            self.alive()?;
+            let stream = engine.stream(S::DIRECTION, Priority::Foreground);
+            let mut found = PageSurvey { survey, pages: Vec::new(), lens: Vec::new() };
+            for (n, block) in given.iter_mut().enumerate() {
+                let (looked, places) = (S::look(block, stream), S::beside(block));
+                let added = looked.and_then(|(host, have)| found.add(engine, host, have, places));
+                let together = || places.iter().fold(0, |all: usize, place| all.saturating_add(place.len()));
+                added.map_err(|e| if name.is_none() { e.of_piece(n, together()) } else { e })?;
             }
-            Ok(pages)
+            engine.start_threads().map(|()| found)
         })();
-        let survey = match surveyed {
-            Ok(surveyed) => surveyed,
-            Err(error) => return Err(SubmitError::refused(error, blocks)),
-        };
-        let values = blocks.into_iter().map(|(_, landing)| Down::Here(landing, ())).collect();
-        let started = self.own_pages(Direction::Down, survey, values, None);
-        started.map_err(|(error, _)| SubmitError { error, buffer: None })
+        let (found, given) = SubmitError::unless(surveyed, given)?;
+        let PageSurvey { survey, pages, lens } = found;
+        let values = given.into_iter().map(Held::Given).collect();
+        let paged = Arc::new(Paged::<S>::new(pages, values, &lens, Ramp::new(engine)));
+        let plan = self.plan(S::DIRECTION, survey, name);
+        Ok(self.run(plan, paged.clone(), paged))
     }
 
-    /// Starts a job that owns blocks. An error gives them back, if all of them are there.
-    #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    fn own_pages<V: Buffer + 'static>(
+    /// Starts a job that owns what it moves, on threads that were started.
+    pub(super) fn run<B>(
         &self,
-        direction: Direction,
-        survey: PageSurvey,
-        values: Vec<V>,
-        name: Option<Cow<'static, str>>,
-    ) -> std::result::Result<Transfer<Vec<V::Back>>, (Error, Option<Vec<V::Back>>)>
-    where
-        V::Back: 'static,
-    {
-        let engine = self.engine();
-        let PageSurvey { survey, pages, lens } = survey;
-        let values = values.into_iter().zip(lens).collect();
-        let paged = Arc::new(Paged::new(pages, values, Ramp::new(engine)));
-        let plan = self.plan(direction, survey, name);
+        plan: Plan,
+        work: Arc<dyn Work>,
+        values: Arc<dyn Values<Back = B>>,
+    ) -> Transfer<B> {
         let total = plan.total;
-        let job = self.job(plan, Body::Owned(paged.clone()));
-        if let Err(error) = engine.start(&job, total) {
-            job.fail(error.clone());
-            drop(job);
-            let back = Arc::into_inner(paged)
-                .and_then(|paged| paged.into_values().into_iter().collect::<Result<_>>().ok());
-            return Err((error, back));
-        }
-        let values: Arc<dyn Values<Back = Vec<V::Back>>> = paged;
-        Ok(Transfer::new(self.clone(), job, values))
-    }
-
-    /// Before buffers are looked at.
-    fn found(&self, count: usize) -> Found {
-        let said = crate::os::check_fork().and_then(|()| self.device().context().alive());
-        Found { survey: Survey::default(), pieces: Vec::with_capacity(count), said }
-    }
-
-    /// Starts a job that owns what it moves, if nothing is wrong with that.
-    #[allow(clippy::type_complexity, reason = "the buffers come back")]
-    fn own_buffers<V: Buffer + 'static>(
-        &self,
-        direction: Direction,
-        found: Found,
-        values: Vec<V>,
-    ) -> std::result::Result<Transfer<Vec<V::Back>>, (Error, Vec<V>)>
-    where
-        V::Back: 'static,
-    {
-        let engine = self.engine();
-        let Found { survey, pieces, said } = found;
-        if let Err(error) = said {
-            return Err((error, values));
-        }
-        let buffers = Arc::new(Buffers::new(direction, pieces, values, Ramp::new(engine)));
-        let plan = self.plan(direction, survey, None);
-        let total = plan.total;
-        let job = self.job(plan, Body::Owned(buffers.clone()));
-        if let Err(error) = engine.start(&job, total) {
-            job.fail(error.clone());
-            drop(job);
-            let values = Arc::into_inner(buffers).map(Buffers::into_values).unwrap_or_default();
-            return Err((error, values));
-        }
-        let values: Arc<dyn Values<Back = Vec<V::Back>>> = buffers;
-        Ok(Transfer::new(self.clone(), job, values))
-    }
-}
-
-/// What was found of buffers before anything is copied. They are looked at while the caller's list becomes the job's,
-/// since a list of many pieces is longer than caches are: each pass over it costs the time of a copy.
-struct Found {
-    survey: Survey,
-    pieces: Vec<Piece>,
-    /// What is wrong with the first that cannot be copied. None is looked at behind it.
-    said: Result<()>,
-}
-
-impl Found {
-    #[inline]
-    fn look(&mut self, n: usize, memory: &DeviceSlice, look: impl FnOnce(&mut Survey) -> Result<Piece>) {
-        if self.said.is_err() {
-            return;
-        }
-        match look(&mut self.survey) {
-            Ok(piece) => self.pieces.push(piece),
-            Err(error) => self.said = Err(error.of_piece(n, memory.len())),
-        }
+        let job = self.job(plan, Body::Owned(work));
+        self.engine().go(&job, total);
+        Transfer::new(self.clone(), job, values)
     }
 }
 
 /// What was found of blocks before anything is copied.
-#[derive(Default)]
 struct PageSurvey {
     survey: Survey,
     pages: Vec<(Piece, u32)>,
@@ -474,27 +376,26 @@ impl PageSurvey {
         let mut need = 0_usize;
         for place in places {
             self.survey.add(engine, place, place.len())?;
-            self.pages.push((at(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
+            self.pages
+                .push((Piece::new(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
             need = need.saturating_add(place.len());
         }
-        match need {
-            0 => Err(Error::Empty),
-            need if need > have => Err(Error::TooSmall { need, have }),
-            need => {
-                self.lens.push(need);
-                Ok(())
-            }
+        if need == 0 {
+            return Err(Error::Empty);
         }
+        self.lens.push(need);
+        Error::unless_fits(need, have)
     }
 }
 
-/// Bytes of places together.
-fn together(places: &[DeviceSlice]) -> usize {
-    places.iter().fold(0, |all, place| all.saturating_add(place.len()))
-}
-
-fn at(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
-    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
+/// Borrowed bytes on their way to the device.
+fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Work + use<'a> {
+    let get = |n: usize| {
+        let (bytes, memory) = &pieces[n];
+        Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+    };
+    // SAFETY: shared borrows of bytes.
+    unsafe { Borrowed::new(engine, pieces.len(), get) }
 }
 
 /// While this exists, memory that the caller lends is used. Its drop helps, and waits until it is used no more.

@@ -69,15 +69,16 @@
 
 // The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
-// thread does that moves chunks; `worker/pages.rs`: the same for pages. `scheduler.rs`: which job the threads turn to,
-// and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in flight.
-// `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`: which transfers
-// wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie in a segment; filling
-// and emptying it. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring,
-// and the kernels that work on it. `pieces.rs`, `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and
-// sinks; what the caller brings, in order or in small pieces; what the caller writes. `source.rs`, `file.rs`,
-// `collect.rs`: what a program can give. `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings,
-// the counts, the span. `stores.rs`: CPU copies.
+// thread does that moves chunks; `worker/stages.rs`: with each of its chunks. `scheduler.rs`: which job the threads
+// turn to, and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in
+// flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
+// which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
+// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
+// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`,
+// `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and sinks; what the caller brings, in order
+// or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
+// `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
+// CPU copies.
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
@@ -134,7 +135,6 @@ pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};
 
 use self::engine::Engine;
-use self::job::Direction;
 use self::worker::Worker;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -353,10 +353,7 @@ impl Copier {
     /// # Errors
     /// As for [`Stream::wait_for`].
     pub fn wait_for(&self, stream: &Stream) -> Result<()> {
-        Direction::BOTH
-            .into_iter()
-            .flat_map(|way| self.engine().streams(way))
-            .try_for_each(|own| own.wait_for(stream))
+        self.engine().streams().try_for_each(|own| own.wait_for(stream))
     }
 }
 

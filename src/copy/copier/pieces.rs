@@ -6,6 +6,7 @@
 
 use std::cell::UnsafeCell;
 use std::collections::HashSet;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,17 +14,18 @@ use super::engine::Engine;
 use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
 use super::lent::{Block, Lent};
-use super::packing::{Content, Packing, Pages, Piece, Run, Unpacking, announce, copy_out, transfer};
+use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, parts, unpack};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::Landing;
-use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
+use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
-use crate::stream::timeline::RetainedResource;
+use crate::stream::Stream;
+use crate::stream::timeline::{Resource, RetainedResource};
 
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
 /// there is nothing to be done beside the last ones: chunks there are short.
@@ -76,12 +78,16 @@ impl Survey {
         Self { is_ordered: true, ..Self::default() }
     }
 
+    /// The same, of one piece.
+    pub(super) fn one(engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<Self> {
+        let mut survey = Self::ordered();
+        survey.add(engine, memory, len).map(|()| survey)
+    }
+
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
-        if len > memory.len() {
-            return Err(Error::TooSmall { need: len, have: memory.len() });
-        }
+        Error::unless_fits(len, memory.len())?;
         self.bytes += len as u64;
         if self.is_ordered {
             let start = memory.address();
@@ -97,10 +103,7 @@ impl Survey {
         if !memory.is_of(engine.device.context()) {
             return Err(Error::WrongDevice { device: engine.device.name().into() });
         }
-        if self.memories.is_empty() || self.known.insert(number) {
-            if self.memories.is_empty() {
-                self.known.insert(number);
-            }
+        if self.known.insert(number) {
             engine.admit(memory)?;
             self.memories.push(memory.allocation());
         }
@@ -108,39 +111,17 @@ impl Survey {
     }
 }
 
-/// The parts of a chunk: each piece, and the bytes of it from where to where.
-pub(super) fn parts(
-    chunk: &Chunk,
-    piece: impl Fn(usize) -> Piece,
-) -> impl Iterator<Item = (Piece, usize, usize)> {
-    let Chunk { start, end, .. } = *chunk;
-    (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
-        let found = piece(n);
-        let from = if n == start.piece { start.from } else { 0 };
-        let to = if n == end.piece { end.from } else { found.len };
-        (found, from, to)
-    })
-}
-
-/// What a chunk that goes through a segment may have.
-pub(super) struct Limits<F, P> {
-    /// Bytes of the segment, the table included; and bytes of pieces.
-    pub(super) most: usize,
-    pub(super) bytes: usize,
-    /// Whether a piece may be in it.
-    pub(super) fits: F,
-    /// Where a piece that would be cut behind so many of its bytes is cut rather, by its number.
-    pub(super) on_page: P,
-}
-
-/// Cuts a chunk off that goes through a segment.
+/// Cuts a chunk of so many bytes off, which goes through a segment. `fits`: whether a piece may be in it. `on_page`: where
+/// a piece, by its number, is cut rather than behind so many of its bytes.
 pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
-    limits: Limits<impl Fn(&Piece) -> bool, impl Fn(usize, usize) -> usize>,
+    fits: impl Fn(&Piece) -> bool,
+    on_page: impl Fn(usize, usize) -> usize,
+    full: usize,
     cursor: &mut Cursor,
 ) -> Chunk {
-    let Limits { most, bytes: full, fits, on_page } = limits;
+    let most = full + BESIDE;
     let mut layout = Layout::new(most);
     let (mut at, mut bytes) = (cursor.at, 0);
     while at.piece < count {
@@ -168,20 +149,13 @@ pub(super) fn cut(
     finish(cursor, at, bytes, Some(most))
 }
 
-/// A chunk of pieces in memory, of so many bytes.
-fn cut_memory(
-    count: usize,
-    piece: impl Fn(usize) -> Piece,
-    fits: impl Fn(&Piece) -> bool,
-    cursor: &mut Cursor,
-    bytes: usize,
-) -> Chunk {
-    let most = bytes + BESIDE;
-    cut(count, piece, Limits { most, bytes, fits, on_page: |_, end| end }, cursor)
+/// For [`cut`]: memory has no pages that count.
+fn anywhere(_: usize, end: usize) -> usize {
+    end
 }
 
 /// Bytes of a segment beside those of the pieces: for the table, and for gaps.
-pub(super) const BESIDE: usize = 2 * PAGE;
+const BESIDE: usize = 2 * PAGE;
 
 /// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
 pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
@@ -198,120 +172,67 @@ pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<u
 ///
 /// # Safety
 /// For an upload the pieces can be read, and no thread writes them meanwhile.
-unsafe fn pack(
-    chunk: &Chunk,
-    packing: &mut Packing<'_>,
-    is_read: bool,
-    piece: impl Fn(usize) -> Piece,
-) -> Result<Content> {
-    let mut parts = parts(chunk, piece).peekable();
-    while let Some((this, from, to)) = parts.next() {
-        if let (true, Some((next, ..))) = (is_read, parts.peek()) {
-            announce(next);
-        }
-        // SAFETY: all of the place is written. The caller promises that the piece can be read.
-        unsafe {
-            packing.put(&this, from, to, |from, place| {
-                let src = this.host.add(from);
-                std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
-                Ok(())
-            })?;
-        }
+unsafe fn pack(chunk: &Chunk, packing: &mut Packing<'_>, piece: impl Fn(usize) -> Piece) -> Result<Content> {
+    // SAFETY: all of the place is written. The caller promises that the piece can be read.
+    unsafe {
+        packing.put(chunk, piece, |_, this, from, place| {
+            let src = this.host.add(from);
+            std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
+            Ok(())
+        })
     }
-    Ok(Content::Packed)
 }
 
 /// Takes a chunk's bytes out of its segment.
 ///
 /// # Safety
 /// The pieces can be written, and no other thread uses the chunk's bytes of them.
-unsafe fn unpack(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
-    let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
-    for (this, from, to) in parts(chunk, piece) {
-        unpacking.put(&this, from, to, bytes, |from, bytes| {
-            // SAFETY: within the piece; the caller's promise.
-            unsafe { copy_out(bytes, this.host.add(from)) };
-            Ok(())
-        })?;
-    }
-    Ok(())
+unsafe fn unpack_memory(chunk: &Chunk, bytes: &[u8], piece: impl Fn(usize) -> Piece) -> Result<()> {
+    unpack(chunk, bytes, piece, |_, this, from, bytes| {
+        // SAFETY: within the piece; the caller's promise.
+        unsafe { copy_out(bytes, this.host.add(from)) };
+        Ok(())
+    })
 }
 
 // --- borrowed --------------------------------------------------------------------------------------------------------
 
-/// Borrowed bytes on their way to the device.
-pub(super) struct Slices<'a> {
-    pub(super) pieces: &'a [(&'a [u8], DeviceSlice)],
-    pub(super) ramp: Ramp,
-}
-
-impl Slices<'_> {
-    fn get(&self, n: usize) -> Piece {
-        let (bytes, memory) = &self.pieces[n];
-        piece(bytes.as_ptr().cast_mut(), bytes.len(), memory)
-    }
-}
-
-fn piece(host: *mut u8, len: usize, memory: &DeviceSlice) -> Piece {
-    Piece { host, len, device: memory.address(), memory: memory.allocation_number() }
-}
-
-impl Work for Slices<'_> {
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        let most = self.ramp.next(cursor);
-        cut_memory(self.pieces.len(), |n| self.get(n), |_| true, cursor, most)
-    }
-
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: shared borrows of bytes.
-        unsafe { pack(chunk, packing, true, |n| self.get(n)) }
-    }
-}
-
-/// Borrowed memory that bytes from the device go to.
-pub(super) struct Targets<'a> {
-    first: *mut (DeviceSlice, &'a mut [u8]),
+/// Memory that a caller lends, as so many pieces.
+pub(super) struct Borrowed<F> {
     count: usize,
-    pub(super) ramp: Ramp,
+    get: F,
+    ramp: Ramp,
 }
 
-// SAFETY: the list is borrowed exclusively for as long as this exists. Each byte of the targets is written by one
-// thread, and the list itself is only read.
-unsafe impl Send for Targets<'_> {}
+// SAFETY: see `new`.
+unsafe impl<F> Send for Borrowed<F> {}
 // SAFETY: as above.
-unsafe impl Sync for Targets<'_> {}
+unsafe impl<F> Sync for Borrowed<F> {}
 
-impl<'a> Targets<'a> {
-    pub(super) fn new(pieces: &mut [(DeviceSlice, &'a mut [u8])], ramp: Ramp) -> Self {
-        Self { first: pieces.as_mut_ptr(), count: pieces.len(), ramp }
-    }
-
-    fn get(&self, n: usize) -> Piece {
-        debug_assert!(n < self.count);
-        // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
-        // target, whose bytes another thread may be writing.
-        let (memory, target) = unsafe {
-            let entry = self.first.add(n);
-            (&(*entry).0, &raw mut *(*entry).1)
-        };
-        piece(target.cast(), memory.len(), memory)
+impl<F: Fn(usize) -> Piece> Borrowed<F> {
+    /// # Safety
+    /// Several threads may call `get` at once, with numbers less than `count`. For as long as this exists, the pieces
+    /// that it gives can be read, and are not written (for an upload); or can be written, and are not used otherwise (for
+    /// a download).
+    pub(super) unsafe fn new(engine: &Engine, count: usize, get: F) -> Self {
+        Self { count, get, ramp: Ramp::new(engine) }
     }
 }
 
-impl Work for Targets<'_> {
+impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
-        cut_memory(self.count, |n| self.get(n), |_| true, cursor, most)
+        cut(self.count, &self.get, |_| true, anywhere, most, cursor)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: a download's chunk is laid out only.
-        unsafe { pack(chunk, packing, false, |n| self.get(n)) }
+        // SAFETY: the promise of `new`.
+        unsafe { pack(chunk, packing, &self.get) }
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        // SAFETY: borrowed exclusively, each as long as its range at least, and each byte is in one chunk.
-        unsafe { unpack(chunk, bytes, |n| self.get(n)) }
+        // SAFETY: the promise of `new`; each byte is in one chunk.
+        unsafe { unpack_memory(chunk, bytes, &self.get) }
     }
 }
 
@@ -342,159 +263,214 @@ impl Values for () {
     }
 }
 
-/// A pinned buffer of a job.
-pub(super) trait Buffer: Send {
+/// Which way pinned buffers of a job go.
+pub(super) trait Side {
+    const DIRECTION: Direction;
+    /// What the caller gives: the buffer and, beside it, where on the device its bytes belong.
+    type Given: Send;
+    type Beside;
+    /// What is left of it while it is lent.
+    type Lent: Send;
     /// What comes back.
     type Back;
 
-    /// Lends it to the device, which then reads it, or writes so many bytes to it.
-    fn lend(&mut self, written: usize) -> RetainedResource;
+    fn beside(given: &Self::Given) -> &Self::Beside;
 
-    /// The job is over: gives it back, with so many bytes written by the CPU where it was not lent.
-    fn back(self, written: usize) -> Result<Self::Back>;
+    /// The buffer's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
+    /// copies cannot use it.
+    fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
+
+    /// Lends it to the device, which then reads it, or writes so many bytes to it.
+    fn lend(given: Self::Given, written: usize) -> (RetainedResource, Self::Lent);
+
+    /// The job has ended well: gives back what was not lent, but read by the CPU, or written, so many bytes.
+    fn unlent(given: Self::Given, written: usize) -> Result<Self::Back>;
+
+    /// The job is over: gives back what was lent.
+    fn finish(lent: Self::Lent) -> Result<Self::Back>;
 
     /// The same where no handle asks for it.
-    fn abandon(self);
+    fn abandon(lent: Self::Lent);
 }
 
-/// A buffer on its way to the device, with what the caller gave beside it, for a call that is refused. Where that is a
-/// [`DeviceSlice`], the caller's list becomes the job's in place: this is no longer than the pair.
-pub(super) enum Up<B: Lend, M = ()> {
-    Here(B, M),
-    /// `None`: between the two.
-    Lent(Option<B>),
-}
+/// Buffers on their way to the device.
+pub(super) struct Up<B, M>(PhantomData<(B, M)>);
 
-impl<B: Lend, M> Up<B, M> {
-    /// The caller's pair, unless the buffer was lent.
-    pub(super) fn refused(self) -> Option<(B, M)> {
-        match self {
-            Self::Here(value, beside) => Some((value, beside)),
-            Self::Lent(_) => None,
-        }
-    }
-}
-
-impl<B: Lend, M: Send> Buffer for Up<B, M> {
+impl<B: Lend, M: Send> Side for Up<B, M> {
+    const DIRECTION: Direction = Direction::Up;
+    type Given = (B, M);
+    type Beside = M;
+    type Lent = B;
     type Back = B;
 
-    fn lend(&mut self, _: usize) -> RetainedResource {
-        match std::mem::replace(self, Self::Lent(None)) {
-            Self::Here(value, _) => {
-                let resource = RetainedResource::of(value.lend(KEY));
-                *self = Self::Lent(Some(value));
-                resource
-            }
-            other => lent_before(self, other),
-        }
+    fn beside((_, beside): &(B, M)) -> &M {
+        beside
     }
 
-    fn back(self, _: usize) -> Result<B> {
-        match self {
-            Self::Here(value, _) => Ok(value),
-            Self::Lent(Some(value)) => value.finish(None, KEY),
-            Self::Lent(None) => Err(LOST),
-        }
+    fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
+        stream.may_use(value)?;
+        // Asked once: a value of the caller's may answer otherwise the next time.
+        let bytes = value.bytes(KEY);
+        Ok((bytes.as_ptr().cast_mut(), bytes.len()))
     }
 
-    fn abandon(self) {
-        if let Self::Lent(Some(value)) = self {
-            value.abandon(KEY);
-        }
+    fn lend((value, _): (B, M), _: usize) -> (RetainedResource, B) {
+        (RetainedResource::of(value.lend(KEY)), value)
+    }
+
+    fn unlent((value, _): (B, M), _: usize) -> Result<B> {
+        Ok(value)
+    }
+
+    fn finish(value: B) -> Result<B> {
+        value.finish(None, KEY)
+    }
+
+    fn abandon(value: B) {
+        value.abandon(KEY);
     }
 }
 
-/// A buffer that bytes from the device go to, with what the caller gave beside it: as [`Up`].
-pub(super) enum Down<L: Landing, M = ()> {
-    Here(L, M),
-    /// With the bytes that are written to it. `None`: between the two.
-    Lent(Option<(L::Landed, usize)>),
+/// Buffers that bytes from the device go to.
+pub(super) struct Down<L, M>(PhantomData<(L, M)>);
+
+impl<L: Landing, M: Send> Side for Down<L, M> {
+    const DIRECTION: Direction = Direction::Down;
+    type Given = (M, L);
+    type Beside = M;
+    /// With the bytes that are written to it.
+    type Lent = (L::Landed, usize);
+    type Back = L::Landed;
+
+    fn beside((beside, _): &(M, L)) -> &M {
+        beside
+    }
+
+    fn look((_, landing): &mut (M, L), stream: &Stream) -> Result<(*mut u8, usize)> {
+        landing.target(stream, KEY)
+    }
+
+    fn lend((_, landing): (M, L), written: usize) -> (RetainedResource, Self::Lent) {
+        let (resource, half) = landing.lend(KEY);
+        (RetainedResource::of(resource), (L::Landed::from(half), written))
+    }
+
+    fn unlent((_, landing): (M, L), written: usize) -> Result<L::Landed> {
+        // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
+        let half = unsafe { landing.filled(written, KEY) };
+        half.map(L::Landed::from).ok_or(Error::Internal("a buffer cannot be written by the CPU"))
+    }
+
+    fn finish((value, written): Self::Lent) -> Result<L::Landed> {
+        value.finish(Some(written), KEY)
+    }
+
+    fn abandon((value, _): Self::Lent) {
+        value.abandon(KEY);
+    }
 }
 
-impl<L: Landing, M> Down<L, M> {
-    /// The caller's pair, unless the buffer was lent.
-    pub(super) fn refused(self) -> Option<(M, L)> {
+/// A buffer of a job. Where what is beside it is a [`DeviceSlice`], the caller's list becomes the job's in place: this is no
+/// longer than what is given.
+pub(super) enum Held<S: Side> {
+    Given(S::Given),
+    /// `None`: between the two.
+    Lent(Option<S::Lent>),
+}
+
+impl<S: Side> Held<S> {
+    /// What the caller gave, unless it was lent.
+    pub(super) fn refused(self) -> Option<S::Given> {
         match self {
-            Self::Here(landing, beside) => Some((beside, landing)),
+            Self::Given(given) => Some(given),
             Self::Lent(_) => None,
         }
     }
-}
-
-impl<L: Landing, M: Send> Buffer for Down<L, M> {
-    type Back = L::Landed;
 
     fn lend(&mut self, written: usize) -> RetainedResource {
         match std::mem::replace(self, Self::Lent(None)) {
-            Self::Here(landing, _) => {
-                let (resource, half) = landing.lend(KEY);
-                *self = Self::Lent(Some((L::Landed::from(half), written)));
-                RetainedResource::of(resource)
+            Self::Given(given) => {
+                let (resource, lent) = S::lend(given, written);
+                *self = Self::Lent(Some(lent));
+                resource
             }
-            other => lent_before(self, other),
+            // Not so: a piece in place is in one chunk.
+            lent => {
+                *self = lent;
+                RetainedResource::of(Resource::Object(Box::new(())))
+            }
         }
     }
 
-    fn back(self, written: usize) -> Result<L::Landed> {
+    fn back(self, written: usize) -> Result<S::Back> {
         match self {
-            // SAFETY: the job has ended well, so all bytes of the range were copied to the buffer's start.
-            Self::Here(landing, _) => match unsafe { landing.filled(written, KEY) } {
-                Some(half) => Ok(L::Landed::from(half)),
-                None => Err(Error::Internal("a buffer cannot be written by the CPU")),
-            },
-            Self::Lent(Some((value, written))) => value.finish(Some(written), KEY),
-            Self::Lent(None) => Err(LOST),
+            Self::Given(given) => S::unlent(given, written),
+            Self::Lent(Some(lent)) => S::finish(lent),
+            Self::Lent(None) => Err(Error::Internal("a buffer was lost while it was lent")),
         }
     }
 
     fn abandon(self) {
-        if let Self::Lent(Some((value, _))) = self {
-            value.abandon(KEY);
+        if let Self::Lent(Some(lent)) = self {
+            S::abandon(lent);
         }
     }
 }
 
-const LOST: Error = Error::Internal("a buffer was lost while it was lent");
+/// The buffers of a job. Each is changed by one worker, which lends it, and after the job by the handle.
+struct List<S: Side>(UnsafeCell<Vec<Held<S>>>);
 
-/// Not so: a piece in place is in one chunk.
-#[cold]
-fn lent_before<B>(place: &mut B, lent: B) -> RetainedResource {
-    *place = lent;
-    RetainedResource::of(crate::stream::timeline::Resource::Object(Box::new(())))
+// SAFETY: see above; what other workers read of a buffer is its address alone, which is not here.
+unsafe impl<S: Side> Sync for List<S> {}
+
+impl<S: Side> List<S> {
+    /// Gives all back, those that were not lent with so many bytes written.
+    ///
+    /// # Safety
+    /// The job is over, and this is called once.
+    unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<S::Back>> {
+        // SAFETY: no worker uses the list any more, and the caller is the only one that takes it.
+        let values = std::mem::take(unsafe { &mut *self.0.get() });
+        let mut back = Vec::with_capacity(values.len());
+        let mut left = values.into_iter().zip(written);
+        while let Some((value, written)) = left.next() {
+            match value.back(written) {
+                Ok(value) => back.push(value),
+                Err(error) => {
+                    left.for_each(|(value, _)| value.abandon());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(back)
+    }
+}
+
+impl<S: Side> Drop for List<S> {
+    fn drop(&mut self) {
+        std::mem::take(self.0.get_mut()).into_iter().for_each(Held::abandon);
+    }
 }
 
 /// Pinned buffers that a job owns.
-pub(super) struct Buffers<V: Buffer> {
-    direction: Direction,
+pub(super) struct Buffers<S: Side> {
     pieces: Vec<Piece>,
-    /// Each is changed by the worker that prepares the one chunk that it is in place in, and after the job by the
-    /// handle.
-    values: UnsafeCell<Vec<V>>,
+    values: List<S>,
     /// The pieces are the rows of rectangles, nearly all of them.
     rows: bool,
     ramp: Ramp,
 }
 
-// SAFETY: see `values`; what a chunk's worker reads of a packed buffer is its address alone.
-unsafe impl<V: Buffer> Sync for Buffers<V> {}
-// SAFETY: buffers and addresses.
-unsafe impl<V: Buffer> Send for Buffers<V> {}
-
-impl<V: Buffer> Buffers<V> {
+impl<S: Side> Buffers<S> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
-    pub(super) fn new(direction: Direction, pieces: Vec<Piece>, values: Vec<V>, ramp: Ramp) -> Self {
+    pub(super) fn new(pieces: Vec<Piece>, values: Vec<Held<S>>, ramp: Ramp) -> Self {
         let rows = are_rows(&pieces);
-        Self { direction, pieces, values: UnsafeCell::new(values), rows, ramp }
+        Self { pieces, values: List(UnsafeCell::new(values)), rows, ramp }
     }
 
     /// Whether a piece is copied from or to where it is.
     fn stays(&self, piece: &Piece) -> bool {
         self.rows || piece.len >= IN_PLACE
-    }
-
-    /// The values, none of which was lent: the job was never started.
-    pub(super) fn into_values(mut self) -> Vec<V> {
-        std::mem::take(self.values.get_mut())
     }
 }
 
@@ -520,7 +496,7 @@ fn are_rows(pieces: &[Piece]) -> bool {
     even >= seen - seen / 4
 }
 
-impl<V: Buffer> Work for Buffers<V> {
+impl<S: Side> Work for Buffers<S> {
     fn needs(&self, cursor: &Cursor) -> Needs {
         let stays = self.pieces.get(cursor.at.piece).is_some_and(|piece| self.stays(piece));
         match (stays, cursor.at.from) {
@@ -535,13 +511,8 @@ impl<V: Buffer> Work for Buffers<V> {
         let most = self.ramp.next(cursor);
         let needs = self.needs(cursor);
         if has_segment && needs != Needs::Nothing {
-            return cut_memory(
-                self.pieces.len(),
-                |n| self.pieces[n],
-                |piece| !self.stays(piece),
-                cursor,
-                most,
-            );
+            let (get, fits) = (|n: usize| self.pieces[n], |piece: &Piece| !self.stays(piece));
+            return cut(self.pieces.len(), get, fits, anywhere, most, cursor);
         }
         let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
         let (mut end, mut bytes) = (cursor.at.piece, 0);
@@ -558,94 +529,66 @@ impl<V: Buffer> Work for Buffers<V> {
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         if chunk.most.is_some() {
-            let is_read = self.direction == Direction::Up;
             // SAFETY: the job owns the buffers, and no device writes to those that are packed.
-            return unsafe { pack(chunk, packing, is_read, |n| self.pieces[n]) };
+            return unsafe { pack(chunk, packing, |n| self.pieces[n]) };
         }
-        let range = chunk.start.piece..chunk.end.piece;
-        let mut transfers = Vec::with_capacity(range.len());
-        let mut retained = Vec::with_capacity(range.len());
-        for n in range {
-            let Piece { host, len, device, .. } = self.pieces[n];
+        let (mut lent, mut runs, mut stretches, mut offset) = (Lent::default(), Vec::new(), Vec::new(), 0);
+        for n in chunk.start.piece..chunk.end.piece {
+            let piece = self.pieces[n];
+            let Piece { host, len, .. } = piece;
             // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
-            let value = unsafe { &mut *(*self.values.get()).as_mut_ptr().add(n) };
-            retained.push(value.lend(len));
+            let value = unsafe { &mut *(*self.values.0.get()).as_mut_ptr().add(n) };
+            lent.retained.push(value.lend(len));
             if len > 0 {
-                transfers.push(transfer(self.direction, host, DevicePtr(device), len));
+                runs.push(Run { host, offset, len });
+                stretches.push(Stretch { place: piece.place(0), offset, len });
+                offset += len;
             }
         }
-        Ok(Content::InPlace(transfers, Lent::buffers(retained)))
+        Ok(Content::Lent(Packed::new(runs, stretches), lent))
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         // SAFETY: the job owns the buffers, each of which can be written and is long enough; each byte is in one chunk.
-        unsafe { unpack(chunk, bytes, |n| self.pieces[n]) }
+        unsafe { unpack_memory(chunk, bytes, |n| self.pieces[n]) }
     }
 }
 
-impl<V: Buffer> Values for Buffers<V> {
-    type Back = Vec<V::Back>;
+impl<S: Side> Values for Buffers<S> {
+    type Back = Vec<S::Back>;
 
-    unsafe fn take(&self) -> Result<Vec<V::Back>> {
-        // SAFETY: the job is over, so no worker uses the list, and the caller is the only one that takes it.
-        let values = std::mem::take(unsafe { &mut *self.values.get() });
-        let mut left = values.into_iter().zip(&self.pieces);
-        let mut back = Vec::with_capacity(left.len());
-        while let Some((value, piece)) = left.next() {
-            match value.back(piece.len) {
-                Ok(value) => back.push(value),
-                Err(error) => {
-                    left.for_each(|(value, _)| value.abandon());
-                    return Err(error);
-                }
-            }
-        }
-        Ok(back)
-    }
-}
-
-impl<V: Buffer> Drop for Buffers<V> {
-    fn drop(&mut self) {
-        std::mem::take(self.values.get_mut()).into_iter().for_each(Buffer::abandon);
+    unsafe fn take(&self) -> Result<Vec<S::Back>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.values.take(self.pieces.iter().map(|piece| piece.len)) }
     }
 }
 
 // --- pages -----------------------------------------------------------------------------------------------------------
 
 /// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
-pub(super) struct Paged<V: Buffer> {
-    /// The pages of all blocks, block after block.
-    pages: Vec<Piece>,
-    /// The block of each page.
-    owners: Vec<u32>,
-    /// The blocks' values, with the bytes that belong to each; the job's shares of what is lent, until it is over.
-    values: UnsafeCell<Vec<(V, usize)>>,
-    blocks: UnsafeCell<Vec<Arc<Block>>>,
+pub(super) struct Paged<S: Side> {
+    /// The pages of all blocks, block after block, and the block of each.
+    pages: Vec<(Piece, u32)>,
+    values: List<S>,
+    /// The job's shares of what is lent, until it is over.
+    blocks: Mutex<Vec<Arc<Block>>>,
     ramp: Ramp,
 }
 
-// SAFETY: the cells are changed before the job starts and after it is over, and `blocks` is only read meanwhile.
-unsafe impl<V: Buffer> Sync for Paged<V> {}
-// SAFETY: buffers and addresses.
-unsafe impl<V: Buffer> Send for Paged<V> {}
-
-impl<V: Buffer> Paged<V> {
-    /// `pages`: with the block that each belongs to. All blocks are lent from here on.
-    pub(super) fn new(pages: Vec<(Piece, u32)>, mut values: Vec<(V, usize)>, ramp: Ramp) -> Self {
-        let blocks = values.iter_mut().map(|(value, len)| Block::new(value.lend(*len))).collect();
-        let (pages, owners) = pages.into_iter().unzip();
-        Self { pages, owners, values: UnsafeCell::new(values), blocks: UnsafeCell::new(blocks), ramp }
-    }
-
-    /// The values: the job was never started, so no copy uses them.
-    pub(super) fn into_values(mut self) -> Vec<Result<V::Back>> {
-        self.blocks.get_mut().clear();
-        let values = std::mem::take(self.values.get_mut());
-        values.into_iter().map(|(value, len)| value.back(len)).collect()
+impl<S: Side> Paged<S> {
+    /// `lens`: bytes of each block that belong to its pages. All blocks are lent from here on.
+    pub(super) fn new(
+        pages: Vec<(Piece, u32)>,
+        mut values: Vec<Held<S>>,
+        lens: &[usize],
+        ramp: Ramp,
+    ) -> Self {
+        let blocks = values.iter_mut().zip(lens).map(|(value, len)| Block::new(value.lend(*len))).collect();
+        Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
     }
 }
 
-impl<V: Buffer> Work for Paged<V> {
+impl<S: Side> Work for Paged<S> {
     fn needs(&self, _: &Cursor) -> Needs {
         Needs::Nothing
     }
@@ -653,7 +596,7 @@ impl<V: Buffer> Work for Paged<V> {
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
         let most = self.ramp.next(cursor);
         let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
-        while let Some(page) = self.pages.get(at.piece) {
+        while let Some((page, _)) = self.pages.get(at.piece) {
             let left = page.len - at.from;
             // Its row or rows, and what may be lost to alignment where a block begins.
             let room = (most - used).saturating_sub(3 * ROW);
@@ -676,19 +619,13 @@ impl<V: Buffer> Work for Paged<V> {
     }
 
     fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        // SAFETY: changed only before the job starts and after it is over.
-        let blocks = unsafe { &*self.blocks.get() };
         let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
-        let mut lent = Lent::default();
-        let (mut data, mut last) = (0_usize, None);
-        let numbers = chunk.start.piece..;
-        for (n, (page, from, to)) in numbers.zip(parts(chunk, |n| self.pages[n])) {
-            let (owner, len) = (self.owners[n], to - from);
+        let (mut data, mut owners) = (0_usize, 0..0);
+        for (n, page, from, to) in parts(chunk, |n| self.pages[n].0) {
+            let (owner, len) = (self.pages[n].1 as usize, to - from);
+            let first = if stretches.is_empty() { owner } else { owners.start };
+            owners = first..owner + 1;
             let host = page.host.wrapping_add(from);
-            if last != Some(owner) {
-                lent.blocks.extend(blocks.get(owner as usize).cloned());
-                last = Some(owner);
-            }
             match runs.last_mut() {
                 Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
                 _ => {
@@ -696,54 +633,37 @@ impl<V: Buffer> Work for Paged<V> {
                     runs.push(Run { host, offset: data, len });
                 }
             }
-            let place = DevicePtr(page.device.wrapping_add(from as u64));
-            stretches.push(Stretch { place, offset: data, len });
+            stretches.push(Stretch { place: page.place(from), offset: data, len });
             data += len;
         }
-        Ok(Content::Pages(Pages { runs, stretches, data, lent }))
+        let mut lent = Lent::default();
+        lent.blocks.extend_from_slice(self.blocks.lock().get(owners).unwrap_or_default());
+        Ok(Content::Lent(Packed::new(runs, stretches), lent))
     }
 }
 
-impl<V: Buffer> Values for Paged<V> {
-    type Back = Vec<V::Back>;
+impl<S: Side> Values for Paged<S> {
+    type Back = Vec<S::Back>;
 
-    unsafe fn take(&self) -> Result<Vec<V::Back>> {
-        // SAFETY: the job is over, so no worker uses the lists, and the caller is the only one that takes them.
-        let (blocks, values) =
-            unsafe { (std::mem::take(&mut *self.blocks.get()), std::mem::take(&mut *self.values.get())) };
+    unsafe fn take(&self) -> Result<Vec<S::Back>> {
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
-        let mut left = values.into_iter();
-        let mut back = Vec::with_capacity(left.len());
-        while let Some((value, len)) = left.next() {
-            match value.back(len) {
-                Ok(value) => back.push(value),
-                Err(error) => {
-                    left.for_each(|(value, _)| value.abandon());
-                    return Err(error);
-                }
-            }
-        }
-        Ok(back)
-    }
-}
-
-impl<V: Buffer> Drop for Paged<V> {
-    fn drop(&mut self) {
-        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon());
+        // SAFETY: the caller's promise. All were lent.
+        unsafe { self.values.take(std::iter::repeat(0)) }
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{DeviceSlice, Down, Up};
+    use super::{DeviceSlice, Down, Held, Up};
     use crate::buffer::PinnedBuf;
 
     /// So the caller's list becomes the job's without another one.
     #[test]
     fn a_job_keeps_no_longer_entries_than_its_caller() {
-        assert!(size_of::<Up<PinnedBuf, DeviceSlice>>() <= size_of::<(PinnedBuf, DeviceSlice)>());
-        assert!(size_of::<Down<PinnedBuf, DeviceSlice>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
+        assert!(size_of::<Held<Up<PinnedBuf, DeviceSlice>>>() <= size_of::<(PinnedBuf, DeviceSlice)>());
+        assert!(size_of::<Held<Down<PinnedBuf, DeviceSlice>>>() <= size_of::<(DeviceSlice, PinnedBuf)>());
         let list: Vec<(u64, u64)> = vec![(1, 2); 100];
         let before = list.as_ptr().addr();
         let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(n, (a, _))| [a, n as u64]).collect();

@@ -12,20 +12,20 @@
 use std::borrow::Cow;
 use std::cell::UnsafeCell;
 use std::io;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::engine::Engine;
 use super::file::FileSource;
 use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
-use super::packing::{Content, Packing, Piece as Place, Unpacking};
-use super::pieces::{BESIDE, Limits, Ramp, Survey, Values, cut, finish, parts};
-use super::source::ours::Token;
+use super::packing::{Content, Packing, Piece as Place, parts, unpack};
+use super::pieces::{Ramp, Survey, Values, cut, finish};
 use super::source::{Fill, Sink, Source, read_error, write_error};
-use crate::device::DevicePtr;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::{self, Owned};
+use crate::sealed::KEY;
 use crate::segment::PAGE;
 
 /// Bytes of a file between two ranges that are read though no range has them: one longer read is faster than two.
@@ -133,21 +133,12 @@ impl Ranges {
 
     fn cut(&self, cursor: &mut Cursor) -> Chunk {
         let bytes = self.ramp.next(cursor);
-        let most = bytes + BESIDE;
         // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
         let on_page = |n: usize, end: usize| {
             let at = self.pieces[n].at;
             ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
         };
-        let limits = Limits { most, bytes, fits: |_: &Place| true, on_page };
-        self.placed(cut(self.pieces.len(), |n| self.get(n), limits, cursor))
-    }
-
-    /// The parts of a chunk: the number of each piece, and the bytes of it from where to where.
-    fn parts<'a>(&'a self, chunk: &Chunk) -> impl Iterator<Item = (u64, Place, usize, usize)> + 'a {
-        let first = chunk.start.piece;
-        let numbered = parts(chunk, |n| self.get(n)).collect::<Vec<_>>();
-        (first..).zip(numbered).map(|(n, (place, from, to))| (self.pieces[n].at, place, from, to))
+        self.placed(cut(self.pieces.len(), |n| self.get(n), |_| true, on_page, bytes, cursor))
     }
 }
 
@@ -157,17 +148,15 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
 
-// --- sources ---------------------------------------------------------------------------------------------------------
-
-/// A value of the program's that a job reads or writes, until its handle takes it back.
-struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
+/// A value that a job reads or writes, until its handle takes it back.
+pub(super) struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
 
 // SAFETY: shared while the job runs, by workers that only read the cell; taken by one thread when the job is over.
 unsafe impl<T: Send + Sync + 'static> Sync for Kept<T> {}
 
 impl<T: Send + 'static> Kept<T> {
-    fn new(value: T) -> Self {
-        Self(UnsafeCell::new(Some(Owned::new(value))))
+    pub(super) fn new(value: T) -> Arc<Self> {
+        Arc::new(Self(UnsafeCell::new(Some(Owned::new(value)))))
     }
 
     /// # Safety
@@ -176,32 +165,35 @@ impl<T: Send + 'static> Kept<T> {
         // SAFETY: the caller's promise: no thread changes the cell.
         unsafe { &*self.0.get() }.as_deref().ok_or(Error::Closed)
     }
+}
 
-    /// # Safety
-    /// The job is over, and no other thread takes the value.
-    unsafe fn take(&self) -> Option<T> {
-        // SAFETY: the caller's promise: no other thread uses the cell.
+impl<T: Send + Sync + 'static> Values for Kept<T> {
+    type Back = T;
+
+    unsafe fn take(&self) -> Result<T> {
+        // SAFETY: the caller's promise.
+        unsafe { self.rescue() }.ok_or(Error::Closed)
+    }
+
+    unsafe fn rescue(&self) -> Option<T> {
+        // SAFETY: the caller's promise: no other thread uses the cell. No device reads or writes the value.
         unsafe { &mut *self.0.get() }.take().map(Owned::into_inner)
     }
 }
 
+// --- sources ---------------------------------------------------------------------------------------------------------
+
 /// A source on its way to the device.
 pub(super) struct FromSource<S: Source> {
-    source: Kept<S>,
-    name: Cow<'static, str>,
-    ranges: Ranges,
-}
-
-impl<S: Source> FromSource<S> {
-    pub(super) fn new(source: S, name: Cow<'static, str>, ranges: Ranges) -> Self {
-        Self { source: Kept::new(source), name, ranges }
-    }
+    pub(super) source: Arc<Kept<S>>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) ranges: Ranges,
 }
 
 impl<S: Source> Work for FromSource<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
-        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(Token))
+        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(KEY))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
@@ -211,64 +203,36 @@ impl<S: Source> Work for FromSource<S> {
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: a chunk was taken, so the job is not over.
         let source = unsafe { self.source.get() }?;
-        for (at, place, from, to) in self.ranges.parts(chunk) {
-            let fill = |from: usize, into: &mut [std::mem::MaybeUninit<u8>]| {
-                let offset = at + from as u64;
-                let mut fill = Fill::new(into);
-                let filled = guarded(|| source.fill(offset, &mut fill));
-                let (left, have) = (fill.remaining(), fill.filled() as u64);
-                filled.map_err(|error| read_error(&self.name, offset + have, &error))?;
-                if left > 0 {
-                    let len = self.ranges.end;
-                    return Err(Error::Shrunk {
-                        what: self.name.clone().into_owned(),
-                        end: offset + have,
-                        len,
-                    });
-                }
-                Ok(())
-            };
-            // SAFETY: a `Fill` counts what was written, and all of it was.
-            unsafe { packing.put(&place, from, to, fill) }?;
-        }
-        Ok(Content::Packed)
-    }
-}
-
-impl<S: Source> Values for FromSource<S> {
-    type Back = S;
-
-    unsafe fn take(&self) -> Result<S> {
-        // SAFETY: the caller's promise.
-        unsafe { self.source.take() }.ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<S> {
-        // SAFETY: the caller's promise. No device reads a source.
-        unsafe { self.source.take() }
+        let fill = |n: usize, _: &Place, from: usize, into: &mut [MaybeUninit<u8>]| {
+            let offset = self.ranges.pieces[n].at + from as u64;
+            let mut fill = Fill::new(into);
+            let filled = guarded(|| source.fill(offset, &mut fill));
+            let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
+            filled.map_err(|error| read_error(&self.name, end, &error))?;
+            if left > 0 {
+                let (what, len) = (self.name.clone().into_owned(), self.ranges.end);
+                return Err(Error::Shrunk { what, end, len });
+            }
+            Ok(())
+        };
+        // SAFETY: a `Fill` counts what was written, and all of it was.
+        unsafe { packing.put(chunk, |n| self.ranges.get(n), fill) }
     }
 }
 
 // --- sinks -----------------------------------------------------------------------------------------------------------
 
-/// A sink that bytes from the device go to. `back`: what the handle gives back of it.
-pub(super) struct ToSink<S: Sink, B> {
-    sink: Kept<S>,
-    back: fn(S) -> B,
-    name: Cow<'static, str>,
-    ranges: Ranges,
+/// A sink that bytes from the device go to.
+pub(super) struct ToSink<S: Sink> {
+    pub(super) sink: Arc<Kept<S>>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) ranges: Ranges,
 }
 
-impl<S: Sink, B> ToSink<S, B> {
-    pub(super) fn new(sink: S, back: fn(S) -> B, name: Cow<'static, str>, ranges: Ranges) -> Self {
-        Self { sink: Kept::new(sink), back, name, ranges }
-    }
-}
-
-impl<S: Sink, B> Work for ToSink<S, B> {
+impl<S: Sink> Work for ToSink<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
-        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(Token))
+        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(KEY))
     }
 
     fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
@@ -282,40 +246,24 @@ impl<S: Sink, B> Work for ToSink<S, B> {
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         // SAFETY: a chunk was taken and has not ended, so the job is not over.
         let sink = unsafe { self.sink.get() }?;
-        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
-        for (at, place, from, to) in self.ranges.parts(chunk) {
-            unpacking.put(&place, from, to, bytes, |from, bytes| {
-                let offset = at + from as u64;
+        unpack(
+            chunk,
+            bytes,
+            |n| self.ranges.get(n),
+            |n, _, from, bytes| {
+                let offset = self.ranges.pieces[n].at + from as u64;
                 guarded(|| sink.put(offset, bytes))
-                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, Token), &error))
-            })?;
-        }
-        Ok(())
-    }
-}
-
-impl<S: Sink, B> Values for ToSink<S, B> {
-    type Back = B;
-
-    unsafe fn take(&self) -> Result<B> {
-        // SAFETY: the caller's promise.
-        unsafe { self.sink.take() }.map(self.back).ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<B> {
-        // SAFETY: the caller's promise. No device writes to a sink.
-        unsafe { self.sink.take() }.map(self.back)
+                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, KEY), &error))
+            },
+        )
     }
 }
 
 impl Ranges {
     /// Lays a download's chunk out.
     fn lay_out(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
-        for (_, place, from, to) in self.parts(chunk) {
-            // SAFETY: a download's chunk is laid out only, and nothing is filled.
-            unsafe { packing.put(&place, from, to, |_, _| Ok(())) }?;
-        }
-        Ok(Content::Packed)
+        // SAFETY: a download's chunk is laid out only, and nothing is filled.
+        unsafe { packing.put(chunk, |n| self.get(n), |_, _, _, _| Ok(())) }
     }
 }
 
@@ -346,15 +294,17 @@ impl Pulled {
         name: &str,
         before: u64,
     ) -> Result<u64> {
-        let mut unpacking = Unpacking::new(chunk.most.unwrap_or(0));
         let mut written = 0;
-        for (_, place, from, to) in self.0.parts(chunk) {
-            unpacking.put(&place, from, to, bytes, |_, bytes| {
+        unpack(
+            chunk,
+            bytes,
+            |n| self.0.get(n),
+            |_, _, _, bytes| {
                 write(bytes).map_err(|error| write_error(name, before + written, &error))?;
                 written += bytes.len() as u64;
                 Ok(())
-            })?;
-        }
+            },
+        )?;
         Ok(written)
     }
 }
@@ -363,25 +313,9 @@ impl Pulled {
 
 /// A file on its way to the device.
 pub(super) struct FromFile {
-    file: Kept<FileSource>,
-    ranges: Ranges,
-    engine: std::sync::Weak<Engine>,
-}
-
-impl FromFile {
-    pub(super) fn new(engine: &Arc<Engine>, file: FileSource, ranges: Ranges) -> Self {
-        Self { file: Kept::new(file), ranges, engine: Arc::downgrade(engine) }
-    }
-
-    /// The ranges of a chunk, which starts and ends at these places.
-    fn stretches(&self, start: Cut, end: Cut) -> impl Iterator<Item = (u64, DevicePtr, usize)> + '_ {
-        (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
-            let piece = &self.ranges.pieces[n];
-            let from = if n == start.piece { start.from } else { 0 };
-            let to = if n == end.piece { end.from } else { piece.device.len() };
-            (piece.at + from as u64, DevicePtr(piece.device.address() + from as u64), to - from)
-        })
-    }
+    pub(super) file: Arc<Kept<FileSource>>,
+    pub(super) ranges: Ranges,
+    pub(super) engine: std::sync::Weak<Engine>,
 }
 
 impl Work for FromFile {
@@ -420,30 +354,17 @@ impl Work for FromFile {
         let file = unsafe { self.file.get() }?;
         let engine = self.engine.upgrade().ok_or(Error::Closed)?;
         let Some(segment) = packing.segment() else { return Err(Error::Internal("a chunk has no segment")) };
-        let last = self.stretches(chunk.start, chunk.end).last();
-        let len = last.map_or(0, |(at, _, len)| at + len as u64 - chunk.at) as usize;
+        let end = |(n, _, _, to): (usize, Place, usize, usize)| self.ranges.pieces[n].at + to as u64;
+        let len = (parts(chunk, |n| self.ranges.get(n)).last().map_or(chunk.at, end) - chunk.at) as usize;
         segment.clear();
         let lead = file.fill(chunk.at, len, segment, &engine.counters)?;
         if let Some(read) = segment.get(lead..lead + len) {
             file.tapped(chunk.at, read, &|| job.is_stopped());
         }
-        for (at, place, len) in self.stretches(chunk.start, chunk.end) {
-            packing.stretch(Stretch { place, offset: lead + (at - chunk.at) as usize, len });
-        }
+        packing.stretches.extend(parts(chunk, |n| self.ranges.get(n)).map(|(n, place, from, to)| {
+            let at = self.ranges.pieces[n].at + from as u64 - chunk.at;
+            Stretch { place: place.place(from), offset: lead + at as usize, len: to - from }
+        }));
         Ok(Content::Packed)
-    }
-}
-
-impl Values for FromFile {
-    type Back = FileSource;
-
-    unsafe fn take(&self) -> Result<FileSource> {
-        // SAFETY: the caller's promise.
-        unsafe { self.file.take() }.ok_or(Error::Closed)
-    }
-
-    unsafe fn rescue(&self) -> Option<FileSource> {
-        // SAFETY: the caller's promise. No device reads a file.
-        unsafe { self.file.take() }
     }
 }

@@ -136,6 +136,11 @@ impl Ring {
         state.free.push(slot);
     }
 
+    /// Takes a slot back, or loses it, when what used it has ended so.
+    pub(super) fn ended(&self, slot: Slot, said: &Result<()>) {
+        if said.is_ok() { self.give(slot) } else { self.lose(slot) }
+    }
+
     /// A slot that is never given back: a copy or kernel may use it for good.
     pub(super) fn lose(&self, slot: Slot) {
         let mut state = self.state.lock();

@@ -61,13 +61,8 @@ pub(super) enum Woken {
 
 impl<J: Takes + Clone> Scheduler<J> {
     pub(super) fn new() -> Self {
-        let state = SchedulerState {
-            jobs: Default::default(),
-            sleepers: Vec::new(),
-            next_sleeper: 0,
-            poked: false,
-            closed: false,
-        };
+        let (jobs, sleepers) = (Default::default(), Vec::new());
+        let state = SchedulerState { jobs, sleepers, next_sleeper: 0, poked: false, closed: false };
         Self { state: Mutex::new(state) }
     }
 

@@ -11,9 +11,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::stores::{self, Stores};
+use super::stores;
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::sealed::Key;
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
@@ -68,7 +69,7 @@ pub trait Source: Send + Sync + 'static {
 
     /// Whether [`fill`](Self::fill) may block. Ours alone to say.
     #[doc(hidden)]
-    fn may_block(&self, _: ours::Token) -> bool {
+    fn may_block(&self, _: Key) -> bool {
         true
     }
 }
@@ -89,14 +90,6 @@ pub(super) fn length(source: &impl Source) -> Result<u64> {
 pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'static, str> {
     foreign::call("a source or sink panicked when it was asked for its name", ask)
         .map_or(Cow::Borrowed(or), Cow::Owned)
-}
-
-pub(super) mod ours {
-    //! What cannot be named elsewhere: methods that take it can be overridden here only.
-
-    /// See the module's page.
-    #[derive(Clone, Copy, Debug)]
-    pub struct Token;
 }
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
@@ -138,13 +131,13 @@ pub trait Sink: Send + Sync + 'static {
 
     /// Whether [`put`](Self::put) may block. Ours alone to say.
     #[doc(hidden)]
-    fn may_block(&self, _: ours::Token) -> bool {
+    fn may_block(&self, _: Key) -> bool {
         true
     }
 
     /// What errors call this offset of the transfer: where the bytes lie in what is written. Ours alone to say.
     #[doc(hidden)]
-    fn lies_at(&self, offset: u64, _: ours::Token) -> u64 {
+    fn lies_at(&self, offset: u64, _: Key) -> u64 {
         offset
     }
 }
@@ -187,7 +180,7 @@ impl<'a> Fill<'a> {
     /// Appends bytes; those that do not fit are left out. How many were taken.
     pub fn push(&mut self, bytes: &[u8]) -> usize {
         let n = bytes.len().min(self.remaining());
-        stores::copy(&bytes[..n], &mut self.spare()[..n], Stores::Cached);
+        stores::copy(&bytes[..n], &mut self.spare()[..n]);
         // SAFETY: just written.
         unsafe { self.advance(n) };
         n
@@ -232,7 +225,7 @@ macro_rules! bytes_are_a_source {
                 into.push(rest.unwrap_or_default());
                 Ok(())
             }
-            fn may_block(&self, _: ours::Token) -> bool {
+            fn may_block(&self, _: Key) -> bool {
                 false
             }
         }

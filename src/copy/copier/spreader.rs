@@ -182,11 +182,7 @@ impl Spreader {
 /// The kernel is complete, or was never submitted, or will never be known to be complete.
 fn finish(entries: Vec<Entry>, said: &Result<()>, ring: &Ring) {
     for Entry { slot, done, .. } in entries {
-        match (slot, said) {
-            (Some(slot), Ok(())) => ring.give(slot),
-            (Some(slot), Err(_)) => ring.lose(slot),
-            (None, _) => {}
-        }
+        slot.into_iter().for_each(|slot| ring.ended(slot, said));
         let _ = done.set(said.clone());
     }
 }

@@ -7,61 +7,48 @@
 //!
 //! *Out of segments*: past the caches. An ordinary store reads each line first, and with few threads the memory is the
 //! limit then. With sixteen threads the two ways are about equal (0.94 to 0.96 of the link). The loop moves 32 bytes at
-//! a time (AVX2) where the processor can; whole lines are no faster.
+//! a time (AVX2); whole lines are no faster. Processors without it copy through the caches.
 
 use std::mem::MaybeUninit;
 
-/// How bytes are put into their place.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Stores {
-    /// By `memcpy`, through the caches.
-    #[default]
-    Cached,
-    /// Past the caches, where the processor can (x86_64: AVX2, else SSE2); elsewhere as [`Cached`](Self::Cached).
-    Streaming,
-}
-
-/// Shorter copies are made the ordinary way.
+/// Shorter copies go through the caches.
 #[cfg(target_arch = "x86_64")]
 const SHORT: usize = 4096;
 
 /// Copies `from` to `to`, which is as long: all of it is initialised then.
-pub(super) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>], stores: Stores) {
+pub(super) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>]) {
     assert_eq!(from.len(), to.len(), "as long");
-    #[cfg(target_arch = "x86_64")]
-    if stores == Stores::Streaming && from.len() >= SHORT {
-        return stream(from, to);
-    }
-    let _ = stores;
     // SAFETY: as long, and an exclusive borrow overlaps no other.
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast(), from.len()) };
+}
+
+/// The same past the caches, where the processor can (x86_64 with AVX2).
+pub(super) fn stream(from: &[u8], to: &mut [MaybeUninit<u8>]) {
+    #[cfg(target_arch = "x86_64")]
+    if from.len() >= SHORT && from.len() == to.len() && std::arch::is_x86_feature_detected!("avx2") {
+        let front = to.as_ptr().align_offset(LINE).min(from.len());
+        let end = front + (from.len() - front) / LINE * LINE;
+        copy(&from[..front], &mut to[..front]);
+        // SAFETY: the processor has it; whole lines, and the target starts on one.
+        unsafe {
+            lines(&from[front..end], &mut to[front..end]);
+            // Such stores are ordered with nothing else without it, the release of a lock included.
+            std::arch::x86_64::_mm_sfence();
+        }
+        return copy(&from[end..], &mut to[end..]);
+    }
+    copy(from, to);
 }
 
 /// Lines of the processor's caches.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-#[cfg(target_arch = "x86_64")]
-fn stream(from: &[u8], to: &mut [MaybeUninit<u8>]) {
-    let front = to.as_ptr().align_offset(LINE).min(from.len());
-    let end = front + (from.len() - front) / LINE * LINE;
-    copy(&from[..front], &mut to[..front], Stores::Cached);
-    let (lines, there) = (&from[front..end], &mut to[front..end]);
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has it; whole lines, and the target starts on one.
-        unsafe { lines_by_32(lines, there) };
-    } else {
-        // SAFETY: whole lines, and the target starts on one.
-        unsafe { lines_by_16(lines, there) };
-    }
-    copy(&from[end..], &mut to[end..], Stores::Cached);
-}
-
 /// # Safety
 /// The processor has AVX2. Both are as long, whole lines, and `to` starts on one.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn lines_by_32(from: &[u8], to: &mut [MaybeUninit<u8>]) {
+unsafe fn lines(from: &[u8], to: &mut [MaybeUninit<u8>]) {
     use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
 
     let (src, dst) = (from.as_ptr(), to.as_mut_ptr().cast::<u8>());
@@ -76,37 +63,6 @@ unsafe fn lines_by_32(from: &[u8], to: &mut [MaybeUninit<u8>]) {
             }
         }
     }
-    fence();
-}
-
-/// # Safety
-/// Both are as long, whole lines, and `to` starts on one.
-#[cfg(target_arch = "x86_64")]
-unsafe fn lines_by_16(from: &[u8], to: &mut [MaybeUninit<u8>]) {
-    use std::arch::x86_64::{__m128i, _MM_HINT_NTA, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128};
-    /// Bytes ahead that are fetched.
-    const AHEAD: usize = 1024;
-
-    let (src, dst) = (from.as_ptr(), to.as_mut_ptr().cast::<u8>());
-    for at in (0..from.len()).step_by(LINE) {
-        // SAFETY: SSE2 is a part of x86_64. Within the two, which do not overlap, since one is borrowed exclusively; a
-        // prefetch reads nothing, wherever it points.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_NTA>(src.wrapping_add(at + AHEAD).cast());
-            let line: [__m128i; 4] = std::array::from_fn(|i| _mm_loadu_si128(src.add(at + 16 * i).cast()));
-            for (i, part) in line.into_iter().enumerate() {
-                _mm_stream_si128(dst.add(at + 16 * i).cast(), part);
-            }
-        }
-    }
-    fence();
-}
-
-/// Stores past the caches are ordered with nothing else without it, the release of a lock included.
-#[cfg(target_arch = "x86_64")]
-fn fence() {
-    // SAFETY: SSE is a part of x86_64.
-    unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
 #[cfg(all(test, not(loom)))]
@@ -116,15 +72,15 @@ mod tests {
     #[test]
     fn both_ways_copy_every_byte_and_no_other() {
         let from: Vec<u8> = (0..20_000_u32).map(|i| (i % 251) as u8).collect();
-        for stores in [Stores::Cached, Stores::Streaming] {
+        for (name, way) in [("copy", copy as fn(&[u8], &mut [MaybeUninit<u8>])), ("stream", stream)] {
             for (start, len) in [(0, 0), (0, 1), (3, 4096), (1, 4097), (63, 8191), (64, 16_384), (17, 19_000)]
             {
                 let mut to = vec![MaybeUninit::new(255_u8); 20_000];
-                copy(&from[start..start + len], &mut to[7..7 + len], stores);
+                way(&from[start..start + len], &mut to[7..7 + len]);
                 // SAFETY: initialised from the start.
                 let to: Vec<u8> = to.iter().map(|b| unsafe { b.assume_init() }).collect();
-                assert!(to[7..7 + len] == from[start..start + len], "{stores:?} {start} {len}");
-                assert!(to[..7].iter().chain(&to[7 + len..]).all(|b| *b == 255), "{stores:?} {start} {len}");
+                assert!(to[7..7 + len] == from[start..start + len], "{name} {start} {len}");
+                assert!(to[..7].iter().chain(&to[7 + len..]).all(|b| *b == 255), "{name} {start} {len}");
             }
         }
     }
@@ -135,20 +91,15 @@ mod tests {
         let from: Vec<u8> = (0..64 * 100_u32).map(|i| (i % 241) as u8).collect();
         let mut to = vec![MaybeUninit::new(255_u8); 64 * 102];
         let front = to.as_ptr().align_offset(LINE);
-        for by_32 in [false, true] {
-            to.fill(MaybeUninit::new(255));
-            let there = &mut to[front..front + from.len()];
-            match by_32 {
-                // SAFETY: whole lines, and the target starts on one.
-                false => unsafe { lines_by_16(&from, there) },
-                // SAFETY: as above, and the processor has it.
-                true if std::arch::is_x86_feature_detected!("avx2") => unsafe { lines_by_32(&from, there) },
-                true => return println!("skipped: no AVX2"),
-            }
-            // SAFETY: initialised from the start.
-            let to: Vec<u8> = to.iter().map(|b| unsafe { b.assume_init() }).collect();
-            assert!(to[front..front + from.len()] == from, "{by_32}");
-            assert!(to[..front].iter().chain(&to[front + from.len()..]).all(|b| *b == 255), "{by_32}");
+        let there = &mut to[front..front + from.len()];
+        if !std::arch::is_x86_feature_detected!("avx2") {
+            return println!("skipped: no AVX2");
         }
+        // SAFETY: whole lines, the target starts on one, and the processor has it.
+        unsafe { lines(&from, there) };
+        // SAFETY: initialised from the start.
+        let to: Vec<u8> = to.iter().map(|b| unsafe { b.assume_init() }).collect();
+        assert!(to[front..front + from.len()] == from);
+        assert!(to[..front].iter().chain(&to[front + from.len()..]).all(|b| *b == 255));
     }
 }

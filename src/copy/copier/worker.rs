@@ -4,11 +4,13 @@
 //! these stages:
 //!
 //! ```text
-//!   up:    take, fill -> Filled -> (slot, permit) -> Copying -> [Spreading] -> end
-//!   down:  take -> Laid -> (slot) -> [Collecting] -> Collected -> (permit) -> Copying -> Landed -> end
+//!   up:    take, fill -> Ready -> (slot, permit) -> Copying -> [Spreading] -> end
+//!   down:  take -> Ready -> (slot) -> [Collecting] -> Collected -> (permit) -> Copying -> Landed -> end
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
+//! Pinned memory of the program's goes the same way, without a segment: the device reads or writes it where it is, and no
+//! CPU moves its bytes. Its chunks have no `Landed`.
 //!
 //! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, takes another chunk if there is
 //! room, and writes the bytes of one chunk that has landed. That comes last: it takes as long as several copies, and the
@@ -18,31 +20,28 @@
 //!
 //! A caller that writes the bytes of a download itself is a worker for that time. It writes its `Landed` chunks in order.
 
-mod pages;
+mod stages;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::config::Priority;
-use super::engine::{Engine, Kept, Refusal, Then};
+use super::engine::{Engine, Flight, Kept, Refusal, Then};
 use super::job::{Chunk, Direction, End, Job, Memories, Needs};
-use super::layout::{ROW, Stretch, table_at};
+use super::layout::ROW;
 use super::lent::Lent;
-use super::packing::{Content, Packed, Packing, Pages, transfer, write_table};
+use super::packing::{Content, Host, Packed, Packing, transfer};
 use super::ring::{IDLE, Slot, Take};
 use super::scheduler::{Takes as _, Woken};
 use super::segments::look;
 use super::spreader::Entry;
 use super::stats::Counters;
-use super::way::{Way, way};
-use crate::buffer::sealed::Lend;
-use crate::buffer::{InFlight, PinnedBuf};
-use crate::device::{DevicePtr, SpreadRun, Transfer};
+use super::way::Way;
+use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::Checkout;
-use crate::sealed::KEY;
-use crate::stream::timeline::{RetainedResource, Ticket};
+use crate::stream::timeline::Ticket;
 
 /// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.
 const MOST: usize = 3;
@@ -57,61 +56,20 @@ const LONG_PAUSE: Duration = Duration::from_millis(1);
 /// Looks without any change after which a stepped device, which has nothing left to step, never will change.
 const STILL: u32 = 100;
 
-/// A chunk's copy in flight.
-enum Flight {
-    Segment(InFlight<PinnedBuf>),
-    /// With what tells that the buffers are back.
-    InPlace(Ticket, Arc<OnceLock<()>>),
-}
-
-impl Flight {
-    /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
-    fn is_over(&self) -> bool {
-        match self {
-            Self::Segment(flight) => flight.is_seen_done() != Ok(false),
-            Self::InPlace(ticket, back) => match ticket.timeline.is_complete(ticket.seq) {
-                // The thread that saw the copies complete gives the buffers back a moment later.
-                Ok(complete) => complete && back.get().is_some(),
-                Err(_) => true,
-            },
-        }
-    }
-
-    /// After [`is_over`](Self::is_over): how the copy ended, and the segment.
-    fn end(self) -> Result<Option<PinnedBuf>> {
-        match self {
-            Self::Segment(flight) => match flight.is_seen_done()? {
-                true => flight.wait().map(Some),
-                false => Err(Error::Internal("a copy's end was asked for before it was there")),
-            },
-            Self::InPlace(ticket, _) => ticket.timeline.is_complete(ticket.seq).map(|_| None),
-        }
-    }
-}
-
 type Done = Arc<OnceLock<Result<()>>>;
 
 enum Stage {
-    /// Up: filled, and waits for a slot or a permit.
-    Filled(PinnedBuf),
-    /// Down: laid out, with the table in the segment, and waits for a slot.
-    Laid(PinnedBuf),
-    /// Waits for a permit, to be copied from or to where its bytes are.
-    InPlace(Vec<Transfer>, Lent),
-    /// Pages that wait for a slot or a permit.
-    Pages(Pages),
-    /// Down: the table of pages is on its way, and the kernel collects the pages behind it.
-    CollectingPages { pages: Pages, flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
-    /// Down: the pages are in the slot, and wait for a permit.
-    CollectedPages { pages: Pages, slot: Slot },
+    /// Filled, or laid out: waits for a slot or a permit.
+    Ready(Host),
+    /// Down: the table is on its way, and the kernel collects the bytes behind it. `flight`: the table, in the chunk's
+    /// segment or (with `lent`) in one of its own.
+    Collecting { flight: Flight, lent: Option<Lent>, slot: Slot, done: Done },
+    /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
+    Collected(Host, Option<Slot>),
     /// The bytes are on their way. What follows on the device is the engine's; with `done` a kernel spreads them.
     Copying { flight: Flight, done: Option<Done> },
     /// Up: the kernel spreads the bytes, or will.
     Spreading(Done),
-    /// Down: the table is on its way, and the kernel collects the bytes behind it.
-    Collecting { flight: InFlight<PinnedBuf>, slot: Slot, done: Done },
-    /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
-    Collected { buf: PinnedBuf, slot: Option<Slot> },
     /// Down: the bytes are in the segment, and the worker writes them to where they go, or the caller does.
     Landed(PinnedBuf),
     /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
@@ -135,7 +93,6 @@ struct Owned {
     /// Its device memory.
     memories: Arc<Memories>,
     packed: Packed,
-    way: Way,
     /// Its segment, if it has one, counts: see [`super::segments`].
     counts: bool,
     stage: Option<Stage>,
@@ -154,6 +111,7 @@ pub(super) struct Worker<'a> {
 pub(super) struct Holdings(Vec<Owned>);
 
 /// What to do when nothing has changed.
+#[derive(Default)]
 struct Pause {
     since: Option<Instant>,
 }
@@ -218,14 +176,11 @@ impl<'a> Worker<'a> {
 
     /// The life of a thread of the copier.
     pub(super) fn serve(&mut self) {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() {
             let changed = self.turn() | self.take_any() | self.drain();
-            if changed {
-                pause.since = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
-                pause.rest();
-            } else if self.park() {
+            let again = || !self.owned.is_empty() || self.engine.scheduler.has_work();
+            if !pause.after(changed, again) && self.park() {
                 return;
             }
         }
@@ -233,17 +188,13 @@ impl<'a> Worker<'a> {
 
     /// Moves chunks of this job, on a thread that waits for it, until `until` holds.
     pub(super) fn assist(&mut self, job: &Arc<Job>, until: impl Fn(&Job) -> bool) {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() {
-            let mut changed = self.turn();
-            changed |= self.take(job);
-            changed |= self.drain();
-            if changed {
-                pause.since = None;
-            } else if !self.owned.is_empty() || job.may_take() {
-                pause.rest();
-            } else if job.wait(Instant::now().checked_add(LONG_PAUSE), &until) {
-                // What was left was with the copier's threads.
+            let changed = self.turn() | self.take(job) | self.drain();
+            let again = || !self.owned.is_empty() || job.may_take();
+            let wait = || job.wait(Instant::now().checked_add(LONG_PAUSE), &until);
+            // What was left was with the copier's threads.
+            if !pause.after(changed, again) && wait() {
                 return;
             }
         }
@@ -252,18 +203,15 @@ impl<'a> Worker<'a> {
     /// For a caller that writes a download's bytes: goes on until the chunk with this index has landed, or the job is
     /// over. The chunk's place among those that are owned.
     pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {
-        let mut pause = Pause { since: None };
+        let mut pause = Pause::default();
         while !crate::os::forked() && !job.is_over() {
             let is_due =
                 |owned: &Owned| owned.chunk.index == index && matches!(owned.stage, Some(Stage::Landed(_)));
             if let Some(n) = self.owned.iter().position(is_due) {
                 return Some(n);
             }
-            if self.turn() | self.take(job) {
-                pause.since = None;
-            } else {
-                pause.rest();
-            }
+            let changed = self.turn() | self.take(job);
+            pause.after(changed, || true);
         }
         None
     }
@@ -324,97 +272,21 @@ impl<'a> Worker<'a> {
                 self.owned.remove(n);
                 continue;
             };
-            match self.step(n, stage) {
-                Step::Same(stage) => {
-                    self.owned[n].stage = Some(stage);
-                    n += 1;
-                }
-                Step::Moved(stage) => {
-                    self.owned[n].stage = Some(stage);
-                    changed = true;
-                    n += 1;
-                }
+            let (stage, moved) = match self.step(n, stage) {
+                Step::Same(stage) => (stage, false),
+                Step::Moved(stage) => (stage, true),
                 Step::Ended(end) => {
                     let Owned { job, chunk, .. } = self.owned.remove(n);
                     self.end(&job, &chunk, end);
                     changed = true;
+                    continue;
                 }
-            }
+            };
+            self.owned[n].stage = Some(stage);
+            changed |= moved;
+            n += 1;
         }
         changed
-    }
-
-    /// Moves a chunk on, if it can be.
-    fn step(&mut self, n: usize, stage: Stage) -> Step {
-        match stage {
-            Stage::Filled(buf) => self.send(n, buf),
-            Stage::Laid(buf) => self.collect(n, buf),
-            Stage::InPlace(transfers, lent) => self.send_in_place(n, transfers, lent),
-            Stage::Pages(pages) => self.send_pages(n, pages),
-            Stage::CollectingPages { pages, flight, slot, done } => match done.get().cloned() {
-                None => Step::Same(Stage::CollectingPages { pages, flight, slot, done }),
-                Some(Ok(())) => Step::Moved(Stage::CollectedPages { pages, slot }),
-                Some(Err(error)) => {
-                    self.engine.ring.lose(slot);
-                    Step::Ended(End::Failed(error))
-                }
-            },
-            Stage::CollectedPages { pages, slot } => self.fetch_pages(n, pages, slot),
-            Stage::Copying { flight, done } => {
-                if !flight.is_over() {
-                    return Step::Same(Stage::Copying { flight, done });
-                }
-                self.copied(n, flight.end(), done)
-            }
-            Stage::Spreading(done) => match done.get() {
-                Some(said) => Step::Ended(said.clone().into()),
-                None => Step::Same(Stage::Spreading(done)),
-            },
-            Stage::Collecting { flight, slot, done } => match done.get().cloned() {
-                None => Step::Same(Stage::Collecting { flight, slot, done }),
-                // The table's copy comes before the kernel on the same stream, so it is complete.
-                Some(Ok(())) => match Flight::Segment(flight).end() {
-                    Ok(Some(buf)) => Step::Moved(Stage::Collected { buf, slot: Some(slot) }),
-                    other => self.lost(n, other.err(), Some(slot)),
-                },
-                Some(Err(error)) => {
-                    drop(flight);
-                    self.lost(n, Some(error), Some(slot))
-                }
-            },
-            Stage::Collected { buf, slot } => self.fetch(n, buf, slot),
-            Stage::Landed(buf) if self.owned[n].job.is_stopped() => self.stopped(n, buf, None, End::Dropped),
-            landed @ Stage::Landed(_) => Step::Same(landed),
-            Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
-                Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
-                Ok(true) | Err(_) => self.lost(n, Some(error), slot),
-            },
-        }
-    }
-
-    /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
-    fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
-        slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        if self.owned[n].counts {
-            self.engine.segments.gone();
-        }
-        Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
-    }
-
-    /// The driver has refused a copy of a chunk.
-    fn refused(&mut self, n: usize, refusal: Refusal, slot: Option<Slot>) -> Step {
-        let Refusal { error, ticket } = refusal;
-        match ticket {
-            Some(ticket) => Step::Moved(Stage::Refused { ticket, error, slot }),
-            None => self.lost(n, Some(error), slot),
-        }
-    }
-
-    /// Ends a chunk whose segment no copy uses.
-    fn stopped(&mut self, n: usize, buf: PinnedBuf, slot: Option<Slot>, end: End) -> Step {
-        slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-        self.give(buf, self.owned[n].counts);
-        Step::Ended(end)
     }
 
     // --- taking ------------------------------------------------------------------------------------------------------
@@ -497,44 +369,42 @@ impl<'a> Worker<'a> {
             unsafe { job.work() }.prepare(&chunk, &mut packing, job)
         });
         let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
+        let (stretches, room) = (packing.stretches, self.ring_room(job));
         let mut memories = job.memories.clone();
-        let (content, (packed, way)) = match content {
-            Ok(Content::Brought(mut brought)) => {
-                memories = brought.memories.take().unwrap_or(memories);
-                Counters::add(&self.engine.counters.pushes, brought.pushes);
-                let stretches = std::mem::take(&mut brought.stretches);
-                let packing = Packing::brought(direction, &mut brought.segment, stretches);
-                let laid_out = self.lay_out(job, packing, true);
-                (Ok(Content::Brought(brought)), laid_out)
+        let laid_out = match (content, buf) {
+            (Ok(Content::Packed), Some(mut buf)) => {
+                let packed = Packed::in_segment(direction, &mut buf, stretches, room);
+                Ok((Host::Segment(buf), packed))
             }
-            content => {
-                let is_filled = content.is_ok();
-                (content, self.lay_out(job, packing, is_filled))
-            }
-        };
-        job.prepared();
-        let stage = match (content, buf) {
-            (Ok(Content::Packed), Some(buf)) if direction == Direction::Up => Stage::Filled(buf),
-            (Ok(Content::Packed), Some(buf)) => Stage::Laid(buf),
             (content, buf) => {
                 // The chunk needs none.
                 buf.into_iter().for_each(|buf| self.give(buf, std::mem::take(&mut counts)));
                 match content {
-                    Ok(Content::InPlace(transfers, lent)) => Stage::InPlace(transfers, lent),
-                    Ok(Content::Pages(pages)) => Stage::Pages(pages),
-                    Ok(Content::Brought(brought)) => {
+                    Ok(Content::Lent(mut packed, lent)) => {
+                        packed.choose(room);
+                        Ok((Host::Lent(lent), packed))
+                    }
+                    Ok(Content::Brought(mut brought)) => {
                         counts = brought.counts;
-                        Stage::Filled(brought.segment)
+                        memories = brought.memories.unwrap_or(memories);
+                        Counters::add(&self.engine.counters.pushes, brought.pushes);
+                        let (segment, stretches) = (&mut brought.segment, brought.stretches);
+                        let packed = Packed::in_segment(direction, segment, stretches, room);
+                        Ok((Host::Segment(brought.segment), packed))
                     }
-                    Ok(Content::Packed) => {
-                        let error = Error::Internal("a chunk has no segment");
-                        return job.end(&chunk, End::Failed(error));
-                    }
-                    Err(error) => return job.end(&chunk, End::Failed(error)),
+                    Ok(Content::Packed) => Err(Error::Internal("a chunk has no segment")),
+                    Err(error) => Err(error),
                 }
             }
         };
-        self.owned.push(Owned { job: job.clone(), chunk, memories, packed, way, counts, stage: Some(stage) });
+        job.prepared();
+        match laid_out {
+            Ok((host, packed)) => {
+                let (job, stage) = (job.clone(), Some(Stage::Ready(host)));
+                self.owned.push(Owned { job, chunk, memories, packed, counts, stage });
+            }
+            Err(error) => job.end(&chunk, End::Failed(error)),
+        }
     }
 
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
@@ -545,152 +415,12 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Chooses the way of a chunk, and ends its layout accordingly.
-    fn lay_out(&self, job: &Job, packing: Packing<'_>, is_filled: bool) -> (Packed, Way) {
-        let (direction, (stretches, bytes)) = (job.direction, packing.shape());
+    /// Bytes of a slot, for a chunk of this job. 0: it goes without the ring.
+    fn ring_room(&self, job: &Job) -> usize {
         // While a call of the program writes such bytes, it may wait for transfers that need the ring, and this worker
         // would have a part of it.
-        let may_hold_up = direction == Direction::Down && (job.is_pulled || job.may_block);
-        let spreaders = self.engine.spreaders.as_ref().filter(|_| !may_hold_up);
-        let ring = spreaders.is_some_and(|both| !both[direction as usize].is_slow());
-        let way = if ring && packing.has_room_for_table() { way(stretches, bytes) } else { Way::Batch };
-        (packing.finish(way == Way::Ring, is_filled), way)
-    }
-
-    // --- to the device -----------------------------------------------------------------------------------------------
-
-    /// Submits the copy of a filled chunk.
-    fn send(&mut self, n: usize, buf: PinnedBuf) -> Step {
-        let Owned { job, chunk, memories, packed, way, .. } = &self.owned[n];
-        if job.is_stopped() {
-            return self.stopped(n, buf, None, End::Dropped);
-        }
-        let slot = match way {
-            Way::Batch => None,
-            Way::Ring => match self.engine.slot() {
-                Take::Slot(slot) => Some(slot),
-                Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Filled(buf)),
-                Take::Full | Take::None => None,
-            },
-        };
-        if !self.engine.may_send(job, chunk.bytes) {
-            slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-            return Step::Same(Stage::Filled(buf));
-        }
-        let base = buf.as_ptr();
-        let (transfers, kept, counter) = match &slot {
-            Some(slot) => {
-                let len = table_at(packed.data) + packed.rows * ROW;
-                let copy = Transfer::Upload { src: base, dst: slot.at(0), len };
-                (vec![copy], Kept::Ring(slot.memory.allocation()), &self.engine.counters.ring)
-            }
-            None => {
-                // SAFETY: within the segment, as the layout has it.
-                let src = |offset| unsafe { base.add(offset) };
-                let copy = |stretch: &Stretch| Transfer::Upload {
-                    src: src(stretch.offset),
-                    dst: stretch.place,
-                    len: stretch.len,
-                };
-                let copies = packed.stretches.iter().map(copy).collect();
-                (copies, Kept::Job(memories), &self.engine.counters.batch)
-            }
-        };
-        Counters::add(counter, chunk.bytes);
-        let stream = self.engine.stream(Direction::Up, job.priority);
-        // SAFETY: within the segment, and within the slot or the job's memory.
-        match unsafe { self.engine.submit(stream, buf, &transfers, &kept, None) } {
-            Ok(flight) => {
-                let (then, done) = self.then_spread(n, slot);
-                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
-                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done })
-            }
-            Err(refusal) => {
-                self.engine.sent(&self.owned[n].job, None);
-                self.refused(n, refusal, slot)
-            }
-        }
-    }
-
-    /// What follows the copy of an upload's chunk.
-    fn then_spread(&self, n: usize, slot: Option<Slot>) -> (Then, Option<Done>) {
-        let Some(slot) = slot else { return (Then::Nothing, None) };
-        let (Owned { memories, packed, .. }, done) = (&self.owned[n], Done::default());
-        let entry = Entry {
-            run: run(&slot, packed),
-            memories: memories.clone(),
-            ring: slot.memory.allocation(),
-            slot: Some(slot),
-            done: done.clone(),
-        };
-        (Then::Spread(entry), Some(done))
-    }
-
-    fn send_in_place(&mut self, n: usize, transfers: Vec<Transfer>, lent: Lent) -> Step {
-        let Owned { job, chunk, memories, .. } = &self.owned[n];
-        if job.is_stopped() {
-            // The device never got them.
-            return Step::Ended(End::Dropped);
-        }
-        if !self.engine.may_send(job, chunk.bytes) {
-            return Step::Same(Stage::InPlace(transfers, lent));
-        }
-        Counters::add(&self.engine.counters.in_place, chunk.bytes);
-        let memories = memories.clone();
-        let kept = Kept::Job(&memories);
-        // SAFETY: the buffers are among what is lent, and the device memory is the job's.
-        unsafe { self.submit_in_place(n, &transfers, lent, &kept, Then::Nothing, None) }
-    }
-
-    /// Submits copies of memory that is lent, and hands what follows to the engine.
-    ///
-    /// # Safety
-    /// The transfers stay within what is lent and kept.
-    unsafe fn submit_in_place(
-        &mut self,
-        n: usize,
-        transfers: &[Transfer],
-        lent: Lent,
-        kept: &Kept<'_>,
-        then: Then,
-        done: Option<Done>,
-    ) -> Step {
-        let job = &self.owned[n].job;
-        let (stream, back) = (self.engine.stream(job.direction, job.priority), lent.back.clone());
-        // SAFETY: the caller's promise.
-        match unsafe { self.engine.submit_in_place(stream, transfers, lent, kept) } {
-            Ok(ticket) => {
-                self.engine.sent(job, Some((ticket.clone(), then)));
-                Step::Moved(Stage::Copying { flight: Flight::InPlace(ticket, back), done })
-            }
-            Err(refusal) => {
-                self.engine.sent(job, None);
-                let slot = match then {
-                    Then::Give(slot) => Some(slot),
-                    Then::Spread(Entry { slot, .. }) => slot,
-                    Then::Nothing => None,
-                };
-                self.refused(n, refusal, slot)
-            }
-        }
-    }
-
-    /// The copy of a chunk has ended.
-    fn copied(&mut self, n: usize, ended: Result<Option<PinnedBuf>>, done: Option<Done>) -> Step {
-        let job = &self.owned[n].job;
-        let buf = match ended {
-            Ok(buf) => buf,
-            Err(error) => return self.lost(n, Some(error), None),
-        };
-        match (job.direction, buf) {
-            (Direction::Up, buf) => {
-                let counts = std::mem::take(&mut self.owned[n].counts);
-                buf.into_iter().for_each(|buf| self.give(buf, counts));
-                done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
-            }
-            (Direction::Down, None) => Step::Ended(End::Arrived),
-            (Direction::Down, Some(buf)) => Step::Moved(Stage::Landed(buf)),
-        }
+        let may_hold_up = job.direction == Direction::Down && (job.is_pulled || job.may_block);
+        if may_hold_up || self.is_slow(job.direction) { 0 } else { self.engine.settings.segment }
     }
 
     /// Writes the bytes of one chunk that has landed. Whether there was one.
@@ -706,97 +436,6 @@ impl<'a> Worker<'a> {
             .unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         self.written(n, said);
         true
-    }
-
-    fn is_slow(&self, direction: Direction) -> bool {
-        self.engine.spreaders.as_ref().is_none_or(|both| both[direction as usize].is_slow())
-    }
-
-    // --- from the device ---------------------------------------------------------------------------------------------
-
-    /// Has the bytes of a chunk collected in a slot, if it goes that way.
-    fn collect(&mut self, n: usize, buf: PinnedBuf) -> Step {
-        let Owned { job, memories, packed, way, .. } = &self.owned[n];
-        if job.is_stopped() {
-            return self.stopped(n, buf, None, End::Dropped);
-        }
-        let slot = match way {
-            Way::Batch => None,
-            Way::Ring => match self.engine.slot() {
-                Take::Slot(slot) => Some(slot),
-                Take::Full if !self.is_slow(job.direction) => return Step::Same(Stage::Laid(buf)),
-                Take::Full | Take::None => None,
-            },
-        };
-        let (Some(slot), Some(both)) = (slot, &self.engine.spreaders) else {
-            return Step::Moved(Stage::Collected { buf, slot: None });
-        };
-        let spreader = &both[Direction::Down as usize];
-        let at = table_at(packed.data);
-        // SAFETY: within the segment.
-        let src = unsafe { buf.as_ptr().add(at) };
-        let table = Transfer::Upload { src, dst: slot.at(at), len: packed.rows * ROW };
-        let ring = slot.memory.allocation();
-        // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
-        let sent =
-            unsafe { self.engine.submit(spreader.stream(), buf, &[table], &Kept::Ring(ring.clone()), None) };
-        match sent {
-            Ok(flight) => {
-                let done = Done::default();
-                spreader.add(Entry {
-                    run: run(&slot, packed),
-                    memories: memories.clone(),
-                    ring,
-                    slot: None,
-                    done: done.clone(),
-                });
-                Step::Moved(Stage::Collecting { flight, slot, done })
-            }
-            Err(refusal) => self.refused(n, refusal, Some(slot)),
-        }
-    }
-
-    /// Submits the copy of a chunk's bytes into its segment.
-    fn fetch(&mut self, n: usize, mut buf: PinnedBuf, slot: Option<Slot>) -> Step {
-        let Owned { job, chunk, memories, packed, .. } = &self.owned[n];
-        if job.is_stopped() {
-            return self.stopped(n, buf, slot, End::Dropped);
-        }
-        if !self.engine.may_send(job, chunk.bytes) {
-            return Step::Same(Stage::Collected { buf, slot });
-        }
-        let base = buf.as_mut_ptr();
-        let (transfers, kept, counter) = match &slot {
-            Some(slot) => {
-                let copy = Transfer::Download { src: slot.at(0), dst: base, len: packed.data };
-                (vec![copy], Kept::Ring(slot.memory.allocation()), &self.engine.counters.ring)
-            }
-            None => {
-                // SAFETY: within the segment, as the layout has it.
-                let dst = |offset| unsafe { base.add(offset) };
-                let copy = |stretch: &Stretch| Transfer::Download {
-                    src: stretch.place,
-                    dst: dst(stretch.offset),
-                    len: stretch.len,
-                };
-                let copies = packed.stretches.iter().map(copy).collect();
-                (copies, Kept::Job(memories), &self.engine.counters.batch)
-            }
-        };
-        Counters::add(counter, chunk.bytes);
-        let (stream, written) = (self.engine.stream(Direction::Down, job.priority), Some(packed.data));
-        // SAFETY: within the segment, and within the slot or the job's memory.
-        match unsafe { self.engine.submit(stream, buf, &transfers, &kept, written) } {
-            Ok(flight) => {
-                let then = slot.map_or(Then::Nothing, Then::Give);
-                self.engine.sent(&self.owned[n].job, flight.ticket().map(|ticket| (ticket, then)));
-                Step::Moved(Stage::Copying { flight: Flight::Segment(flight), done: None })
-            }
-            Err(refusal) => {
-                self.engine.sent(&self.owned[n].job, None);
-                self.refused(n, refusal, slot)
-            }
-        }
     }
 
     /// Ends all chunks: nothing of them will change any more.
@@ -821,21 +460,24 @@ impl Drop for Worker<'_> {
     }
 }
 
-/// The run of a chunk that is in a slot.
-fn run(slot: &Slot, packed: &Packed) -> SpreadRun {
-    let at = |offset| -> DevicePtr { slot.at(offset) };
-    SpreadRun { packed: at(0), table: at(table_at(packed.data)), rows: packed.rows as u32 }
-}
-
 impl Pause {
-    fn rest(&mut self) {
-        let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
+    /// After a look at everything: rests before the next one, unless something has changed. `false`: there is nothing to
+    /// look at `again`.
+    fn after(&mut self, changed: bool, again: impl FnOnce() -> bool) -> bool {
+        if changed {
+            self.since = None;
+            return true;
+        }
+        if !again() {
+            return false;
+        }
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < SPIN {
             std::hint::spin_loop();
             crate::sync::yield_now();
         } else {
             std::thread::sleep(if waited < 100 * SPIN { PAUSE } else { LONG_PAUSE });
         }
+        true
     }
 }
