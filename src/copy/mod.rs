@@ -54,35 +54,35 @@ const NOT_YET: u64 = u64::MAX;
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
-    use super::{DeviceBuffer, DeviceSlice, Key, Result};
+    use super::{DeviceBuffer, DeviceSlice, Error, Key, Result};
 
     pub trait Sealed {
         #[doc(hidden)]
-        fn resolve(self, _: Key) -> Result<DeviceSlice>;
+        fn get(&self, _: Key) -> Result<&DeviceSlice>;
     }
     impl Sealed for DeviceSlice {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
             Ok(self)
         }
     }
     impl Sealed for &DeviceSlice {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.clone())
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            Ok(self)
         }
     }
     impl Sealed for DeviceBuffer {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.into())
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            Ok(self.whole())
         }
     }
     impl Sealed for &DeviceBuffer {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.into())
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            Ok(self.whole())
         }
     }
     impl Sealed for Result<DeviceSlice> {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            self
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            self.as_ref().map_err(Error::clone)
         }
     }
 }
@@ -487,7 +487,7 @@ impl Stream {
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
-        let slice = range.resolve(KEY)?;
+        let slice = range.get(KEY)?.clone();
         if !slice.is_of(self.timeline().context()) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }
