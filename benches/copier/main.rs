@@ -57,8 +57,9 @@
 //!
 //! `cargo bench --bench copier`, or the executable by itself. `--threads`, `--chunk` (KiB) and `--ringless` set the
 //! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count`, `--packing 1,8` (threads), `--lens
-//! 1,4` (KiB of a push), `--pushers 1,16` and `--burst` what is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
-//! host device, which only shows that it runs.
+//! 1,4` (KiB of a push), `--pushers 1,16` and `--burst` what is measured. With `--cache` all threads push to one
+//! allocation, each to places of its own. With `--ringless` no device ring is used, and pieces go in batches. Without a
+//! GPU all of it runs on the host device, which only shows that it runs.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "../driver/batches.rs"]

@@ -4,11 +4,11 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceSlice, InFlight, PinnedBuf, Pool};
+use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, InFlight, PinnedBuf, Pool};
 
 use crate::driver::{self, Driver, Pinned};
 use crate::measure::{
-    self, Rounds, Spread, at_least, at_most, beside, line, number, numbers, processor_time, quantile,
+    self, Rounds, Spread, at_least, at_most, beside, flag, line, number, numbers, processor_time, quantile,
 };
 use crate::small::{Random, checkout, pool};
 use crate::{SEGMENTS, builder};
@@ -47,6 +47,8 @@ struct Setup {
     driver: Option<&'static Driver>,
     pool: Pool,
     copier: Copier,
+    /// Memory that all threads push to, each to places of its own, as to a cache.
+    cache: Option<DeviceBuffer>,
     /// Bytes of a copy, and copies of a burst.
     len: usize,
     burst: usize,
@@ -86,9 +88,12 @@ fn bursts<B: FnMut() -> Duration>(setup: &Setup, threads: usize, make: impl Fn(u
 }
 
 /// A thread's ranges, one for each copy of a burst.
-fn ranges(setup: &Setup) -> Vec<DeviceSlice> {
-    let len = setup.len;
-    let memory = setup.device.alloc(setup.burst * len).expect("device memory");
+fn ranges(setup: &Setup, t: usize) -> Vec<DeviceSlice> {
+    let (len, all) = (setup.len, setup.burst * setup.len);
+    let memory = match &setup.cache {
+        Some(cache) => cache.slice(t * all..(t + 1) * all).expect("within"),
+        None => setup.device.alloc(all).expect("device memory").into(),
+    };
     let mut random = Random(11);
     random
         .order(setup.burst)
@@ -152,7 +157,7 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
             }
         }),
         Way::Stream => bursts(setup, threads, |t| {
-            let (stream, ranges) = (setup.device.stream().expect("a stream"), ranges(setup));
+            let (stream, ranges) = (setup.device.stream().expect("a stream"), ranges(setup, t));
             let mut kept: Vec<PinnedBuf> = (0..burst).map(|i| checkout(&setup.pool, len, t + i)).collect();
             let mut flights: Vec<InFlight<PinnedBuf>> = Vec::with_capacity(burst);
             move || {
@@ -166,7 +171,7 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
             }
         }),
         Way::Push => bursts(setup, threads, |t| {
-            let (copier, ranges) = (setup.copier.clone(), ranges(setup));
+            let (copier, ranges) = (setup.copier.clone(), ranges(setup, t));
             let source = vec![t as u8; burst * len];
             let mut sent: Vec<Transfer> = Vec::with_capacity(burst);
             move || {
@@ -194,9 +199,12 @@ fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len:
     let quick = measure::quick();
     let rounds = number("rounds", if quick { 2 } else { 7 });
     let burst = number("burst", 256);
+    let pushers = numbers("pushers", &[1, 4, 16]);
+    let most = pushers.iter().copied().max().unwrap_or(1);
     let setup = Setup {
         device: device.clone(),
         driver,
+        cache: flag("cache").then(|| device.alloc(most * burst * len).expect("device memory")),
         copier: builder(pool, device).share(SEGMENTS / 2).build().expect("a copier"),
         pool: pool.clone(),
         len,
@@ -210,9 +218,10 @@ fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len:
             (1..=3).for_each(|batchers| ways.insert(batchers, Way::Batch(batchers)));
         }
     }
-    for threads in numbers("pushers", &[1, 4, 16]) {
+    for threads in pushers {
         let (mut rates, mut calls) = (Rounds::new(ways.len()), Rounds::new(ways.len()));
         let (mut worker, mut pushes, mut chunks) = (0.0, 0.0, 0.0);
+        let (mut ring, mut launches) = (0.0, 0.0);
         for round in 0..=rounds {
             for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
                 let before = (processor_time("pinpool-copy-"), setup.copier.stats());
@@ -228,6 +237,8 @@ fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len:
                     worker += processor_time("pinpool-copy-").saturating_sub(before.0).as_nanos() as f64;
                     pushes += (after.pushes - before.1.pushes) as f64;
                     chunks += (after.chunks - before.1.chunks) as f64;
+                    ring += (after.launched_chunks - before.1.launched_chunks) as f64;
+                    launches += (after.launches - before.1.launches) as f64;
                 }
             }
         }
@@ -238,13 +249,20 @@ fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len:
             line(format!("rate_{}_{len}_kcopies_per_s", way.name()), threads, rates.spread(i));
             line(format!("rate_{}_{len}_call", way.name()), threads, calls.spread(i));
         }
-        println!(
-            "pushes: chunks of {:.0}; processor time a push: {:.0} ns of the copier's threads",
-            pushes / chunks,
-            worker / pushes
-        );
         let at = |way| ways.iter().position(|&w| w == way).expect("it ran");
         let push = at(Way::Push);
+        let rate = rates.spread(push).mid;
+        println!(
+            "pushes: chunks of {:.0}, {:.1} thousand a second, {:.2} of them by the ring, {:.1} a launch; processor time of \
+             the copier's threads: {:.0} ns a push, {:.1} us a chunk, {:.2} processors",
+            pushes / chunks,
+            rate * chunks / pushes,
+            ring / chunks,
+            ring / f64::max(launches, 1.0),
+            worker / pushes,
+            worker / chunks / 1e3,
+            worker / pushes * rate / 1e6
+        );
         beside("the rate of pushes over that of Stream::upload", rates.ratio(push, at(Way::Stream)));
         if driver.is_some() {
             beside("the rate of pushes over that of bare calls", rates.ratio(push, at(Way::Bare)));

@@ -55,30 +55,30 @@ const NOT_YET: u64 = u64::MAX;
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
-    use super::{DeviceBuffer, DeviceSlice, Key, Result};
+    use super::{DeviceBuffer, DeviceSlice, Error, Key, Result};
 
     pub trait Sealed {
         #[doc(hidden)]
-        fn resolve(self, _: Key) -> Result<DeviceSlice>;
+        fn get(&self, _: Key) -> Result<&DeviceSlice>;
     }
-    macro_rules! is_a_range {
-        ($($type:ty),*) => {$(
-            impl Sealed for $type {
-                fn resolve(self, _: Key) -> Result<DeviceSlice> {
-                    Ok(self.into())
-                }
-            }
-        )*};
+    impl Sealed for DeviceSlice {
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            Ok(self)
+        }
     }
-    is_a_range!(DeviceSlice, DeviceBuffer, &DeviceBuffer);
-    impl Sealed for &DeviceSlice {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            Ok(self.clone())
+    impl Sealed for DeviceBuffer {
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            Ok(self.whole())
+        }
+    }
+    impl<R: Sealed> Sealed for &R {
+        fn get(&self, key: Key) -> Result<&DeviceSlice> {
+            R::get(self, key)
         }
     }
     impl Sealed for Result<DeviceSlice> {
-        fn resolve(self, _: Key) -> Result<DeviceSlice> {
-            self
+        fn get(&self, _: Key) -> Result<&DeviceSlice> {
+            self.as_ref().map_err(Error::clone)
         }
     }
 }
@@ -467,7 +467,7 @@ impl Stream {
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
-        let slice = range.resolve(KEY)?;
+        let slice = range.get(KEY)?.clone();
         if slice.is_of(self.timeline().context()) { Ok(slice) } else { Err(self.wrong_device()) }
     }
 

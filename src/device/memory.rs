@@ -167,6 +167,10 @@ impl DeviceBuffer {
         self.0.allocation()
     }
 
+    pub(crate) fn whole(&self) -> &DeviceSlice {
+        &self.0
+    }
+
     /// Sets the sequence number of the allocating call. Called before the buffer is given to the caller.
     pub(crate) fn there_from(&self, now: u64) {
         if let AllocationOrigin::Ordered { seq, .. } = &self.0.allocation.origin {

@@ -269,8 +269,12 @@ impl Copier {
 
     /// Device memory of this device.
     pub(super) fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
+        self.own_ref(&range).cloned()
+    }
+
+    pub(super) fn own_ref<'a>(&self, range: &'a impl DeviceRange) -> Result<&'a DeviceSlice> {
         crate::os::check_fork()?;
-        let slice = range.resolve(KEY)?;
+        let slice = range.get(KEY)?;
         if slice.is_of(self.device().context()) {
             return Ok(slice);
         }

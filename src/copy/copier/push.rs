@@ -225,6 +225,16 @@ impl Going {
     }
 }
 
+/// How many lanes there are, and how many chunks workers have at most, where there are so many segments. So many lanes
+/// that threads rarely share one: they would wait for each other's bytes to be copied, at four threads a lane for most of
+/// their time. Workers have enough chunks for the depth, or three quarters of the segments where these are few.
+fn shares(segments: usize, depth: usize) -> (usize, usize) {
+    // As many as bulk pushes get: see `super::segments`.
+    let usable = (segments - segments / 8).saturating_sub(1);
+    let lanes = usable.saturating_sub(depth).max(segments / 4).clamp(1, MOST_LANES);
+    (lanes, usable.saturating_sub(lanes).clamp(1, depth))
+}
+
 /// The lanes of a copier.
 pub(super) struct Pushes {
     /// Of bulk pushes, and of the foreground's.
@@ -240,13 +250,12 @@ pub(super) struct Pushes {
 
 impl Pushes {
     pub(super) fn new(settings: &Settings) -> Arc<Self> {
-        let lanes = 1 << (settings.segments / 4).clamp(1, MOST_LANES).ilog2();
-        let beside = (settings.segments - settings.segments / 8).saturating_sub(lanes + 1);
+        let (lanes, most) = shares(settings.segments, settings.depth);
         let lanes = || (0..lanes).map(|_| Lane::new()).collect();
         Arc::new(Self {
             lanes: [lanes(), lanes()],
             going: Going::new(),
-            most: beside.clamp(1, settings.depth) as u64,
+            most: most as u64,
             next: Counter::new(0),
             chunk: settings.chunk,
         })
@@ -375,13 +384,14 @@ impl Copier {
     }
 
     fn push_if(&self, bytes: &[u8], dst: impl DeviceRange, waits: bool) -> Result<Transfer> {
-        let memory = self.own(dst)?;
+        // No clone of what the caller keeps: threads that push to one allocation would all change its count.
+        let memory = self.own_ref(&dst)?;
         let engine = self.engine();
         engine.device.context().alive()?;
         match bytes.len() {
             0 => return Err(Error::Empty),
             need if need > memory.len() => return Err(Error::TooSmall { need, have: memory.len() }),
-            len if len > engine.pushes.longest() => return self.push_long(bytes, &memory, waits),
+            len if len > engine.pushes.longest() => return self.push_long(bytes, memory, waits),
             _ => {}
         }
         let lanes = &engine.pushes.lanes[self.priority as usize];
@@ -390,7 +400,7 @@ impl Copier {
         let mut is_admitted = false;
         let mut segment = None;
         loop {
-            match lane.put(|open| open.put(bytes, &memory, is_admitted)).unwrap_or(Put::Full) {
+            match lane.put(|open| open.put(bytes, memory, is_admitted)).unwrap_or(Put::Full) {
                 Put::Done(shared) => {
                     // Another thread has opened a chunk meanwhile.
                     segment.into_iter().for_each(|(segment, counts)| give(engine, segment, counts));
@@ -398,14 +408,14 @@ impl Copier {
                 }
                 Put::Unknown => is_admitted = true,
                 Put::Full => match segment.take() {
-                    Some((segment, counts)) => return self.open(segment, counts, place, bytes, &memory),
+                    Some((segment, counts)) => return self.open(segment, counts, place, bytes, memory),
                     None => {
                         segment = Some(self.push_segment(lane, waits)?);
                         continue;
                     }
                 },
             }
-            if let Err(error) = engine.admit(&memory) {
+            if let Err(error) = engine.admit(memory) {
                 segment.into_iter().for_each(|(segment, counts)| give(engine, segment, counts));
                 return Err(error);
             }
@@ -504,5 +514,27 @@ impl Copier {
         engine.pushes.lanes[priority as usize][lane].open(place.number, filling, job.clone());
         engine.start(&job, 0).inspect_err(|error| job.fail(error.clone()))?;
         Ok(self.pushed(shared))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Each of sixteen threads has a lane where a copier has the default share; and there is always a lane, a chunk for
+    /// the workers, and a segment for both.
+    #[test]
+    fn lanes_and_chunks_share_the_segments() {
+        assert_eq!(
+            [1, 3, 7, 28, 56].map(|segments| shares(segments, 8)),
+            [(1, 1), (1, 1), (1, 5), (16, 8), (40, 8)]
+        );
+        for segments in 1..300 {
+            for depth in 1..40 {
+                let (lanes, most) = shares(segments, depth);
+                assert!(lanes >= 1 && (1..=depth).contains(&most), "{segments}, {depth}");
+                assert!(lanes + most <= segments.max(2), "{segments}, {depth}: {lanes} lanes, {most} chunks");
+            }
+        }
     }
 }
