@@ -10,9 +10,9 @@
 //! | `load` | a request for blocks that the host has: from the call to the last layer, lists and all |
 //! | `store` | a request for new blocks, whose places have blocks that the host lacks: until these are stored |
 //! | `pages_load`, `pages_store` | the copier alone: `upload_pages` and `download_pages` of as many blocks, each contiguous on the host, lists prepared |
-//! | `link_load`, `link_store` | the pinned peak: the best of five copies of 64 MiB, before each round |
 //!
-//! Each row is given in MB/s and in thousandths of the peak of its round. Bytes of loads and stores are compared once for
+//! Each row is given in MB/s and in thousandths of the pinned peak of its round: the best of five copies of 64 MiB in the
+//! same direction, just before (`link_` and the row's name). Bytes of loads and stores are compared once for
 //! each length, over the way to the host and back.
 //!
 //! # Computing beside it
@@ -164,6 +164,7 @@ impl Setup {
 /// Prints the rates of rounds, with the peak of each. Gives the shares of the peak.
 fn row(name: &str, rounds: &[(f64, f64)]) -> Spread {
     let rates: Vec<f64> = rounds.iter().map(|(rate, _)| rate * 1e3).collect();
+    let peaks: Vec<f64> = rounds.iter().map(|(_, peak)| peak * 1e3).collect();
     let shares: Vec<f64> = rounds.iter().map(|(rate, peak)| rate / peak).collect();
     let permille: Vec<f64> = shares.iter().map(|share| share * 1e3).collect();
     let (rate, share) = (Spread::of(&rates), Spread::of(&shares));
@@ -176,6 +177,7 @@ fn row(name: &str, rounds: &[(f64, f64)]) -> Spread {
     );
     line(format!("kv_{name}_mb_per_s"), 1, rate);
     line(format!("kv_{name}_permille"), 1, Spread::of(&permille));
+    line(format!("kv_link_{name}_mb_per_s"), 1, Spread::of(&peaks));
     share
 }
 
@@ -246,7 +248,7 @@ impl Turn<'_> {
 
     /// Seconds of a load, by the median.
     fn loads(&mut self) -> f64 {
-        let (mut rounds, mut links, mut listed) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rounds, mut listed) = (Vec::new(), Vec::new());
         for _ in 0..=self.setup.rounds {
             let (hashes, link) = (self.others(), self.setup.peak(true));
             self.settle();
@@ -259,11 +261,9 @@ impl Turn<'_> {
             assert!(!(0..self.blocks).any(|block| lease.is_new(block)), "all are loaded");
             lease.release(&self.setup.stream).expect("the device works");
             rounds.push((self.total() as f64 / taken / 1e9, link));
-            links.push((link, link));
         }
         let listed = quantile(&listed, 0.5);
         let name = format!("load_{}k", self.kib());
-        row(&format!("link_{name}"), &links[1..]);
         let share = row(&name, &rounds[1..]);
         at_least(format!("{name} of the pinned peak"), share, 0.88, Some(0.95));
         println!("the call itself takes {listed:.0} us of it");
@@ -272,7 +272,7 @@ impl Turn<'_> {
     }
 
     fn stores(&mut self) {
-        let (mut rounds, mut links) = (Vec::new(), Vec::new());
+        let mut rounds = Vec::new();
         for round in 0..=self.setup.rounds as u64 {
             // The first request's places have blocks that the host has.
             let (hashes, link) = (self.hashes(round + 2), self.setup.peak(false));
@@ -283,10 +283,8 @@ impl Turn<'_> {
             assert_eq!(self.tier.counts().1 - before, if round == 0 { 0 } else { self.blocks as u64 });
             lease.release(&self.setup.stream).expect("the device works");
             rounds.push((self.total() as f64 / taken / 1e9, link));
-            links.push((link, link));
         }
         let name = format!("store_{}k", self.kib());
-        row(&format!("link_{name}"), &links[1..]);
         let share = row(&name, &rounds[1..]);
         at_least(format!("{name} of the pinned peak"), share, 0.92, Some(0.97));
     }
@@ -327,6 +325,8 @@ impl Turn<'_> {
             loads.push(landed[LAYERS - 1] / alone);
             firsts.push(landed[0] / alone);
         }
+        let permille: Vec<f64> = stalls[1..].iter().map(|stalls| stalls * 1e3).collect();
+        line(format!("kv_stalls_{}k_permille", self.kib()), 1, Spread::of(&permille));
         let name = format!("load_{}k beside {LAYERS} kernels of {:.0} us", self.kib(), nanos as f64 / 1e3);
         at_most(
             format!("{name}: the end over the earliest that the layers allow"),

@@ -399,7 +399,7 @@ fn what_has_landed_is_used_beside_the_rest() {
     // By a stream, which the load does not hold up.
     let (stream, other) = (rig.device.stream().unwrap(), rig.device.alloc(LANDED).unwrap());
     drop(stream.copy(&landed, &other).unwrap());
-    back.fill(0);
+    back[..].fill(0);
     stream.download_blocking(&other, &mut back).unwrap();
     assert!(back == bytes[..LANDED]);
     assert!(!load.is_over(), "all of it was beside the load");
