@@ -386,7 +386,7 @@ impl Copier {
         let engine = self.engine();
         let PageSurvey { survey, pages, lens } = survey;
         let values = values.into_iter().zip(lens).collect();
-        let paged = Arc::new(Paged::new(pages, values, Ramp::new(engine)));
+        let paged = Arc::new(Paged::new(pages, values, Ramp::unfilled(engine)));
         let plan = self.plan(direction, survey, name);
         let total = plan.total;
         let job = self.job(plan, Body::Owned(paged.clone()));
