@@ -118,11 +118,10 @@ impl Tier {
         let device = copier.device();
         let planes = (0..LAYERS * PLANES).map(|_| device.alloc(blocks * page)).collect::<Result<_>>()?;
         let places = (0..blocks).map(|_| Used::default()).collect();
-        let (most, mut parts) = ((LONG / (PLANES * page)).max(1), vec![0..1]);
-        while let Some(at) = parts.last().map(|part| part.end).filter(|end| *end < LAYERS) {
-            // At most as many as there are before, so that the first layers come soon.
-            parts.push(at..LAYERS.min(at + at.min(most)));
-        }
+        let most = (LONG / (PLANES * page)).max(1);
+        // At most as many layers as there are before, so that the first ones come soon.
+        let next = |at: usize| (at < LAYERS).then(|| at..LAYERS.min(at + at.min(most)));
+        let parts = std::iter::successors(Some(0..1), |part| next(part.end)).collect();
         let state = Mutex::new(State { places, ..State::default() });
         Ok(Self { planes, page, parts, pool: pool.clone(), copier, poison, state })
     }
