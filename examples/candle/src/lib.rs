@@ -4,6 +4,7 @@
 #![deny(unsafe_code)]
 
 pub mod checkpoint;
+pub mod measure;
 pub mod model;
 mod pinned;
 mod place;
@@ -11,7 +12,7 @@ pub mod server;
 mod weights;
 
 pub use pinned::Pinned;
-pub use weights::{PinpoolVarBuilder, Weights};
+pub use weights::{Opening, PinpoolVarBuilder, Weights};
 
 /// An error of the crate as one of candle's.
 fn wrap(error: pinpool::Error) -> candle_core::Error {

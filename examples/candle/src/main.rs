@@ -4,6 +4,7 @@
 //! pinpool-candle --write small|8b DIR [--seed N]
 //! pinpool-candle --bench DIR [--loader candle|pinpool] [--tokens N] [--own-stream] [--no-warm] [--pool-mib N]
 //! pinpool-candle --serve DIR [--listen ADDRESS] [...]
+//! pinpool-candle --loads DIR [--rounds N] [...]
 //! pinpool-candle --compare DIR [...]
 //! ```
 
@@ -17,7 +18,7 @@ use candle_core::{Device, Result, bail};
 use pinpool_candle::checkpoint::{self, Size};
 use pinpool_candle::model::{self, Loader, Model};
 use pinpool_candle::server::Server;
-use pinpool_candle::{Pinned, Weights};
+use pinpool_candle::{Opening, Pinned, Weights, measure};
 
 const PROMPT: &str = "The pool pins large regions once, and cuts them into segments.";
 
@@ -30,6 +31,8 @@ struct Options {
     tokens: usize,
     seed: u64,
     pool: usize,
+    threads: Option<usize>,
+    rounds: usize,
     own_stream: bool,
     cpu: bool,
     warm: bool,
@@ -45,6 +48,8 @@ fn options() -> std::result::Result<Options, String> {
         tokens: 16,
         seed: 1,
         pool: 256 << 20,
+        threads: None,
+        rounds: 5,
         own_stream: false,
         cpu: !cfg!(feature = "cuda"),
         warm: true,
@@ -62,7 +67,7 @@ fn options() -> std::result::Result<Options, String> {
                 };
                 (options.mode, options.folder) = (arg.clone(), value()?.into());
             }
-            "--bench" | "--serve" | "--compare" => {
+            "--bench" | "--serve" | "--compare" | "--loads" => {
                 (options.mode, options.folder) = (arg.clone(), value()?.into())
             }
             "--loader" => {
@@ -76,6 +81,8 @@ fn options() -> std::result::Result<Options, String> {
             "--tokens" => options.tokens = number(value()?)?,
             "--seed" => options.seed = number(value()?)? as u64,
             "--pool-mib" => options.pool = number(value()?)? << 20,
+            "--threads" => options.threads = Some(number(value()?)?),
+            "--rounds" => options.rounds = number(value()?)?,
             "--own-stream" => options.own_stream = true,
             "--cpu" => options.cpu = true,
             "--no-warm" => options.warm = false,
@@ -83,7 +90,7 @@ fn options() -> std::result::Result<Options, String> {
         }
     }
     if options.mode.is_empty() {
-        Err("one of --write, --bench, --serve, --compare".into())
+        Err("one of --write, --bench, --serve, --loads, --compare".into())
     } else {
         Ok(options)
     }
@@ -95,6 +102,10 @@ fn device(options: &Options) -> Result<Device> {
         (_, true) => Device::new_cuda_with_stream(0),
         (_, false) => Device::new_cuda(0),
     }
+}
+
+fn pinned(options: &Options, device: &Device) -> Result<Pinned> {
+    Pinned::with_threads(device, options.pool, options.threads)
 }
 
 /// The age of the process in seconds, by the system's clock of 10 ms.
@@ -119,7 +130,7 @@ fn load(
     let model = match options.loader {
         Loader::Candle => Model::candle(&options.folder, device),
         Loader::Pinpool => {
-            let pinned = Pinned::new(device, options.pool)?;
+            let pinned = pinned(options, device)?;
             let opened = Instant::now();
             let weights = Arc::new(Weights::open(&pinned, &options.folder)?);
             show(&pinned, &weights, opened);
@@ -141,9 +152,9 @@ fn bench(options: &Options, main: Instant, age: f64) -> Result<()> {
     let bytes: u64 =
         model::files(&options.folder)?.iter().flat_map(std::fs::metadata).map(|file| file.len()).sum();
     let start = Instant::now();
-    let (mut pool_s, mut submitted_s) = (0.0, 0.0);
-    let (model, loaded) = load(options, &device, |_, _, opened| {
-        (pool_s, submitted_s) = ((opened - start).as_secs_f64(), opened.elapsed().as_secs_f64());
+    let (mut pool_s, mut opening) = (0.0, Opening::default());
+    let (model, loaded) = load(options, &device, |_, weights, opened| {
+        (pool_s, opening) = ((opened - start).as_secs_f64(), weights.opening());
     })?;
     let model_s = (loaded - start).as_secs_f64();
     let mut first = None;
@@ -152,12 +163,57 @@ fn bench(options: &Options, main: Instant, age: f64) -> Result<()> {
         first.get_or_insert_with(|| age + main.elapsed().as_secs_f64());
         true
     })?;
+    let decode_s = decoding.elapsed().as_secs_f64();
+    let peak = measure::peak(&pinned(options, &device)?)?;
+    let gb_per_s = bytes as f64 / (model_s - pool_s) / 1e9;
     let line = serde_json::json!({
         "loader": format!("{:?}", options.loader).to_lowercase(),
         "own_stream": options.own_stream, "warm": options.warm, "bytes": bytes,
-        "main_s": age, "device_s": device_s, "pool_s": pool_s, "submitted_s": submitted_s, "model_s": model_s,
-        "gb_per_s": bytes as f64 / (model_s - pool_s) / 1e9,
-        "first_token_s": first, "decode_s": decoding.elapsed().as_secs_f64(), "tokens": tokens,
+        "file_system": measure::file_system(&options.folder),
+        "main_s": age, "device_s": device_s, "pool_s": pool_s, "headers_s": opening.headers.as_secs_f64(),
+        "places_s": opening.places.as_secs_f64(), "submitted_s": opening.all.as_secs_f64(), "model_s": model_s,
+        "gb_per_s": gb_per_s, "peak_gb_per_s": peak, "of_peak": gb_per_s / peak,
+        "first_token_s": first, "decode_s": decode_s, "tokens": tokens,
+    });
+    println!("{line}");
+    Ok(())
+}
+
+/// The load without a model, beside what bounds it, by turns. The last line has the medians.
+fn loads(options: &Options) -> Result<()> {
+    let device = device(options)?;
+    let pinned = pinned(options, &device)?;
+    let files = model::files(&options.folder)?;
+    let block = measure::block(&pinned, &files)?;
+    let threads = pinned.copier().threads();
+    let names = ["peak", "read", "plain", "load", "load_of_peak", "load_of_plain"];
+    let mut rows: [Vec<f64>; 6] = Default::default();
+    for round in 0..=options.rounds {
+        let peak = measure::peak(&pinned)?;
+        let read = measure::read(&files, threads)?;
+        let plain = measure::plain(&pinned, &files, &block)?;
+        let start = Instant::now();
+        let weights = Weights::open(&pinned, &options.folder)?;
+        weights.finish()?;
+        let (load_s, opening) = (start.elapsed().as_secs_f64(), weights.opening());
+        let load = weights.bytes() as f64 / load_s / 1e9;
+        drop(weights);
+        device.synchronize()?;
+        let line = serde_json::json!({
+            "round": round, "peak": peak, "read": read, "plain": plain, "load": load, "load_s": load_s,
+            "headers_s": opening.headers.as_secs_f64(), "places_s": opening.places.as_secs_f64(),
+            "submitted_s": opening.all.as_secs_f64(),
+        });
+        println!("{line}");
+        // The first round warms up.
+        for (row, rate) in rows.iter_mut().zip([peak, read, plain, load, load / peak, load / plain]) {
+            row.extend((round > 0).then_some(rate));
+        }
+    }
+    let medians: serde_json::Map<_, _> =
+        names.iter().zip(rows).map(|(name, row)| (name.to_string(), measure::median(row).into())).collect();
+    let line = serde_json::json!({
+        "medians": medians, "threads": threads, "file_system": measure::file_system(&options.folder),
     });
     println!("{line}");
     Ok(())
@@ -166,7 +222,7 @@ fn bench(options: &Options, main: Instant, age: f64) -> Result<()> {
 /// All tensors by both loaders, bit by bit, and the speed of each without a model.
 fn compare(options: &Options) -> Result<()> {
     let device = device(options)?;
-    let pinned = Pinned::new(&device, options.pool)?;
+    let pinned = pinned(options, &device)?;
     let start = Instant::now();
     let weights = Weights::open(&pinned, &options.folder)?;
     let submitted = start.elapsed();
@@ -244,6 +300,7 @@ fn main() -> ExitCode {
     let done = match options.mode.as_str() {
         "--write" => write(options.size, options.seed, &options.folder).map_err(|error| error.to_string()),
         "--bench" => bench(&options, main, age).map_err(|error| error.to_string()),
+        "--loads" => loads(&options).map_err(|error| error.to_string()),
         "--compare" => compare(&options).map_err(|error| error.to_string()),
         _ => serve(options).map_err(|error| error.to_string()),
     };

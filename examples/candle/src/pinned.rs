@@ -1,6 +1,7 @@
 //! A device of candle's with a pool and a copier beside it, and single tensors through the pool's buffers.
 
 use candle_core::{DType, Device, Result, Tensor};
+use pinpool::copier::Priority;
 use pinpool::{Copier, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
 
 use crate::place::{self, Place};
@@ -20,15 +21,26 @@ impl Pinned {
     /// A pool of this many bytes for a device of candle's. On candle's CPU device memory that may not be pinned is
     /// used unpinned: no device copies it.
     pub fn new(candle: &Device, capacity: usize) -> Result<Self> {
+        Self::with_threads(candle, capacity, None)
+    }
+
+    /// The same with so many threads of the copier, in place of its default.
+    pub fn with_threads(candle: &Device, capacity: usize, threads: Option<usize>) -> Result<Self> {
         let device = place::device(candle)?;
         let unpinned = if candle.is_cpu() { Unpinned::Allow } else { Unpinned::default() };
         let pool = Pool::builder(&device).capacity(capacity).unpinned(unpinned).build().map_err(wrap)?;
-        Self::with(candle, &device, &pool)
+        Self::from(candle, &device, &pool, threads)
     }
 
     /// The same with a pool that the program has. The device is the pool's.
     pub fn with(candle: &Device, device: &pinpool::Device, pool: &Pool) -> Result<Self> {
-        let copier = Copier::builder(pool, device).build().map_err(wrap)?;
+        Self::from(candle, device, pool, None)
+    }
+
+    fn from(candle: &Device, device: &pinpool::Device, pool: &Pool, threads: Option<usize>) -> Result<Self> {
+        let builder = Copier::builder(pool, device);
+        let builder = threads.iter().fold(builder, |builder, threads| builder.threads(*threads));
+        let copier = builder.build().map_err(wrap)?;
         let stream = device.stream().map_err(wrap)?;
         Ok(Self { candle: candle.clone(), device: device.clone(), pool: pool.clone(), copier, stream })
     }
@@ -62,7 +74,6 @@ impl Pinned {
         match Place::new(&self.device, &self.candle, dtype, shape, len)? {
             #[cfg(feature = "cuda")]
             Place::Cuda(tensor, slice) => {
-                place::settle(&self.candle)?;
                 let sent = self.stream.upload(buf, slice).map_err(|refused| wrap(refused.error))?;
                 let buf = sent.wait().map_err(wrap)?;
                 Ok((tensor, buf))
@@ -93,18 +104,12 @@ impl Pinned {
         }
     }
 
-    /// Bytes that have landed. By the stream and not by the copier, which would order this behind the whole transfer
-    /// that wrote a part of it.
+    /// Bytes that have landed. By a call with pieces, which the copier does not order behind the whole transfer that wrote
+    /// these.
     pub(crate) fn read(&self, slice: &DeviceSlice) -> Result<Vec<u8>> {
-        let block = (self.pool.stats().capacity_bytes / 8).clamp(4096, 4 << 20);
-        let mut bytes = Vec::with_capacity(slice.len());
-        while bytes.len() < slice.len() {
-            let end = slice.len().min(bytes.len() + block);
-            let part = slice.slice(bytes.len()..end).map_err(wrap)?;
-            let buf = self.pool.checkout(part.len()).map_err(wrap)?;
-            let back = self.stream.download(part, buf).map_err(|refused| wrap(refused.error))?;
-            bytes.extend_from_slice(&back.wait().map_err(wrap)?);
-        }
+        let mut bytes = vec![0; slice.len()];
+        let foreground = self.copier.with_priority(Priority::Foreground);
+        foreground.download_pieces(&mut [(slice.clone(), &mut bytes[..])]).map_err(wrap)?;
         Ok(bytes)
     }
 }

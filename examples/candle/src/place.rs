@@ -1,9 +1,10 @@
 //! Where on candle's device each tensor of a checkpoint goes, and how its bytes get there.
 //!
-//! On a GPU each tensor is an allocation of candle's own, since candle frees its memory tensor by tensor. The
-//! allocations are made first, one after the other; one wait for candle's stream then orders all copies behind them.
-//! The copier gets each file as one transfer of pieces, so that small tensors cost no more than large ones. On candle's
-//! CPU device a place is memory of the crate's host device, from which candle's tensor is made when it is asked for.
+//! On a GPU each tensor is an allocation of candle's own, since candle frees its memory tensor by tensor. A wait for
+//! candle's stream after each orders all copies behind it: nothing else is on that stream, so it takes microseconds.
+//! The copier gets each file as one transfer of pieces, so that small tensors cost no more than large ones, and the
+//! first file is under way while the second's tensors are allocated. On candle's CPU device a place is memory of the
+//! crate's host device, from which candle's tensor is made when it is asked for.
 //!
 //! All unsafe code of the package that names addresses is here.
 
@@ -11,8 +12,26 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use pinpool::DeviceSlice;
+use pinpool::safetensors::Dtype;
 
 use crate::wrap;
+
+/// Candle's type for one of the format's, for a tensor that a device of candle's can have.
+pub(crate) fn dtype(of: Dtype, device: &Device) -> Result<DType> {
+    let Ok(dtype) = DType::try_from(of) else {
+        candle_core::bail!(
+            "candle has no type for {of:?}: convert it, or leave it out (`Weights::open_where`)"
+        )
+    };
+    // Candle keeps these as bytes, computes with none of them, and copies none back.
+    let is_kept_only = matches!(dtype, DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0);
+    if is_kept_only && !device.is_cpu() {
+        candle_core::bail!(
+            "candle has no kernels for {of:?}: load it on the CPU, convert it, or leave it out (`Weights::open_where`)"
+        )
+    }
+    Ok(dtype)
+}
 
 /// The place of one tensor.
 pub(crate) enum Place {
@@ -26,7 +45,7 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    /// Memory for a tensor. Copies may use it after [`settle`].
+    /// Memory for a tensor, which copies on any stream may use from now on.
     pub(crate) fn new(
         pinned: &pinpool::Device,
         device: &Device,
@@ -42,6 +61,8 @@ impl Place {
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => {
                 let (tensor, address) = cuda::alloc(cuda, dtype, shape)?;
+                // The allocation is in the order of candle's stream.
+                device.synchronize()?;
                 let slice = cuda::memory(pinned, &tensor, address, len)?;
                 Ok(Self::Cuda(tensor, slice))
             }
@@ -60,11 +81,6 @@ impl Place {
             Self::Cuda(_, slice) => Some(slice),
         }
     }
-}
-
-/// Waits until all places that this thread has made can be written by other streams.
-pub(crate) fn settle(device: &Device) -> Result<()> {
-    device.synchronize()
 }
 
 /// The crate's device for a device of candle's. For a GPU it works in candle's own context.
@@ -118,7 +134,8 @@ mod cuda {
                 DType::F16 => $call::<f16>($($arg),*),
                 DType::F32 => $call::<f32>($($arg),*),
                 DType::F64 => $call::<f64>($($arg),*),
-                dtype => candle_core::bail!("tensors of {dtype:?} have no place on a GPU yet"),
+                DType::F8E4M3 => $call::<float8::F8E4M3>($($arg),*),
+                dtype => candle_core::bail!("candle has no kernels for {dtype:?}"),
             }
         };
     }
@@ -129,8 +146,8 @@ mod cuda {
     }
 
     fn alloc_of<T: CudaDType + DeviceRepr>(device: &CudaDevice, shape: &[usize]) -> Result<(Tensor, u64)> {
-        // SAFETY: candle hands the tensor out only after `Shard::wait` has seen its bytes arrive, and every pattern of
-        // bits is a value of each of the types above.
+        // SAFETY: the callers hand the tensor out only when they have seen its bytes arrive, and every pattern of bits is a
+        // value of each of the types above.
         let slice = unsafe { device.alloc::<T>(shape.iter().product()) }?;
         let address = slice.device_ptr(&device.cuda_stream()).0;
         let storage = CudaStorage::wrap_cuda_slice(slice, device.clone());
@@ -157,8 +174,8 @@ mod cuda {
         address: u64,
         len: usize,
     ) -> Result<DeviceSlice> {
-        // SAFETY: the tensor, which is the owner, keeps its memory allocated. The callers wait for candle's stream
-        // before the first copy, and give a tensor to other code only when its copy is complete; a download is waited
+        // SAFETY: the tensor, which is the owner, keeps its memory allocated. The callers have waited for candle's
+        // stream, and give a tensor to other code only when its copy is complete; a download is waited
         // for before its call returns. All patterns of bits are values.
         unsafe { pinned.raw_memory(address, len, tensor.clone()) }.map_err(|refused| wrap(refused.error))
     }

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -34,11 +35,25 @@ pub struct Weights {
     tensors: HashMap<String, Entry>,
     load: SharedLoad,
     bytes: u64,
+    opening: Opening,
+}
+
+/// Where the time of [`Weights::open`] went.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Opening {
+    /// Until the headers were read.
+    pub headers: Duration,
+    /// In candle's allocations, during which the files before are under way.
+    pub places: Duration,
+    /// Until all copies were queued.
+    pub all: Duration,
 }
 
 impl Weights {
     /// Opens a checkpoint (a file, an index, or a folder) and starts its load. The thread waits for candle's allocations,
     /// and for no bytes.
+    ///
+    /// A tensor whose type candle or the device lacks is an error with its name.
     pub fn open(pinned: &Pinned, path: impl AsRef<Path>) -> Result<Self> {
         Self::open_where(pinned, path, &[], |_| true)
     }
@@ -50,26 +65,47 @@ impl Weights {
         first: &[&str],
         wanted: impl Fn(&str) -> bool,
     ) -> Result<Self> {
+        let since = Instant::now();
         let checkpoint = Checkpoint::open(path).map_err(wrap)?;
         let device = pinned.candle().clone();
         let (mut tensors, mut bytes) = (HashMap::new(), 0);
         for tensor in checkpoint.tensors().filter(|tensor| wanted(tensor.name())) {
-            let (dtype, shape) = (DType::try_from(tensor.dtype())?, tensor.shape().to_vec());
-            let len = usize::try_from(tensor.len()).map_err(candle_core::Error::wrap)?;
-            let place = Place::new(pinned.device(), &device, dtype, &shape, len)?;
+            let (name, shape) = (tensor.name().to_owned(), tensor.shape().to_vec());
+            let dtype =
+                place::dtype(tensor.dtype(), &device).map_err(|error| error.context(format!("{name:?}")))?;
             bytes += tensor.len();
-            let entry = Entry { dtype, shape, bytes: tensor.len(), place, there: OnceLock::new() };
-            tensors.insert(tensor.name().to_owned(), entry);
+            let (place, there) = (Place::Empty, OnceLock::new());
+            tensors.insert(name, Entry { dtype, shape, bytes: tensor.len(), place, there });
         }
-        place::settle(&device)?;
+        let mut opening = Opening { headers: since.elapsed(), ..Opening::default() };
         let loader = checkpoint.loader(pinned.copier()).filter(|tensor| wanted(tensor.name()));
         let loader = first.iter().fold(loader, |loader, prefix| loader.first(*prefix));
-        // Candle's allocations are aligned to more than any element needs.
-        let loader = loader
-            .align(1)
-            .places(|tensor| Ok(tensors.get(tensor.name()).and_then(|entry| entry.place.slice()).cloned()));
-        let load = loader.start().map_err(wrap)?.share();
-        Ok(Self { device, pinned: pinned.clone(), tensors, load, bytes })
+        let mut refused = None;
+        // Called file by file, and the file's copies begin behind the last of its tensors. Candle's allocations are
+        // aligned to more than any element needs.
+        let loader = loader.align(1).places(|tensor| {
+            let Some(entry) = tensors.get_mut(tensor.name()) else { return Ok(None) };
+            let since = Instant::now();
+            let len = entry.bytes as usize;
+            match Place::new(pinned.device(), &device, entry.dtype, &entry.shape, len) {
+                Ok(place) => entry.place = place,
+                Err(error) => {
+                    refused = Some(error.context(format!("{:?}", tensor.name())));
+                    return Err(pinpool::Error::Config("candle gave no memory".into()));
+                }
+            }
+            opening.places += since.elapsed();
+            Ok(entry.place.slice().cloned())
+        });
+        let load = loader.start();
+        let load = load.map_err(|error| refused.unwrap_or_else(|| wrap(error)))?.share();
+        opening.all = since.elapsed();
+        Ok(Self { device, pinned: pinned.clone(), tensors, load, bytes, opening })
+    }
+
+    /// Where the time of the call that opened it went.
+    pub fn opening(&self) -> Opening {
+        self.opening
     }
 
     /// The names, in no order.

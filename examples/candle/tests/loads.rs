@@ -43,6 +43,27 @@ fn slow_with(first: &[&str]) -> (tempfile::TempDir, Pinned, Weights) {
     (folder, pinned, weights)
 }
 
+/// A file of tensors of the format's types, 16 elements each, whose bytes are their places in the file.
+fn typed(types: &[(&str, usize)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (dtype, len) in types {
+        let tensor = serde_json::json!({"dtype": dtype, "shape": [16], "data_offsets": [end, end + len]});
+        header.insert(format!("of.{dtype}"), tensor);
+        end += len;
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let bytes = (0..end).map(|byte| byte as u8);
+    let whole = (header.len() as u64)
+        .to_le_bytes()
+        .into_iter()
+        .chain(header.bytes())
+        .chain(bytes)
+        .collect::<Vec<_>>();
+    std::fs::write(folder.path().join("model.safetensors"), whole).unwrap();
+    folder
+}
+
 fn cut(folder: &Path) {
     let file = OpenOptions::new().write(true).open(&files(folder).unwrap()[0]).unwrap();
     file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
@@ -153,4 +174,32 @@ fn tensors_go_through_buffers() {
         back[..12].chunks_exact(4).map(|n| f32::from_le_bytes(n.try_into().unwrap())).collect();
     assert_eq!(first, [0.0, 4.0, 8.0]);
     pinned.upload(buf, DType::F32, &[5]).unwrap_err();
+}
+
+#[test]
+fn tensors_of_8_bits_arrive() {
+    let folder = typed(&[("F8_E4M3", 16), ("F8_E8M0", 16), ("BF16", 32)]);
+    let weights = Weights::open(&pinned(16 << 20), folder.path()).unwrap();
+    let theirs = candle_core::safetensors::load(&files(folder.path()).unwrap()[0], &Device::Cpu).unwrap();
+    let (ours, theirs) = (weights.get("of.F8_E4M3").unwrap(), &theirs["of.F8_E4M3"]);
+    assert_eq!((ours.dtype(), ours.shape()), (DType::F8E4M3, theirs.shape()));
+    assert_eq!(bytes(&ours), (0..16).collect::<Vec<u8>>());
+    // 2^-9 is the smallest number of that type but zero; casts run on the device.
+    let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(numbers(&ours), numbers(theirs));
+    assert_eq!(numbers(&ours)[..2], [0.0, 0.001953125]);
+    // Candle keeps these, and says no more of them than their type.
+    assert_eq!(weights.get("of.F8_E8M0").unwrap().dtype(), DType::F8E8M0);
+    weights.finish().unwrap();
+}
+
+#[test]
+fn a_type_that_candle_lacks_is_named() {
+    let folder = typed(&[("BF16", 32), ("F8_E5M2", 16)]);
+    let pinned = pinned(16 << 20);
+    let error = Weights::open(&pinned, folder.path()).err().expect("there is no such type").to_string();
+    assert!(["of.F8_E5M2", "convert", "open_where"].iter().all(|what| error.contains(what)), "{error}");
+    let weights = Weights::open_where(&pinned, folder.path(), &[], |name| !name.contains("F8_E5M2")).unwrap();
+    assert_eq!(weights.get("of.BF16").unwrap().dtype(), DType::BF16);
+    weights.finish().unwrap();
 }

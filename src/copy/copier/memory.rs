@@ -348,7 +348,7 @@ impl Copier {
         let (found, given) = SubmitError::unless(surveyed, given)?;
         let PageSurvey { survey, pages, lens } = found;
         let values = given.into_iter().map(Held::Given).collect();
-        let paged = Arc::new(Paged::<S>::new(pages, values, &lens, Ramp::new(engine)));
+        let paged = Arc::new(Paged::<S>::new(pages, values, &lens, Ramp::unfilled(engine)));
         let plan = self.plan(S::DIRECTION, survey, name);
         Ok(self.run(plan, paged.clone(), paged))
     }

@@ -57,7 +57,8 @@
 //! device memory take effect in the order of the calls, but for those with many pieces, buffers or pages
 //! (`upload_pieces`, `download_buffers` and their like) and pushes: these are ordered with nothing, so wait for the
 //! handle. With other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to
-//! any stream after the end was seen finds the bytes there.
+//! any stream after the end was seen finds the bytes there. The same holds for [a part](Transfer::wait_landed) that was
+//! seen to have arrived.
 //!
 //! # Priorities
 //!

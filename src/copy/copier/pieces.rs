@@ -40,21 +40,28 @@ const SAMPLES: usize = 256;
 /// How the chunks of a call grow and shrink.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ramp {
-    /// Bytes of a segment.
+    /// Bytes of a segment, and of the first chunk.
     most: usize,
+    least: usize,
     /// Threads that take chunks.
     hands: usize,
 }
 
 impl Ramp {
     pub(super) fn new(engine: &Engine) -> Self {
-        Self { most: engine.settings.chunk, hands: engine.settings.threads + 1 }
+        let most = engine.settings.chunk;
+        Self { most, least: LEAST.min(most), hands: engine.settings.threads + 1 }
+    }
+
+    /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
+    pub(super) fn unfilled(engine: &Engine) -> Self {
+        let Self { most, least, .. } = Self::new(engine);
+        Self { most, least: least.max(most / 4), hands: 1 }
     }
 
     /// Bytes of the next chunk's segment that are used.
     pub(super) fn next(&self, cursor: &Cursor) -> usize {
-        let Self { most, hands } = *self;
-        let least = LEAST.min(most);
+        let Self { most, least, hands } = *self;
         let growing = least + (most - least) / hands * cursor.chunks.min(hands);
         let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
         even.clamp(least, growing.min(most).max(least))
@@ -656,8 +663,33 @@ impl<S: Side> Values for Paged<S> {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{DeviceSlice, Down, Held, Up};
+    use super::{Cursor, Cut, DeviceSlice, Down, Held, Ramp, Up};
     use crate::buffer::PinnedBuf;
+
+    /// The lengths of the chunks of a call with so many bytes.
+    fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {
+        let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };
+        let mut lens = Vec::new();
+        while cursor.left > 0 {
+            lens.push(ramp.next(&cursor).min(cursor.left as usize));
+            cursor.chunks += 1;
+            cursor.left -= lens.last().map_or(0, |len| *len as u64);
+        }
+        lens
+    }
+
+    /// In KiB: those that eight threads fill are short at both ends, so that all have some; others nearly never.
+    #[test]
+    fn chunks_that_no_thread_fills_are_long_at_once() {
+        const MOST: usize = 4 << 20;
+        let filled = chunks(Ramp { most: MOST, least: 256 << 10, hands: 9 }, 16 << 20);
+        assert!(filled.len() > 16 && filled.iter().all(|len| *len < MOST / 4), "{filled:?}");
+        let unfilled = chunks(Ramp { most: MOST, least: MOST / 4, hands: 1 }, 16 << 20);
+        assert_eq!(
+            unfilled.iter().map(|len| len >> 10).collect::<Vec<_>>(),
+            [1024, 4096, 4096, 3584, 1792, 1024, 768]
+        );
+    }
 
     /// So the caller's list becomes the job's without another one.
     #[test]

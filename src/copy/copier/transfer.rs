@@ -106,6 +106,24 @@ impl<T> Transfer<T> {
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
     /// Whether they have arrived. On a thread of the crate it only looks.
     ///
+    /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on, and
+    /// by a copier's calls with pieces, buffers or pages, which are [ordered](super#ordering) with nothing. A copier's
+    /// other calls for the same memory wait for the whole transfer.
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+    /// let load = copier.upload(vec![7; 1 << 20], &memory)?;
+    /// let mut first = vec![0; 4096];
+    /// if load.wait_landed(4096) {
+    ///     copier.download_pieces(&mut [(memory.slice(..4096)?, &mut first[..])])?; // beside the rest of the load
+    /// }
+    /// # assert_eq!(first, [7; 4096]);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    ///
     /// Where a source blocks, a chunk's arrival is told when the thread that moves the chunk has returned from the
     /// source.
     #[must_use]
@@ -151,8 +169,19 @@ impl<T> Transfer<T> {
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
     /// a chunk go to their places by a kernel that is launched when the chunk has arrived.
     ///
+    /// Behind a part of a transfer a stream is ordered by [`wait_landed`](Self::wait_landed) or
+    /// [`wait_pieces`](Self::wait_pieces): what is submitted to it afterwards finds the part's bytes. So the stream itself
+    /// never waits, and has all that it was given before to do meanwhile. (The example `kv_tier` makes each part a
+    /// transfer of its own, and orders the stream behind one after the other.)
+    ///
     /// # Errors
     /// The error of the transfer; [`Error::WrongDevice`] for a stream of another device; as for [`wait`](Self::wait).
+    // Why the host waits, and not the device. An event would have to be recorded behind the part's last kernel, which is
+    // launched when its chunk has arrived: the host would wait until then all the same, and save the rest of a moment. A
+    // stream that waits for a value in memory (cuStreamWaitValue) could be told earlier, and may never end: the driver
+    // waits for streams in calls of its own choice (an allocation that is freed, a kernel that is loaded, the legacy
+    // stream), also in those of the thread that is to bring the bytes, and a transfer that fails would have to write the
+    // value, too, into a stream whose kernels then compute with bytes that never came.
     pub fn order(&self, stream: &Stream) -> Result<()> {
         crate::os::check_fork()?;
         if stream.device().context().id() != self.engine().device.context().id() {

@@ -383,6 +383,35 @@ fn progress_says_how_far_it_is_and_what_is_left() {
 }
 
 #[test]
+fn what_has_landed_is_used_beside_the_rest() {
+    const LANDED: usize = 300_000;
+    let rig = Rig::plain();
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 6), rig.device.alloc(1 << 20).unwrap());
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    assert!(load.wait_landed(LANDED as u64));
+    let landed = memory.slice(..LANDED).unwrap();
+    // By a copier's pieces, which are ordered with nothing.
+    let mut back = vec![0; LANDED];
+    let foreground = copier.with_priority(Priority::Foreground);
+    foreground.download_pieces(&mut [(landed.clone(), &mut back[..])]).unwrap();
+    assert!(back == bytes[..LANDED]);
+    // By a stream, which the load does not hold up.
+    let (stream, other) = (rig.device.stream().unwrap(), rig.device.alloc(LANDED).unwrap());
+    drop(stream.copy(&landed, &other).unwrap());
+    back[..].fill(0);
+    stream.download_blocking(&other, &mut back).unwrap();
+    assert!(back == bytes[..LANDED]);
+    assert!(!load.is_over(), "all of it was beside the load");
+    // Calls that are ordered wait for all of it.
+    copier.set_rate(None);
+    assert!(copier.download_vec(landed).unwrap() == bytes[..LANDED]);
+    assert!(load.is_over());
+    load.wait().unwrap();
+    rig.all_is_back();
+}
+
+#[test]
 fn a_transfer_begins_after_what_a_stream_was_told() {
     let rig = Rig::late();
     let copier = rig.copier();
