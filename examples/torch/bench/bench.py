@@ -31,7 +31,7 @@ def compile_loops():
     loops = ctypes.CDLL(str(out))
     loops.bench_pairs.restype = loops.bench_server.restype = ctypes.c_double
     loops.bench_pairs.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    loops.bench_server.argtypes = [ctypes.c_int] * 3 + [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    loops.bench_server.argtypes = [ctypes.c_int] * 3 + [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_void_p] * 2
     return loops
 
 
@@ -131,14 +131,16 @@ def server():
     for name, largest in (("<= 256 KiB", MIB // 4), ("<= 16 MiB", 16 * MIB)):
         trace = sizes(2000, largest, seed=1)
         array = (ctypes.c_int64 * len(trace))(*trace)
-        results, pinned = ([], []), [0, 0]
+        results, pinned, peaks = ([], []), [0, 0], ([], [])
         torch._C._host_emptyCache()
         for turn in range(3):
             for ours in (0, 1):
                 use(ours)
                 latencies = (ctypes.c_double * (workers * (steps - warm)))()
-                rate = loops.bench_server(workers, steps, warm, array, len(trace), latencies)
+                most = (ctypes.c_int64 * 2)()
+                rate = loops.bench_server(workers, steps, warm, array, len(trace), latencies, most)
                 assert rate > 0
+                peaks[ours].append([bytes / MIB for bytes in most])
                 ordered = sorted(latencies)
                 results[ours].append((1e6 / rate, ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]))
                 pinned[ours] = torch.cuda.host_memory_stats()["allocated_bytes.current"] / MIB
@@ -146,10 +148,15 @@ def server():
         for i, what in enumerate(("time a step of all", "p50 of a step", "p99 of a step")):
             line(f"server, {name}, {what}", "us", own[i], ours[i], ">= 1")
         line(f"server, {name}, pinned", "MiB", *pinned, ">= 2")
+        # What no allocator can do without, and what of the rest comes from rounding.
+        for who, all_of, taken in (("torch", peaks[0], pinned[0]), ("pinpool", peaks[1], pinned[1])):
+            asked, rounded = (max(column) for column in zip(*all_of))
+            print(f"server, {name}, {who}: {asked:.2f} MiB in use at once at most ({rounded:.2f} in powers of two), pinned "
+                  f"{taken:.1f}, {taken / asked:.2f} times as much", flush=True)
 
 
 if __name__ == "__main__":
     torch.cuda.init()
-    pinpool_torch.install(capacity=8 << 30, device="cuda:0", initial=32 * MIB, largest=32 * MIB)
+    pinpool_torch.install(capacity=8 << 30, device="cuda:0", largest=32 * MIB)
     for part in sys.argv[1:] or ("hook", "server", "waste", "python"):
         globals()[part]()

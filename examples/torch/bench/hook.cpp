@@ -68,9 +68,32 @@ double bench_pairs(int threads, size_t bytes, int event, int millis) {
   return seconds < 0 || pairs.load() == 0 ? -1 : seconds * 1e9 * threads / static_cast<double>(pairs.load());
 }
 
+// Bytes that are alive, and the most that were so far.
+struct Alive {
+  std::atomic<int64_t> now{0}, most{0};
+
+  void change(int64_t bytes) {
+    auto sum = now.fetch_add(bytes) + bytes;
+    for (auto most_so_far = most.load(); sum > most_so_far && !most.compare_exchange_weak(most_so_far, sum);) {
+    }
+  }
+};
+
+static int64_t power_of_two(int64_t bytes) {
+  int64_t power = 1;
+  while (power < bytes) {
+    power *= 2;
+  }
+  return power;
+}
+
 // A server: each worker makes steps of 8 pinned tensors that go to the device and are dropped at once, and waits for a
-// small result. The latencies of the steps after `warm`, in microseconds; the steps a second, or -1.
-double bench_server(int workers, int steps, int warm, const int64_t* sizes, int count, double* latencies) {
+// small result. The latencies of the steps after `warm`, in microseconds; the steps a second, or -1. `peaks`: the most bytes
+// of these tensors that were in use at once, each from its allocation to the end of its step; and the same with each
+// rounded up to a power of two.
+double bench_server(
+    int workers, int steps, int warm, const int64_t* sizes, int count, double* latencies, int64_t* peaks) {
+  Alive asked, rounded;
   auto seconds = on_threads(workers, [&](int worker, c10::Stream stream) {
     c10::StreamGuard guard(stream);
     std::mt19937 random(worker);
@@ -78,13 +101,18 @@ double bench_server(int workers, int steps, int warm, const int64_t* sizes, int 
     for (int step = 0; step < steps; ++step) {
       auto start = Clock::now();
       std::vector<at::Tensor> batch;
+      int64_t bytes = 0, powers = 0;
       for (int i = 0; i < 8; ++i) {
-        auto host = at::empty({sizes[random() % count]}, pinned);
+        auto size = sizes[random() % count];
+        bytes += size, powers += power_of_two(size);
+        asked.change(size), rounded.change(power_of_two(size));
+        auto host = at::empty({size}, pinned);
         memset(host.data_ptr(), step, std::min<int64_t>(host.numel(), 4096));
         batch.push_back(host.to(c10::Device(c10::kCUDA, 0), at::kByte, /*non_blocking=*/true));
       }
       auto result = batch.back().slice(0, 0, 64).to(c10::Device(c10::kCPU), at::kByte, /*non_blocking=*/true);
       stream.synchronize();
+      asked.change(-bytes), rounded.change(-powers);
       TORCH_CHECK(result.data_ptr<uint8_t>()[0] == static_cast<uint8_t>(step), "a step has the bytes of another");
       if (step >= warm) {
         latencies[worker * (steps - warm) + step - warm] =
@@ -92,6 +120,7 @@ double bench_server(int workers, int steps, int warm, const int64_t* sizes, int 
       }
     }
   });
+  peaks[0] = asked.most.load(), peaks[1] = rounded.most.load();
   return seconds < 0 ? -1 : workers * steps / seconds;
 }
 }
