@@ -8,6 +8,7 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use support::{library, skip};
 
@@ -27,7 +28,11 @@ fn program() -> Option<(PathBuf, PathBuf)> {
         return None;
     };
     let folder = library.parent()?.to_path_buf();
-    let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("capi-program-{}", std::process::id()));
+    // Tests run at the same time, and each removes its program.
+    static PROGRAMS: AtomicU32 = AtomicU32::new(0);
+    let number = PROGRAMS.fetch_add(1, Ordering::Relaxed);
+    let to =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("capi-program-{}-{number}", std::process::id()));
     let mut compile = Command::new("cc");
     compile.args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&to);
     compile.arg(source).arg("-I").arg(Path::new(HERE).join("src/capi"));
