@@ -157,6 +157,6 @@ def server():
 
 if __name__ == "__main__":
     torch.cuda.init()
-    pinpool_torch.install(capacity=8 << 30, device="cuda:0", largest=32 * MIB)
+    pinpool_torch.install(capacity=8 << 30, device="cuda:0", initial=32 * MIB, largest=32 * MIB)
     for part in sys.argv[1:] or ("hook", "server", "waste", "python"):
         globals()[part]()
