@@ -43,7 +43,8 @@ impl Copier {
         let name = source::name("the source", || source.name().into_owned());
         let ranges = self
             .ranges(pieces)
-            .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)));
+            .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)))
+            .and_then(|found| self.engine().start_threads().map(|()| found));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
         let plan = self.plan(Direction::Up, survey, Some(name.clone()));
         let source = Kept::new(source);
@@ -81,7 +82,8 @@ impl Copier {
     ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
         let ranges = self
             .ranges(pieces)
-            .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)));
+            .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)))
+            .and_then(|found| self.engine().start_threads().map(|()| found));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
         let plan = self.plan(Direction::Up, survey, Some(source.name().to_owned().into()));
         let (file, engine) = (Kept::new(source), Arc::downgrade(self.engine()));
@@ -170,7 +172,8 @@ impl Copier {
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let name = source::name("the target", || sink.name().into_owned());
-        let ((ranges, survey), sink) = SubmitError::unless(self.ranges(pieces), sink)?;
+        let found = self.ranges(pieces).and_then(|found| self.engine().start_threads().map(|()| found));
+        let ((ranges, survey), sink) = SubmitError::unless(found, sink)?;
         let plan = self.plan(Direction::Down, survey, Some(name.clone()));
         let sink = Kept::new(sink);
         Ok(self.run(plan, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
@@ -200,12 +203,11 @@ impl Copier {
         Pull::new(self.engine(), &job).write_to(&work, writer, "the writer")
     }
 
-    /// Before a call with such pieces. The copier's threads were started then.
+    /// Before a call with such pieces.
     fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
         self.alive()?;
         let mut survey = Survey::ordered();
         let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
-        self.engine().start_threads()?;
         Ok((ranges, survey))
     }
 }
