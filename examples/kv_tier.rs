@@ -1,8 +1,8 @@
 //! A host tier for a paged cache of keys and values: blocks that the device has no room for stay in pinned memory.
 //!
 //! A block has the keys and values of a few tokens: on the device one page in each of 64 planes (32 layers, keys and
-//! values), in pinned memory one buffer for each *part*: a layer, or where pages are short a few of them, since copies of
-//! less than 64 KiB are slow. A hash of the tokens names the block. Requests *lease* blocks:
+//! values), in pinned memory one buffer for each *part*: a layer, or a few of them where there are layers enough before,
+//! since short copies are slow. A hash of the tokens names the block. Requests *lease* blocks:
 //!
 //! - Blocks that the device has are used where they are.
 //! - Blocks that the host has are loaded, each part by a transfer of its own, the first layers of all blocks first.
@@ -25,8 +25,9 @@ use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, Pinned
 pub const LAYERS: usize = 32;
 /// Planes of each layer: keys and values.
 pub const PLANES: usize = 2;
-/// Bytes of a copy that is as fast as longer ones.
-const LONG: usize = 64 << 10;
+/// Bytes of a part at most, which is one copy. Copies of 64 KiB are as fast on the link, but the driver takes nearly as
+/// long to accept one as the link to carry it.
+const LONG: usize = 256 << 10;
 /// Blocks that one transfer stores: the next list is made while the one before is on the link.
 const TOGETHER: usize = 32;
 

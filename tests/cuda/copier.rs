@@ -139,7 +139,10 @@ impl Bench {
                 (buf, places.iter().map(|place| self.slice(*place)).collect())
             })
             .collect();
-        let came = self.copier.upload_pages(filled).unwrap().wait().unwrap();
+        let sent = self.copier.upload_pages(filled).unwrap();
+        assert!(sent.wait_pieces(blocks.len()), "{case}: the pieces of such a call are its blocks");
+        assert_eq!(sent.progress().landed_pieces, blocks.len(), "{case}");
+        let came = sent.wait().unwrap();
         assert_eq!(came.len(), blocks.len());
         let expected: Vec<Vec<u8>> = came.iter().map(|buf| buf.to_vec()).collect();
         drop(came);

@@ -217,8 +217,8 @@ pub struct Progress {
     /// All bytes before this offset of what is read or written have arrived. For a call with many pieces of memory the
     /// offset counts the bytes of all of them, in the order of the call.
     pub landed_to: u64,
-    /// All pieces of the call before this one have arrived. (A source's or file's pieces count in the order of their
-    /// offsets.)
+    /// All pieces of the call before this one have arrived: of a call with pages its blocks. (A source's or file's pieces
+    /// count in the order of their offsets.)
     pub landed_pieces: usize,
     /// The time since the transfer was started, until now or until it was over.
     pub elapsed: Duration,

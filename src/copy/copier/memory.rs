@@ -7,7 +7,8 @@ use super::config::Priority;
 use super::engine::Engine;
 use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
-use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Paged, Ramp, Side, Survey, Up, Values};
+use super::pages::{Paged, Pages};
+use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Ramp, Side, Survey, Up, Values};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -210,8 +211,8 @@ impl Copier {
         let stream = engine.stream(S::DIRECTION, Priority::Foreground);
         let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
         let mut look = |given: &mut S::Given| {
-            let (looked, memory) = (S::look(given, stream), S::beside(given));
-            let (host, have) = looked?;
+            let (host, have) = S::look(given, stream)?;
+            let memory = &*S::beside(given);
             let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
             match have {
                 0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
@@ -229,7 +230,7 @@ impl Copier {
             .enumerate()
             .map(|(n, mut given)| {
                 if said.is_ok() {
-                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&given).len()));
+                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&mut given).len()));
                 }
                 Held::Given(given)
             })
@@ -336,19 +337,26 @@ impl Copier {
         let surveyed = (|| {
             self.alive()?;
             let stream = engine.stream(S::DIRECTION, Priority::Foreground);
-            let mut found = PageSurvey { survey, pages: Vec::new(), lens: Vec::new() };
+            let (mut survey, mut pages) = (survey, Pages::default());
             for (n, block) in given.iter_mut().enumerate() {
-                let (looked, places) = (S::look(block, stream), S::beside(block));
-                let added = looked.and_then(|(host, have)| found.add(engine, host, have, places));
+                let (looked, places) = (S::look(block, stream), &*S::beside(block));
+                let added = looked.and_then(|(host, have)| {
+                    places.iter().try_for_each(|place| survey.add(engine, place, place.len()))?;
+                    match pages.add(host, places.iter().map(|place| (place.address(), place.len()))) {
+                        0 => Err(Error::Empty),
+                        need => Error::unless_fits(need, have),
+                    }
+                });
                 let together = || places.iter().fold(0, |all: usize, place| all.saturating_add(place.len()));
                 added.map_err(|e| if name.is_none() { e.of_piece(n, together()) } else { e })?;
             }
-            engine.start_threads().map(|()| found)
+            engine.start_threads().map(|()| (survey, pages))
         })();
-        let (found, given) = SubmitError::unless(surveyed, given)?;
-        let PageSurvey { survey, pages, lens } = found;
+        let ((survey, pages), mut given) = SubmitError::unless(surveyed, given)?;
+        // Dropped when the copies have begun: the job keeps the memory, and the places of many pages take long to drop.
+        let _places: Vec<_> = given.iter_mut().map(|block| std::mem::take(S::beside(block))).collect();
         let values = given.into_iter().map(Held::Given).collect();
-        let paged = Arc::new(Paged::<S>::new(pages, values, &lens, Ramp::unfilled(engine)));
+        let paged = Arc::new(Paged::<S>::new(pages, values, Ramp::unfilled(engine)));
         let plan = self.plan(S::DIRECTION, survey, name);
         Ok(self.run(plan, paged.clone(), paged))
     }
@@ -364,31 +372,6 @@ impl Copier {
         let job = self.job(plan, Body::Owned(work));
         self.engine().go(&job, total);
         Transfer::new(self.clone(), job, values)
-    }
-}
-
-/// What was found of blocks before anything is copied.
-struct PageSurvey {
-    survey: Survey,
-    pages: Vec<(Piece, u32)>,
-    /// Bytes of each block that belong to its places.
-    lens: Vec<usize>,
-}
-
-impl PageSurvey {
-    fn add(&mut self, engine: &Engine, host: *mut u8, have: usize, places: &[DeviceSlice]) -> Result<()> {
-        let mut need = 0_usize;
-        for place in places {
-            self.survey.add(engine, place, place.len())?;
-            self.pages
-                .push((Piece::new(host.wrapping_add(need), place.len(), place), self.lens.len() as u32));
-            need = need.saturating_add(place.len());
-        }
-        if need == 0 {
-            return Err(Error::Empty);
-        }
-        self.lens.push(need);
-        Error::unless_fits(need, have)
     }
 }
 

@@ -75,7 +75,7 @@
 // flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
 // which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
 // in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
-// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`,
+// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
 // `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and sinks; what the caller brings, in order
 // or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
@@ -104,6 +104,7 @@ mod loom_models;
 mod memory;
 mod order;
 mod packing;
+mod pages;
 mod permits;
 mod pieces;
 mod pull;

@@ -5,23 +5,22 @@
 //! starts while most of a long call is not cut yet.
 
 use std::cell::UnsafeCell;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::Engine;
 use super::job::{Chunk, Cursor, Cut, Direction, Job, Needs, Work};
-use super::layout::{LONGEST_ROW, Layout, ROW, Stretch};
-use super::lent::{Block, Lent};
-use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, parts, unpack};
+use super::layout::{Layout, Stretch};
+use super::lent::Lent;
+use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, unpack};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::Landing;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
-use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
 use crate::stream::Stream;
@@ -76,7 +75,11 @@ pub(super) struct Survey {
     pub(super) spans: Vec<Range<u64>>,
     is_ordered: bool,
     pub(super) memories: Vec<Arc<Allocation>>,
-    known: HashSet<u64>,
+    /// The place among them of each, by its number.
+    known: HashMap<u64, usize>,
+    /// Which of the memories the last piece was in. The pieces of a block of a cache are each in another one, and those of
+    /// the next block in the same ones again.
+    at: usize,
 }
 
 impl Survey {
@@ -104,16 +107,24 @@ impl Survey {
             }
         }
         let number = memory.allocation_number();
-        if self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number) {
+        let next = if self.at + 1 < self.memories.len() { self.at + 1 } else { 0 };
+        for at in [self.at, next] {
+            if self.memories.get(at).is_some_and(|known| Arc::as_ptr(known).addr() as u64 == number) {
+                self.at = at;
+                return Ok(());
+            }
+        }
+        if let Some(at) = self.known.get(&number) {
+            self.at = *at;
             return Ok(());
         }
         if !memory.is_of(engine.device.context()) {
             return Err(Error::WrongDevice { device: engine.device.name().into() });
         }
-        if self.known.insert(number) {
-            engine.admit(memory)?;
-            self.memories.push(memory.allocation());
-        }
+        engine.admit(memory)?;
+        self.at = self.memories.len();
+        self.known.insert(number, self.at);
+        self.memories.push(memory.allocation());
         Ok(())
     }
 }
@@ -281,7 +292,7 @@ pub(super) trait Side {
     /// What comes back.
     type Back;
 
-    fn beside(given: &Self::Given) -> &Self::Beside;
+    fn beside(given: &mut Self::Given) -> &mut Self::Beside;
 
     /// The buffer's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
     /// copies cannot use it.
@@ -310,7 +321,7 @@ impl<B: Lend, M: Send> Side for Up<B, M> {
     type Lent = B;
     type Back = B;
 
-    fn beside((_, beside): &(B, M)) -> &M {
+    fn beside((_, beside): &mut (B, M)) -> &mut M {
         beside
     }
 
@@ -349,7 +360,7 @@ impl<L: Landing, M: Send> Side for Down<L, M> {
     type Lent = (L::Landed, usize);
     type Back = L::Landed;
 
-    fn beside((beside, _): &(M, L)) -> &M {
+    fn beside((beside, _): &mut (M, L)) -> &mut M {
         beside
     }
 
@@ -394,7 +405,7 @@ impl<S: Side> Held<S> {
         }
     }
 
-    fn lend(&mut self, written: usize) -> RetainedResource {
+    pub(super) fn lend(&mut self, written: usize) -> RetainedResource {
         match std::mem::replace(self, Self::Lent(None)) {
             Self::Given(given) => {
                 let (resource, lent) = S::lend(given, written);
@@ -425,7 +436,7 @@ impl<S: Side> Held<S> {
 }
 
 /// The buffers of a job. Each is changed by one worker, which lends it, and after the job by the handle.
-struct List<S: Side>(UnsafeCell<Vec<Held<S>>>);
+pub(super) struct List<S: Side>(pub(super) UnsafeCell<Vec<Held<S>>>);
 
 // SAFETY: see above; what other workers read of a buffer is its address alone, which is not here.
 unsafe impl<S: Side> Sync for List<S> {}
@@ -435,7 +446,7 @@ impl<S: Side> List<S> {
     ///
     /// # Safety
     /// The job is over, and this is called once.
-    unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<S::Back>> {
+    pub(super) unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<S::Back>> {
         // SAFETY: no worker uses the list any more, and the caller is the only one that takes it.
         let values = std::mem::take(unsafe { &mut *self.0.get() });
         let mut back = Vec::with_capacity(values.len());
@@ -567,97 +578,6 @@ impl<S: Side> Values for Buffers<S> {
     unsafe fn take(&self) -> Result<Vec<S::Back>> {
         // SAFETY: the caller's promise.
         unsafe { self.values.take(self.pieces.iter().map(|piece| piece.len)) }
-    }
-}
-
-// --- pages -----------------------------------------------------------------------------------------------------------
-
-/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
-pub(super) struct Paged<S: Side> {
-    /// The pages of all blocks, block after block, and the block of each.
-    pages: Vec<(Piece, u32)>,
-    values: List<S>,
-    /// The job's shares of what is lent, until it is over.
-    blocks: Mutex<Vec<Arc<Block>>>,
-    ramp: Ramp,
-}
-
-impl<S: Side> Paged<S> {
-    /// `lens`: bytes of each block that belong to its pages. All blocks are lent from here on.
-    pub(super) fn new(
-        pages: Vec<(Piece, u32)>,
-        mut values: Vec<Held<S>>,
-        lens: &[usize],
-        ramp: Ramp,
-    ) -> Self {
-        let blocks = values.iter_mut().zip(lens).map(|(value, len)| Block::new(value.lend(*len))).collect();
-        Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
-    }
-}
-
-impl<S: Side> Work for Paged<S> {
-    fn needs(&self, _: &Cursor) -> Needs {
-        Needs::Nothing
-    }
-
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        let most = self.ramp.next(cursor);
-        let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
-        while let Some((page, _)) = self.pages.get(at.piece) {
-            let left = page.len - at.from;
-            // Its row or rows, and what may be lost to alignment where a block begins.
-            let room = (most - used).saturating_sub(3 * ROW);
-            let len = left.min(room - room / (LONGEST_ROW / ROW));
-            if len < left && used > 0 || len == 0 {
-                break;
-            }
-            bytes += len;
-            used += len + (2 + len / LONGEST_ROW) * ROW;
-            at = if len == left {
-                Cut { piece: at.piece + 1, from: 0 }
-            } else {
-                Cut { from: at.from + len, ..at }
-            };
-            if at.from > 0 {
-                break;
-            }
-        }
-        finish(cursor, at, bytes, None)
-    }
-
-    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
-        let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
-        let (mut data, mut owners) = (0_usize, 0..0);
-        for (n, page, from, to) in parts(chunk, |n| self.pages[n].0) {
-            let (owner, len) = (self.pages[n].1 as usize, to - from);
-            let first = if stretches.is_empty() { owner } else { owners.start };
-            owners = first..owner + 1;
-            let host = page.host.wrapping_add(from);
-            match runs.last_mut() {
-                Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
-                _ => {
-                    data = data.next_multiple_of(ROW);
-                    runs.push(Run { host, offset: data, len });
-                }
-            }
-            stretches.push(Stretch { place: page.place(from), offset: data, len });
-            data += len;
-        }
-        let mut lent = Lent::default();
-        lent.blocks.extend_from_slice(self.blocks.lock().get(owners).unwrap_or_default());
-        Ok(Content::Lent(Packed::new(runs, stretches), lent))
-    }
-}
-
-impl<S: Side> Values for Paged<S> {
-    type Back = Vec<S::Back>;
-
-    unsafe fn take(&self) -> Result<Vec<S::Back>> {
-        // The job has ended well, so no chunk has a share any more: all blocks go back here.
-        let blocks = std::mem::take(&mut *self.blocks.lock());
-        drop(blocks);
-        // SAFETY: the caller's promise. All were lent.
-        unsafe { self.values.take(std::iter::repeat(0)) }
     }
 }
 

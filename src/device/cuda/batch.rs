@@ -9,6 +9,10 @@
 //! that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error then belongs
 //! to one copy.
 //!
+//! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32 KiB
+//! itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a call of
+//! 93 us, and 9 us with the short one first (H200, driver 580).
+//!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 //!
 //! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
@@ -33,6 +37,8 @@ const IN_STREAM_ORDER: i32 = 1;
 
 /// Copies of one call at most.
 const MOST: usize = 64;
+/// The driver may write shorter uploads itself.
+const SHORT: usize = 32 << 10;
 
 /// The call's three lists of arguments.
 #[derive(Default)]
@@ -53,7 +59,11 @@ impl Lists {
         targets.clear();
         sources.clear();
         lengths.clear();
-        for transfer in transfers {
+        // The order is free: see the module's page.
+        let is_short =
+            |transfer: &&Transfer| matches!(transfer, Transfer::Upload { len, .. } if *len < SHORT);
+        let long = transfers.iter().filter(|transfer| !is_short(transfer));
+        for transfer in transfers.iter().filter(is_short).chain(long) {
             // All addresses are one space (driver API manual, "Unified Addressing").
             let (source, target, len) = match *transfer {
                 Transfer::Upload { src, dst, len } => (src.expose_provenance() as u64, dst.0, len),

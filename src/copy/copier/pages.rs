@@ -1,0 +1,290 @@
+//! Pages: pinned blocks, each contiguous on the host, whose bytes belong to many places on the device, as the work of one
+//! job.
+//!
+//! No CPU moves the bytes. The device copies whole chunks of blocks to the ring, and a kernel spreads the pages there; or
+//! the other way round. A call may have a hundred thousand pages, so it keeps none of the caller's lists: places at even
+//! distances are one [`Series`], and the pages of a chunk are counted out where the chunk is prepared.
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::job::{Chunk, Cursor, Cut, Job, Needs, Work};
+use super::layout::{LONGEST_ROW, ROW, Stretch};
+use super::lent::{Block, Lent};
+use super::packing::{Content, Packed, Packing, Run};
+use super::pieces::{Held, List, Ramp, Side, Values, finish};
+use crate::device::DevicePtr;
+use crate::error::Result;
+use crate::locks::Mutex;
+
+/// Pages of one length at even distances on the device, which follow each other in a block. (A cache of keys and values
+/// has a block's pages like that, one in each plane.)
+#[derive(Clone, Copy, Debug)]
+struct Series {
+    /// Its bytes of the block.
+    start: usize,
+    end: usize,
+    /// The first page, and from there to the next one.
+    device: u64,
+    stride: u64,
+    /// Bytes of a page.
+    len: usize,
+}
+
+/// What a table row, and what is lost to alignment where a block begins, add to so many bytes of a page at most.
+fn with_rows(len: usize) -> usize {
+    len + (2 + len / LONGEST_ROW) * ROW
+}
+
+/// A block's bytes: contiguous on the host, in pages on the device.
+struct Laid {
+    host: *mut u8,
+    len: usize,
+    /// Which of the call's series.
+    series: Range<usize>,
+}
+
+// SAFETY: an address, which means the same on every thread; each use says why it is valid.
+unsafe impl Send for Laid {}
+// SAFETY: as above.
+unsafe impl Sync for Laid {}
+
+/// Where the blocks of a call are, on the host and on the device.
+#[derive(Default)]
+pub(super) struct Pages {
+    blocks: Vec<Laid>,
+    series: Vec<Series>,
+}
+
+impl Pages {
+    /// Adds a block, whose first bytes are at `host`, with the addresses and lengths of its pages. How many bytes these
+    /// have together.
+    pub(super) fn add(&mut self, host: *mut u8, pages: impl Iterator<Item = (u64, usize)>) -> usize {
+        let (first, mut len) = (self.series.len(), 0_usize);
+        for (device, page) in pages {
+            let start = len;
+            len = len.saturating_add(page);
+            let last = self.series.get_mut(first..).and_then(<[_]>::last_mut);
+            if !last.is_some_and(|last| last.add(device, page)) {
+                self.series.push(Series { start, end: len, device, stride: 0, len: page });
+            }
+        }
+        self.blocks.push(Laid { host, len, series: first..self.series.len() });
+        len
+    }
+
+    /// The series of a block that have its bytes from this one on.
+    fn from(&self, block: &Laid, from: usize) -> &[Series] {
+        let series = &self.series[block.series.clone()];
+        &series[series.partition_point(|series| series.end <= from)..]
+    }
+
+    /// Cuts a chunk of at most so many bytes off, its rows included: between pages, and within a page only where one is
+    /// longer than that.
+    fn cut(&self, most: usize, cursor: &mut Cursor) -> Chunk {
+        let (mut at, mut bytes, mut used) = (cursor.at, 0, 0);
+        while let Some(block) = self.blocks.get(at.piece) {
+            let Some(series) = self.from(block, at.from).first() else { break };
+            let (_, left) = series.place(at.from);
+            let room = (most - used).saturating_sub(ROW);
+            let taken = if with_rows(left) <= room {
+                let whole = (series.end - at.from - left) / series.len;
+                let more = whole.min((room - with_rows(left)) / with_rows(series.len));
+                used += with_rows(left) + more * with_rows(series.len);
+                left + more * series.len
+            } else if used == 0 {
+                used = most;
+                room - room / (LONGEST_ROW / ROW) - 2 * ROW
+            } else {
+                break;
+            };
+            bytes += taken;
+            at.from += taken;
+            let is_full = at.from < series.end;
+            if at.from == block.len {
+                at = Cut { piece: at.piece + 1, from: 0 };
+            }
+            if is_full {
+                break;
+            }
+        }
+        finish(cursor, at, bytes, None)
+    }
+
+    /// Where the bytes of a chunk are.
+    fn lay_out(&self, chunk: &Chunk) -> Packed {
+        let (mut runs, mut stretches): (Vec<Run>, Vec<Stretch>) = (Vec::new(), Vec::new());
+        let mut data = 0_usize;
+        let Chunk { start, end, .. } = *chunk;
+        let blocks = touched(chunk);
+        for (n, block) in blocks.clone().zip(&self.blocks[blocks.clone()]) {
+            let from = if n == start.piece { start.from } else { 0 };
+            let to = if n == end.piece { end.from } else { block.len };
+            let (host, len) = (block.host.wrapping_add(from), to - from);
+            match runs.last_mut() {
+                Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
+                _ => {
+                    data = data.next_multiple_of(ROW);
+                    runs.push(Run { host, offset: data, len });
+                }
+            }
+            let mut at = from;
+            for series in self.from(block, from) {
+                while at < to.min(series.end) {
+                    let (place, left) = series.place(at);
+                    let len = left.min(to - at);
+                    stretches.push(Stretch { place, offset: data, len });
+                    at += len;
+                    data += len;
+                }
+            }
+        }
+        Packed::new(runs, stretches)
+    }
+}
+
+/// The blocks that a chunk has bytes of. (In a [`Cut`] of pages the piece is a block.)
+fn touched(chunk: &Chunk) -> Range<usize> {
+    chunk.start.piece..chunk.end.piece + usize::from(chunk.end.from > 0)
+}
+
+impl Series {
+    /// Adds the block's next page, if it is one of the series: with the second page the distance is known.
+    fn add(&mut self, device: u64, len: usize) -> bool {
+        let count = ((self.end - self.start) / self.len) as u64;
+        if count == 1 {
+            self.stride = device.wrapping_sub(self.device);
+        }
+        let is_next = self.len == len && device == self.device.wrapping_add(count.wrapping_mul(self.stride));
+        self.end += if is_next { len } else { 0 };
+        is_next
+    }
+
+    /// Where the block's byte `at` is on the device, and how many bytes there are from there to the page's end.
+    fn place(&self, at: usize) -> (DevicePtr, usize) {
+        let (page, from) = ((at - self.start) / self.len, (at - self.start) % self.len);
+        let device = self.device.wrapping_add((page as u64).wrapping_mul(self.stride));
+        (DevicePtr(device.wrapping_add(from as u64)), self.len - from)
+    }
+}
+
+/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
+pub(super) struct Paged<S: Side> {
+    pages: Pages,
+    values: List<S>,
+    /// The job's shares of what is lent, until it is over.
+    blocks: Mutex<Vec<Arc<Block>>>,
+    ramp: Ramp,
+}
+
+impl<S: Side> Paged<S> {
+    /// `pages`: those of the values, in their order. All blocks are lent from here on.
+    pub(super) fn new(pages: Pages, mut values: Vec<Held<S>>, ramp: Ramp) -> Self {
+        let lent = values.iter_mut().zip(&pages.blocks);
+        let blocks = lent.map(|(value, laid)| Block::new(value.lend(laid.len))).collect();
+        Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
+    }
+}
+
+impl<S: Side> Work for Paged<S> {
+    fn needs(&self, _: &Cursor) -> Needs {
+        Needs::Nothing
+    }
+
+    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+        self.pages.cut(self.ramp.next(cursor), cursor)
+    }
+
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
+        let mut lent = Lent::default();
+        lent.blocks.extend_from_slice(self.blocks.lock().get(touched(chunk)).unwrap_or_default());
+        Ok(Content::Lent(self.pages.lay_out(chunk), lent))
+    }
+}
+
+impl<S: Side> Values for Paged<S> {
+    type Back = Vec<S::Back>;
+
+    unsafe fn take(&self) -> Result<Vec<S::Back>> {
+        // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        let blocks = std::mem::take(&mut *self.blocks.lock());
+        drop(blocks);
+        // SAFETY: the caller's promise. All were lent.
+        unsafe { self.values.take(std::iter::repeat(0)) }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::job::Direction;
+    use super::*;
+    use crate::device::Transfer;
+
+    /// Addresses of a block's pages: at even distances, or anywhere.
+    fn block() -> impl Strategy<Value = Vec<(u64, usize)>> {
+        let even = (0_u64..1 << 40, any::<i32>(), 1_usize..70_000, 1_u64..40).prop_map(
+            |(at, stride, len, count)| {
+                let page = |n: u64| (at.wrapping_add(n.wrapping_mul(i64::from(stride) as u64)), len);
+                (0..count).map(page).collect()
+            },
+        );
+        let any = prop::collection::vec((0_u64..1 << 40, 1_usize..70_000), 1..20);
+        prop::collection::vec(prop_oneof![even, any], 1..4).prop_map(|parts: Vec<Vec<_>>| parts.concat())
+    }
+
+    proptest! {
+        /// Each byte of each block is in one chunk, goes where its page is, and a chunk with its rows keeps to its length.
+        #[test]
+        fn chunks_have_all_pages(blocks in prop::collection::vec(block(), 1..6), most in 4_096_usize..300_000) {
+            let mut pages = Pages::default();
+            // A block of the host at every 2^40 bytes.
+            let host = |n: usize| std::ptr::without_provenance_mut::<u8>((n + 1) << 40);
+            for (n, block) in blocks.iter().enumerate() {
+                let len = pages.add(host(n), block.iter().copied());
+                prop_assert_eq!(len, block.iter().map(|page| page.1).sum::<usize>());
+            }
+            let left = pages.blocks.iter().map(|block| block.len as u64).sum();
+            let mut cursor = Cursor { left, ..Cursor::default() };
+            let mut copies = Vec::new();
+            while cursor.left > 0 {
+                let chunk = pages.cut(most, &mut cursor);
+                let packed = pages.lay_out(&chunk);
+                prop_assert!(chunk.bytes > 0 && packed.table_at() + packed.rows * ROW <= most);
+                let found = packed.transfers(Direction::Up, None);
+                let bytes: usize = found.iter().map(Transfer::len).sum();
+                prop_assert_eq!(bytes, chunk.bytes);
+                copies.extend(found);
+            }
+            // The copies, joined where a page was cut, are the pages.
+            let mut copies = copies.into_iter();
+            for (n, block) in blocks.iter().enumerate() {
+                let mut from = 0;
+                for (device, len) in block {
+                    let end = from + len;
+                    let first = from;
+                    while from < end {
+                        let Some(Transfer::Upload { src, dst, len }) = copies.next() else { panic!("a copy is missing") };
+                        prop_assert_eq!(src.addr(), host(n).addr() + from);
+                        prop_assert_eq!(dst.0, device.wrapping_add((from - first) as u64));
+                        from += len;
+                    }
+                    prop_assert_eq!(from, end);
+                }
+            }
+            prop_assert!(copies.next().is_none());
+        }
+    }
+
+    #[test]
+    fn places_at_even_distances_are_one_series() {
+        let mut pages = Pages::default();
+        pages.add(std::ptr::null_mut(), (0..64).map(|n| (n << 20, 4096)));
+        pages.add(std::ptr::null_mut(), (0..64).map(|n| ((n * n) << 20, 4096)));
+        pages.add(std::ptr::null_mut(), [(0, 8), (100, 8), (200, 16), (300, 16)].into_iter());
+        let counts: Vec<usize> = pages.blocks.iter().map(|block| block.series.len()).collect();
+        assert_eq!(counts, [1, 32, 2]);
+    }
+}
