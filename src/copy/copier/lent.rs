@@ -5,7 +5,10 @@
 
 use std::sync::{Arc, OnceLock};
 
+use crate::buffer::PinnedBuf;
+use crate::buffer::sealed::Lend;
 use crate::locks::Mutex;
+use crate::sealed::KEY;
 use crate::stream::timeline::{Quarantined, Retain, RetainedResource};
 
 /// A lent block. Its drop gives it back: the device is done with it, or never got it.
@@ -36,6 +39,14 @@ pub(super) struct Lent {
     pub(super) retained: Vec<RetainedResource>,
     pub(super) blocks: Vec<Arc<Block>>,
     pub(super) back: Arc<OnceLock<()>>,
+}
+
+impl Lent {
+    /// Lends a buffer of the copier's, which nothing asks for any more.
+    pub(super) fn add(&mut self, buf: PinnedBuf) {
+        self.retained.push(RetainedResource::of(Lend::lend(&buf, KEY)));
+        Lend::abandon(buf, KEY);
+    }
 }
 
 impl Drop for Lent {

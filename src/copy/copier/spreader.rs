@@ -161,8 +161,8 @@ impl Spreader {
         let runs: Vec<SpreadRun> = entries.iter().map(|entry| entry.run).collect();
         let context = timeline.context();
         // SAFETY: the entry on the timeline keeps the ring, and the memory that the rows name, until an event after
-        // this call is seen complete; the slots are not given back before. The tables' copies were seen complete, or come before
-        // on this stream. The kernels were loaded before there was a spreader.
+        // this call is seen complete; the slots are not given back before. The tables were copied to the slots, and
+        // that was seen complete. The kernels were loaded before there was a spreader.
         let said = context.noting(unsafe { context.driver().spread(timeline.stream(), self.way, &runs) });
         let ticket = Ticket { timeline: timeline.clone(), seq: submission.commit() };
         let mut state = self.state.lock();

@@ -57,7 +57,6 @@ const LONG_PAUSE: Duration = Duration::from_millis(1);
 const STILL: u32 = 100;
 
 type Done = Arc<OnceLock<Result<()>>>;
-type Sent = std::result::Result<Flight, Refusal>;
 
 enum Stage {
     /// Filled, or laid out: waits for a slot or a permit.

@@ -58,35 +58,20 @@ impl Worker<'_> {
     }
 
     /// The table of a chunk that has no segment: in a small one of its own, which returns by itself.
-    fn table(&self, n: usize) -> Option<PinnedBuf> {
-        let packed = &self.owned[n].packed;
+    fn table(&self, packed: &Packed) -> Option<PinnedBuf> {
         let mut table = self.engine.segments.pool.try_checkout(packed.rows * ROW).ok()?;
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
         unsafe { packed.write_table(table.as_mut_ptr()) };
         Some(table)
     }
 
-    /// Submits the copy of a chunk's table, which begins at byte `from` of `table`, to its slot: on the kernel's stream, so
-    /// that the kernel comes after it. (Where a batch has one short upload among long ones, the driver's call takes 100 us.
-    /// Measured on an H200, driver 580.)
-    fn send_table(&self, n: usize, mut table: PinnedBuf, from: usize, slot: &Slot) -> Sent {
-        let Owned { job, packed, .. } = &self.owned[n];
-        let Some(both) = &self.engine.spreaders else {
-            return Err(Error::Internal("a slot without kernels").into());
-        };
-        let (stream, kept) = (both[job.direction as usize].stream(), Kept::Ring(slot.memory.allocation()));
-        // SAFETY: within the segment.
-        let src = unsafe { table.as_mut_ptr().add(from) };
-        let copy = transfer(Direction::Up, src, slot.at(packed.table_at()), packed.rows * ROW);
-        // SAFETY: within the segment and the slot.
-        unsafe { self.engine.submit(stream, Host::Segment(table), &[copy], &kept, None) }
-    }
-
     /// Has the bytes of a chunk collected in a slot.
     fn collect(&mut self, n: usize, host: Host, slot: Slot) -> Step {
-        let (table, from, lent) = match host {
-            Host::Segment(buf) => (buf, self.owned[n].packed.table_at(), None),
-            Host::Lent(lent) => match self.table(n) {
+        let packed = &self.owned[n].packed;
+        let at = packed.table_at();
+        let (mut table, from, lent) = match host {
+            Host::Segment(buf) => (buf, at, None),
+            Host::Lent(lent) => match self.table(packed) {
                 Some(table) => (table, 0, Some(lent)),
                 None => {
                     self.engine.ring.give(slot);
@@ -94,12 +79,20 @@ impl Worker<'_> {
                 }
             },
         };
-        match self.send_table(n, table, from, &slot) {
+        let Some(both) = &self.engine.spreaders else {
+            return self.lost(n, Some(Error::Internal("a slot without kernels")), Some(slot));
+        };
+        // SAFETY: within the segment.
+        let src = unsafe { table.as_mut_ptr().add(from) };
+        let copy = transfer(Direction::Up, src, slot.at(at), packed.rows * ROW);
+        let (spreader, kept) = (&both[Direction::Down as usize], Kept::Ring(slot.memory.allocation()));
+        // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
+        let sent =
+            unsafe { self.engine.submit(spreader.stream(), Host::Segment(table), &[copy], &kept, None) };
+        match sent {
             Ok(flight) => {
                 let (entry, done) = self.entry(n, &slot);
-                if let Some(both) = &self.engine.spreaders {
-                    both[Direction::Down as usize].add(entry);
-                }
+                spreader.add(entry);
                 Step::Moved(Stage::Collecting { flight, lent, slot, done })
             }
             Err(refusal) => self.refused(n, refusal, Some(slot)),
@@ -114,7 +107,7 @@ impl Worker<'_> {
     }
 
     /// Submits the copies of a chunk: between the host and the slot, or the places on the device.
-    fn copy(&mut self, n: usize, host: Host, mut slot: Option<Slot>) -> Step {
+    fn copy(&mut self, n: usize, mut host: Host, mut slot: Option<Slot>) -> Step {
         let Owned { job, chunk, memories, packed, .. } = &self.owned[n];
         let (direction, engine) = (job.direction, self.engine);
         if !engine.may_send(job, chunk.bytes) {
@@ -125,18 +118,20 @@ impl Worker<'_> {
             slot.into_iter().for_each(|slot| engine.ring.give(slot));
             return Step::Same(Stage::Ready(host));
         }
-        // A segment has its table behind its bytes.
-        if let (Direction::Up, Host::Lent(_), Some(taken)) = (direction, &host, &slot) {
-            match self.table(n).map(|table| self.send_table(n, table, 0, taken)) {
-                Some(Ok(_)) => {}
-                Some(Err(refusal)) => {
-                    engine.sent(job, None);
-                    return self.refused(n, refusal, slot);
+        let mut transfers = packed.transfers(direction, slot.as_ref());
+        if let (Direction::Up, Host::Lent(lent), Some(taken)) = (direction, &mut host, &slot) {
+            match self.table(packed) {
+                Some(mut table) => {
+                    let place = taken.at(packed.table_at());
+                    transfers.push(transfer(direction, table.as_mut_ptr(), place, packed.rows * ROW));
+                    lent.add(table);
                 }
-                None => slot.take().into_iter().for_each(|slot| engine.ring.give(slot)),
+                None => {
+                    transfers = packed.transfers(direction, None);
+                    slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
+                }
             }
         }
-        let transfers = packed.transfers(direction, slot.as_ref());
         let (kept, counter) = match (&slot, &host) {
             (Some(slot), _) => (Kept::Ring(slot.memory.allocation()), &engine.counters.ring),
             (None, Host::Segment(_)) => (Kept::Job(memories), &engine.counters.batch),
