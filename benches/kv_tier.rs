@@ -41,7 +41,7 @@ use std::time::Instant;
 
 use kv_tier::{Hash, LAYERS, PLANES, Tier, content, request};
 use measure::{Spread, at_least, at_most, beside, line, number, numbers, quantile};
-use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, PinnedBuf, Pool, Stream};
+use pinpool::{Copier, Device, DeviceBuffer, PinnedBuf, Pool, Stream};
 use small::{Random, checkout, peak, pool};
 
 /// Bytes of the copies that give the peak, and of the copier's segments.
@@ -130,9 +130,8 @@ impl Setup {
         let pool = pool(&self.device, blocks * (len + len / 4) + (64 << 20));
         let cache = self.device.alloc(blocks * len).expect("device memory");
         // A block's pages lie apart by a plane.
-        let places = |place: usize| -> Vec<DeviceSlice> {
-            let at = |plane: usize| (plane * blocks + place) * page;
-            (0..PAGES).map(|plane| cache.slice(at(plane)..at(plane) + page).expect("within")).collect()
+        let places = |place: usize| {
+            cache.strided(place * page..(place + 1) * page, blocks * page, PAGES).expect("within")
         };
         let mut bufs: Vec<PinnedBuf> = (0..blocks).map(|n| checkout(&pool, len, n * 5 + 1)).collect();
         let (mut up, mut down) = (Vec::new(), Vec::new());

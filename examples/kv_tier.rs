@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Result, Stream};
+use pinpool::{Copier, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Result, Stream, StridedSlice};
 
 /// Layers of the model.
 pub const LAYERS: usize = 32;
@@ -28,6 +28,8 @@ pub const PLANES: usize = 2;
 /// Bytes of a part at most, which is one copy. Copies of 64 KiB are as fast on the link, but the driver takes nearly as
 /// long to accept one as the link to carry it.
 const LONG: usize = 256 << 10;
+/// Bytes of the first part. Shorter copies are slow.
+const SHORT: usize = 64 << 10;
 /// Blocks that one transfer stores: the next list is made while the one before is on the link.
 const TOGETHER: usize = 32;
 
@@ -38,9 +40,11 @@ type Place = usize;
 
 /// See above.
 pub struct Tier {
-    /// By layer, then keys and values. Each has a page for each place.
-    planes: Vec<DeviceBuffer>,
+    /// Plane behind plane: by layer, then keys and values. Each has a page for each place.
+    cache: DeviceBuffer,
     page: usize,
+    /// Bytes of a plane.
+    plane: usize,
     /// The layers of each part.
     parts: Vec<Range<usize>>,
     pool: Pool,
@@ -117,14 +121,15 @@ impl Tier {
     /// room for all that are leased at once. The copier has its own, since blocks do not go before copies need memory.
     pub fn new(pool: &Pool, copier: Copier, blocks: usize, page: usize, poison: Option<u8>) -> Result<Self> {
         let device = copier.device();
-        let planes = (0..LAYERS * PLANES).map(|_| device.alloc(blocks * page)).collect::<Result<_>>()?;
+        let plane = blocks * page;
+        let cache = device.alloc(LAYERS * PLANES * plane)?;
         let places = (0..blocks).map(|_| Used::default()).collect();
-        let most = (LONG / (PLANES * page)).max(1);
+        let layers = |bytes: usize| (bytes / (PLANES * page)).clamp(1, LAYERS);
         // At most as many layers as there are before, so that the first ones come soon.
-        let next = |at: usize| (at < LAYERS).then(|| at..LAYERS.min(at + at.min(most)));
-        let parts = std::iter::successors(Some(0..1), |part| next(part.end)).collect();
+        let next = |at: usize| (at < LAYERS).then(|| at..LAYERS.min(at + at.min(layers(LONG))));
+        let parts = std::iter::successors(Some(0..layers(SHORT)), |part| next(part.end)).collect();
         let state = Mutex::new(State { places, ..State::default() });
-        Ok(Self { planes, page, parts, pool: pool.clone(), copier, poison, state })
+        Ok(Self { cache, page, plane, parts, pool: pool.clone(), copier, poison, state })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -137,10 +142,9 @@ impl Tier {
     }
 
     /// The pages of these layers of a block.
-    fn pages(&self, layers: Range<usize>, place: Place) -> Result<Vec<DeviceSlice>> {
-        let page = place * self.page..(place + 1) * self.page;
-        let planes = &self.planes[layers.start * PLANES..layers.end * PLANES];
-        planes.iter().map(|plane| plane.slice(page.clone())).collect()
+    fn pages(&self, layers: Range<usize>, place: Place) -> Result<StridedSlice> {
+        let first = layers.start * PLANES * self.plane + place * self.page;
+        self.cache.strided(first..first + self.page, self.plane, layers.len() * PLANES)
     }
 
     /// Leases these blocks for work on `stream`. `None`: too many places are in use now.
@@ -246,9 +250,8 @@ impl Tier {
         }
         let poison = self.poison.map(|byte| vec![byte; self.page]);
         for (bytes, place) in poison.iter().flat_map(|bytes| places.iter().map(move |place| (bytes, place))) {
-            for page in self.pages(0..LAYERS, *place)? {
-                self.copier.upload_slice(bytes, page)?;
-            }
+            let pages = self.pages(0..LAYERS, *place)?;
+            (0..pages.count()).try_for_each(|n| self.copier.upload_slice(bytes, pages.get(n)))?;
         }
         Ok(stored)
     }
@@ -320,7 +323,7 @@ impl Lease<'_> {
     }
 
     /// The keys, and the values, of a layer of a block. They are there after [`layer`](Self::layer).
-    pub fn pages(&self, layer: usize, block: usize) -> Result<Vec<DeviceSlice>> {
+    pub fn pages(&self, layer: usize, block: usize) -> Result<StridedSlice> {
         self.tier.pages(layer..layer + 1, self.blocks[block].place)
     }
 
@@ -363,7 +366,9 @@ pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceBuffe
         lease.layer(layer, stream)?;
         // Here a server launches the layer's kernels.
         for (block, hash) in hashes.iter().enumerate() {
-            for (plane, page) in lease.pages(layer, block)?.into_iter().enumerate() {
+            let pages = lease.pages(layer, block)?;
+            for plane in 0..PLANES {
+                let page = pages.get(plane)?;
                 if lease.is_new(block) {
                     let mut computed = tier.copier.pool().checkout(tier.page)?;
                     computed.try_resize(tier.page, content(*hash, layer, plane))?;

@@ -206,14 +206,14 @@ mod unwind;
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
 pub use copy::copier;
-pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, GraphBuf, Landing};
+pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, GraphBuf, Landing, Places};
 pub use device::HostAllocFlags;
 #[doc(hidden)]
 pub use device::family;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::host;
-pub use device::memory::{DeviceBuffer, DeviceSlice};
+pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};
 pub use error::{
     AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, Shortage, SubmitError, Waited,
 };

@@ -20,7 +20,7 @@ pub use self::captured::GraphBuf;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
-use crate::device::memory::{Allocation, DeviceBuffer, DeviceSlice, bounds};
+use crate::device::memory::{Allocation, DeviceBuffer, DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
@@ -84,6 +84,52 @@ mod range {
 }
 
 impl<T: range::Sealed> DeviceRange for T {}
+
+/// Where the bytes of a pinned block belong on the device, one place behind the other: a [`DeviceSlice`], a
+/// [`StridedSlice`], or a `Vec` of either. Sealed.
+///
+/// ```
+/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, cache) = (Copier::builder(&pool, &device).build()?, device.alloc(64 << 20)?);
+/// let even = cache.strided(..4096, 1 << 20, 64)?; // a page in each plane of 1 MiB
+/// copier.upload_pages(vec![(pool.checkout_zeroed(64 * 4096)?, even)])?.wait()?;
+/// let any = vec![cache.slice(..100)?, cache.slice(5000..5100)?];
+/// copier.upload_pages(vec![(pool.checkout_zeroed(200)?, any)])?.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+pub trait Places: places::Sealed {}
+
+mod places {
+    use super::{DeviceSlice, Key, StridedSlice};
+
+    /// Ranges of one length at even distances: from the first one's first byte to the last one's last, the length, and
+    /// the distance.
+    type Even<'a> = (&'a DeviceSlice, usize, usize);
+
+    pub trait Sealed: Send {
+        #[doc(hidden)]
+        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>));
+    }
+    impl Sealed for DeviceSlice {
+        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>)) {
+            see((self, self.len(), self.len()));
+        }
+    }
+    impl Sealed for StridedSlice {
+        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>)) {
+            see((&self.whole, self.len, self.stride));
+        }
+    }
+    impl<P: Sealed> Sealed for Vec<P> {
+        fn each(&self, key: Key, see: &mut impl FnMut(Even<'_>)) {
+            self.iter().for_each(|places| places.each(key, see));
+        }
+    }
+}
+
+impl<T: places::Sealed> Places for T {}
 
 /// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
 /// written to. Sealed.

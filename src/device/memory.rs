@@ -151,6 +151,47 @@ pub struct DeviceSlice {
     len: usize,
 }
 
+/// Ranges of one length at even distances in device memory. (A cache with a plane for each layer has the pages of a block
+/// like that.) It is one handle, however many ranges there are: [`Copier::upload_pages`](crate::Copier::upload_pages) takes
+/// it for a list of them.
+///
+/// ```
+/// # use pinpool::{Device, Error};
+/// # let device = Device::open("host")?;
+/// const PLANE: usize = 100 * 4096; // a hundred pages
+/// let cache = device.alloc(64 * PLANE)?;
+/// let block = cache.strided(7 * 4096..8 * 4096, PLANE, 64)?; // page 7 of each plane
+/// assert_eq!(block.get(2)?.address(), cache.address() + 2 * PLANE as u64 + 7 * 4096);
+/// assert!(matches!(cache.strided(..4096, PLANE, 65), Err(Error::OutOfRange { .. })));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct StridedSlice {
+    /// From the first byte of the first range to the last byte of the last one.
+    pub(crate) whole: DeviceSlice,
+    /// Bytes of a range.
+    pub(crate) len: usize,
+    pub(crate) stride: usize,
+    count: usize,
+}
+
+impl StridedSlice {
+    /// How many ranges there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// One of the ranges, by its number from 0 on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where there are fewer.
+    pub fn get(&self, n: usize) -> Result<DeviceSlice> {
+        let start = n.saturating_mul(self.stride);
+        self.whole.slice(start..start.saturating_add(self.len))
+    }
+}
+
 impl DeviceBuffer {
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
         Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
@@ -197,6 +238,19 @@ impl DeviceBuffer {
     /// [`Error::OutOfRange`] for a range that leaves the buffer, [`Error::Empty`] for an empty one.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice> {
         self.0.slice(range)
+    }
+
+    /// As [`DeviceSlice::strided`], of the whole buffer.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn strided(
+        &self,
+        first: impl RangeBounds<usize>,
+        stride: usize,
+        count: usize,
+    ) -> Result<StridedSlice> {
+        self.0.strided(first, stride, count)
     }
 }
 
@@ -271,6 +325,27 @@ impl DeviceSlice {
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self> {
         let (start, end) = bounds(range, self.len)?;
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + start, len: end - start })
+    }
+
+    /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where the last one leaves the slice, or where they overlap: a stride of less than their
+    /// length. [`Error::Empty`] for an empty range, and for none.
+    pub fn strided(
+        &self,
+        first: impl RangeBounds<usize>,
+        stride: usize,
+        count: usize,
+    ) -> Result<StridedSlice> {
+        let (start, end) = bounds(first, self.len)?;
+        let (len, more) = (end - start, count.checked_sub(1).ok_or(Error::Empty)?);
+        if stride < len && more > 0 {
+            return Err(Error::OutOfRange { start: 0, end: len, len: stride });
+        }
+        let whole = self.slice(start..end.saturating_add(stride.saturating_mul(more)))?;
+        // Of a single range the distance is as good as any.
+        Ok(StridedSlice { whole, len, stride: stride.max(len), count })
     }
 
     /// This range and the one that follows it in the same allocation, as one.

@@ -613,6 +613,75 @@ fn a_refused_piece_is_named() {
     all_back(&s);
 }
 
+/// Places at even distances: as one handle, and in lists beside others.
+#[test]
+fn pages_at_even_distances() {
+    let s = setup(HostConfig::new(), 8 << 20);
+    const PAGE: usize = 24;
+    const PLANE: usize = 5 * PAGE;
+    let cache = s.device.alloc(64 * PLANE).unwrap();
+    let mut model = vec![0; 64 * PLANE];
+    s.copier.upload_slice(&model, &cache).unwrap();
+    // Two blocks: all planes of one, and of the other one some planes, then two pages side by side.
+    let all = cache.strided(PAGE..2 * PAGE, PLANE, 64).unwrap();
+    let some = cache.strided(..PAGE, 3 * PLANE, 20).unwrap();
+    let beside = cache.strided(3 * PAGE..4 * PAGE, PAGE, 2).unwrap();
+    assert_eq!((all.count(), some.count(), beside.count()), (64, 20, 2));
+    let places = |n: usize| match n {
+        0 => vec![all.clone()],
+        _ => vec![some.clone(), beside.clone()],
+    };
+    let fill = |n: usize, len: usize| {
+        let mut buf = s.pool.checkout(len).unwrap();
+        buf.extend_from_slice(&bytes(n, len));
+        buf
+    };
+    let lens = [64 * PAGE, 22 * PAGE];
+    let sent: Vec<_> = (0..2).map(|n| (fill(n, lens[n]), places(n))).collect();
+    s.copier.upload_pages(sent).unwrap().wait().unwrap();
+    let mut put = |at: usize, from: &[u8]| model[at..at + PAGE].copy_from_slice(from);
+    let sources = [0, 1].map(|n| bytes(n, lens[n]));
+    sources[0].chunks(PAGE).enumerate().for_each(|(n, page)| put(n * PLANE + PAGE, page));
+    sources[1].chunks(PAGE).enumerate().for_each(|(n, page)| {
+        put(if n < 20 { 3 * n * PLANE } else { (3 + n - 20) * PAGE }, page);
+    });
+    let mut seen = vec![0xFF; model.len()];
+    s.copier.download_slice(&cache, &mut seen).unwrap();
+    assert!(seen == model, "each page in its place, and nothing beside them");
+    let landings = (0..2).map(|n| (places(n), s.pool.checkout(lens[n]).unwrap())).collect();
+    let came = s.copier.download_pages(landings).unwrap().wait().unwrap();
+    assert!(came.iter().zip(&sources).all(|(buf, source)| **buf == **source));
+    drop(came);
+    // A block of one handle, or of a range.
+    let back = s.copier.download_pages(vec![(all.clone(), s.pool.checkout(lens[0]).unwrap())]);
+    assert!(*back.unwrap().wait().unwrap()[0] == *sources[0]);
+    let one = all.get(63).unwrap();
+    assert_eq!((one.address(), one.len()), (cache.address() + (63 * PLANE + PAGE) as u64, PAGE));
+    let back = s.copier.download_pages(vec![(one, s.pool.checkout(PAGE).unwrap())]);
+    assert!(*back.unwrap().wait().unwrap()[0] == sources[0][63 * PAGE..]);
+    // What is none.
+    assert!(matches!(all.get(64), Err(Error::OutOfRange { .. })));
+    assert!(matches!(all.get(usize::MAX), Err(Error::OutOfRange { .. })));
+    assert!(
+        matches!(cache.strided(PAGE.., PLANE, 2), Err(Error::OutOfRange { .. })),
+        "the last one leaves it"
+    );
+    assert!(matches!(cache.strided(..PAGE, PLANE, 65), Err(Error::OutOfRange { .. })));
+    assert!(matches!(cache.strided(..PAGE, usize::MAX, 3), Err(Error::OutOfRange { .. })));
+    assert!(matches!(cache.strided(..PAGE, PAGE - 1, 2), Err(Error::OutOfRange { .. })), "they overlap");
+    assert!(matches!(cache.strided(..PAGE, PLANE, 0), Err(Error::Empty)));
+    assert!(matches!(cache.strided(PAGE..PAGE, PLANE, 2), Err(Error::Empty)));
+    assert_eq!(cache.strided(.., 0, 1).unwrap().get(0).unwrap().len(), cache.len());
+    let refused = s.copier.upload_pages(vec![(fill(0, 10), all.clone())]).unwrap_err();
+    assert!(matches!(refused.error, Error::Piece { piece: 0, memory: 1536, .. }), "{}", refused.error);
+    drop(refused.buffer);
+    let none: Vec<DeviceSlice> = Vec::new();
+    let refused = s.copier.upload_pages(vec![(fill(0, 10), none)]).unwrap_err();
+    assert!(refused.to_string().contains("nothing to copy"), "{}", refused.error);
+    drop(refused.buffer);
+    all_back(&s);
+}
+
 /// A copy fails: the call or its handle says so, whichever thread packed it.
 #[test]
 fn a_copy_of_pieces_fails() {

@@ -152,7 +152,7 @@ impl Bench {
             .zip(&expected)
             .map(|(places, bytes)| {
                 let landing = self.pool.checkout(bytes.len() + 5).unwrap();
-                (places.iter().map(|place| self.slice(*place)).collect(), landing)
+                (places.iter().map(|place| self.slice(*place)).collect::<Vec<_>>(), landing)
             })
             .collect();
         let came = self.copier.download_pages(landings).unwrap().wait().unwrap();

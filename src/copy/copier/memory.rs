@@ -14,7 +14,8 @@ use super::transfer::Transfer;
 use super::worker::Worker;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
-use crate::copy::{DeviceRange, Landing};
+use crate::copy::places::Sealed as _;
+use crate::copy::{DeviceRange, Landing, Places};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
@@ -212,7 +213,7 @@ impl Copier {
         let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
         let mut look = |given: &mut S::Given| {
             let (host, have) = S::look(given, stream)?;
-            let memory = &*S::beside(given);
+            let memory = S::beside(given);
             let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
             match have {
                 0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
@@ -230,7 +231,7 @@ impl Copier {
             .enumerate()
             .map(|(n, mut given)| {
                 if said.is_ok() {
-                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&mut given).len()));
+                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&given).len()));
                 }
                 Held::Given(given)
             })
@@ -261,7 +262,7 @@ impl Copier {
             .and_then(|()| self.target(dst, value.bytes(KEY).len() as u64));
         let (dst, value) = SubmitError::unless(checked, value)?;
         let name = Some("pinned memory".into());
-        let started = self.pages::<Up<B, _>>(vec![(value, vec![dst])], Survey::ordered(), name);
+        let started = self.pages::<Up<B, _>>(vec![(value, dst)], Survey::ordered(), name);
         started.map(Transfer::single).map_err(|refused| SubmitError {
             error: refused.error,
             buffer: refused.buffer.and_then(|mut given| given.pop()).map(|(value, _)| value),
@@ -301,14 +302,14 @@ impl Copier {
     ///
     /// # Errors
     /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Empty`] (a block
-    /// without places), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::WrongDevice`];
+    /// without places: an empty `Vec`), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::WrongDevice`];
     /// [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    pub fn upload_pages<B: Lend + 'static>(
+    pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(
         &self,
-        blocks: Vec<(B, Vec<DeviceSlice>)>,
-    ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, Vec<DeviceSlice>)>>> {
-        self.pages::<Up<B, Vec<DeviceSlice>>>(blocks, Survey::default(), None)
+        blocks: Vec<(B, P)>,
+    ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, P)>>> {
+        self.pages::<Up<B, P>>(blocks, Survey::default(), None)
     }
 
     /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
@@ -318,46 +319,48 @@ impl Copier {
     /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages), and
     /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf).
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    pub fn download_pages<L: Landing + 'static>(
+    pub fn download_pages<L: Landing + 'static, P: Places + 'static>(
         &self,
-        blocks: Vec<(Vec<DeviceSlice>, L)>,
-    ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(Vec<DeviceSlice>, L)>>> {
-        self.pages::<Down<L, Vec<DeviceSlice>>>(blocks, Survey::default(), None)
+        blocks: Vec<(P, L)>,
+    ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(P, L)>>> {
+        self.pages::<Down<L, P>>(blocks, Survey::default(), None)
     }
 
     /// Starts a job that owns blocks, if nothing is wrong with any. `name`: it has one block, and errors have no number.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    fn pages<S: Side<Beside = Vec<DeviceSlice>> + 'static>(
+    fn pages<S: Side<Beside: Places> + 'static>(
         &self,
         mut given: Vec<S::Given>,
-        survey: Survey,
+        mut survey: Survey,
         name: Option<Cow<'static, str>>,
     ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
-        let surveyed = (|| {
+        let mut pages = Pages::default();
+        let looked = (|| {
             self.alive()?;
             let stream = engine.stream(S::DIRECTION, Priority::Foreground);
-            let (mut survey, mut pages) = (survey, Pages::default());
             for (n, block) in given.iter_mut().enumerate() {
-                let (looked, places) = (S::look(block, stream), &*S::beside(block));
-                let added = looked.and_then(|(host, have)| {
-                    places.iter().try_for_each(|place| survey.add(engine, place, place.len()))?;
-                    match pages.add(host, places.iter().map(|place| (place.address(), place.len()))) {
-                        0 => Err(Error::Empty),
-                        need => Error::unless_fits(need, have),
+                let (looked, mut added) = (S::look(block, stream), Ok(()));
+                pages.add(looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host));
+                S::beside(block).each(KEY, &mut |(whole, len, stride)| {
+                    let count = (whole.len() - len) / stride + 1;
+                    pages.put(whole.address(), len, stride, count);
+                    if added.is_ok() {
+                        added = survey.add(engine, whole, len * count);
                     }
                 });
-                let together = || places.iter().fold(0, |all: usize, place| all.saturating_add(place.len()));
-                added.map_err(|e| if name.is_none() { e.of_piece(n, together()) } else { e })?;
+                let fits = looked.and_then(|(_, have)| match pages.last() {
+                    0 => Err(Error::Empty),
+                    need => Error::unless_fits(need, have),
+                });
+                added.and(fits).map_err(|e| if name.is_none() { e.of_piece(n, pages.last()) } else { e })?;
             }
-            engine.start_threads().map(|()| (survey, pages))
+            engine.start_threads()
         })();
-        let ((survey, pages), mut given) = SubmitError::unless(surveyed, given)?;
-        // Dropped when the copies have begun: the job keeps the memory, and the places of many pages take long to drop.
-        let _places: Vec<_> = given.iter_mut().map(|block| std::mem::take(S::beside(block))).collect();
+        let ((), given) = SubmitError::unless(looked, given)?;
         let values = given.into_iter().map(Held::Given).collect();
-        let paged = Arc::new(Paged::<S>::new(pages, values, Ramp::unfilled(engine)));
-        let plan = self.plan(S::DIRECTION, survey, name);
+        let (paged, _places) = Paged::<S>::new(pages, values, Ramp::unfilled(engine));
+        let (plan, paged) = (self.plan(S::DIRECTION, survey, name), Arc::new(paged));
         Ok(self.run(plan, paged.clone(), paged))
     }
 

@@ -58,20 +58,26 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Adds a block, whose first bytes are at `host`, with the addresses and lengths of its pages. How many bytes these
-    /// have together.
-    pub(super) fn add(&mut self, host: *mut u8, pages: impl Iterator<Item = (u64, usize)>) -> usize {
-        let (first, mut len) = (self.series.len(), 0_usize);
-        for (device, page) in pages {
-            let start = len;
-            len = len.saturating_add(page);
-            let last = self.series.get_mut(first..).and_then(<[_]>::last_mut);
-            if !last.is_some_and(|last| last.add(device, page)) {
-                self.series.push(Series { start, end: len, device, stride: 0, len: page });
-            }
+    /// Adds a block, whose first bytes are at `host`. Its pages are [put](Self::put) there.
+    pub(super) fn add(&mut self, host: *mut u8) {
+        self.blocks.push(Laid { host, len: 0, series: self.series.len()..self.series.len() });
+    }
+
+    /// Puts pages at the end of the block that was added last: so many of `len` bytes, the first one at `device`.
+    pub(super) fn put(&mut self, device: u64, len: usize, stride: usize, count: usize) {
+        let Some(block) = self.blocks.last_mut() else { return };
+        let start = block.len;
+        block.len = start.saturating_add(len.saturating_mul(count));
+        let last = if block.series.is_empty() { None } else { self.series.last_mut() };
+        if count > 1 || !last.is_some_and(|last| last.add(device, len)) {
+            self.series.push(Series { start, end: block.len, device, stride: stride as u64, len });
+            block.series.end += 1;
         }
-        self.blocks.push(Laid { host, len, series: first..self.series.len() });
-        len
+    }
+
+    /// Bytes of the block that was added last.
+    pub(super) fn last(&self) -> usize {
+        self.blocks.last().map_or(0, |block| block.len)
     }
 
     /// The series of a block that have its bytes from this one on.
@@ -180,10 +186,15 @@ pub(super) struct Paged<S: Side> {
 
 impl<S: Side> Paged<S> {
     /// `pages`: those of the values, in their order. All blocks are lent from here on.
-    pub(super) fn new(pages: Pages, mut values: Vec<Held<S>>, ramp: Ramp) -> Self {
-        let lent = values.iter_mut().zip(&pages.blocks);
-        let blocks = lent.map(|(value, laid)| Block::new(value.lend(laid.len))).collect();
-        Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp }
+    ///
+    /// With what was given beside them, which is not needed any more: places of many pages take long to drop, so the
+    /// caller does that when the copies have begun.
+    pub(super) fn new(pages: Pages, mut values: Vec<Held<S>>, ramp: Ramp) -> (Self, Vec<S::Beside>) {
+        let lent = values.iter_mut().zip(&pages.blocks).map(|(value, laid)| value.lend(laid.len));
+        let (blocks, beside): (_, Vec<_>) =
+            lent.map(|(retained, beside)| (Block::new(retained), beside)).unzip();
+        let paged = Self { pages, values: List(UnsafeCell::new(values)), blocks: Mutex::new(blocks), ramp };
+        (paged, beside.into_iter().flatten().collect())
     }
 }
 
@@ -243,8 +254,9 @@ mod tests {
             // A block of the host at every 2^40 bytes.
             let host = |n: usize| std::ptr::without_provenance_mut::<u8>((n + 1) << 40);
             for (n, block) in blocks.iter().enumerate() {
-                let len = pages.add(host(n), block.iter().copied());
-                prop_assert_eq!(len, block.iter().map(|page| page.1).sum::<usize>());
+                pages.add(host(n));
+                block.iter().for_each(|(device, len)| pages.put(*device, *len, *len, 1));
+                prop_assert_eq!(pages.last(), block.iter().map(|page| page.1).sum::<usize>());
             }
             let left = pages.blocks.iter().map(|block| block.len as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
@@ -281,10 +293,18 @@ mod tests {
     #[test]
     fn places_at_even_distances_are_one_series() {
         let mut pages = Pages::default();
-        pages.add(std::ptr::null_mut(), (0..64).map(|n| (n << 20, 4096)));
-        pages.add(std::ptr::null_mut(), (0..64).map(|n| ((n * n) << 20, 4096)));
-        pages.add(std::ptr::null_mut(), [(0, 8), (100, 8), (200, 16), (300, 16)].into_iter());
+        let mut add = |places: &[(u64, usize)]| {
+            pages.add(std::ptr::null_mut());
+            places.iter().for_each(|(device, len)| pages.put(*device, *len, *len, 1));
+        };
+        add(&(0..64).map(|n| (n << 20, 4096)).collect::<Vec<_>>());
+        add(&(0..64).map(|n| ((n * n) << 20, 4096)).collect::<Vec<_>>());
+        add(&[(0, 8), (100, 8), (200, 16), (300, 16)]);
+        pages.add(std::ptr::null_mut());
+        pages.put(0, 8, 1 << 20, 64);
+        pages.put(64 << 20, 8, 8, 1);
         let counts: Vec<usize> = pages.blocks.iter().map(|block| block.series.len()).collect();
-        assert_eq!(counts, [1, 32, 2]);
+        assert_eq!(counts, [1, 32, 2, 1], "the last one goes on with a page at its distance");
+        assert_eq!(pages.last(), 65 * 8);
     }
 }

@@ -292,14 +292,14 @@ pub(super) trait Side {
     /// What comes back.
     type Back;
 
-    fn beside(given: &mut Self::Given) -> &mut Self::Beside;
+    fn beside(given: &Self::Given) -> &Self::Beside;
 
     /// The buffer's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
     /// copies cannot use it.
     fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
 
     /// Lends it to the device, which then reads it, or writes so many bytes to it.
-    fn lend(given: Self::Given, written: usize) -> (RetainedResource, Self::Lent);
+    fn lend(given: Self::Given, written: usize) -> (RetainedResource, Self::Lent, Self::Beside);
 
     /// The job has ended well: gives back what was not lent, but read by the CPU, or written, so many bytes.
     fn unlent(given: Self::Given, written: usize) -> Result<Self::Back>;
@@ -321,7 +321,7 @@ impl<B: Lend, M: Send> Side for Up<B, M> {
     type Lent = B;
     type Back = B;
 
-    fn beside((_, beside): &mut (B, M)) -> &mut M {
+    fn beside((_, beside): &(B, M)) -> &M {
         beside
     }
 
@@ -332,8 +332,8 @@ impl<B: Lend, M: Send> Side for Up<B, M> {
         Ok((bytes.as_ptr().cast_mut(), bytes.len()))
     }
 
-    fn lend((value, _): (B, M), _: usize) -> (RetainedResource, B) {
-        (RetainedResource::of(value.lend(KEY)), value)
+    fn lend((value, beside): (B, M), _: usize) -> (RetainedResource, B, M) {
+        (RetainedResource::of(value.lend(KEY)), value, beside)
     }
 
     fn unlent((value, _): (B, M), _: usize) -> Result<B> {
@@ -360,7 +360,7 @@ impl<L: Landing, M: Send> Side for Down<L, M> {
     type Lent = (L::Landed, usize);
     type Back = L::Landed;
 
-    fn beside((beside, _): &mut (M, L)) -> &mut M {
+    fn beside((beside, _): &(M, L)) -> &M {
         beside
     }
 
@@ -368,9 +368,9 @@ impl<L: Landing, M: Send> Side for Down<L, M> {
         landing.target(stream, KEY)
     }
 
-    fn lend((_, landing): (M, L), written: usize) -> (RetainedResource, Self::Lent) {
+    fn lend((beside, landing): (M, L), written: usize) -> (RetainedResource, Self::Lent, M) {
         let (resource, half) = landing.lend(KEY);
-        (RetainedResource::of(resource), (L::Landed::from(half), written))
+        (RetainedResource::of(resource), (L::Landed::from(half), written), beside)
     }
 
     fn unlent((_, landing): (M, L), written: usize) -> Result<L::Landed> {
@@ -405,17 +405,18 @@ impl<S: Side> Held<S> {
         }
     }
 
-    pub(super) fn lend(&mut self, written: usize) -> RetainedResource {
+    /// Lends it. With what was given beside it.
+    pub(super) fn lend(&mut self, written: usize) -> (RetainedResource, Option<S::Beside>) {
         match std::mem::replace(self, Self::Lent(None)) {
             Self::Given(given) => {
-                let (resource, lent) = S::lend(given, written);
+                let (resource, lent, beside) = S::lend(given, written);
                 *self = Self::Lent(Some(lent));
-                resource
+                (resource, Some(beside))
             }
             // Not so: a piece in place is in one chunk.
             lent => {
                 *self = lent;
-                RetainedResource::of(Resource::Object(Box::new(())))
+                (RetainedResource::of(Resource::Object(Box::new(()))), None)
             }
         }
     }
@@ -556,7 +557,7 @@ impl<S: Side> Work for Buffers<S> {
             let Piece { host, len, .. } = piece;
             // SAFETY: the list is never changed in length while there are chunks, and this chunk alone has the entry.
             let value = unsafe { &mut *(*self.values.0.get()).as_mut_ptr().add(n) };
-            lent.retained.push(value.lend(len));
+            lent.retained.push(value.lend(len).0);
             if len > 0 {
                 runs.push(Run { host, offset, len });
                 stretches.push(Stretch { place: piece.place(0), offset, len });
