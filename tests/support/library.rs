@@ -11,10 +11,8 @@ pub fn library(example: &str, named: &str) -> Option<PathBuf> {
     }
     let cargo = std::env::var_os("CARGO")?;
     let here = std::env::current_exe().ok()?;
-    // target/PROFILE/deps/this, or target/TRIPLE/PROFILE/deps/this for a build with `--target`
+    // target/PROFILE/deps/this
     let profile = here.parent()?.parent()?;
-    let mut root = profile.parent()?;
-    let triple = root.file_name()?.to_str().filter(|name| name.starts_with(std::env::consts::ARCH));
     let mut command = Command::new(cargo);
     command.args([
         "build",
@@ -41,11 +39,7 @@ pub fn library(example: &str, named: &str) -> Option<PathBuf> {
     if profile.ends_with("release") {
         command.arg("--release");
     }
-    if let Some(triple) = triple {
-        command.args(["--target", triple]);
-        root = root.parent()?;
-    }
-    command.arg("--target-dir").arg(root).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command.arg("--target-dir").arg(profile.parent()?).current_dir(env!("CARGO_MANIFEST_DIR"));
     let output = command.stdin(Stdio::null()).output().expect("cargo cannot be started");
     assert!(
         output.status.success(),
