@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | `load` | a request for blocks that the host has: from the call to the last layer, lists and all |
 //! | `store` | a request for new blocks, whose places have blocks that the host lacks: until these are stored |
-//! | `pages_load`, `pages_store` | the copier alone: `upload_pages` and `download_pages` of as many blocks, each contiguous on the host, lists prepared |
+//! | `pages_load`, `pages_store` | the copier alone: `upload_pages` and `download_pages` of as many blocks, each contiguous on the host |
 //!
 //! Each row is given in MB/s and in thousandths of the pinned peak of its round: the best of five copies of 64 MiB in the
 //! same direction, just before (`link_` and the row's name). Bytes of loads and stores are compared once for

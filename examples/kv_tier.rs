@@ -1,8 +1,8 @@
 //! A host tier for a paged cache of keys and values: blocks that the device has no room for stay in pinned memory.
 //!
 //! A block has the keys and values of a few tokens: on the device one page in each of 64 planes (32 layers, keys and
-//! values), in pinned memory one buffer for each *part*: a layer, or a few of them where there are layers enough before,
-//! since short copies are slow. A hash of the tokens names the block. Requests *lease* blocks:
+//! values), in pinned memory one buffer for each *part*: some layers, the fewer the earlier they are needed, but 64 KiB at
+//! least, since short copies are slow. A hash of the tokens names the block. Requests *lease* blocks:
 //!
 //! - Blocks that the device has are used where they are.
 //! - Blocks that the host has are loaded, each part by a transfer of its own, the first layers of all blocks first.

@@ -162,6 +162,44 @@ impl Bench {
     }
 }
 
+/// A block's places in several allocations by turns, one of them in a stream's order, whose handles are dropped at once.
+#[test]
+fn pages_keep_all_their_memory() {
+    on_gpu("pages_keep_all_their_memory", |_| {
+        const PAGE: usize = 4096;
+        const COUNT: usize = 40;
+        let Bench { device, pool, copier, .. } = Bench::new(16 << 20);
+        let stream = device.stream().unwrap();
+        let fill = |seed: usize| {
+            let mut buf = pool.checkout(3 * COUNT * PAGE).unwrap();
+            buf.extend_from_slice(
+                &(0..3 * COUNT).flat_map(|n| vec![(n + seed) as u8; PAGE]).collect::<Vec<_>>(),
+            );
+            buf
+        };
+        for round in 0..4 {
+            let all = [0, 1, 2].map(|_| device.alloc(COUNT * PAGE).unwrap());
+            let ordered = stream.alloc(COUNT * PAGE).unwrap();
+            let at = |memory: &DeviceBuffer, n: usize| memory.slice(n * PAGE..(n + 1) * PAGE).unwrap();
+            // A, B, A's next, the ordered one, and so on.
+            let places: Vec<DeviceSlice> = (0..3 * COUNT)
+                .map(|n| match n % 3 {
+                    0 => at(&all[n % 2], n / 3),
+                    1 => at(&all[2], n / 3),
+                    _ => at(&ordered, n / 3),
+                })
+                .collect();
+            let kept = places.clone();
+            let sent = copier.upload_pages(vec![(fill(round), places)]).unwrap();
+            drop((all, ordered));
+            let sent = sent.wait().unwrap();
+            let landing = pool.checkout(3 * COUNT * PAGE).unwrap();
+            let back = copier.download_pages(vec![(kept, landing)]).unwrap().wait().unwrap();
+            assert!(*back[0] == *sent[0], "round {round}");
+        }
+    });
+}
+
 /// Pieces of all lengths and alignments, by the ring and without it.
 #[test]
 fn pieces_and_pages_of_any_length_are_in_their_places() {

@@ -345,15 +345,16 @@ impl Copier {
                 S::beside(block).each(KEY, &mut |(whole, len, stride)| {
                     let count = (whole.len() - len) / stride + 1;
                     pages.put(whole.address(), len, stride, count);
-                    if added.is_ok() {
+                    if looked.is_ok() && added.is_ok() {
                         added = survey.add(engine, whole, len * count);
                     }
                 });
-                let fits = looked.and_then(|(_, have)| match pages.last() {
+                let fits = |have| match pages.last() {
                     0 => Err(Error::Empty),
                     need => Error::unless_fits(need, have),
-                });
-                added.and(fits).map_err(|e| if name.is_none() { e.of_piece(n, pages.last()) } else { e })?;
+                };
+                let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));
+                looked.map_err(|e| if name.is_none() { e.of_piece(n, pages.last()) } else { e })?;
             }
             engine.start_threads()
         })();

@@ -127,16 +127,11 @@ impl Pages {
         for (n, block) in blocks.clone().zip(&self.blocks[blocks.clone()]) {
             let from = if n == start.piece { start.from } else { 0 };
             let to = if n == end.piece { end.from } else { block.len };
-            let (host, len) = (block.host.wrapping_add(from), to - from);
-            match runs.last_mut() {
-                Some(run) if run.host.wrapping_add(run.len) == host => run.len += len,
-                _ => {
-                    data = data.next_multiple_of(ROW);
-                    runs.push(Run { host, offset: data, len });
-                }
-            }
+            // A copy for each block: the driver refuses one that reaches over two registrations.
+            data = data.next_multiple_of(ROW);
+            runs.push(Run { host: block.host.wrapping_add(from), offset: data, len: to - from });
             let mut at = from;
-            for series in self.from(block, from) {
+            for series in self.from(block, from).iter().take_while(|series| series.start < to) {
                 while at < to.min(series.end) {
                     let (place, left) = series.place(at);
                     let len = left.min(to - at);
@@ -234,16 +229,30 @@ mod tests {
     use super::*;
     use crate::device::Transfer;
 
-    /// Addresses of a block's pages: at even distances, or anywhere.
-    fn block() -> impl Strategy<Value = Vec<(u64, usize)>> {
-        let even = (0_u64..1 << 40, any::<i32>(), 1_usize..70_000, 1_u64..40).prop_map(
-            |(at, stride, len, count)| {
-                let page = |n: u64| (at.wrapping_add(n.wrapping_mul(i64::from(stride) as u64)), len);
-                (0..count).map(page).collect()
+    /// Pages as they are put: the first one's address, their length, distance and number.
+    type Part = (u64, usize, usize, usize);
+
+    /// A block's pages: at even distances, put together or one by one, or anywhere.
+    fn block() -> impl Strategy<Value = Vec<Part>> {
+        let even = (0_u64..1 << 40, 1_usize..70_000, 0_usize..1 << 20, 1_usize..40, any::<bool>()).prop_map(
+            |(at, len, gap, count, together)| match together {
+                true => vec![(at, len, len + gap, count)],
+                false => (0..count).map(|n| (at + (n * (len + gap)) as u64, len, len, 1)).collect(),
             },
         );
-        let any = prop::collection::vec((0_u64..1 << 40, 1_usize..70_000), 1..20);
-        prop::collection::vec(prop_oneof![even, any], 1..4).prop_map(|parts: Vec<Vec<_>>| parts.concat())
+        let falling = (1_u64 << 30..1 << 40, 1_usize..70_000, 0_u64..1 << 20, 1_u64..40)
+            .prop_map(|(at, len, step, count)| (0..count).map(|n| (at - n * step, len, len, 1)).collect());
+        let any = prop::collection::vec((0_u64..1 << 40, 1_usize..70_000), 1..20)
+            .prop_map(|pages| pages.into_iter().map(|(at, len)| (at, len, len, 1)).collect());
+        prop::collection::vec(prop_oneof![even, falling, any], 1..4)
+            .prop_map(|parts: Vec<Vec<_>>| parts.concat())
+    }
+
+    /// The address and length of each page.
+    fn pages_of(block: &[Part]) -> Vec<(u64, usize)> {
+        let each =
+            |&(at, len, stride, count): &Part| (0..count).map(move |n| (at + (n * stride) as u64, len));
+        block.iter().flat_map(each).collect()
     }
 
     proptest! {
@@ -255,8 +264,8 @@ mod tests {
             let host = |n: usize| std::ptr::without_provenance_mut::<u8>((n + 1) << 40);
             for (n, block) in blocks.iter().enumerate() {
                 pages.add(host(n));
-                block.iter().for_each(|(device, len)| pages.put(*device, *len, *len, 1));
-                prop_assert_eq!(pages.last(), block.iter().map(|page| page.1).sum::<usize>());
+                block.iter().for_each(|&(at, len, stride, count)| pages.put(at, len, stride, count));
+                prop_assert_eq!(pages.last(), pages_of(block).iter().map(|page| page.1).sum::<usize>());
             }
             let left = pages.blocks.iter().map(|block| block.len as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
@@ -274,7 +283,7 @@ mod tests {
             let mut copies = copies.into_iter();
             for (n, block) in blocks.iter().enumerate() {
                 let mut from = 0;
-                for (device, len) in block {
+                for (device, len) in pages_of(block) {
                     let end = from + len;
                     let first = from;
                     while from < end {

@@ -131,8 +131,8 @@ impl<T> Transfer<T> {
         self.wait_progress(|progress| progress.landed_to >= offset)
     }
 
-    /// Waits until all pieces of the call before this one have arrived, or until the transfer is over. Whether they
-    /// have arrived. On a thread of the crate it only looks.
+    /// Waits until all pieces of the call before this one (of a call with pages its blocks) have arrived, or until the
+    /// transfer is over. Whether they have arrived. On a thread of the crate it only looks.
     #[must_use]
     pub fn wait_pieces(&self, pieces: usize) -> bool {
         self.wait_progress(|progress| progress.landed_pieces >= pieces)
