@@ -619,10 +619,11 @@ fn loom_wait_in_order() {
 
 #[test]
 fn loom_wait_for_a_window() {
-    model("wait: one returns inside of a window, and another takes and returns outside of it", 2, || {
+    model("wait: one returns inside of a window, and another takes and returns outside of it", 3, || {
         let store = Store::of_pages(2, TWO, 0, false);
-        let [one, two, three, beyond, four, five] = [(); 6].map(|()| store.take().unwrap());
-        // The window is the first page, where two segments are out and one is cached.
+        let [one, two, three, beyond] = [(); 4].map(|()| store.take().unwrap());
+        // The window is the first page, where one segment is out and two are cached.
+        two.put();
         three.put();
         let others = [
             worker(move || one.put()),
@@ -638,15 +639,33 @@ fn loom_wait_for_a_window() {
         step();
         let page = store.central.place(PAGE - 32, 64).unwrap();
         let key = store.central.join(vec![page], Wake::Thread(thread::current()), false).unwrap();
+        let got = wait_as_task(&store, key).unwrap();
+        // It writes to the whole page.
+        got.into_iter().for_each(Out::put);
+        for other in others {
+            other.join().unwrap();
+        }
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_after_a_return_of_its_own() {
+    model("wait: one who waits for a window returns a segment of it, and so does another", 3, || {
+        let store = Store::of_pages(2, TWO, 0, false);
+        let [one, two, three, beyond, four, five] = [(); 6].map(|()| store.take().unwrap());
+        // The window is the first page, where two segments are out and one is cached.
+        three.put();
+        let other = worker(move || one.put());
+        step();
+        let page = store.central.place(PAGE - 32, 64).unwrap();
+        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false).unwrap();
         // Not to this thread's cache, where it would be for as long as the thread waits.
         two.put();
         let got = wait_as_task(&store, key).unwrap();
         // It writes to the whole page.
-        got.into_iter().for_each(Out::put);
-        [four, five].into_iter().for_each(Out::put);
-        for other in others {
-            other.join().unwrap();
-        }
+        got.into_iter().chain([beyond, four, five]).for_each(Out::put);
+        other.join().unwrap();
         store.finish();
     });
 }

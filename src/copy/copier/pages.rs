@@ -158,7 +158,9 @@ impl Series {
             self.stride = device.wrapping_sub(self.device);
         }
         let is_next = self.len == len && device == self.device.wrapping_add(count.wrapping_mul(self.stride));
-        self.end += if is_next { len } else { 0 };
+        if is_next {
+            self.end = self.end.saturating_add(len);
+        }
         is_next
     }
 

@@ -98,7 +98,7 @@ impl Survey {
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
         Error::unless_fits(len, memory.len())?;
-        self.bytes += len as u64;
+        self.bytes = self.bytes.saturating_add(len as u64);
         if self.is_ordered {
             let start = memory.address();
             match self.spans.last_mut().filter(|last| last.end == start) {
