@@ -85,8 +85,15 @@ pub(super) fn pieces(on: &Subject) {
             back.iter_mut().zip(&ranges).map(|(bytes, range)| (target(*range), &mut bytes[..])).collect();
         copier.download_pieces(&mut targets).unwrap();
         assert!(back == sources);
-        // Awaited, dropped, asked.
-        drop(copier.upload_pieces(&pieces).unwrap());
+        // Dropped, awaited, asked. The dropped one may still be on its way, and such calls are not ordered: to memory of
+        // its own.
+        let elsewhere = on.alloc(1 << 20);
+        let apart: Vec<(&[u8], DeviceSlice)> = sources
+            .iter()
+            .zip(&ranges)
+            .map(|(bytes, (at, len))| (&bytes[..], elsewhere.slice(*at..at + len).unwrap()))
+            .collect();
+        drop(copier.upload_pieces(&apart).unwrap());
         block_on_with(|| pump(on, &copier), copier.upload_pieces(&pieces).unwrap()).unwrap();
         let sent = copier.upload_pieces(&pieces[..20]).unwrap();
         while !sent.is_over() {
