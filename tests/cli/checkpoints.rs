@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::{Files, load, refuses, squeeze, stderr, stdout, succeeds};
+use super::{Files, load, refuses, squeeze, stdout, succeeds};
 
 /// A checkpoint of tensors with these lengths, and its bytes.
 pub fn checkpoint(lens: &[usize]) -> Vec<u8> {
@@ -94,8 +94,6 @@ fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
         (&axes, "its shape has more than 64 axes"),
         (&name, "nnn...\" is not described"),
     ] {
-        let command = &mut load([path]);
-        refuses(squeeze(command, 300 << 20), cause);
-        assert!(stderr(&command.output().unwrap()).len() < 1000);
+        refuses(squeeze(&mut load([path]), 300 << 20), cause);
     }
 }

@@ -4,7 +4,6 @@
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
 use std::future::Future as _;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
@@ -12,7 +11,7 @@ use pinpool::{
     Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Stream, Unpinned,
 };
 
-use crate::support::{in_use, own_process};
+use crate::support::{bytes, in_use, own_process};
 
 const HANG: Duration = Duration::from_secs(20);
 const THREADS: usize = 4;
@@ -38,19 +37,6 @@ fn setup(config: HostConfig, capacity: usize) -> Setup {
     let copier = Copier::builder(&pool, &device).threads(THREADS).build().unwrap();
     let memory = device.alloc(32 << 20).unwrap();
     Setup { node, device, pool, copier, memory }
-}
-
-/// `len` bytes, different ones for each seed.
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    static NOISE: OnceLock<Vec<u8>> = OnceLock::new();
-    let noise =
-        NOISE.get_or_init(|| (0..65_537_u32).map(|i| (i.wrapping_mul(0x9E37_79B1) >> 13) as u8).collect());
-    let mut made = noise[seed * 61 % 60_000..].to_vec();
-    while made.len() < len {
-        made.extend_from_slice(noise);
-    }
-    made.truncate(len);
-    made
 }
 
 /// Pieces that are neighbours on the device, or nearly so, in no order.

@@ -15,7 +15,7 @@ use pinpool::cudarc::{self as shared, CudarcStream, SharedSlice};
 use pinpool::{Device, Error, Pool};
 
 use crate::support::doubles::{self, StandIn};
-use crate::support::skip;
+use crate::support::{bytes, skip};
 
 const OLD: u8 = 0xEE;
 const LIMIT: Duration = Duration::from_secs(300);
@@ -86,10 +86,6 @@ fn adopted(stream: &Arc<CudaStream>) -> pinpool::Result<CudarcStream> {
     // SAFETY: a stream that is captured here is captured by the thread that copies, or under a lock that it takes to
     // copy.
     unsafe { CudarcStream::new(stream) }
-}
-
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(37) ^ i >> 7).wrapping_add(seed.wrapping_mul(101)) as u8).collect()
 }
 
 /// Memory of `bytes` on a stream, there by now.

@@ -39,7 +39,7 @@ use pinpool::{
 use audit::leftovers;
 use scenario::scenario;
 use server::{Report, Server};
-use support::panicking;
+use support::{bytes, panicking};
 
 /// Bytes of the pieces of device memory that copies go to.
 const SLOT: usize = 2 << 10;
@@ -53,14 +53,7 @@ const HANG: Duration = Duration::from_secs(20);
 
 fn fill(buf: &mut PinnedBuf, seed: u64, len: usize) {
     buf.clear();
-    buf.extend_from_slice(&pattern(seed, len));
-}
-
-/// Bytes that differ between seeds at every place.
-fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64)
-        .map(|i| (seed.wrapping_mul(0x9e37_79b9).wrapping_add(i * 7 + (i >> 8)) >> 3) as u8)
-        .collect()
+    buf.extend_from_slice(&bytes(seed as usize, len));
 }
 
 const KINDS: [Failure; 6] = [
@@ -255,7 +248,7 @@ fn a_lost_stream_does_not_take_the_device_along() {
     fill(&mut buf, 2, SLOT);
     other.upload(buf, &target).unwrap().wait().unwrap();
     let back = other.download(&target, pool.checkout(SLOT).unwrap()).unwrap().wait().unwrap();
-    assert!(*back == *pattern(2, SLOT));
+    assert!(*back == *bytes(2, SLOT));
     drop(back);
     let end = pool.shutdown(HANG);
     assert_eq!((end.drained, end.outstanding, end.quarantined_bytes), (false, 1, 2112));

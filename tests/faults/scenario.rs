@@ -118,7 +118,7 @@ fn memories(s: &mut Server<'_>) {
     // Used on another stream than the one that it was allocated on, and dropped in use.
     let copied = s.again("memory in stream order", |s| {
         let memory = s.streams[2].alloc(SLOT)?;
-        s.streams[0].upload_blocking(&pattern(seed, SLOT), &memory)?;
+        s.streams[0].upload_blocking(&bytes(seed as usize, SLOT), &memory)?;
         let flight = s.streams[1].copy(&memory, s.slot(11))?;
         drop(memory);
         Ok(s.settle(flight))
@@ -145,7 +145,7 @@ fn memories(s: &mut Server<'_>) {
         drop(sent);
         Ok(s.settle(landed))
     });
-    if landed.flatten().is_some_and(|buf| *buf != *pattern(seed, SLOT)) {
+    if landed.flatten().is_some_and(|buf| *buf != *bytes(seed as usize, SLOT)) {
         s.wrong("a copy between host memory: wrong bytes, reported as done");
     }
 }

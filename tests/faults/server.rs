@@ -120,7 +120,7 @@ impl Server<'_> {
                     }
                     buf = match buffer {
                         Some(buf) => {
-                            if *buf != *pattern(seed, SLOT) {
+                            if *buf != *bytes(seed as usize, SLOT) {
                                 self.wrong("a refused upload changed its buffer");
                             }
                             buf
@@ -141,7 +141,7 @@ impl Server<'_> {
     pub fn upload_and_wait(&mut self, stream: usize, slot: usize) -> Option<()> {
         let (flight, seed) = self.upload(stream, slot)?;
         let buf = self.settle(flight)?;
-        if *buf != *pattern(seed, SLOT) {
+        if *buf != *bytes(seed as usize, SLOT) {
             self.wrong("a buffer came back from an upload with other bytes");
         }
         self.expected[slot] = Some(seed);
@@ -170,12 +170,12 @@ impl Server<'_> {
         }
     }
 
-    pub fn compare(&mut self, slot: usize, bytes: &[u8], how: &str) {
-        if bytes.len() != SLOT {
-            self.wrong(format!("{how}: {} bytes came", bytes.len()));
+    pub fn compare(&mut self, slot: usize, found: &[u8], how: &str) {
+        if found.len() != SLOT {
+            self.wrong(format!("{how}: {} bytes came", found.len()));
         }
         if let Some(seed) = self.expected[slot] {
-            if *bytes != *pattern(seed, SLOT) {
+            if *found != *bytes(seed as usize, SLOT) {
                 self.wrong(format!("{how}: wrong bytes at {slot}, reported as done"));
             }
         }
@@ -224,7 +224,7 @@ impl Server<'_> {
         let seed = self.next_seed();
         self.expected[slot] = None;
         self.again("upload_blocking", |s| {
-            s.streams[stream].upload_blocking(&pattern(seed, SLOT), s.slot(slot))
+            s.streams[stream].upload_blocking(&bytes(seed as usize, SLOT), s.slot(slot))
         })?;
         self.expected[slot] = Some(seed);
         let mut back = vec![0; SLOT];

@@ -105,6 +105,11 @@ impl Tally {
         }
     }
 
+    /// What another part of the run has taken, too.
+    pub fn add_all(&mut self, other: Self) {
+        other.0.iter().for_each(|(what, count)| self.add(what, *count));
+    }
+
     pub fn fault(&mut self, call: Call, failure: Failure) {
         self.note(&fault_name(call, failure));
     }

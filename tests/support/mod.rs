@@ -11,6 +11,8 @@ pub mod process;
 pub mod rig;
 pub mod skip;
 
+use std::sync::LazyLock;
+
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
 
@@ -21,14 +23,17 @@ pub fn in_use(pool: &pinpool::Pool) -> usize {
     stats.checked_out_bytes + stats.in_flight_bytes
 }
 
-/// Bytes that depend on their place and on the seed.
+/// Bytes that depend on their place and on the seed. They are copied from a table: a test makes many, unoptimised.
 pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    let at = |i: usize| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8;
-    // What follows the first 64 KiB is the same again.
-    let mut made: Vec<u8> = (0..len.min(1 << 16)).map(at).collect();
+    // No length of a page or a chunk is a multiple of it: bytes that land one of these off differ.
+    const PERIOD: usize = 65_521;
+    static TABLE: LazyLock<Vec<u8>> =
+        LazyLock::new(|| (0..PERIOD as u32).map(|i| (i.wrapping_mul(0x9E37_79B1) >> 13) as u8).collect());
+    let mut made = Vec::with_capacity(len);
+    let mut part = &TABLE[seed.wrapping_mul(97) % PERIOD..];
     while made.len() < len {
-        let more = made.len().min(len - made.len());
-        made.extend_from_within(..more);
+        made.extend_from_slice(&part[..part.len().min(len - made.len())]);
+        part = &TABLE;
     }
     made
 }
