@@ -177,8 +177,8 @@ fn threads_wait_for_tensors_by_name() {
 fn a_wait_for_a_late_tensor_holds_up_no_other() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
     let (copier, checkpoint) = (rig.copier(), two_files(&folder, &tensors));
-    // At this rate all of it takes 16 s, and the first chunks 4 s at most.
-    copier.set_rate(Some(50_000));
+    // At this rate all of it takes 5 s, and the first chunks 1.4 s at most.
+    copier.set_rate(Some(150_000));
     let load = checkpoint.loader(&copier).first("h.1.b").start().unwrap().share();
     let last = load.clone();
     let waits = std::thread::spawn(move || last.take("head"));
