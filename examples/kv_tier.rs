@@ -25,11 +25,10 @@ use pinpool::{Copier, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Re
 pub const LAYERS: usize = 32;
 /// Planes of each layer: keys and values.
 pub const PLANES: usize = 2;
-/// Bytes of a part at most, which is one copy. Copies of 64 KiB are as fast on the link, but the driver takes nearly as
-/// long to accept one as the link to carry it.
-const LONG: usize = 256 << 10;
-/// Bytes of the first part. Shorter copies are slow.
+/// Bytes of the first part, and of a part at most. Shorter copies are slow, and the driver takes nearly as long to
+/// accept one of 64 KiB as the link to carry it.
 const SHORT: usize = 64 << 10;
+const LONG: usize = 256 << 10;
 /// Blocks that one transfer stores: the next list is made while the one before is on the link.
 const TOGETHER: usize = 32;
 
@@ -38,7 +37,7 @@ pub type Hash = u64;
 /// A block's place in each plane.
 type Place = usize;
 
-/// See above.
+/// The tier.
 pub struct Tier {
     /// Plane behind plane: by layer, then keys and values. Each has a page for each place.
     cache: DeviceBuffer,
@@ -160,8 +159,9 @@ impl Tier {
         state.on_host.extend(host);
         let mut loading = Vec::new();
         for &hash in hashes {
-            // Another request may have brought it meanwhile.
-            let known = state.on_device.get(&hash).copied().or_else(|| lease.place(hash));
+            // Another request may have brought it meanwhile, or it is there twice.
+            let twice = || lease.blocks.iter().find(|block| block.hash == hash).map(|block| block.place);
+            let known = state.on_device.get(&hash).copied().or_else(twice);
             let Some(place) = known.or_else(|| free.pop()) else {
                 // It was there, and is gone: others took the place. The caller asks again.
                 state.end(&lease.blocks);
@@ -256,20 +256,14 @@ impl Tier {
         Ok(stored)
     }
 
-    /// A buffer for some layers of a block. Where the pool is full, blocks of the host make room.
+    /// A buffer for some layers of a block. Where the pool is full, the host's oldest blocks make room, and where there is
+    /// none, loads have the rest.
     fn host_buffer(&self, layers: usize) -> Result<PinnedBuf> {
         let len = layers * PLANES * self.page;
-        loop {
-            match self.pool.try_checkout(len) {
-                Err(Error::Exhausted { .. }) => {}
-                said => return said,
-            }
-            let mut state = self.state();
-            let oldest = state.on_host.iter().min_by_key(|(_, block)| block.last).map(|(hash, _)| *hash);
-            let gone = oldest.and_then(|hash| state.on_host.remove(&hash));
-            drop(state);
-            // Without one, loads have the rest.
-            let Some(_) = gone else { return self.pool.checkout(len) };
+        match self.pool.try_checkout(len) {
+            Err(Error::Exhausted { .. }) if self.state().forget() => self.host_buffer(layers),
+            Err(Error::Exhausted { .. }) => self.pool.checkout(len),
+            said => said,
         }
     }
 
@@ -301,6 +295,15 @@ impl Tier {
 }
 
 impl State {
+    /// Drops the host's oldest blocks, as many as one transfer stores: a refusal and a search for each take as long as the
+    /// copies. Whether there was one.
+    fn forget(&mut self) -> bool {
+        let mut oldest: Vec<_> = self.on_host.iter().map(|(hash, block)| (block.last, *hash)).collect();
+        oldest.sort_unstable();
+        oldest.iter().take(TOGETHER).for_each(|(_, hash)| drop(self.on_host.remove(hash)));
+        !oldest.is_empty()
+    }
+
     /// Places that were taken and are not needed.
     fn give(&mut self, places: &[Place]) {
         places.iter().for_each(|&place| self.places[place] = Used::default());
@@ -313,10 +316,6 @@ impl State {
 }
 
 impl Lease<'_> {
-    fn place(&self, hash: Hash) -> Option<Place> {
-        self.blocks.iter().find(|block| block.hash == hash).map(|block| block.place)
-    }
-
     /// Whether the request is to compute this block, by its number in the call.
     pub fn is_new(&self, block: usize) -> bool {
         self.blocks[block].is_new
