@@ -330,8 +330,8 @@ impl DeviceSlice {
     /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] where the last one leaves the slice, or where they overlap: a stride of less than their
-    /// length. [`Error::Empty`] for an empty range, and for none.
+    /// [`Error::OutOfRange`] where the last one leaves the slice, [`Error::Config`] where they overlap: a stride of less
+    /// than their length. [`Error::Empty`] for an empty range, and for none.
     pub fn strided(
         &self,
         first: impl RangeBounds<usize>,
@@ -341,7 +341,9 @@ impl DeviceSlice {
         let (start, end) = bounds(first, self.len)?;
         let (len, more) = (end - start, count.checked_sub(1).ok_or(Error::Empty)?);
         if stride < len && more > 0 {
-            return Err(Error::OutOfRange { start: 0, end: len, len: stride });
+            let text =
+                format!("ranges of {len} bytes with a stride of {stride} overlap: it takes at least {len}");
+            return Err(Error::Config(text));
         }
         let whole = self.slice(start..end.saturating_add(stride.saturating_mul(more)))?;
         // Of a single range the distance is as good as any.

@@ -649,12 +649,15 @@ fn pages_at_even_distances() {
     assert!(matches!(all.get(64), Err(Error::OutOfRange { .. })));
     assert!(matches!(all.get(usize::MAX), Err(Error::OutOfRange { .. })));
     assert!(
-        matches!(cache.strided(PAGE.., PLANE, 2), Err(Error::OutOfRange { .. })),
+        matches!(cache.strided(PLANE - PAGE + 1..PLANE + 1, PLANE, 64), Err(Error::OutOfRange { .. })),
         "the last one leaves it"
     );
     assert!(matches!(cache.strided(..PAGE, PLANE, 65), Err(Error::OutOfRange { .. })));
     assert!(matches!(cache.strided(..PAGE, usize::MAX, 3), Err(Error::OutOfRange { .. })));
-    assert!(matches!(cache.strided(..PAGE, PAGE - 1, 2), Err(Error::OutOfRange { .. })), "they overlap");
+    let overlap = cache.strided(..PAGE, PAGE - 1, 2).unwrap_err();
+    let text =
+        format!("ranges of {PAGE} bytes with a stride of {} overlap: it takes at least {PAGE}", PAGE - 1);
+    assert_eq!(overlap.to_string(), text);
     assert!(matches!(cache.strided(..PAGE, PLANE, 0), Err(Error::Empty)));
     assert!(matches!(cache.strided(PAGE..PAGE, PLANE, 2), Err(Error::Empty)));
     assert_eq!(cache.strided(.., 0, 1).unwrap().get(0).unwrap().len(), cache.len());
