@@ -362,9 +362,11 @@ fn a_transfer_keeps_its_copier() {
 
 #[test]
 fn progress_says_how_far_it_is_and_what_is_left() {
+    // All of it takes 8 s.
+    const LEN: usize = 8 << 20;
     let rig = Rig::plain();
     let copier = rig.builder().rate(1 << 20).build().unwrap();
-    let (bytes, memory) = (pattern(1 << 20, 6), rig.device.alloc(1 << 20).unwrap());
+    let (bytes, memory) = (pattern(LEN, 6), rig.device.alloc(LEN).unwrap());
     let load = copier.upload(bytes, &memory).unwrap();
     assert!(load.wait_landed(300_000));
     let progress = load.progress();
@@ -374,8 +376,8 @@ fn progress_says_how_far_it_is_and_what_is_left() {
     assert!(matches!(load.error, Error::Timeout(_)));
     let load = load.buffer.unwrap();
     copier.set_rate(None);
-    assert!(load.wait_landed(1 << 20));
-    assert!(!load.wait_landed((1 << 20) + 1), "there is no more");
+    assert!(load.wait_landed(LEN as u64));
+    assert!(!load.wait_landed(LEN as u64 + 1), "there is no more");
     let progress = load.progress();
     assert!(progress.over && progress.done == progress.total && progress.remaining() == Some(Duration::ZERO));
     load.wait().unwrap();
@@ -384,11 +386,12 @@ fn progress_says_how_far_it_is_and_what_is_left() {
 
 #[test]
 fn what_has_landed_is_used_beside_the_rest() {
+    const LEN: usize = 8 << 20;
     const LANDED: usize = 300_000;
     let rig = Rig::plain();
     // One thread sends the chunks in their order. Of several any may be the first.
     let copier = rig.builder().threads(1).rate(1 << 20).build().unwrap();
-    let (bytes, memory) = (pattern(1 << 20, 6), rig.device.alloc(1 << 20).unwrap());
+    let (bytes, memory) = (pattern(LEN, 6), rig.device.alloc(LEN).unwrap());
     let load = copier.upload(bytes.clone(), &memory).unwrap();
     assert!(load.wait_landed(LANDED as u64));
     // The rest does not come by itself.
