@@ -108,10 +108,9 @@ impl Used {
 impl Load {
     /// Whether all of it has come. `None`: it is under way.
     fn has_come(&self) -> Option<bool> {
-        if self.1.get().is_none() && self.0.iter().all(Transfer::is_over) {
-            let _ = self.1.set(self.0.iter().map(Transfer::progress).all(|part| part.done == part.total));
-        }
-        self.1.get().copied()
+        let is_over = self.1.get().is_some() || self.0.iter().all(Transfer::is_over);
+        let come = || self.0.iter().map(Transfer::progress).all(|part| part.done == part.total);
+        is_over.then(|| *self.1.get_or_init(come))
     }
 }
 
@@ -155,8 +154,7 @@ impl Tier {
         let now = state.now;
         let stored = stored.inspect_err(|_| state.give(&free))?;
         state.counts.1 += stored.len() as u64;
-        let host = stored.into_iter().map(|(hash, parts)| (hash, HostBlock { parts, last: now }));
-        state.on_host.extend(host);
+        state.on_host.extend(stored.into_iter().map(|(hash, parts)| (hash, HostBlock { parts, last: now })));
         let mut loading = Vec::new();
         for &hash in hashes {
             // Another request may have brought it meanwhile, or it is there twice.
@@ -180,8 +178,7 @@ impl Tier {
         }
         state.give(&free);
         if !loading.is_empty() {
-            let begun = self.load(&mut state, &loading);
-            begun.inspect_err(|_| state.end(&lease.blocks))?;
+            self.load(&mut state, &loading).inspect_err(|_| state.end(&lease.blocks))?;
             state.counts.0 += loading.len() as u64;
         }
         // Behind the work of other streams that computed blocks, and with the loads of other requests.
@@ -189,8 +186,7 @@ impl Tier {
             let used = &state.places[*place];
             used.work.iter().try_for_each(|work| stream.wait_for_copy(work))?;
             let is_known = |load: &Arc<Load>| lease.loads.iter().any(|known| Arc::ptr_eq(known, load));
-            let load = used.load.clone().filter(|load| !is_known(load));
-            lease.loads.extend(load);
+            lease.loads.extend(used.load.clone().filter(|load| !is_known(load)));
         }
         Ok(Some(lease))
     }
