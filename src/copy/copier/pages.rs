@@ -258,7 +258,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each byte of each block is in one chunk, goes where its page is, and a chunk with its rows keeps to its length.
+        /// Each byte of each block is in one chunk and goes where its page is. A chunk with its rows keeps to its length,
+        /// and ends where the next page does not fit.
         #[test]
         fn chunks_have_all_pages(blocks in prop::collection::vec(block(), 1..6), most in 4_096_usize..300_000) {
             let mut pages = Pages::default();
@@ -279,6 +280,10 @@ mod tests {
                 let found = packed.transfers(Direction::Up, None);
                 let bytes: usize = found.iter().map(Transfer::len).sum();
                 prop_assert_eq!(bytes, chunk.bytes);
+                let used: usize = found.iter().map(|copy| with_rows(copy.len())).sum();
+                let next = pages.blocks.get(cursor.at.piece).map(|block| pages.from(block, cursor.at.from)[0]);
+                let fits = next.is_some_and(|next| used + with_rows(next.place(cursor.at.from).1) + ROW <= most);
+                prop_assert!(found.len() == 1 || !fits);
                 copies.extend(found);
             }
             // The copies, joined where a page was cut, are the pages.
