@@ -219,3 +219,32 @@ impl Cuda {
         })
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::DevicePtr;
+
+    #[test]
+    fn short_uploads_come_first_and_nothing_else_changes_places() {
+        let host = std::ptr::without_provenance_mut::<u8>(1 << 30);
+        let up = |at: u64, len| Transfer::Upload { src: host, dst: DevicePtr(at), len };
+        let down = |at: u64, len| Transfer::Download { src: DevicePtr(at), dst: host, len };
+        let mut lists = Lists::default();
+        // Twice: nothing of the batch before is left.
+        for _ in 0..2 {
+            lists.fill(&[
+                up(1, 2 << 20),
+                up(2, 2 << 10),
+                down(3, 8),
+                up(4, SHORT),
+                up(5, SHORT - 1),
+                up(6, 4 << 20),
+            ]);
+            let host = 1 << 30;
+            assert_eq!(lists.lengths, [2 << 10, 32_767, 2 << 20, 8, 32_768, 4 << 20]);
+            assert_eq!(lists.targets, [2, 5, 1, host, 4, 6]);
+            assert_eq!(lists.sources, [host, host, host, 3, host, host]);
+        }
+    }
+}
