@@ -323,8 +323,14 @@ mod tests {
         pages.add(std::ptr::null_mut());
         pages.put(0, 8, 1 << 20, 64);
         pages.put(64 << 20, 8, 8, 1);
+        // Several at once are a series of their own, at the same distance too.
+        pages.put(65 << 20, 8, 1 << 20, 3);
         let counts: Vec<usize> = pages.blocks.iter().map(|block| block.series.len()).collect();
-        assert_eq!(counts, [1, 32, 2, 1], "the last one goes on with a page at its distance");
-        assert_eq!(pages.last(), 65 * 8);
+        assert_eq!(
+            counts,
+            [1, 32, 2, 2],
+            "the first series of the last block goes on with a page at its distance"
+        );
+        assert_eq!(pages.last(), 68 * 8);
     }
 }
