@@ -107,12 +107,8 @@ impl Pages {
             };
             bytes += taken;
             at.from += taken;
-            let is_full = at.from < series.end;
             if at.from == block.len {
                 at = Cut { piece: at.piece + 1, from: 0 };
-            }
-            if is_full {
-                break;
             }
         }
         finish(cursor, at, bytes, None)
@@ -288,6 +284,7 @@ mod tests {
                 prop_assert_eq!(bytes, chunk.bytes);
                 let used: usize = found.iter().map(|copy| with_rows(copy.len())).sum();
                 prop_assert!(is_long || used + next(cursor.at) + ROW > most);
+                prop_assert!(!is_long || bytes + most / 1000 + 5 * ROW >= most);
                 copies.extend(found);
             }
             // The copies, joined where a page was cut, are the pages.
