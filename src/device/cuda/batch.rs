@@ -224,6 +224,25 @@ impl Cuda {
 mod tests {
     use super::*;
     use crate::device::DevicePtr;
+    use crate::error::{DeviceError, ErrorClass};
+
+    /// A lost device ends all copies of a call with its error. After other errors each copy is submitted by itself.
+    #[test]
+    fn a_lost_device_is_asked_no_more() {
+        let error = |class| {
+            let (device, text) = ("cuda:0".into(), "for a test".into());
+            Error::Device(DeviceError { device, call: "cuMemcpyBatchAsync", code: 1, text, class })
+        };
+        let copy = Transfer::OnDevice { src: DevicePtr(1), dst: DevicePtr(2), len: 8 };
+        let concludes = |said| {
+            let mut failed = Vec::new();
+            (concluded(said, &[copy, copy], &mut |place, _| failed.push(place)), failed)
+        };
+        assert_eq!(concludes(Ok(())), (true, vec![]));
+        assert_eq!(concludes(Err(error(ErrorClass::DeviceLost))), (true, vec![0, 1]));
+        assert_eq!(concludes(Err(error(ErrorClass::Shutdown))), (true, vec![0, 1]));
+        assert_eq!(concludes(Err(error(ErrorClass::Argument))), (false, vec![]));
+    }
 
     #[test]
     fn short_uploads_come_first_and_nothing_else_changes_places() {
