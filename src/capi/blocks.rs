@@ -70,7 +70,7 @@ impl Block {
 const STREAMS: usize = 16;
 /// After so many holds a thread looks itself: blocks that it gives back are in its own cache, and the reaper's thread
 /// need not keep up with all others.
-const HOLDS_A_LOOK: u64 = 8;
+const HOLDS_A_LOOK: u64 = 16;
 
 /// A stream that blocks were held for: the index of its device in the pool's list, and its handle.
 #[derive(Debug)]

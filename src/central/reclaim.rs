@@ -28,8 +28,12 @@ use crate::sync::Ordering;
 
 /// The most segments of a class that a thread cache has room for.
 const MOST_CACHED: usize = 64;
-/// The part of a thread cache's bytes that a class gets room for at first.
+/// The part of a thread cache's bytes that a class gets room for at first, and at most.
 const FIRST_SHARE: usize = 64;
+const SHARE: usize = 8;
+/// The same for a class beside which others have next to nothing. A thread that holds buffers of one size on a stream gets
+/// back many at a time.
+const SHARE_ALONE: usize = 4;
 
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +103,7 @@ impl CentralPool {
         let room = (budget / FIRST_SHARE / stride).clamp(2, MOST_CACHED) as u32;
         let mut granted = granted(&held);
         while granted + bytes(class, room) > budget {
-            let is_small = |c: Class, _| budget / 8 / c.stride() >= MOST_CACHED;
+            let is_small = |c: Class, _| budget / SHARE / c.stride() >= MOST_CACHED;
             let Some(first) = held.first_granted(is_small) else { break };
             granted -= bytes(first, held.room(first));
             // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
@@ -111,17 +115,19 @@ impl CentralPool {
     }
 
     /// Doubles the room of a class whose list was found empty or full, up to an eighth of the thread cache's bytes, as
-    /// long as the rooms of all classes together are no more than these. So a thread that uses few sizes has room for many
-    /// segments of each, and a thread that uses many sizes for a few of each. `false`: the room stays.
+    /// long as the rooms of all classes together are no more than these; and up to a quarter, as long as they are no more
+    /// than that. So a thread that uses few sizes has room for many segments of each, and a thread that uses many sizes
+    /// for a few of each. `false`: the room stays.
     pub(super) fn grow_room(&self, held: &mut HeldCache<'_>, class: Class) -> bool {
         let (budget, room) = (self.config.thread_cache, held.room(class));
-        let most = (budget / 8 / class.stride()).min(MOST_CACHED) as u32;
-        let more = (room * 2).min(most);
-        let grows = more > room && granted(held) + bytes(class, more - room) <= budget;
-        if grows {
-            self.grant(held, class, more);
-        }
-        grows
+        let others = granted(held) - bytes(class, room);
+        let grown = |share: usize, all: usize| {
+            let most = (budget / share / class.stride()).min(MOST_CACHED) as u32;
+            Some((room * 2).min(most)).filter(|more| *more > room && others + bytes(class, *more) <= all)
+        };
+        let more = grown(SHARE_ALONE, budget / SHARE_ALONE).or_else(|| grown(SHARE, budget));
+        more.into_iter().for_each(|more| self.grant(held, class, more));
+        more.is_some()
     }
 
     fn grant(&self, held: &mut HeldCache<'_>, class: Class, room: u32) {
