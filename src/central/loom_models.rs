@@ -23,7 +23,7 @@ const LEN: usize = 1300;
 /// The number of segments of that class in a page.
 const ALL: usize = 3;
 /// Bytes of a thread cache that give room for two segments of a class. (A batch is then one segment.)
-const TWO: usize = 8 * 2 * 1344;
+const TWO: usize = 2 * 2 * 1344;
 
 /// A central pool of one page, and the memory of its segments.
 struct Store {

@@ -31,9 +31,10 @@ const MOST_CACHED: usize = 64;
 /// The part of a thread cache's bytes that a class gets room for at first, and at most.
 const FIRST_SHARE: usize = 64;
 const SHARE: usize = 8;
-/// The same for a class beside which others have next to nothing. A thread that holds buffers of one size on a stream gets
-/// back many at a time.
-const SHARE_ALONE: usize = 4;
+/// The same while the other classes have no more than that of the bytes. A thread that holds buffers of one size on a
+/// stream gets back many at a time.
+const SHARE_ALONE: usize = 2;
+const SHARE_OF_OTHERS: usize = 16;
 
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,19 +116,20 @@ impl CentralPool {
     }
 
     /// Doubles the room of a class whose list was found empty or full, up to an eighth of the thread cache's bytes, as
-    /// long as the rooms of all classes together are no more than these; and up to a quarter, as long as they are no more
-    /// than that. So a thread that uses few sizes has room for many segments of each, and a thread that uses many sizes
-    /// for a few of each. `false`: the room stays.
+    /// long as the rooms of all classes together are no more than these; and up to half, as long as the other classes have
+    /// no more than a 16th. So a thread that uses few sizes has room for many segments of each, and a thread that uses
+    /// many sizes for a few of each. `false`: the room stays.
     pub(super) fn grow_room(&self, held: &mut HeldCache<'_>, class: Class) -> bool {
         let (budget, room) = (self.config.thread_cache, held.room(class));
         let others = granted(held) - bytes(class, room);
-        let grown = |share: usize, all: usize| {
-            let most = (budget / share / class.stride()).min(MOST_CACHED) as u32;
-            Some((room * 2).min(most)).filter(|more| *more > room && others + bytes(class, *more) <= all)
-        };
-        let more = grown(SHARE_ALONE, budget / SHARE_ALONE).or_else(|| grown(SHARE, budget));
-        more.into_iter().for_each(|more| self.grant(held, class, more));
-        more.is_some()
+        let share = if others <= budget / SHARE_OF_OTHERS { SHARE_ALONE } else { SHARE };
+        let most = (budget / share / class.stride()).min(MOST_CACHED) as u32;
+        let more = (room * 2).min(most);
+        let grows = more > room && others + bytes(class, more) <= budget;
+        if grows {
+            self.grant(held, class, more);
+        }
+        grows
     }
 
     fn grant(&self, held: &mut HeldCache<'_>, class: Class, room: u32) {

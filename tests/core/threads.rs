@@ -299,11 +299,11 @@ fn a_thread_that_uses_many_sizes_hits_for_each() {
 
 #[test]
 fn a_size_that_a_thread_uses_much_gets_more_of_its_cache() {
-    // Sixteen of 1 MiB are a quarter of the cache.
+    // Thirty-two of 1 MiB are half of the cache.
     let device = late();
     let pool = builder(&device).capacity(80 << 20).initial(80 << 20).thread_cache(65 << 20).build().unwrap();
     pool.wait_pinned(None).unwrap();
-    let round = || drop((0..16).map(|_| pool.checkout(1 << 20).unwrap()).collect::<Vec<_>>());
+    let round = || drop((0..32).map(|_| pool.checkout(1 << 20).unwrap()).collect::<Vec<_>>());
     (0..4).for_each(|_| round());
     let before = pool.stats();
     (0..50).for_each(|_| round());

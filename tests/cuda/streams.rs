@@ -188,6 +188,31 @@ fn only_streams_that_others_can_reach_are_asked_about() {
     });
 }
 
+/// A thread of a server need not have made a context current. Many that push and pop one take microseconds for each call.
+#[test]
+fn asking_makes_no_context_current() {
+    on_stand_in("asking_makes_no_context_current", |gpu, d| {
+        let device = open();
+        let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, gpu.stream()).unwrap());
+        let [asked, queried, pushed] =
+            ["cuStreamIsCapturing", "cuEventQuery", "cuCtxPushCurrent_v2"].map(|name| move || calls(d, name));
+        d.hang(true);
+        let asks = || {
+            let held = stream.hold(filled(&pool, &bytes(1, LEN))).unwrap();
+            let before = (queried(), pushed());
+            assert!((0..100).all(|_| !held.is_done().unwrap()));
+            assert!(queried() >= before.0 + 100 && pushed() == before.1);
+            held
+        };
+        let before = (asked(), pushed());
+        let held = std::thread::scope(|scope| scope.spawn(asks).join()).unwrap();
+        // The event is made, and recorded.
+        assert!(asked() > before.0 && pushed() <= before.1 + 2);
+        d.hang(false);
+        drop(held.wait().unwrap());
+    });
+}
+
 #[test]
 fn the_default_streams() {
     on_gpu("the_default_streams", |_| {

@@ -134,7 +134,8 @@ impl Cuda {
     }
 
     pub(crate) fn is_capturing(&self, on: StreamHandle) -> Result<bool> {
-        let _current = self.current()?;
+        // The default streams are those of the current context. Other handles say which context they are of.
+        let _current = (on.0 <= PER_THREAD as u64).then(|| self.current()).transpose()?;
         let mut status: c_uint = 0;
         // SAFETY: a stream that is alive, and a place for a number.
         let code = unsafe { self.api.stream_is_capturing.call(stream(on), &raw mut status) };

@@ -54,6 +54,17 @@ rules! {
         });
         d.broken(&["CTX-1", "CTX-1"]);
         d.memory(1);
+        // What a handle says of itself needs none.
+        let (stream, event, mut capturing) = (d.stream(), d.event(), 7_u32);
+        says!(d, 0, "cuEventRecord", event, stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                says!(d, 0, "cuStreamIsCapturing", stream, &raw mut capturing);
+                says!(d, 0, "cuEventQuery", event);
+            });
+        });
+        assert_eq!(capturing, 0);
     }
 
     ctx_2_a_context_that_is_gone (ready) |d| {
@@ -91,13 +102,14 @@ rules! {
         }
         let (stream, event, memory) = (d.stream(), d.event(), d.memory(64));
         d.current(1);
-        let (other, bytes) = (d.stream(), [0; 64]);
+        let (other, bytes, mut capturing) = (d.stream(), [0; 64], 0_u32);
         says!(d, 400, "cuEventRecord", event, other);
         says!(d, 400, "cuEventRecord", d.event(), stream);
         d.uploads(1, memory, &bytes, other);
         says!(d, 400, "cuStreamSynchronize", stream);
-        says!(d, 400, "cuEventQuery", event);
-        d.broken(&["CTX-5"; 5]);
+        says!(d, 0, "cuEventQuery", event);
+        says!(d, 0, "cuStreamIsCapturing", stream, &raw mut capturing);
+        d.broken(&["CTX-5", "CTX-5", "CTX-5", "CTX-5", "EVT-2"]);
         d.finish(other);
     }
 

@@ -476,7 +476,6 @@ extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventQuery(event: *mut c_void) -> u32 {
     call("cuEventQuery", |w| {
-        w.current("cuEventQuery")?;
         w.unsafe_call("cuEventQuery")?;
         w.query(event as usize)
     })

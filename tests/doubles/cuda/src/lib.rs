@@ -36,11 +36,11 @@
 //! | id | the program | what the call does |
 //! | --- | --- | --- |
 //! | INIT-1 | calls before `cuInit` | 3 |
-//! | CTX-1 | makes a call that needs a context where none is current | 201 |
+//! | CTX-1 | makes a call that needs a context where none is current (`cuEventQuery` and `cuStreamIsCapturing` need none) | 201 |
 //! | CTX-2 | uses a context that does not exist any more | 709 |
 //! | CTX-3 | pops where nothing was pushed | 201 |
 //! | CTX-4 | releases a primary context more often than it was retained | 201 |
-//! | CTX-5 | uses one context's stream or event with another's, or with another one current | 400 |
+//! | CTX-5 | uses one context's stream or event with another's, or with another one current (but for these two) | 400 |
 //! | CTX-6 | destroys a context that is not there, or a primary one (which is released) | 201 |
 //! | STR-1 | names a stream that does not exist, or no more | 400 |
 //! | STR-2 | destroys a stream that has copies queued (the driver allows it, pinpool does not) | it still runs |
@@ -119,7 +119,6 @@
 //! | CTX-2 | 3: cuCtxPushCurrent_v2 | 709 | not tried | - | a handle of something destroyed: undefined there |
 //! | CTX-5 | 3: cuMemcpyHtoDAsync_v2 | 1 | 0 | 580.159.04 | addresses are one space for all devices, so a stream may copy to another one's memory |
 //! | CTX-5 | 4: cuStreamSynchronize | 400 | 0 | 580.159.04 | a stream or event carries its context, so another one may be current |
-//! | CTX-5 | 5: cuEventQuery | 400 | 0 | 580.159.04 | a stream or event carries its context, so another one may be current |
 //! | STR-1 | 2: cuStreamDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | STR-1 | 3: cuStreamSynchronize | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | EVT-1 | 2: cuEventQuery | 400 | not tried | - | a handle of something destroyed: undefined there |

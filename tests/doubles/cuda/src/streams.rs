@@ -212,7 +212,11 @@ unsafe extern "C" fn cuStreamGetPriority(stream: *mut c_void, priority: *mut c_i
 unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     const NAME: &str = "cuStreamIsCapturing";
     call(NAME, |w| {
-        let of = w.stream(NAME, stream as usize)?;
+        // A default stream is the current context's.
+        let of = match stream as usize {
+            default @ ..=PER_THREAD => w.stream(NAME, default)?,
+            other => w.any_stream(NAME, other)?,
+        };
         let (context, is) = (of.context, of.capture.as_ref().map_or(0, |c| if c.spoiled { 2 } else { 1 }));
         let handle = w.resolved(stream as usize);
         let implied = |s: &Stream| s.context == context && s.blocking && s.capture.is_some();

@@ -385,6 +385,10 @@ impl World {
         let Some(context) = STACK.with_borrow(|stack| stack.last().copied()).filter(|c| *c != 0) else {
             return self.violate("CTX-1", format!("{call}: no context is current"), INVALID_CONTEXT);
         };
+        self.alive(call, context)
+    }
+
+    fn alive(&mut self, call: &str, context: usize) -> Outcome<usize> {
         match self.contexts.get(&context) {
             None => {
                 self.violate("CTX-2", format!("{call}: context {context:#x} is gone"), CONTEXT_IS_DESTROYED)
@@ -443,36 +447,38 @@ impl World {
     pub fn stream(&mut self, call: &str, handle: usize) -> Outcome<&mut Stream> {
         let current = self.current(call)?;
         let handle = self.resolved(handle);
-        match self.streams.get(&handle) {
-            None | Some(Stream { destroyed: true, .. }) => {
-                return self.violate("STR-1", format!("{call}: no stream {handle:#x}"), INVALID_HANDLE);
-            }
-            Some(stream) if stream.context != current => {
-                return self.violate(
-                    "CTX-5",
-                    format!("{call}: stream {handle:#x} of another context"),
-                    INVALID_HANDLE,
-                );
-            }
-            Some(_) => {}
+        if self.any_stream(call, handle)?.context != current {
+            let text = format!("{call}: stream {handle:#x} of another context");
+            return self.violate("CTX-5", text, INVALID_HANDLE);
         }
+        self.streams.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    /// A stream of any context, which need not be current: the handle is no default stream's.
+    pub fn any_stream(&mut self, call: &str, handle: usize) -> Outcome<&mut Stream> {
+        let Some(context) = self.streams.get(&handle).filter(|s| !s.destroyed).map(|s| s.context) else {
+            return self.violate("STR-1", format!("{call}: no stream {handle:#x}"), INVALID_HANDLE);
+        };
+        self.alive(call, context)?;
         self.streams.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
     /// An event that exists.
     pub fn event(&mut self, call: &str, handle: usize) -> Outcome<&mut Event> {
         let current = self.current(call)?;
-        match self.events.get(&handle) {
-            None => return self.violate("EVT-1", format!("{call}: no event {handle:#x}"), INVALID_HANDLE),
-            Some(event) if event.context != current => {
-                return self.violate(
-                    "CTX-5",
-                    format!("{call}: event {handle:#x} of another context"),
-                    INVALID_HANDLE,
-                );
-            }
-            Some(_) => {}
+        if self.any_event(call, handle)?.context != current {
+            let text = format!("{call}: event {handle:#x} of another context");
+            return self.violate("CTX-5", text, INVALID_HANDLE);
         }
+        self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    /// An event of any context, which need not be current.
+    fn any_event(&mut self, call: &str, handle: usize) -> Outcome<&mut Event> {
+        let Some(context) = self.events.get(&handle).map(|event| event.context) else {
+            return self.violate("EVT-1", format!("{call}: no event {handle:#x}"), INVALID_HANDLE);
+        };
+        self.alive(call, context)?;
         self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
@@ -650,7 +656,7 @@ impl World {
 
     pub fn query(&mut self, handle: usize) -> Outcome {
         let hung = self.hung;
-        let event = self.event("cuEventQuery", handle)?;
+        let event = self.any_event("cuEventQuery", handle)?;
         if event.captured {
             return self.violate("CAP-3", format!("{handle:#x} was recorded in a capture"), CAPTURED_EVENT);
         }
@@ -665,13 +671,13 @@ impl World {
             if self.is_slow(stream, upto) {
                 return Err(NOT_READY);
             }
-            let event = self.event("cuEventQuery", handle)?;
+            let event = self.any_event("cuEventQuery", handle)?;
             if event.patience > 0 {
                 event.patience -= 1;
                 return Err(NOT_READY);
             }
             self.run(stream, upto);
-            self.event("cuEventQuery", handle)?.seen = true;
+            self.any_event("cuEventQuery", handle)?.seen = true;
         }
         Ok(())
     }
