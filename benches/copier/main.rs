@@ -49,9 +49,13 @@
 //! | `push` | `Copier::push` of borrowed bytes; the thread waits for one handle after the other |
 //!
 //! *rate* is copies a second of all threads together, by wall time. *call* is the time that a thread spends in its
-//! calls, divided by copies: the cost of submitting to the caller. And a lone copy: one thread, one copy of 4 KiB at a
-//! time, from before the call until `wait` returns, pushed to the idle copier and on a stream; once back to back, once
-//! with 2 ms of sleep before each.
+//! calls, divided by copies: the cost of submitting to the caller.
+//!
+//! # A lone copy (`--only lone`)
+//!
+//! One thread, one copy of 4 KiB at a time, from before the call until it is complete; once back to back, once with 2 ms of
+//! sleep before each. By an idle copier: borrowed bytes (`slice`), a pinned buffer (`buffers`), a push. Beside it a pinned
+//! buffer on a stream, which comes back (`stream`), and borrowed bytes by the stream's blocking call (`blocking`).
 //!
 //! # Running it
 //!
@@ -66,6 +70,7 @@
 mod batches;
 #[path = "../driver/mod.rs"]
 mod driver;
+mod lone;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pieces;
@@ -156,6 +161,9 @@ fn main() {
     }
     if wanted("pushes") {
         pushes::rate(driver, &device);
+    }
+    if wanted("lone") {
+        lone::lone(&device);
     }
     measure::used();
 }

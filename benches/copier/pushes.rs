@@ -8,7 +8,7 @@ use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, InFlight, PinnedBuf, Po
 
 use crate::driver::{self, Driver, Pinned};
 use crate::measure::{
-    self, Rounds, Spread, at_least, at_most, beside, flag, line, number, numbers, processor_time, quantile,
+    self, Rounds, Spread, at_least, at_most, beside, flag, line, number, numbers, processor_time,
 };
 use crate::small::{Random, checkout, pool};
 use crate::{SEGMENTS, builder};
@@ -192,7 +192,6 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
     for len in numbers("lens", &[1, 4]) {
         of_length(driver, device, &pool, len << 10);
     }
-    lone(device);
 }
 
 fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len: usize) {
@@ -288,52 +287,5 @@ fn of_length(driver: Option<&'static Driver>, device: &Device, pool: &Pool, len:
             let micros = Spread::of(&calls.values(push).iter().map(|ns| ns / 1e3).collect::<Vec<_>>());
             at_most(format!("16 threads, us of the caller's a push of {len} bytes"), micros, 2.0, Some(0.5));
         }
-    }
-}
-
-/// One copy of 4 KiB at a time, by an idle copier and on a stream.
-fn lone(device: &Device) {
-    const PIECE: usize = 4 << 10;
-    let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
-    let pool = pool(device, 64 << 20);
-    let stream = device.stream().expect("a stream");
-    let copier = builder(&pool, device).build().expect("a copier");
-    let memory = device.alloc(PIECE).expect("device memory");
-    let mut buf = Some(checkout(&pool, PIECE, 1));
-    let mut once = |pushed: bool| -> f64 {
-        let own = buf.take().expect("it came back");
-        let since = Instant::now();
-        if pushed {
-            copier.push(&own, &memory).expect("a push").wait().expect("the device works");
-            buf = Some(own);
-        } else {
-            buf = Some(stream.upload(own, &memory).expect("a copy").wait().expect("the device works"));
-        }
-        since.elapsed().as_nanos() as f64
-    };
-    for (title, idle, samples) in [("back to back", 0, 64), ("after 2 ms without work", 2, 16)] {
-        let mut medians = Rounds::new(2);
-        for round in 0..=rounds {
-            for i in [round % 2, (round + 1) % 2] {
-                // Long enough for the copier's threads to fall asleep.
-                std::thread::sleep(Duration::from_millis(1));
-                let one = |_| {
-                    if idle > 0 {
-                        std::thread::sleep(Duration::from_millis(idle));
-                    }
-                    once(i == 1)
-                };
-                let taken: Vec<f64> = (0..samples).map(one).collect();
-                if round > 0 {
-                    medians.add(i, quantile(&taken, 0.5));
-                }
-            }
-        }
-        println!("\na lone copy of {PIECE} bytes, {title}: {rounds} rounds by turns, {samples} copies each");
-        for (i, name) in ["stream", "push"].into_iter().enumerate() {
-            println!("{name:<12} {:>9.0} ns", medians.spread(i).mid);
-            line(format!("lone_{name}_{PIECE}{}", if idle > 0 { "_idle" } else { "" }), 1, medians.spread(i));
-        }
-        beside(format!("a lone push over the direct copy, {title}"), medians.ratio(1, 0));
     }
 }

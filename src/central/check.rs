@@ -96,7 +96,7 @@ impl CentralPool {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::central::transfer::tests::{BYTES, central};
+    use crate::central::transfer::tests::{BYTES, CACHE, central};
     use crate::central::{Leaving, ReclaimLevel, Take, WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
@@ -162,7 +162,7 @@ mod tests {
         let central = cached();
         let mut held = CacheTable::mine(central.cache().unwrap());
         let held_now = central.cache().unwrap().cached(class());
-        let most = (64 << 10) / STRIDE;
+        let most = CACHE as u64 / STRIDE;
         held.set_room(class(), 100);
         let fill = |held: &mut crate::freelist::cache::HeldCache<'_>, n: u64| {
             let chain = central.core.lock().arena.take_batch(class(), n as u32);
@@ -174,7 +174,7 @@ mod tests {
         central.check(|_, _| ()).unwrap();
         fill(&mut held, 1);
         let bytes = (most + 1) * STRIDE;
-        assert_eq!(violation(&central), format!("a thread cache holds {bytes} bytes of at most 65536"));
+        assert_eq!(violation(&central), format!("a thread cache holds {bytes} bytes of at most {CACHE}"));
     }
 
     #[test]

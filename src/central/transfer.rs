@@ -238,12 +238,15 @@ pub(super) mod tests {
 
     pub(in crate::central) const BYTES: usize = 1 << 20;
 
-    /// A central pool with 1 MiB, of which a thread caches up to 64 KiB.
+    /// What a thread caches: half of it are two segments of 8 KiB.
+    pub(in crate::central) const CACHE: usize = 4 * (8192 + 64);
+
+    /// A central pool with 1 MiB.
     pub(in crate::central) fn central(shared_cache: usize) -> Arc<CentralPool> {
         let central = CentralPool::new(
             CentralConfig {
                 capacity: BYTES,
-                thread_cache: 64 << 10,
+                thread_cache: CACHE,
                 shared_cache,
                 largest: BYTES - 32,
                 step: 0,

@@ -161,12 +161,15 @@ fn callers_share_the_threads() {
 
 /// Pinned pieces at the given places, each `LEN` bytes, numbered.
 fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
-    let piece = |(i, at): (usize, usize)| {
-        let mut buf = from.checkout(LEN).unwrap();
+    let places: Vec<usize> = places.collect();
+    let mut bufs: Vec<PinnedBuf> = places.iter().map(|_| from.checkout(LEN).unwrap()).collect();
+    // Neighbours on the device are none on the host: else they would be the rows of a rectangle.
+    (0..bufs.len()).for_each(|i| bufs.swap(i, (i * 7919 + 13) % places.len()));
+    let piece = |(i, (at, mut buf)): (usize, (usize, PinnedBuf))| {
         buf.try_extend_from_slice(&bytes(i, LEN)).unwrap();
         (buf, s.memory.slice(at..at + LEN).unwrap())
     };
-    places.enumerate().map(piece).collect()
+    places.into_iter().zip(bufs).enumerate().map(piece).collect()
 }
 
 const LEN: usize = 8 << 10;

@@ -1,7 +1,7 @@
 //! What the workers of a copier share, and how they submit copies.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -99,6 +99,8 @@ pub(super) struct Engine {
     order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
+    /// Whether a [lone](super::lone) piece is on its way.
+    pub(super) lone: AtomicBool,
     /// Threads that were started.
     started: Mutex<usize>,
     /// What the one worker of a copier without threads has, while no thread is that worker.
@@ -127,6 +129,7 @@ impl Engine {
             order: Order::new(),
             lanes,
             segments: Segments::new(pool, device, &settings),
+            lone: AtomicBool::new(false),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))
@@ -216,7 +219,21 @@ impl Engine {
             Worker::step_until(self, job, &until);
             return until(job);
         }
+        if let Some(ticket) = job.ticket() {
+            // What the wait says, the job's end tells.
+            let _ = ticket.timeline.wait(ticket.seq, deadline);
+        }
         job.wait(deadline, until)
+    }
+
+    /// Whether nothing is to be done or under way, as far as a look can tell; and no transfer that others wait for, for
+    /// certain.
+    pub(super) fn is_idle(&self) -> bool {
+        let Self { lanes, pushes, scheduler, order, .. } = self;
+        lanes.iter().all(|lane| lane.flights.is_empty())
+            && pushes.going.wakes() > 0
+            && !scheduler.has_work()
+            && order.is_empty()
     }
 
     pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {

@@ -29,6 +29,7 @@ use super::trace::Trace;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
+use crate::stream::timeline::Ticket;
 use crate::stream::timeline::{Quarantined, Retain};
 use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
@@ -278,6 +279,8 @@ pub(super) struct Job {
     state: Mutex<JobState>,
     /// How far it had come when it was over, for handles that do not keep the job.
     pub(super) last: Arc<OnceLock<Progress>>,
+    /// The copy of a job that no worker moves: see [`super::lone`].
+    ticket: OnceLock<Ticket>,
 }
 
 #[derive(Default)]
@@ -387,6 +390,7 @@ impl Job {
             body,
             state: Mutex::new(state),
             last: Arc::default(),
+            ticket: OnceLock::new(),
         });
         job.settle(job.state.lock());
         job
@@ -400,6 +404,15 @@ impl Job {
     pub(super) unsafe fn work(&self) -> &dyn Work {
         // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
         unsafe { &*self.body.work() }
+    }
+
+    /// The one copy that it consists of was submitted.
+    pub(super) fn goes_by(&self, ticket: Ticket) {
+        let _ = self.ticket.set(ticket);
+    }
+
+    pub(super) fn ticket(&self) -> Option<&Ticket> {
+        self.ticket.get()
     }
 
     /// Whether a chunk can be taken.
@@ -419,16 +432,18 @@ impl Job {
         state.may_take().then(|| unsafe { self.work() }.needs(&state.cursor))
     }
 
-    /// Takes the next chunk, for a worker that has a segment or not. Its taker prepares it.
-    pub(super) fn take(&self, has_segment: bool) -> Option<Chunk> {
+    /// Takes the next chunk, for a worker that has a segment or not, and has seen that the chunk needs this. Its taker
+    /// prepares it.
+    pub(super) fn take(&self, has_segment: bool, seen: Needs) -> Option<Chunk> {
         let mut state = self.state.lock();
         if !state.may_take() {
             return None;
         }
         // SAFETY: as in `needs`.
         let work = unsafe { self.work() };
-        // Another worker may have taken the chunk that this one has looked at.
-        if !has_segment && work.needs(&state.cursor) == Needs::Segment {
+        // Another worker may have taken the chunk that this one has looked at, and have left one that does need a segment.
+        let needs = work.needs(&state.cursor);
+        if !has_segment && needs != Needs::Nothing && needs != seen {
             return None;
         }
         let chunk = work.cut(&mut state.cursor, has_segment);

@@ -99,6 +99,7 @@ mod flights;
 mod job;
 mod layout;
 mod lent;
+mod lone;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod memory;

@@ -410,6 +410,9 @@ impl Copier {
                 Put::Full => match segment.take() {
                     Some((segment, counts)) => return self.open(segment, counts, place, bytes, memory),
                     None => {
+                        if let Some(sent) = self.push_alone(bytes, memory) {
+                            return sent;
+                        }
                         segment = Some(self.push_segment(lane, waits)?);
                         continue;
                     }

@@ -327,7 +327,7 @@ impl<'a> Worker<'a> {
         if segment.is_none() && (needs == Needs::Segment || is_better) {
             return false;
         }
-        match (job.take(segment.is_some()), segment) {
+        match (job.take(segment.is_some(), needs), segment) {
             (Some(chunk), segment) => self.prepare(job, chunk, segment),
             (None, segment) => {
                 match segment {
