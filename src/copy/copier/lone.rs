@@ -6,13 +6,16 @@
 //! combined into chunks.
 //!
 //! Borrowed bytes are waited for. The handle of a push is that of a job, as for any push; but no worker owns the job's only
-//! chunk. The thread that sees the copy complete ends it: the device's reaper, or the thread that waits for the handle,
-//! which asks by itself.
+//! chunk. The thread that sees the copy complete ends it: the device's reaper, or the thread that waits for the handle, or
+//! looks at it, which asks by itself.
+//!
+//! In a burst of pushes the copier has nothing to do now and then, and a call of the driver would cost the pushing thread
+//! more than a place in a chunk. So the copier must have had no chunk for a while ([`QUIET`]).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Copier;
 use super::engine::Engine;
@@ -28,6 +31,8 @@ use crate::locks::Mutex;
 use crate::pool::Request;
 use crate::stream::timeline::Ticket;
 
+/// For how long the copier has had no chunk before a piece goes alone.
+const QUIET: Duration = Duration::from_micros(100);
 /// Bytes of a lone piece at most. With longer ones the way makes less of a difference.
 const LONGEST: usize = 64 << 10;
 
@@ -54,9 +59,8 @@ struct Lone {
 impl Lone {
     /// Ends the job if the copy is complete, or never will be; else leaves a waker.
     fn look(self: &Arc<Self>) {
-        let waker = Waker::from(self.clone());
-        // The waker is never taken back: the copy's end calls it, or the stream's.
-        let said = match self.ticket.timeline.wake_later(self.ticket.seq, &mut None, &waker) {
+        let Ticket { timeline, seq } = &self.ticket;
+        let said = match timeline.leave_waker(*seq, &Waker::from(self.clone())) {
             Ok(false) => return,
             other => other.map(drop),
         };
@@ -98,7 +102,7 @@ impl Copier {
     /// pool has a buffer.
     fn turn(&self, bytes: usize) -> Option<(Turn, PinnedBuf)> {
         let engine = self.engine();
-        let may = (1..=LONGEST).contains(&bytes) && engine.settings.threads > 0 && engine.is_idle();
+        let may = (1..=LONGEST).contains(&bytes) && engine.settings.threads > 0 && engine.is_idle(QUIET);
         // Relaxed: the flag guards no memory.
         if !may || engine.lone.swap(true, Ordering::Relaxed) {
             return None;
