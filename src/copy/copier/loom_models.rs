@@ -175,7 +175,7 @@ fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread:
     let job = Job::new(plan(direction, 2), body, None);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
-        while let Some(chunk) = worker.take(false) {
+        while let Some(chunk) = worker.take(false, Needs::Nothing) {
             step();
             // SAFETY: the chunk was taken and has not ended.
             let touch = || unsafe { worker.work() }.drain(&chunk, &[]);
@@ -411,7 +411,7 @@ impl Pushing {
                 let _ = self.scheduler.park(None);
                 continue;
             };
-            if let Some(chunk) = job.take(false) {
+            if let Some(chunk) = job.take(false, Needs::Nothing) {
                 job.prepared();
                 step();
                 job.end(&chunk, End::Arrived);
