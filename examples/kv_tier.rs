@@ -25,8 +25,7 @@ use pinpool::{Copier, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Re
 pub const LAYERS: usize = 32;
 /// Planes of each layer: keys and values.
 pub const PLANES: usize = 2;
-/// Bytes of the first part, and of a part at most. Shorter copies are slow, and the driver takes nearly as long to
-/// accept one of 64 KiB as the link to carry it.
+/// Bytes of the first part, and of a part at most: the driver takes nearly as long to accept 64 KiB as the link does.
 const SHORT: usize = 64 << 10;
 const LONG: usize = 256 << 10;
 /// Blocks that one transfer stores: the next list is made while the one before is on the link.
@@ -194,16 +193,9 @@ impl Tier {
     /// A place for each block that the device lacks, and the blocks that were there. The places are leased.
     fn take_places(&self, hashes: &[Hash]) -> Option<(Vec<Place>, Vec<Option<Hash>>)> {
         let mut state = self.state();
+        (0..state.places.len()).for_each(|place| state.end_load(place));
         let State { places, on_device, now, .. } = &mut *state;
         *now += 1;
-        for place in places.iter_mut() {
-            let come = place.load.as_ref().and_then(|load| load.has_come());
-            if come == Some(false) {
-                place.hash.take().and_then(|hash| on_device.remove(&hash));
-            }
-            // A load keeps the host's buffers.
-            place.load = place.load.take().filter(|_| come.is_none());
-        }
         let wanted: HashSet<Hash> = hashes.iter().copied().collect();
         let missing = wanted.iter().filter(|hash| !on_device.contains_key(hash)).count();
         let is_wanted = |used: &Used| used.hash.is_some_and(|hash| wanted.contains(&hash));
@@ -252,8 +244,7 @@ impl Tier {
         Ok(stored)
     }
 
-    /// A buffer for some layers of a block. Where the pool is full, the host's oldest blocks make room, and where there is
-    /// none, loads have the rest.
+    /// A buffer for some layers of a block. In a full pool the host's oldest blocks make room, and then loads that end.
     fn host_buffer(&self, layers: usize) -> Result<PinnedBuf> {
         let len = layers * PLANES * self.page;
         match self.pool.try_checkout(len) {
@@ -291,13 +282,20 @@ impl Tier {
 }
 
 impl State {
-    /// Drops the host's oldest blocks, as many as one transfer stores: a refusal and a search for each take as long as the
-    /// copies. Whether there was one.
+    /// Drops the host's oldest blocks, as many as one transfer stores, by one search. Whether there was one.
     fn forget(&mut self) -> bool {
         let mut oldest: Vec<_> = self.on_host.iter().map(|(hash, block)| (block.last, *hash)).collect();
         oldest.sort_unstable();
         oldest.iter().take(TOGETHER).for_each(|(_, hash)| drop(self.on_host.remove(hash)));
         !oldest.is_empty()
+    }
+
+    /// The load of a place, if it has ended, keeps the host's buffers no more. One that has failed has brought nothing.
+    fn end_load(&mut self, place: Place) {
+        let used = &mut self.places[place];
+        let Some(come) = used.load.as_ref().and_then(|load| load.has_come()) else { return };
+        used.load = None;
+        used.hash.take_if(|_| !come).and_then(|hash| self.on_device.remove(&hash));
     }
 
     /// Places that were taken and are not needed.
@@ -333,6 +331,8 @@ impl Lease<'_> {
         let work = Arc::new(stream.hold(())?);
         let mut state = self.tier.state();
         for Leased { hash, place, is_new } in self.blocks {
+            // Here, not when the next request waits for its blocks: to let go of many buffers takes as long as a copy.
+            state.end_load(place);
             let is_known = state.on_device.contains_key(&hash);
             let used = &mut state.places[place];
             used.leases -= 1;
