@@ -1,7 +1,6 @@
 //! Copies beyond a single upload: the copier with pieces, pushes, sources, files and sinks. All on host devices.
 
 mod bulk;
-mod lone;
 mod pieces;
 mod push;
 #[path = "../support/mod.rs"]

@@ -1,9 +1,9 @@
 //! What the workers of a copier share, and how they submit copies.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::config::{Priority, Settings};
 use super::flights::Flights;
@@ -99,11 +99,6 @@ pub(super) struct Engine {
     order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
-    /// Whether a [lone](super::lone) piece is on its way.
-    pub(super) lone: AtomicBool,
-    /// When a worker's chunk has ended last, in microseconds since `start`. 0: none has.
-    last_chunk: AtomicU64,
-    start: Instant,
     /// Threads that were started.
     started: Mutex<usize>,
     /// What the one worker of a copier without threads has, while no thread is that worker.
@@ -132,9 +127,6 @@ impl Engine {
             order: Order::new(),
             lanes,
             segments: Segments::new(pool, device, &settings),
-            lone: AtomicBool::new(false),
-            last_chunk: AtomicU64::new(0),
-            start: Instant::now(),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))
@@ -224,29 +216,7 @@ impl Engine {
             Worker::step_until(self, job, &until);
             return until(job);
         }
-        if let Some(ticket) = job.ticket() {
-            // What the wait says, the job's end tells.
-            let _ = ticket.timeline.wait(ticket.seq, deadline);
-        }
         job.wait(deadline, until)
-    }
-
-    /// A worker's chunk has ended.
-    pub(super) fn chunk_ended(&self) {
-        // Relaxed: a hint, as in `is_idle`.
-        self.last_chunk.store(self.start.elapsed().as_micros() as u64, Ordering::Relaxed);
-    }
-
-    /// Whether nothing is to be done or under way, and no chunk has ended for so long, as far as a look can tell; and for
-    /// certain, that there is no transfer that others wait for.
-    pub(super) fn is_idle(&self, quiet: Duration) -> bool {
-        let Self { lanes, pushes, scheduler, order, .. } = self;
-        let last = Duration::from_micros(self.last_chunk.load(Ordering::Relaxed));
-        pushes.going.wakes() > 0
-            && (last.is_zero() || self.start.elapsed() >= last + quiet)
-            && lanes.iter().all(|lane| lane.flights.is_empty())
-            && !scheduler.has_work()
-            && order.is_empty()
     }
 
     pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {

@@ -40,12 +40,6 @@ impl<S> Flights<S> {
         self.state.lock().bulk < depth
     }
 
-    /// Whether no copy is in flight, or about to be.
-    pub(super) fn is_empty(&self) -> bool {
-        let flying = self.state.lock();
-        flying.bulk == 0 && flying.sent.is_empty() && !flying.is_asking
-    }
-
     pub(super) fn release(&self) {
         self.state.lock().bulk -= 1;
     }

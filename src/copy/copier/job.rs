@@ -29,7 +29,6 @@ use super::trace::Trace;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::stream::timeline::Ticket;
 use crate::stream::timeline::{Quarantined, Retain};
 use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
@@ -279,8 +278,6 @@ pub(super) struct Job {
     state: Mutex<JobState>,
     /// How far it had come when it was over, for handles that do not keep the job.
     pub(super) last: Arc<OnceLock<Progress>>,
-    /// The copy of a job that no worker moves: see [`super::lone`].
-    ticket: OnceLock<Ticket>,
 }
 
 #[derive(Default)]
@@ -390,7 +387,6 @@ impl Job {
             body,
             state: Mutex::new(state),
             last: Arc::default(),
-            ticket: OnceLock::new(),
         });
         job.settle(job.state.lock());
         job
@@ -404,15 +400,6 @@ impl Job {
     pub(super) unsafe fn work(&self) -> &dyn Work {
         // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
         unsafe { &*self.body.work() }
-    }
-
-    /// The one copy that it consists of was submitted.
-    pub(super) fn goes_by(&self, ticket: Ticket) {
-        let _ = self.ticket.set(ticket);
-    }
-
-    pub(super) fn ticket(&self) -> Option<&Ticket> {
-        self.ticket.get()
     }
 
     /// Whether a chunk can be taken.

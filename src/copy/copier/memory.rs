@@ -60,14 +60,10 @@ impl Copier {
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
-        const NAME: &str = "bytes in memory";
-        if let Some(said) = self.upload_alone(src, &dst, NAME) {
-            return said;
-        }
         let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
         let work = slices(self.engine(), &pieces);
-        let plan = self.plan(Direction::Up, survey, Some(NAME.into()));
+        let plan = self.plan(Direction::Up, survey, Some("bytes in memory".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
@@ -81,12 +77,7 @@ impl Copier {
     pub fn download_slice(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
-        self.may_block()?;
-        const NAME: &str = "memory";
-        match self.download_alone(&src, dst, NAME) {
-            Some(said) => said,
-            None => self.download_to(&mut [(src, dst)], Survey::ordered(), Some(NAME.into())),
-        }
+        self.download_to(&mut [(src, dst)], Survey::ordered(), Some("memory".into()))
     }
 
     /// Copies many ranges of device memory to borrowed memory, each as many bytes as its range has, and returns when
@@ -154,15 +145,11 @@ impl Copier {
         Ok(job)
     }
 
-    /// The span of a transfer.
-    pub(super) fn trace(&self, direction: Direction, bytes: u64, name: &str) -> Trace {
-        Trace::begin(self.device().name(), direction, self.priority, bytes, name)
-    }
-
     /// Makes a job, its span if it has a name, and its place in the order if it has one.
     pub(super) fn job(&self, mut plan: Plan, body: Body) -> Arc<Job> {
         let name = plan.name.as_deref();
-        let trace = name.map(|name| self.trace(plan.direction, plan.total, name));
+        let trace = name
+            .map(|name| Trace::begin(self.device().name(), plan.direction, plan.priority, plan.total, name));
         let spans = std::mem::take(&mut plan.spans);
         let job = Job::new(plan, body, trace);
         if !spans.is_empty() {

@@ -51,10 +51,6 @@
 //! a copy can go: at once where nothing is in flight; else it takes further pushes until then. So the more pushes there
 //! are, the longer are the copies.
 //!
-//! A lone piece needs none of that: bytes of a slice, or of a push, of up to 64 KiB go at once while the copier has
-//! nothing else to do, by the calling thread and by way of a buffer of their own length. That takes as long as a copy on a
-//! [`Stream`].
-//!
 //! # Ordering
 //!
 //! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
@@ -78,8 +74,8 @@
 // turn to, and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in
 // flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
 // which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
-// in a segment; filling and emptying it, and what a chunk is made of. `lone.rs`: the pieces that are no chunk of a
-// worker's. `lent.rs`: pinned buffers that copies use where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
+// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
+// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
 // `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and sinks; what the caller brings, in order
 // or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
@@ -87,7 +83,7 @@
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
-//   none. (A lone push is the timeline's.)
+//   none.
 // - Memory that a caller lends is read or written by CPUs alone, and by none after the call has returned.
 // - A slot of the ring is free only when the copy and the kernel that used it were seen complete.
 
@@ -103,7 +99,6 @@ mod flights;
 mod job;
 mod layout;
 mod lent;
-mod lone;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod memory;

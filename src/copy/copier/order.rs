@@ -73,11 +73,6 @@ impl<J: Clone> Order<J> {
         (number, waits == 0)
     }
 
-    /// Whether no transfer has a place in the order.
-    pub(super) fn is_empty(&self) -> bool {
-        self.state.lock().nodes.is_empty()
-    }
-
     /// A transfer is over. Those that may start now.
     pub(super) fn over(&self, number: u64) -> Vec<J> {
         let mut state = self.state.lock();

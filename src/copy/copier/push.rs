@@ -4,8 +4,6 @@
 //! pushes, one behind the other. A push copies its bytes there, under the lane's lock, and is done: no driver call, and
 //! no other lock. All pushes of a chunk are one job.
 //!
-//! A push that would open a chunk while nothing is under way goes alone instead: see [`super::lone`].
-//!
 //! The job starts when its chunk is opened. The worker that takes it closes the chunk, in [`Work::cut`], and owns it from
 //! then on. Workers take such a job only when its copy can go at once. So a push goes at once where nothing is in
 //! flight; and while as many copies are in flight as may be, chunks grow, which is what combines pushes. A chunk that is
@@ -412,9 +410,6 @@ impl Copier {
                 Put::Full => match segment.take() {
                     Some((segment, counts)) => return self.open(segment, counts, place, bytes, memory),
                     None => {
-                        if let Some(sent) = self.push_alone(bytes, memory) {
-                            return sent;
-                        }
                         segment = Some(self.push_segment(lane, waits)?);
                         continue;
                     }

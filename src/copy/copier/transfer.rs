@@ -65,9 +65,6 @@ impl<T> Transfer<T> {
         if crate::os::forked() {
             return Progress { over: true, ..Progress::default() };
         }
-        if let Some(ticket) = self.job.ticket() {
-            let _ = ticket.timeline.poll_complete(ticket.seq);
-        }
         self.job.progress()
     }
 
@@ -160,7 +157,6 @@ impl<T> Transfer<T> {
         // The waker first: what changes after the look wakes the task.
         if !landed(&self.job) && !self.job.is_over() {
             self.job.wake_later(&mut self.waker, cx.waker());
-            self.job.ticket().into_iter().for_each(|ticket| ticket.timeline.hurry(ticket.seq));
         }
         let over = self.job.is_over();
         match landed(&self.job) {
@@ -283,7 +279,6 @@ impl<T> Future for Transfer<T> {
         // The waker first: what changes after the look wakes the task.
         if !this.job.is_over() {
             this.job.wake_later(&mut this.waker, cx.waker());
-            this.job.ticket().into_iter().for_each(|ticket| ticket.timeline.hurry(ticket.seq));
         }
         if this.job.is_over() { Poll::Ready(this.take()) } else { Poll::Pending }
     }

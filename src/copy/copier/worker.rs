@@ -236,7 +236,6 @@ impl<'a> Worker<'a> {
     /// A chunk has ended, and its segment was given back.
     fn end(&self, job: &Job, chunk: &Chunk, end: End) {
         Counters::add(&self.engine.counters.chunks, 1);
-        self.engine.chunk_ended();
         // Before a caller can hear of the end: nothing of the pool is in use without work.
         if !self.engine.scheduler.has_work() {
             self.engine.segments.rest();

@@ -111,8 +111,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
 /// The submission of a chunk panics before any copy is made. No push of it reads as done, and the copier goes on.
 #[test]
 fn a_panic_in_a_submission_fails_its_pushes() {
-    // Too long to go alone, on the thread that pushes.
-    const LEN: usize = 65 << 10;
+    const LEN: usize = 256;
     let node = HostNode::new(HostConfig::new()).unwrap();
     let (device, at_copy) = panics(&node, Call::Copy, "panics in submissions");
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();

@@ -213,29 +213,6 @@ impl Timeline {
         self.is_complete(seq)
     }
 
-    /// Leaves a waker for good, without a look at the stream: the reaper finds the end, or a thread that
-    /// [asks](Self::poll_complete). `true`: complete already, and no waker was left.
-    pub(crate) fn leave_waker(&self, seq: u64, waker: &Waker) -> Result<bool> {
-        crate::os::check_fork()?;
-        // Before the lock: cloning a waker is foreign code.
-        let task = Task::of(waker);
-        {
-            let mut state = self.state.lock();
-            if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < seq {
-                state.wait(seq, Wake::Task(task));
-                return Ok(false);
-            }
-        }
-        self.is_complete(seq)
-    }
-
-    /// A task begins to wait for a sequence number, for which a waker was left.
-    pub(crate) fn hurry(&self, seq: u64) {
-        // If a capture is in the way, the reaper closes the number after it.
-        let _ = self.flush(seq);
-        self.reaper.expedite(self.number);
-    }
-
     /// Removes the waker that was left under `key`.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
         // In the child of a fork another thread of the parent may hold the lock for ever.
