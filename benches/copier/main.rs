@@ -54,8 +54,9 @@
 //! # A lone copy (`--only lone`)
 //!
 //! One thread, one copy of 4 KiB at a time, from before the call until it is complete; once back to back, once with 2 ms of
-//! sleep before each. By an idle copier: borrowed bytes (`slice`), a pinned buffer (`buffers`), a push. Beside it a pinned
-//! buffer on a stream, which comes back (`stream`), and borrowed bytes by the stream's blocking call (`blocking`).
+//! sleep before each. By an idle copier: borrowed bytes (`slice`, and from the device `slice_down`), a pinned buffer
+//! (`buffers`), a push. Beside them a pinned buffer on a stream, which comes back (`stream`), and borrowed bytes by the
+//! stream's blocking calls (`blocking`, `down`).
 //!
 //! # Running it
 //!

@@ -31,8 +31,8 @@ const MOST_CACHED: usize = 64;
 /// The part of a thread cache's bytes that a class gets room for at first, and at most.
 const FIRST_SHARE: usize = 64;
 const SHARE: usize = 8;
-/// The same while the other classes have no more than that of the bytes. A thread that holds buffers of one size on a
-/// stream gets back many at a time.
+/// The most that a class grows to while the other classes have room for no more than `SHARE_OF_OTHERS`. A thread that holds
+/// buffers of one size on a stream gets back many at a time.
 const SHARE_ALONE: usize = 2;
 const SHARE_OF_OTHERS: usize = 16;
 
