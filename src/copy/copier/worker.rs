@@ -53,8 +53,10 @@ const SPIN: Duration = Duration::from_micros(200);
 /// How long it sleeps between two looks after that.
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
-/// Looks without any change after which a stepped device, which has nothing left to step, never will change.
+/// Looks without any change after which a stepped device, which has nothing left to step, never will change. After the
+/// first of them a thread sleeps between two looks: the reaper, which may be in the middle of asking, needs the time.
 const STILL: u32 = 100;
+const YIELDS: u32 = 10;
 
 type Done = Arc<OnceLock<Result<()>>>;
 
@@ -170,7 +172,10 @@ impl<'a> Worker<'a> {
                     worker.leave();
                 }
             }
-            crate::sync::yield_now();
+            match still > YIELDS {
+                true => std::thread::sleep(LONG_PAUSE),
+                false => crate::sync::yield_now(),
+            }
         }
     }
 
