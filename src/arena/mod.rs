@@ -16,7 +16,8 @@
 //! A class takes segments from its run at the lowest address first, so that its other runs drain. A run whose segments
 //! are all back is *idle*. The arena dissolves it at once if its class has another run to take from. It keeps the last
 //! one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not cut a run for
-//! each checkout. Where even that is not enough, [`Arena::shorten_runs`] frees what lies behind the last used segment
+//! each checkout. Of idle runs that hold a single segment it keeps one in all: many large free runs that only their own
+//! class may use would scatter the large segments of other classes. Where even that is not enough, [`Arena::shorten_runs`] frees what lies behind the last used segment
 //! of each run. Otherwise the first buffer of a class could keep all the memory of a small pool, and a thread that
 //! holds that buffer and asks for another would wait for itself.
 //!
@@ -152,6 +153,8 @@ pub(crate) struct Arena {
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
     /// The idle runs.
     idle: BTreeSet<u32>,
+    /// The run of one segment that became idle last. It may be in use since then, or gone, and its number another run's.
+    idle_last: Option<u32>,
     /// The runs in which a segment may have come back behind the last used one since [`Arena::shorten_runs`] looked.
     frayed: BTreeSet<u32>,
     windows: Slab<Window>,
@@ -185,6 +188,7 @@ impl Arena {
             free: BTreeSet::new(),
             partial: (0..CLASSES).map(|_| BTreeSet::new()).collect(),
             idle: BTreeSet::new(),
+            idle_last: None,
             frayed: BTreeSet::new(),
             windows: Slab::new(),
             watched: vec![0; CLASSES],
@@ -513,6 +517,12 @@ impl Arena {
             self.idle.insert(number);
             if self.eager || self.partial[class.index()].len() > 1 {
                 self.dissolve(number);
+            } else if class.shape().segments == 1 {
+                let before = self.idle_last.replace(number).filter(|before| *before != number);
+                before
+                    .filter(|before| self.idle.contains(before))
+                    .into_iter()
+                    .for_each(|before| self.dissolve(before));
             }
         }
     }

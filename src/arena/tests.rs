@@ -63,6 +63,29 @@ fn memory_can_serve_any_class() {
     }
 }
 
+/// A class with one buffer at a time has its run again, and large segments of other classes find the rest in one piece.
+#[test]
+fn of_idle_runs_with_one_segment_one_is_kept() {
+    let mut arena = arena(&[1024]);
+    let lens = [1 << 20, 300 << 10, 2 << 20, 400 << 10];
+    let held = lens.map(|len| take(&mut arena, len, 64).unwrap());
+    held.into_iter().for_each(|descriptor| give(&mut arena, descriptor));
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert_eq!(
+        arena.bytes().largest_free,
+        1024 * PAGE - Class::of(400 << 10).unwrap().shape().pages as usize * PAGE
+    );
+    // The one that is kept serves its class, and is not lost when another class's takes its place.
+    for len in [400 << 10, 1 << 20, 1 << 20, 100, 300 << 10] {
+        let descriptor = take(&mut arena, len, 64).unwrap();
+        give(&mut arena, descriptor);
+        assert!(arena.idle.len() <= 2, "{:?}", arena.idle);
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    }
+    arena.release_idle();
+    assert_eq!(arena.bytes().largest_free, 1024 * PAGE);
+}
+
 #[test]
 fn an_aligned_segment_gives_its_tail_away() {
     let mut arena = arena(&[64]);

@@ -56,11 +56,17 @@ impl CentralPool {
         core.step > 0 && core.growth_failure.is_none() && core.room_beside() >= least(wants)
     }
 
-    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: it is
-    /// being pinned (or, on a device without threads, is pinned).
+    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
+    /// is being pinned (or, on a device without threads, is pinned).
+    ///
+    /// While memory is being pinned no other region is planned: many threads often miss at once, and one region may serve
+    /// them all. If it does not, the queue's head has another one pinned.
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
         let growth = {
             let mut core = self.core.lock();
+            if core.growing > 0 {
+                return true;
+            }
             // While others wait, a request that is not in the queue takes no idle region away from them.
             let idle = core.queue.is_empty();
             core.plan(wants, idle)

@@ -28,13 +28,18 @@ use crate::sync::Ordering;
 
 /// The most segments of a class that a thread cache has room for.
 const MOST_CACHED: usize = 64;
-/// The part of a thread cache's bytes that a class gets room for at first, and at most.
+/// A class is alone in a thread cache while the other classes have room for no more than this part of its bytes.
+const SHARE_OF_OTHERS: usize = 16;
+/// The part of a thread cache's bytes that several classes have together, and the bytes that they have at least. What
+/// threads cache of many sizes is most of what a pool pins beyond what is in use: it lies scattered, and large segments
+/// find no place in between.
+const SHARE_OF_SEVERAL: usize = 8;
+const LEAST_OF_SEVERAL: usize = 4 << 20;
+/// The part of these bytes, or of all if it is alone, that a class gets room for at first, and at most.
 const FIRST_SHARE: usize = 64;
 const SHARE: usize = 8;
-/// The most that a class grows to while the other classes have room for no more than `SHARE_OF_OTHERS`. A thread that holds
-/// buffers of one size on a stream gets back many at a time.
+/// The most of a class that is alone: a thread that holds buffers of one size on a stream gets back many at a time.
 const SHARE_ALONE: usize = 2;
-const SHARE_OF_OTHERS: usize = 16;
 
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +52,6 @@ pub(crate) enum ReclaimLevel {
 
 fn bytes(class: Class, room: u32) -> usize {
     room as usize * class.stride()
-}
-
-/// The bytes for which the classes of a thread cache have room.
-fn granted(held: &HeldCache<'_>) -> usize {
-    Class::all().map(|class| bytes(class, held.room(class))).sum()
 }
 
 impl CentralPool {
@@ -81,12 +81,22 @@ impl CentralPool {
         Some(descriptor)
     }
 
+    /// The bytes of a thread cache that its classes share, and the part of them that one class grows to at most. `others`:
+    /// the bytes that the other classes have room for.
+    fn budget(&self, others: usize) -> (usize, usize) {
+        let all = self.config.thread_cache;
+        match others <= all / SHARE_OF_OTHERS {
+            true => (all, SHARE_ALONE),
+            false => (all.min((all / SHARE_OF_SEVERAL).max(LEAST_OF_SEVERAL)), SHARE),
+        }
+    }
+
     /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
-    /// room here: as many segments as fill a 64th of the thread cache's bytes, at least 2 and at most 64. A class of which
-    /// fewer than four segments fit into the whole cache gets no room. Where the other classes have taken too many of the
-    /// cache's bytes, some of them lose their room and what is in it: large ones first, and of these the one that was
-    /// granted its room first. Large are those whose room is bounded by its bytes. A class that has room gets more, since
-    /// the caller found its list empty ([`grow_room`](Self::grow_room)).
+    /// room here: as many segments as fill a 64th of the bytes that the classes share, at least 2 and at most 64. A class
+    /// of which fewer than four segments fit into these gets no room. Where the other classes have taken too many of
+    /// them, some of them lose their room and what is in it: large ones first, and of these the one that was granted its
+    /// room first. Large are those whose room is bounded by its bytes. A class that has room gets more, since the caller
+    /// found its list empty ([`grow_room`](Self::grow_room)).
     /// None while a request for a segment of the class waits.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
@@ -97,16 +107,14 @@ impl CentralPool {
             self.grow_room(&mut held, class);
             return held.room(class);
         }
-        let (budget, stride) = (self.config.thread_cache, class.stride());
+        let (budget, stride) = (self.budget(held.rooms()).0, class.stride());
         if !held.has(class) || stride * 4 > budget {
             return 0;
         }
         let room = (budget / FIRST_SHARE / stride).clamp(2, MOST_CACHED) as u32;
-        let mut granted = granted(&held);
-        while granted + bytes(class, room) > budget {
+        while held.rooms() + bytes(class, room) > budget {
             let is_small = |c: Class, _| budget / SHARE / c.stride() >= MOST_CACHED;
             let Some(first) = held.first_granted(is_small) else { break };
-            granted -= bytes(first, held.room(first));
             // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
             unsafe { core.arena.give_chain(held.drain(first, u32::MAX)) };
             held.set_room(first, 0);
@@ -115,14 +123,14 @@ impl CentralPool {
         room
     }
 
-    /// Doubles the room of a class whose list was found empty or full, up to an eighth of the thread cache's bytes, as
-    /// long as the rooms of all classes together are no more than these; and up to half, as long as the other classes have
-    /// no more than a 16th. So a thread that uses few sizes has room for many segments of each, and a thread that uses
-    /// many sizes for a few of each. `false`: the room stays.
+    /// Doubles the room of a class whose list was found empty or full, as long as the rooms of all classes together are no
+    /// more than the bytes that they share: up to an eighth of these, or up to half for a class that is alone. So a thread
+    /// that uses few sizes has room for many segments of each, and a thread that uses many sizes for a few of each.
+    /// `false`: the room stays.
     pub(super) fn grow_room(&self, held: &mut HeldCache<'_>, class: Class) -> bool {
-        let (budget, room) = (self.config.thread_cache, held.room(class));
-        let others = granted(held) - bytes(class, room);
-        let share = if others <= budget / SHARE_OF_OTHERS { SHARE_ALONE } else { SHARE };
+        let room = held.room(class);
+        let others = held.rooms() - bytes(class, room);
+        let (budget, share) = self.budget(others);
         let most = (budget / share / class.stride()).min(MOST_CACHED) as u32;
         let more = (room * 2).min(most);
         let grows = more > room && others + bytes(class, more) <= budget;

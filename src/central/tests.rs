@@ -216,6 +216,15 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
 }
 
 #[test]
+fn nothing_is_planned_while_memory_is_being_pinned() {
+    let central = with_regions(1, 64 * MIB);
+    central.core.lock().growing = PAGE;
+    assert!(central.grow(&[pages(300)]), "it waits for that");
+    let core = central.core.lock();
+    assert_eq!((core.growing, core.stats.growths), (PAGE, 0));
+}
+
+#[test]
 fn idle_regions_make_way_newest_first() {
     let going = |growth: &super::growth::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
     let long = [pages(512)];

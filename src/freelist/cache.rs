@@ -141,6 +141,8 @@ pub(crate) struct ThreadCache {
     knows_fenced: AtomicU32,
     /// The number of times that a list was granted room. Only the holder of the cache uses it, as with the lists.
     grants: AtomicU64,
+    /// The bytes for which the lists have room. Only the holder of the cache uses it.
+    rooms: AtomicU64,
     /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
     /// ordered.
     #[cfg(all(test, loom))]
@@ -167,6 +169,7 @@ macro_rules! blank {
             home: $home,
             knows_fenced: AtomicU32::new(0),
             grants: AtomicU64::new(0),
+            rooms: AtomicU64::new(0),
             #[cfg(all(test, loom))]
             exclusive: crate::sync::UnsafeCell::new(()),
         }
@@ -546,6 +549,11 @@ impl HeldCache<'_> {
         counts.map_or(0, |counts| counts.room.load(Ordering::Relaxed) as u32)
     }
 
+    /// The bytes for which the thread cache has room, of all classes.
+    pub(crate) fn rooms(&self) -> usize {
+        self.cache.rooms.load(Ordering::Relaxed) as usize
+    }
+
     /// Changes how many segments of this class the thread cache may hold. The room does not fall below the number that
     /// the list holds now. A fence of the class is lifted.
     pub(crate) fn set_room(&mut self, class: Class, limit: u32) {
@@ -569,8 +577,11 @@ impl HeldCache<'_> {
             class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
             counts.places.store(limit + 1, Ordering::Relaxed);
         }
-        counts.room.store(limit.max(class_list.count()), Ordering::Relaxed);
-        class_list.limit.store(limit.max(class_list.count()), Ordering::Relaxed);
+        let limit = limit.max(class_list.count());
+        let more = limit.wrapping_sub(counts.room.load(Ordering::Relaxed));
+        add(&self.cache.rooms, more.wrapping_mul(class.stride() as u64));
+        counts.room.store(limit, Ordering::Relaxed);
+        class_list.limit.store(limit, Ordering::Relaxed);
     }
 
     /// The class among those with room that is first by what `key` gives, and then by when it was granted its room.

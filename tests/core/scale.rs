@@ -71,6 +71,29 @@ fn many_large_sizes_leave_the_small_ones_their_room() {
     pool.check().unwrap();
 }
 
+/// Threads that use many large sizes cache an eighth of what one size alone may have, so that the pool stays small.
+#[test]
+fn many_large_sizes_share_a_part_of_a_threads_cache() {
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(256 << 20).thread_cache(64 << 20).unpinned(Unpinned::Allow);
+    let pool = pool.initial(0).region(32 << 20).build().unwrap();
+    let cycle = |lens: &[usize]| {
+        for _ in 0..4 {
+            let held: Vec<_> = lens.iter().map(|len| pool.checkout(*len).unwrap()).collect();
+            drop(held);
+        }
+        pool.check().unwrap();
+        pool.stats().cached_bytes
+    };
+    // What a thread caches of one size, and then of 17.
+    let one = cycle(&[1 << 20; 24]);
+    assert!((16 << 20..=32 << 20).contains(&one), "{one}");
+    let sizes: Vec<_> = (8..25).map(|size| size << 17).collect();
+    let many = std::thread::scope(|scope| scope.spawn(|| cycle(&sizes)).join().unwrap()) - one;
+    assert!((2 << 20..=9 << 20).contains(&many), "{many}");
+}
+
 /// A thread finds its caches of four pools at once. With more it takes a longer way, but its own cache serves all the
 /// same.
 #[test]

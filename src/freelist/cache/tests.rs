@@ -55,6 +55,24 @@ fn a_limit_bounds_a_list_and_keeps_what_is_in_it() {
 }
 
 #[test]
+fn the_bytes_of_all_rooms_are_known() {
+    let segments = segments(3);
+    let (_gate, _table, cache) = leased(false);
+    let mut held = CacheTable::mine(&cache);
+    let classes = [0, 3, 20].map(|index| Class::new(index).unwrap());
+    for (class, limit) in [(0, 4), (1, 5), (2, 1), (0, 0), (1, 9), (2, 7), (1, 2), (2, 0)] {
+        held.set_room(classes[class], limit);
+        if (class, limit) == (1, 9) {
+            assert!(held.fill(classes[1], chain(&segments)).is_empty());
+        }
+        let sum: usize = classes.iter().map(|class| held.room(*class) as usize * class.stride()).sum();
+        assert_eq!(held.rooms(), sum);
+    }
+    assert_eq!(held.rooms(), 3 * classes[1].stride(), "three are in the list");
+    assert!(!held.drain(classes[1], u32::MAX).is_empty());
+}
+
+#[test]
 fn what_moves_without_a_checkout_is_not_counted_as_one() {
     let (segments, class) = (segments(6), Class::new(3).unwrap());
     let (_gate, _table, cache) = leased(false);

@@ -70,6 +70,34 @@ fn it_grows_up_to_the_cap_and_is_trimmed() {
     rig.all_is_given_back();
 }
 
+/// Threads that miss while a region is being pinned do not each have another one pinned.
+#[test]
+fn one_region_is_pinned_for_all_that_it_serves() {
+    const THREADS: usize = 8;
+    let rig = Rig::threads();
+    let pool = rig.builder(1 << 30).initial(0).region(16 << 20).extent(16 << 20).build().unwrap();
+    let together = Barrier::new(THREADS);
+    let misses_at_once = |len: usize, more: u64| {
+        let before = pool.stats().growths;
+        let held: Vec<_> = std::thread::scope(|scope| {
+            let checkout = || {
+                together.wait();
+                pool.checkout_timeout(len, HANG).unwrap()
+            };
+            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(checkout)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(pool.stats().growths - before, more);
+        held
+    };
+    // Half of a region, and then what needs two more.
+    let first = misses_at_once(1 << 20, 1);
+    let second = misses_at_once(5 << 20, 3);
+    assert_eq!(checked(&pool).pinned_bytes, 64 << 20);
+    drop((first, second, pool));
+    rig.all_is_given_back();
+}
+
 #[test]
 fn trimming_leaves_a_region_alone_that_is_being_pinned() {
     for _ in 0..4 {
