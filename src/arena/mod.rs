@@ -518,11 +518,12 @@ impl Arena {
             if self.eager || self.partial[class.index()].len() > 1 {
                 self.dissolve(number);
             } else if class.shape().segments == 1 {
-                let before = self.idle_last.replace(number).filter(|before| *before != number);
-                before
-                    .filter(|before| self.idle.contains(before))
-                    .into_iter()
-                    .for_each(|before| self.dissolve(before));
+                if let Some(before) = self.idle_last.replace(number)
+                    && before != number
+                    && self.idle.contains(&before)
+                {
+                    self.dissolve(before);
+                }
             }
         }
     }

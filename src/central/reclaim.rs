@@ -34,7 +34,7 @@ const SHARE_OF_OTHERS: usize = 16;
 /// threads cache of many sizes is most of what a pool pins beyond what is in use: it lies scattered, and large segments
 /// find no place in between.
 const SHARE_OF_SEVERAL: usize = 8;
-const LEAST_OF_SEVERAL: usize = 4 << 20;
+const LEAST_OF_SEVERAL: usize = 8 << 20;
 /// The part of these bytes, or of all if it is alone, that a class gets room for at first, and at most.
 const FIRST_SHARE: usize = 64;
 const SHARE: usize = 8;

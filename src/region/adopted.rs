@@ -112,7 +112,7 @@ impl Regions {
                     }
                     let clean = roll_back(&context, &adoptee, &extents) && !doubtful;
                     // The caller gets the error; it is no failure of the pool's own growth.
-                    self.ended(len, None);
+                    self.ended(len, None, || ());
                     if clean {
                         return Err(adoptee.refused(error));
                     }

@@ -378,8 +378,7 @@ impl Regions {
                 regions.go_on(making);
             }
             Err(error) => {
-                regions.ended(len, Some(&error));
-                done(0, Some(error));
+                regions.ended(len, Some(&error), || done(0, Some(error.clone())));
             }
         });
     }
@@ -510,21 +509,24 @@ impl Regions {
         if self.goes_on_after(error.as_ref()) {
             // The next attempt is counted first, so that a waiter never sees that nothing is being made.
             self.pin(len - offset, serve, move |came, error| done(offset + came, error));
-            return self.ended(len - offset, None);
+            return self.ended(len - offset, None, || ());
         }
-        self.ended(len - offset, error.as_ref());
-        done(offset, error);
+        self.ended(len - offset, error.as_ref(), || done(offset, error.clone()));
     }
 
-    fn ended(&self, missing: usize, error: Option<&Error>) {
-        let mut progress = self.progress.lock();
-        progress.busy -= 1;
-        progress.pinning.wanted -= missing;
-        if let Some(error) = error {
-            crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
-            progress.pinning.error = Some(error.clone());
+    /// Ends one job. `done` is called before a thread can see that nothing is being pinned: if it then asks for more, the
+    /// pool knows that this has ended.
+    fn ended(&self, missing: usize, error: Option<&Error>, done: impl FnOnce()) {
+        {
+            let mut progress = self.progress.lock();
+            progress.pinning.wanted -= missing;
+            if let Some(error) = error {
+                crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
+                progress.pinning.error = Some(error.clone());
+            }
         }
-        drop(progress);
+        done();
+        self.progress.lock().busy -= 1;
         self.wake();
     }
 

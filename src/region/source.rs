@@ -130,8 +130,7 @@ impl Regions {
                     supply.context = self.context();
                     break;
                 }
-                self.ended(missing, error.as_ref());
-                return (supply.done)(supply.came, error);
+                return self.ended(missing, error.as_ref(), || (supply.done)(supply.came, error.clone()));
             }
             if !supply.context.worker().is_inline() {
                 break;
