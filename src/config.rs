@@ -142,9 +142,10 @@ impl PoolBuilder {
     ///
     /// - **Between threads**, up to four times as much is cached: batches of segments that one thread has returned and
     ///   another may take. So `n` threads keep `n + 4` times this setting at most, whichever way buffers flow.
-    /// - **Within a cache**, one size class gets a 64th of the bytes at first, and more as it is used: an eighth at most,
-    ///   and half if it grows while the others have room for no more than a 16th; and 64 segments at most. Of a class whose
-    ///   segments take up to a quarter of the setting, at least two are cached; larger segments never are.
+    /// - **Within a cache**, a size class that is alone, so that the others have room for no more than a 16th of the bytes,
+    ///   gets up to half of them. Several classes share an eighth of the bytes, at least 8 MiB; of this share one class
+    ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that take more
+    ///   than a quarter of what their class could share are not cached.
     /// - **A request that finds nothing else** reaches all of it, in this order: what lies between threads, and the
     ///   caches of threads that have been idle for a millisecond; half of the segments of its own class that an active
     ///   thread has; and everything, once the pool can grow no more or a request waits.

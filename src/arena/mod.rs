@@ -17,9 +17,10 @@
 //! are all back is *idle*. The arena dissolves it at once if its class has another run to take from. It keeps the last
 //! one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not cut a run for
 //! each checkout. Of idle runs that hold a single segment it keeps one in all: many large free runs that only their own
-//! class may use would scatter the large segments of other classes. Where even that is not enough, [`Arena::shorten_runs`] frees what lies behind the last used segment
-//! of each run. Otherwise the first buffer of a class could keep all the memory of a small pool, and a thread that
-//! holds that buffer and asks for another would wait for itself.
+//! class may use would scatter the large segments of other classes. Where even that is not enough,
+//! [`Arena::shorten_runs`] frees what lies behind the last used segment of each run. Otherwise the first buffer of a
+//! class could keep all the memory of a small pool, and a thread that holds that buffer and asks for another would wait
+//! for itself.
 //!
 //! A small aligned segment needs only a part of its last page. The rest, its *tail*, becomes a segment of the largest
 //! class that fits, and is taken and returned like any other segment of that class.

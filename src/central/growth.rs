@@ -1,6 +1,6 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room. Where the capacity is used up and the request fits into no region, idle regions
-//! are unpinned to make room for one that fits.
+//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
+//! region, idle regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
