@@ -518,13 +518,12 @@ impl Arena {
             self.idle.insert(number);
             if self.eager || self.partial[class.index()].len() > 1 {
                 self.dissolve(number);
-            } else if class.shape().segments == 1 {
-                if let Some(before) = self.idle_last.replace(number)
-                    && before != number
-                    && self.idle.contains(&before)
-                {
-                    self.dissolve(before);
-                }
+            } else if class.shape().segments == 1
+                && let Some(before) = self.idle_last.replace(number)
+                && before != number
+                && self.idle.contains(&before)
+            {
+                self.dissolve(before);
             }
         }
     }
