@@ -16,8 +16,8 @@ const HERE: &str = env!("CARGO_MANIFEST_DIR");
 /// A built `examples/capi.rs`, where there is no cargo to build it with.
 const LIBRARY: &str = "PINPOOL_TEST_CAPI";
 
-/// The program, compiled and linked; `None` (said) where that cannot be done.
-fn program() -> Option<(PathBuf, PathBuf)> {
+/// The program, compiled with these flags and linked; `None` (said) where that cannot be done.
+fn program(flags: &[&str]) -> Option<(PathBuf, PathBuf)> {
     let source = Path::new(HERE).join("tests/capi/program.c");
     if !source.exists() {
         skip!("{} is not here", source.display());
@@ -36,7 +36,7 @@ fn program() -> Option<(PathBuf, PathBuf)> {
     let mut compile = Command::new("cc");
     compile.args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&to);
     compile.arg(source).arg("-I").arg(Path::new(HERE).join("src/capi"));
-    compile.arg(&library).args(["-lpthread", "-ldl"]);
+    compile.arg(&library).args(["-lpthread", "-ldl"]).args(flags);
     match compile.output() {
         Err(error) => {
             skip!("there is no C compiler: {error}");
@@ -52,7 +52,9 @@ fn program() -> Option<(PathBuf, PathBuf)> {
 
 /// Runs the program, under another command if one is named.
 fn run(under: &[&str], arguments: &[&str], driver: Option<&Path>) -> Result<(), String> {
-    let Some((program, folder)) = program() else { return Ok(()) };
+    // A program runs some thirty times as long under valgrind.
+    let flags: &[&str] = if under.is_empty() { &[] } else { &["-DROUNDS=300"] };
+    let Some((program, folder)) = program(flags) else { return Ok(()) };
     let mut command = match under {
         [] => Command::new(&program),
         [tool, options @ ..] => {

@@ -19,7 +19,10 @@
         }                                                                                                    \
     } while (0)
 
-enum { MIB = 1 << 20, THREADS = 8, ROUNDS = 2000 };
+#ifndef ROUNDS
+#define ROUNDS 2000
+#endif
+enum { MIB = 1 << 20, THREADS = 8 };
 
 static pinpool_pool *open_pool(const char *device, uint64_t capacity) {
     pinpool_options options = {.size = sizeof options, .device = device, .capacity = capacity, .allow_unpinned = 1};

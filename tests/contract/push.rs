@@ -293,7 +293,7 @@ pub(super) fn threads(on: &Subject) {
 
 fn threads_through(on: &Subject, pool: &Pool, copier: Copier) {
     const THREADS: usize = 6;
-    const EACH: usize = 400;
+    const EACH: usize = 200;
     let memories: Vec<_> = (0..THREADS).map(|_| on.alloc(EACH * 512)).collect();
     std::thread::scope(|scope| {
         for (t, memory) in memories.iter().enumerate() {
