@@ -19,6 +19,8 @@ impl Arena {
         let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
         let (mut held_slots, mut held_pages, mut found_outside) = (0, 0, 0);
         let mut watched = vec![0; CLASSES];
+        let mut in_windows: std::collections::HashMap<usize, u32> =
+            self.windows.iter().map(|(id, _)| (id, 0)).collect();
         for (i, e) in &self.extents {
             let (mut at, mut was_free, mut runs_here) = (0u32, None, 0);
             let mut out = vec![0; e.out.len()];
@@ -123,8 +125,11 @@ impl Arena {
                         if let (Some(class), true) = (descriptor.class(), n >= from) {
                             watched[class.index()] += 1;
                         }
-                        if run.window.is_some() && n >= from && outside.contains(&here) {
-                            return Err(format!("run {entry}: segment {n} is in a window, and is cached"));
+                        if let (Some(id), true) = (run.window, n >= from) {
+                            if outside.contains(&here) {
+                                return Err(format!("run {entry}: segment {n} is in a window, and is cached"));
+                            }
+                            *in_windows.entry(id.0).or_default() += 1;
                         }
                     }
                     visit(descriptor, bytes, places == 1);
@@ -180,6 +185,11 @@ impl Arena {
                 "windows hold {held_slots} bytes of free segments and {held_pages} free pages, counted as {} and {}",
                 self.held_slot_bytes, self.held_pages
             ));
+        }
+        for (id, window) in &self.windows {
+            if in_windows.get(&id) != Some(&window.out) {
+                return Err(format!("window {id} has {in_windows:?} segments out, counted as {}", window.out));
+            }
         }
         if watched != self.watched {
             return Err("the segments that are given out in windows are counted wrong".into());
