@@ -24,6 +24,11 @@ impl Arena {
         for (i, e) in &self.extents {
             let (mut at, mut was_free, mut runs_here) = (0u32, None, 0);
             let mut out = vec![0; e.out.len()];
+            let mut blocked = vec![0; e.out.len()];
+            for (_, window) in self.windows.iter().filter(|(_, window)| window.extent as usize == i) {
+                let blocks = window.first / windows::BLOCK..window.end.div_ceil(windows::BLOCK);
+                blocks.for_each(|block| blocked[block as usize] += 1);
+            }
             while at < e.pages {
                 let entry = e.map[at as usize];
                 if entry & FREE != 0 {
@@ -117,6 +122,11 @@ impl Arena {
                     }
                     if !listed.contains(&here) {
                         let at = base - e.base.as_ptr().addr();
+                        if state == state::QUARANTINED {
+                            let blocks =
+                                at / windows::BLOCK_BYTES..(at + bytes).div_ceil(windows::BLOCK_BYTES);
+                            blocks.for_each(|block| blocked[block] += 1);
+                        }
                         for (block, sum) in out.iter_mut().enumerate() {
                             let (from, to) =
                                 (block * windows::BLOCK_BYTES, (block + 1) * windows::BLOCK_BYTES);
@@ -127,7 +137,9 @@ impl Arena {
                         }
                         if let (Some(id), true) = (run.window, n >= from) {
                             if outside.contains(&here) {
-                                return Err(format!("run {entry}: segment {n} is in a window, and is cached"));
+                                return Err(format!(
+                                    "run {entry}: segment {n} is in a window, and is cached"
+                                ));
                             }
                             *in_windows.entry(id.0).or_default() += 1;
                         }
@@ -170,6 +182,12 @@ impl Arena {
                     e.out
                 ));
             }
+            if blocked != e.blocked {
+                return Err(format!(
+                    "extent {i} has {blocked:?} windows and quarantined segments by block, counted as {:?}",
+                    e.blocked
+                ));
+            }
             total += e.pages as usize * PAGE;
         }
         let sums = (total, cut, free_slots, free_pages, idle, runs);
@@ -188,7 +206,10 @@ impl Arena {
         }
         for (id, window) in &self.windows {
             if in_windows.get(&id) != Some(&window.out) {
-                return Err(format!("window {id} has {in_windows:?} segments out, counted as {}", window.out));
+                return Err(format!(
+                    "window {id} has {in_windows:?} segments out, counted as {}",
+                    window.out
+                ));
             }
         }
         if watched != self.watched {

@@ -87,6 +87,30 @@ fn of_idle_runs_with_one_segment_one_is_kept() {
     assert_eq!(arena.bytes().largest_free, 1024 * PAGE);
 }
 
+/// A class keeps the run that became idle last, unless it has another run to take from, or memory is kept for no class.
+#[test]
+fn idle_runs_are_kept_for_their_class_or_dissolved() {
+    let mut arena = arena(&[1024]);
+    let segments = Class::of(5000).unwrap().shape().segments as usize;
+    let held: Vec<_> = (0..=segments).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    assert_eq!(arena.runs.len(), 2);
+    let (last, first) = held.split_last().unwrap();
+    first.iter().for_each(|descriptor| give(&mut arena, *descriptor));
+    assert_eq!((arena.runs.len(), arena.idle.len()), (1, 0), "the class has another run to take from");
+    give(&mut arena, *last);
+    assert_eq!((arena.runs.len(), arena.idle.len()), (1, 1));
+    arena.set_eager(true);
+    assert_eq!((arena.runs.len(), arena.idle.len()), (0, 0));
+    let held = take(&mut arena, 5000, 64).unwrap();
+    give(&mut arena, held);
+    assert_eq!((arena.runs.len(), arena.idle.len()), (0, 0));
+    arena.set_eager(false);
+    let held = take(&mut arena, 5000, 64).unwrap();
+    give(&mut arena, held);
+    assert_eq!((arena.runs.len(), arena.idle.len()), (1, 1));
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
 #[test]
 fn an_aligned_segment_gives_its_tail_away() {
     let mut arena = arena(&[64]);
@@ -206,6 +230,7 @@ fn what_could_be_gathered_is_known() {
     assert!(arena.could_reclaim(pages(32), cached(2)), "the third small segment may be the first of its run");
     assert!(!arena.could_reclaim(pages(33), cached(2)), "and then needs two pages");
     assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
+    assert!(!arena.could_reclaim(Placement::Class(Class::of(150_000).unwrap()), cached(3)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
     // What is out may lie behind a free run.
     let mut arena = self::arena(&[24]);
@@ -220,6 +245,16 @@ fn what_could_be_gathered_is_known() {
     assert!(!arena.could_reclaim(pages(1), cached(0)));
     give(&mut arena, single);
     assert!(arena.could_reclaim(pages(8), cached(0)));
+    // Pages are aligned by their addresses: of this extent page 29 is.
+    let arena = self::arena(&[3, 40]);
+    let aligned = |n: usize| Placement::of(n * PAGE - 32, 32 * PAGE).unwrap();
+    assert!(arena.could_reclaim(aligned(11), cached(0)) && !arena.could_reclaim(aligned(12), cached(0)));
+    // What is free lies before a window, and between the window and a segment that is out.
+    let mut arena = self::arena(&[64]);
+    let [before, _behind] = [40, 24].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
+    give(&mut arena, before);
+    arena.withhold(PageRange { extent: 0, first: 5, end: 15 }, 10, 1);
+    assert!(arena.could_reclaim(pages(25), cached(0)) && !arena.could_reclaim(pages(26), cached(0)));
 }
 
 #[test]
@@ -302,6 +337,58 @@ fn check_sees_wrong_runs() {
     assert_eq!(says, "run 0 has 0 free segments; in the set of its class: true");
     let says = violation(|arena, _| arena.runs[OF_CLASS].cut += 32);
     assert!(says.starts_with("run 0: ") && says.ends_with(" are not 65536"), "{says}");
+    let wrong_set: [fn(&mut Arena); 3] = [
+        |arena| assert!(arena.idle.insert(OF_CLASS as u32)),
+        |arena| assert!(arena.frayed.remove(&(OF_CLASS as u32))),
+        |arena| arena.runs[OF_CLASS].frayed = false,
+    ];
+    for spoil in wrong_set {
+        let says = violation(|arena, _| spoil(arena));
+        assert!(says.starts_with("run 0 is in a wrong set: idle false, "), "{says}");
+    }
+    let wrong_extent: [fn(&mut Arena); 2] = [
+        |arena| arena.extents[0].out[0] += 64,
+        |arena| assert_eq!(arena.extents[0].runs.insert(63, 5), None),
+    ];
+    for spoil in wrong_extent {
+        let says = violation(|arena, _| spoil(arena));
+        assert!(says.starts_with("extent 0 has 2 runs, counted as "), "{says}");
+    }
+}
+
+#[test]
+fn check_sees_wrong_windows() {
+    // The window begins in the class's run, behind a segment that is free. Of its segments three are out, and the aligned
+    // one behind them.
+    let in_window = |spoil: fn(&mut Arena, WindowId)| {
+        violation(|arena, outside| {
+            let before = arena.descriptor(&arena.runs[OF_CLASS], 0);
+            give(arena, before);
+            let (extent, first, end) = (0, 1, 64);
+            let id = arena.withhold(PageRange { extent, first, end }, 63, 1);
+            assert!(arena.runs[OF_CLASS].held.len() > 1 && !arena.runs[OF_CLASS].list.is_empty());
+            arena.check(outside, |_, _, _| {}).unwrap();
+            spoil(arena, id);
+        })
+    };
+    let says = in_window(|arena, id| arena.windows[id.0].out += 1);
+    assert!(says.starts_with("window 0 has ") && says.ends_with(" segments out, counted as 5"), "{says}");
+    // One that lies in the window is in the list of those before it, and the other way round.
+    let wrong_list = "run 0: a segment is in the wrong list for its window";
+    let says = in_window(|arena, _| {
+        let run = &mut arena.runs[OF_CLASS];
+        let descriptor = run.held.pop().unwrap();
+        // SAFETY: alive, free, and just taken off its list.
+        unsafe { run.list.push(descriptor) };
+    });
+    assert_eq!(says, wrong_list);
+    let says = in_window(|arena, _| {
+        let run = &mut arena.runs[OF_CLASS];
+        let descriptor = run.list.pop().unwrap();
+        // SAFETY: as above.
+        unsafe { run.held.push(descriptor) };
+    });
+    assert_eq!(says, wrong_list);
 }
 
 #[test]
@@ -753,6 +840,21 @@ fn a_window_begins_within_a_run() {
 }
 
 #[test]
+fn a_run_may_be_shortened_once_its_window_is_gone() {
+    let mut arena = arena(&[64]);
+    let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    assert!(arena.shorten_runs() && !arena.shorten_runs());
+    let window = withhold(&mut arena, 64).unwrap();
+    give(&mut arena, held[2]);
+    assert!(!arena.shorten_runs());
+    arena.release_window(window);
+    assert_eq!(arena.bytes().largest_free, 60 * PAGE);
+    assert!(arena.shorten_runs());
+    assert_eq!(arena.bytes().largest_free, 61 * PAGE, "two segments need three pages");
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
 fn windows_do_not_meet_each_other_nor_what_is_stuck() {
     let mut arena = arena(&[64]);
     let held = [(); 4].map(|()| take(&mut arena, 16 * PAGE - 32, 4096).unwrap());
@@ -772,6 +874,175 @@ fn windows_do_not_meet_each_other_nor_what_is_stuck() {
     arena.release_window(first);
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
     assert!(take(&mut arena, 32 * PAGE - 32, 4096).is_some());
+}
+
+/// What a search for a window may choose from: a run, what follows in a run behind its last quarantined segment, or free
+/// pages, each with the bytes that are out. Of a run of a class also its first page, its stride, and its number of segments.
+#[derive(Clone, Copy)]
+struct Part {
+    first: usize,
+    end: usize,
+    out: usize,
+    class: Option<(usize, usize, usize)>,
+    gap: bool,
+}
+
+/// The parts of an extent that begin in these pages, in rows that windows and quarantined segments divide.
+fn parts(arena: &Arena, extent: usize, from: usize, to: usize) -> Vec<Vec<Part>> {
+    let e = &arena.extents[extent];
+    let (mut out, mut stuck) = (vec![0; arena.runs.capacity()], vec![None; arena.runs.capacity()]);
+    arena
+        .check(&HashSet::new(), |segment, bytes, free| {
+            let run = segment.run() as usize;
+            out[run] += if free { 0 } else { bytes };
+            if segment.word().state() == state::QUARANTINED {
+                let end = segment.base().as_ptr().addr() + bytes;
+                stuck[run] = stuck[run].max(Some(end));
+            }
+        })
+        .unwrap();
+    let in_window = |page: usize| {
+        let mut windows = arena.windows.iter().map(|(_, w)| w);
+        windows.any(|w| w.extent as usize == extent && (w.first as usize..w.end as usize).contains(&page))
+    };
+    let mut rows = vec![Vec::new()];
+    let mut page = 0;
+    while page < to {
+        let run = e.runs.get(&(page as u32)).map(|number| (*number as usize, &arena.runs[*number as usize]));
+        let Some((number, run)) = run else {
+            let first = page;
+            page += 1;
+            if in_window(first) {
+                rows.push(Vec::new());
+                continue;
+            }
+            while page < e.pages as usize && !e.runs.contains_key(&(page as u32)) && !in_window(page) {
+                page += 1;
+            }
+            if page > from {
+                let first = first.max(from);
+                rows.last_mut().unwrap().push(Part { first, end: page, out: 0, class: None, gap: true });
+            }
+            continue;
+        };
+        let (start, end) = (page, page + run.pages as usize);
+        page = end;
+        if end <= from {
+            continue;
+        }
+        let is_single = Arena::is_single(run);
+        let first = match stuck[number] {
+            None => start,
+            Some(_) if is_single => end,
+            Some(behind) => (behind - e.base.as_ptr().addr()).div_ceil(PAGE),
+        };
+        if first > start {
+            rows.push(Vec::new());
+        }
+        if run.window.is_some() || first >= end {
+            rows.push(Vec::new());
+            continue;
+        }
+        let class = run.class.filter(|_| !is_single);
+        let class = class.map(|class| (start, class.stride(), run.count as usize));
+        rows.last_mut().unwrap().push(Part { first, end, out: out[number], class, gap: false });
+    }
+    rows
+}
+
+/// The range of these pages of an extent that a search should find, with the bytes out there: tried one by one.
+fn best_of(
+    arena: &Arena,
+    extent: usize,
+    pages: std::ops::Range<usize>,
+    need: usize,
+    align: usize,
+) -> Option<(usize, PageRange)> {
+    let page = arena.extents[extent].base.as_ptr().addr() / PAGE;
+    let mut best: Option<(usize, usize, PageRange)> = None;
+    for row in parts(arena, extent, pages.start, pages.end) {
+        for (number, last) in row.iter().enumerate() {
+            let aligned = |start: &usize| (page + start).is_multiple_of(align);
+            let may = |start: &usize| last.end - start >= need && aligned(start);
+            let Some(start) = (row[0].first..last.end).rev().find(may) else { continue };
+            let head = row.iter().rposition(|part| part.first <= start).unwrap();
+            let all: usize = row[head..=number].iter().map(|part| part.out).sum();
+            let (first, spared) = match row[head] {
+                Part { class: Some((run, stride, count)), first, out, .. } => {
+                    let keep = ((start - run) * PAGE / stride).min(count);
+                    (first.max(run + (keep * stride).div_ceil(PAGE)), out * keep / count)
+                }
+                Part { gap: true, .. } => (start, 0),
+                Part { first, .. } => (first, 0),
+            };
+            let begin = (first..).find(aligned).unwrap();
+            let end = if last.gap { last.first.max(begin + need) } else { last.end };
+            let found = (all - spared, end - first);
+            if best.is_none_or(|best| found < (best.0, best.1)) {
+                let [extent, first, end] = [extent, first, end].map(|number| number as u32);
+                best = Some((found.0, found.1, PageRange { extent, first, end }));
+            }
+        }
+    }
+    best.map(|(out, _, range)| (out, range))
+}
+
+/// The range that `choose_window` should find: among the blocks with the fewest bytes out, otherwise anywhere.
+fn best_window(arena: &Arena, need: usize, align: usize) -> Option<PageRange> {
+    let blocks = (need + align - 1).div_ceil(windows::BLOCK as usize);
+    let mut near: Option<(usize, usize, std::ops::Range<usize>)> = None;
+    for (extent, e) in arena.extents.iter().filter(|(_, e)| e.pages as usize >= need) {
+        let span = blocks.min(e.out.len());
+        for from in 0..=e.out.len() - span {
+            let out = e.out[from..from + span].iter().sum();
+            let open = e.blocked[from..from + span].iter().all(|blocked| *blocked == 0);
+            if open && near.as_ref().is_none_or(|near| out < near.0) {
+                let pages = [from, from + span].map(|block| block * windows::BLOCK as usize);
+                near = Some((out, extent, pages[0]..pages[1].min(e.pages as usize)));
+            }
+        }
+    }
+    let near = near.and_then(|(_, extent, pages)| best_of(arena, extent, pages, need, align));
+    let all = || {
+        let each = arena.extents.iter().filter(|(_, e)| e.pages as usize >= need);
+        let each = each.filter_map(|(extent, e)| best_of(arena, extent, 0..e.pages as usize, need, align));
+        each.min_by_key(|found| found.0)
+    };
+    near.or_else(all).map(|found| found.1)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+    /// The search, which slides, finds what trying all ranges one by one finds.
+    #[test]
+    fn the_best_window_is_chosen(
+        extents in prop::collection::vec(1usize..1500, 1..3),
+        steps in prop::collection::vec((0u8..16, 1usize..2_000_000, 0u32..15, any::<prop::sample::Index>()), 1..120),
+        needs in prop::collection::vec((1usize..900, 0u32..6), 1..12),
+    ) {
+        let mut arena = arena(&extents);
+        let mut held: Vec<NonNull<Descriptor>> = Vec::new();
+        for (what, len, shift, pick) in steps {
+            let len = (len >> (len % 10)).max(1);
+            match what {
+                0..=9 => held.extend(take(&mut arena, len, if what < 7 { 64 } else { 1 << shift })),
+                10..=13 if !held.is_empty() => give(&mut arena, held.swap_remove(pick.index(held.len()))),
+                14 if !held.is_empty() && shift < 3 => {
+                    let descriptor = held.swap_remove(pick.index(held.len()));
+                    if let Some(window) = quarantine(&mut arena, descriptor) {
+                        arena.release_window(window);
+                    }
+                }
+                15 if shift < 5 => { withhold(&mut arena, len.div_ceil(PAGE)); }
+                _ => {}
+            }
+        }
+        for (need, shift) in needs {
+            let need = (need >> shift).max(1);
+            let align = 1 << (shift % 4);
+            prop_assert_eq!(arena.choose_window(need, align), best_window(&arena, need, align));
+        }
+    }
 }
 
 proptest! {

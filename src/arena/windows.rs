@@ -44,9 +44,9 @@ impl WindowId {
 /// A range of pages of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageRange {
-    extent: u32,
-    first: u32,
-    end: u32,
+    pub(super) extent: u32,
+    pub(super) first: u32,
+    pub(super) end: u32,
 }
 
 /// See the head of this module.
@@ -415,9 +415,6 @@ impl Arena {
             self.watched[class.index()] -= segments - held;
             if !run.list.is_empty() {
                 self.partial[class.index()].insert((extent, run.first, number));
-            }
-            if !Self::is_single(run) {
-                self.idled(number, class);
             }
         }
     }
