@@ -10,6 +10,7 @@
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering as StdOrdering;
 
 use stable_deref_trait::StableDeref;
 
@@ -59,12 +60,13 @@ impl CentralPool {
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
     /// is being pinned (or, on a device without threads, is pinned).
     ///
-    /// While memory is being pinned no other region is planned: many threads often miss at once, and one region may serve
-    /// them all. If it does not, the queue's head has another one pinned.
-    pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
+    /// While memory is being pinned no other region is planned, nor if memory has come since there were `extents`
+    /// [extents](Self::extents), which the caller asked before it tried: many threads often miss at once, and one region
+    /// may serve them all. If it does not, the queue's head has another one pinned.
+    pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
         let growth = {
             let mut core = self.core.lock();
-            if core.growing > 0 {
+            if core.growing > 0 || self.extents() != extents {
                 return true;
             }
             // While others wait, a request that is not in the queue takes no idle region away from them.
@@ -72,6 +74,12 @@ impl CentralPool {
             core.plan(wants, idle)
         };
         growth.map(|growth| self.carry_out(growth)).is_some()
+    }
+
+    /// The number of extents that were ever added.
+    pub(crate) fn extents(&self) -> u64 {
+        // Relaxed: written under the lock. A caller that reads a number and then locks finds those extents.
+        self.extents.load(StdOrdering::Relaxed)
     }
 
     /// Carries a plan out. Not under the lock: on a device without threads all of it happens here.
@@ -148,6 +156,7 @@ impl CentralPool {
         core.growing = core.growing.saturating_sub(len);
         // SAFETY: this function's contract.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
+        self.extents.fetch_add(1, StdOrdering::Relaxed);
         core.extended();
         self.finish(core, Vec::new());
     }

@@ -132,6 +132,8 @@ pub(crate) struct CentralPool {
     flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
     /// Changes of `joint` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
+    /// The number of extents that were ever added. Written under the lock.
+    extents: StdAtomicU64,
     me: Weak<Self>,
     /// What earlier looks at all segments that are out have seen. Locked before the core.
     sightings: Mutex<Sightings>,
@@ -241,6 +243,7 @@ impl CentralPool {
             joint: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
+            extents: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {

@@ -219,9 +219,17 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
 fn nothing_is_planned_while_memory_is_being_pinned() {
     let central = with_regions(1, 64 * MIB);
     central.core.lock().growing = PAGE;
-    assert!(central.grow(&[pages(300)]), "it waits for that");
+    assert!(central.grow(&[pages(300)], central.extents()), "it waits for that");
+    {
+        let mut core = central.core.lock();
+        assert_eq!((core.growing, core.stats.growths), (PAGE, 0));
+        core.growing = 0;
+    }
+    // Memory has come since the request was tried.
+    assert_eq!(central.extents(), 1);
+    assert!(central.grow(&[pages(300)], 0));
     let core = central.core.lock();
-    assert_eq!((core.growing, core.stats.growths), (PAGE, 0));
+    assert_eq!((core.growing, core.stats.growths), (0, 0));
 }
 
 #[test]

@@ -511,6 +511,8 @@ impl Pool {
     /// Steps 2 and 4 to 6 of the module's page.
     fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Obtained> {
         self.missed();
+        let (main, central) = (&self.0.main.central, &plan.store.central);
+        let extents = [main, central].map(|central| central.extents());
         if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
             return Ok(Obtained::Granted(got));
         }
@@ -521,15 +523,15 @@ impl Pool {
             }
         }
         // The pool can grow no more, so the caches of active threads are reclaimed too.
-        if !plan.store.central.may_grow(&plan.wants) {
+        if !central.may_grow(&plan.wants) {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::All)? {
                 return Ok(Obtained::Granted(got));
             }
         }
         if let Some(wants) = &plan.first {
-            self.0.main.central.grow(wants);
+            main.grow(wants, extents[0]);
         }
-        let growing = plan.store.central.grow(&plan.wants);
+        let growing = central.grow(&plan.wants, extents[1]);
         // A stepped device has grown within the call.
         if self.stepped() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
