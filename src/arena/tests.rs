@@ -839,6 +839,71 @@ fn a_window_begins_within_a_run() {
     assert!(take(&mut arena, 3 * PAGE - 32, 4096).is_some());
 }
 
+/// A range of the first extent.
+fn range(first: u32, end: u32) -> PageRange {
+    PageRange { extent: 0, first, end }
+}
+
+#[test]
+fn a_range_is_withheld_again_unless_a_run_crosses_its_edges() {
+    let mut arena = arena(&[64]);
+    let held = take(&mut arena, 3 * PAGE - 32, 4096).unwrap();
+    assert!(arena.can_withhold(range(3, 32)) && arena.can_withhold(range(0, 3)));
+    assert!(!arena.can_withhold(range(2, 32)) && !arena.can_withhold(range(0, 2)));
+    // A run of a class may be divided where a segment begins, or behind what its last segment leaves of a page.
+    let segment = take(&mut arena, 5000, 64).unwrap();
+    // SAFETY: out, so alive.
+    let run = &arena.runs[unsafe { segment.as_ref() }.run() as usize];
+    let end = 3 + run.pages;
+    assert!(run.first == 3 && run.count > 6);
+    assert!(arena.can_withhold(range(3, end)) && !arena.can_withhold(range(3, end - 1)));
+    let may: Vec<u32> = (0..8).filter(|page| arena.can_withhold(range(3 + page, 64))).collect();
+    let stride = Class::of(5000).unwrap().stride() as u32;
+    let begins: Vec<u32> = (0..6).map(|segments: u32| (segments * stride).div_ceil(PAGE as u32)).collect();
+    assert_eq!(may, begins);
+    give(&mut arena, held);
+    let window = arena.withhold(range(0, 3), 3, 1);
+    assert_eq!((arena.bytes_of(window), arena.range(window)), (3 * PAGE, range(0, 3)));
+    let window = arena.withhold(range(32, 64), 32, 1);
+    assert_eq!(arena.bytes_of(window), 32 * PAGE);
+}
+
+#[test]
+fn quarantined_segments_divide_an_extent() {
+    let mut arena = arena(&[64]);
+    let held = [5, 10, 7].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
+    assert_eq!(arena.whole_ranges(), [range(0, 64)]);
+    quarantine(&mut arena, held[1]);
+    assert_eq!(arena.whole_ranges(), [range(0, 5), range(15, 64)]);
+    quarantine(&mut arena, held[0]);
+    assert_eq!(arena.whole_ranges(), [range(15, 64)]);
+}
+
+#[test]
+fn regions_with_the_smallest_part_out_are_replaced_first() {
+    // Three regions with an extent each, the last of which has a quarantined segment. Segments are given the shortest free
+    // run that has room for them.
+    let replaced = |out: [usize; 2], pages: usize, most: usize| {
+        let mut arena = arena(&[16, 64, 15]);
+        let [last, first, second] =
+            [15, out[0], out[1]].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
+        quarantine(&mut arena, last);
+        // SAFETY: they are out, so alive.
+        let extents = [last, first, second].map(|s| arena.runs[unsafe { s.as_ref() }.run() as usize].extent);
+        assert_eq!(extents, [2, 0, 1]);
+        let ranges = arena.replaceable(pages * PAGE, most)?;
+        assert!(ranges.iter().all(|range| range.first == 0 && range.end == [16, 64][range.extent as usize]));
+        Some(ranges.iter().map(|range| range.extent).collect::<Vec<_>>())
+    };
+    assert_eq!(replaced([14, 20], 10, 1), Some(vec![1]));
+    assert_eq!(replaced([14, 20], 64, 1), Some(vec![1]));
+    assert_eq!(replaced([14, 20], 65, 2), Some(vec![1, 0]));
+    assert_eq!(replaced([4, 30], 10, 1), Some(vec![0]));
+    assert_eq!(replaced([4, 30], 17, 2), Some(vec![0, 1]));
+    assert_eq!(replaced([4, 30], 17, 1), None, "two would be needed");
+    assert_eq!(replaced([4, 30], 81, 3), None, "the quarantined segment's region stays");
+}
+
 #[test]
 fn a_run_may_be_shortened_once_its_window_is_gone() {
     let mut arena = arena(&[64]);
