@@ -43,7 +43,11 @@ fn word(seq: u64, i: usize) -> u64 {
 }
 
 fn message(seq: u64, n: usize) -> [u64; WORDS] {
-    std::array::from_fn(|i| if i < n { word(seq, i) } else { 0 })
+    let mut words = [0; WORDS];
+    for (i, place) in words[..n].iter_mut().enumerate() {
+        *place = word(seq, i);
+    }
+    words
 }
 
 /// A small generator of random numbers.
