@@ -320,3 +320,48 @@ fn classes_are_listed_once_they_were_used() {
     central.core.lock().arena.take(Placement::of(PAGE, PAGE).unwrap()).unwrap();
     assert_eq!(counts(&central).len(), 2);
 }
+
+#[test]
+fn growth_is_possible_with_room_and_after_no_failure() {
+    let central = with_regions(1, 3 * MIB);
+    assert!(central.may_grow(&[pages(512)]) && !central.may_grow(&[pages(513)]));
+    central.core.lock().step = 0;
+    assert!(!central.may_grow(&[pages(1)]), "this pool does not grow");
+    central.core.lock().step = PAGE;
+    central.core.lock().growth_failure = Some(Error::Empty);
+    assert!(!central.may_grow(&[pages(1)]));
+    // What is planned counts at once.
+    central.core.lock().growth_failure = None;
+    central.plan_bytes(MIB);
+    assert!(central.may_grow(&[pages(256)]) && !central.may_grow(&[pages(257)]));
+    central.plan_bytes(MIB);
+    assert!(!central.may_grow(&[pages(1)]));
+    central.core.lock().growing = 0;
+}
+
+#[test]
+fn the_queue_knows_which_is_first_and_what_was_tried() {
+    let central = central(0);
+    let mut core = central.core.lock();
+    let queue = &mut core.queue;
+    assert!(!queue.any_unplaced());
+    let wants = [vec![small(100)], vec![small(100)], vec![pages(300)], vec![pages(300), pages(100)]];
+    let keys = wants.map(|wants| queue.join(wants, Wake::Thread(thread::current())));
+    let [first, second, one, several] = keys;
+    assert!(queue.any_unplaced());
+    assert_eq!(keys.map(|key| queue.is_first(key)), [true, false, true, true]);
+    assert_eq!(keys.map(|key| queue.first_key(queue.size(key))), [first, first, one, several].map(Some));
+    // Idle regions are replaced once for a waiter, and its window is exchanged any number of times.
+    queue.note_replaced(one);
+    assert_eq!(keys.map(|key| queue.may_replace(key)), [true, true, false, true]);
+    for moves in 1..3 {
+        queue.moved(one);
+        assert_eq!(keys.map(|key| queue.moves(key)), [0, 0, moves, 0]);
+    }
+    let _ = queue.leave(first, &mut Vec::new());
+    assert!(!queue.keeps_waiting(first) && queue.keeps_waiting(second) && queue.is_first(second));
+    for key in [second, one, several] {
+        let _ = queue.leave(key, &mut Vec::new());
+    }
+    assert!(!queue.any_unplaced());
+}
