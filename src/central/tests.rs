@@ -365,3 +365,45 @@ fn the_queue_knows_which_is_first_and_what_was_tried() {
     }
     assert!(!queue.any_unplaced());
 }
+
+/// How many segments of each size a thread's cache has room for, and how that changes as they are used.
+#[test]
+fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
+    const CACHE: usize = 64 * MIB;
+    let config = CentralConfig {
+        capacity: 1024 * MIB,
+        thread_cache: CACHE,
+        shared_cache: 0,
+        largest: 512 * MIB,
+        step: 0,
+        timeless: true,
+        serves: Vec::new(),
+        track: false,
+    };
+    let central = CentralPool::new(config, None);
+    let cache = central.cache().unwrap();
+    let class = |len: usize| Class::of(len).unwrap();
+    let fit = |bytes: usize, len: usize| (bytes / class(len).stride()) as u32;
+    let room = |len: usize| central.room(&mut central.core.lock(), cache, class(len));
+    let now = |len: usize| central.gate.enter(cache).unwrap().room(class(len));
+    // Alone: two at first, which double up to a half.
+    let (large, medium, small) = (2 * MIB, 100_000, 5000);
+    assert_eq!([2, 4, 8, fit(CACHE / 2, large), fit(CACHE / 2, large)], [(); 5].map(|()| room(large)));
+    // Several share an eighth, for which the large class makes room.
+    assert_eq!((room(medium), now(large)), (2, 0));
+    assert_eq!([64, 64], [(); 2].map(|()| room(small)), "as many as there may be");
+    assert_eq!([4, 8, 16, 32, 64], [(); 5].map(|()| room(medium)), "the small class has less than a 16th");
+    // Beside 64 of these a class gets a 64th of what is shared at first, and an eighth at most.
+    let shared = CACHE / 8;
+    assert_eq!(room(large), 0, "four do not fit into what is shared");
+    let (fourth, fifth) = (40_000, 200_000);
+    let most = fit(shared / 8, fourth);
+    assert_eq!([fit(shared / 64, fourth), 6, 12, 24, most, most], [(); 6].map(|()| room(fourth)));
+    // What is left is too little for two. Of the classes that are not small the one makes room that was granted its own
+    // first.
+    let rooms = [(medium, 64), (small, 64), (fourth, most)];
+    let left = shared - rooms.map(|(len, room)| class(len).stride() * room as usize).iter().sum::<usize>();
+    assert!(left < 2 * class(fifth).stride());
+    assert_eq!([2, 4, 8], [(); 3].map(|()| room(fifth)), "the others have less than a 16th again");
+    assert_eq!([medium, small, fourth, fifth].map(now), [0, 64, most, 8]);
+}
