@@ -518,12 +518,11 @@ impl Arena {
             self.idle.insert(number);
             if self.eager || self.partial[class.index()].len() > 1 {
                 self.dissolve(number);
-            } else if class.shape().segments == 1
-                && let Some(before) = self.idle_last.replace(number)
-                && before != number
-                && self.idle.contains(&before)
-            {
-                self.dissolve(before);
+            } else if class.shape().segments == 1 {
+                let before = self.idle_last.replace(number).filter(|before| *before != number);
+                if let Some(before) = before.filter(|before| self.idle.contains(before)) {
+                    self.dissolve(before);
+                }
             }
         }
     }

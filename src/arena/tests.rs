@@ -1027,7 +1027,7 @@ fn best_of(
     let mut best: Option<(usize, usize, PageRange)> = None;
     for row in parts(arena, extent, pages.start, pages.end) {
         for (number, last) in row.iter().enumerate() {
-            let aligned = |start: &usize| (page + start).is_multiple_of(align);
+            let aligned = |start: &usize| (page + start) % align == 0;
             let may = |start: &usize| last.end - start >= need && aligned(start);
             let Some(start) = (row[0].first..last.end).rev().find(may) else { continue };
             let head = row.iter().rposition(|part| part.first <= start).unwrap();
