@@ -144,8 +144,8 @@ impl PoolBuilder {
     ///   another may take. So `n` threads keep `n + 4` times this setting at most, whichever way buffers flow.
     /// - **Within a cache**, a size class that is alone, so that the others have room for no more than a 16th of the bytes,
     ///   gets up to half of them. Several classes share an eighth of the bytes, at least 8 MiB; of this share one class
-    ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that take more
-    ///   than a quarter of what their class could share are not cached.
+    ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that are longer
+    ///   than a quarter of the share (of all bytes, for a class that is alone) are not cached.
     /// - **A request that finds nothing else** reaches all of it, in this order: what lies between threads, and the
     ///   caches of threads that have been idle for a millisecond; half of the segments of its own class that an active
     ///   thread has; and everything, once the pool can grow no more or a request waits.

@@ -214,11 +214,9 @@ impl Arena {
             ));
         }
         for (id, window) in &self.windows {
-            if in_windows.get(&id) != Some(&window.out) {
-                return Err(format!(
-                    "window {id} has {in_windows:?} segments out, counted as {}",
-                    window.out
-                ));
+            let found = in_windows[&id];
+            if found != window.out {
+                return Err(format!("window {id} has {found} segments out, counted as {}", window.out));
             }
         }
         if watched != self.watched {

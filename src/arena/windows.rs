@@ -10,11 +10,11 @@
 //!   window                              |<------------------------->|
 //! ```
 //!
-//! A window ends where a run ends, or among free pages. It may begin inside a class's run (A above): the segments before the window stay in
-//! the run's list, and those in the window, from number `keep` on, go to the list `held`. When all of them are back, the
-//! run is shortened. The other runs in the window are dissolved when all of their segments are back. Their pages, and
-//! what was free from the beginning, are free runs that the set of free runs does not have; they are joined with each
-//! other, and never across an edge of the window.
+//! A window ends where a run ends, or among free pages. It may begin inside a class's run (A above): the segments before
+//! the window stay in the run's list, and those in the window, from number `keep` on, go to the list `held`. When all of
+//! them are back, the run is shortened. The other runs in the window are dissolved when all of their segments are back.
+//! Their pages, and what was free from the beginning, are free runs that the set of free runs does not have; they are
+//! joined with each other, and never across an edge of the window. So no run is idle when a window ends.
 //!
 //! # Choosing
 //!

@@ -5,13 +5,13 @@ use std::fs;
 use super::{Files, fails, load, pinpool, refuses, squeeze, stderr, stdout};
 
 /// As many things as fit: for the longest header that the format allows half a gigabyte of address space is enough to
-/// refuse them, and where that is not there either, it is said, and nothing aborts. (A quarter of that length, without
+/// refuse them, and where that is not there either, it is said, and nothing aborts. (Half of that length, without
 /// `PINPOOL_FULL=1`.)
 #[test]
 fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
     let (longest, enough, short) = match std::env::var_os("PINPOOL_FULL") {
         Some(_) => (100_000_000, 512, 90),
-        None => (25_000_000, 160, 30),
+        None => (50_000_000, 280, 45),
     };
     let files = Files::new();
     let fill = |front: &str, back: &str, piece: &dyn Fn(usize) -> String| {

@@ -640,7 +640,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
             scope.spawn(|| {
                 use_it(&pool, 1);
                 used.store(true, Ordering::Release);
-                // It computes where no other test has work for a processor.
+                // The lowest priority: it has a processor only while no other test needs it.
                 // SAFETY: a system call of plain values, for the calling thread alone.
                 let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
                 loop {
