@@ -1,6 +1,7 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
-//! region, idle regions are unpinned to make room for one that fits.
+//! pinned while the capacity has room, one region at a time. So do requests that find memory only when the devices were
+//! asked what is complete, after some of them. Where the capacity is used up and the request fits into no region, idle
+//! regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
@@ -25,6 +26,10 @@ pub(crate) struct Growth {
     pub(super) going: Vec<(RegionId, usize)>,
     pub(super) bytes: usize,
 }
+
+/// After so many requests that were [served late](CentralPool::served_late) another region is pinned. Asking the devices
+/// takes a thread hundreds of microseconds where many copies are in flight, and pinning a region some milliseconds.
+const LATE: u32 = 16;
 
 /// The unit in which regions are mapped, in bytes.
 fn page() -> usize {
@@ -53,8 +58,21 @@ impl CentralPool {
     /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
-        let core = self.core.lock();
-        core.step > 0 && core.growth_failure.is_none() && core.room_beside() >= least(wants)
+        self.core.lock().may_grow(wants)
+    }
+
+    /// A request was served by what came back when the devices were asked what is complete: nothing else was free. After
+    /// [`LATE`] of these another region is pinned, which nothing waits for.
+    pub(crate) fn served_late(self: &Arc<Self>, wants: &[Want]) {
+        let growth = {
+            let mut core = self.core.lock();
+            core.late += 1;
+            if core.late < LATE || core.growing > 0 || !core.may_grow(wants) {
+                return;
+            }
+            core.plan(wants, false)
+        };
+        growth.into_iter().for_each(|growth| self.carry_out(growth));
     }
 
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
@@ -235,6 +253,10 @@ impl Core {
         true
     }
 
+    fn may_grow(&self, wants: &[Want]) -> bool {
+        self.step > 0 && self.growth_failure.is_none() && self.room_beside() >= least(wants)
+    }
+
     /// Bytes that could be pinned now.
     pub(super) fn room(&self) -> usize {
         let held = self.arena.bytes().total + self.growing + self.leaving;
@@ -296,6 +318,7 @@ impl Core {
         self.growing += bytes;
         self.stats.growths += 1;
         self.growth_failure = None;
+        self.late = 0;
         Some(Growth { going, bytes })
     }
 }

@@ -175,6 +175,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Requests that were served late since the last growth was planned.
+    late: u32,
     /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
     leaving: usize,
     /// Why the last growth failed, until the next one begins.
@@ -268,6 +270,7 @@ impl CentralPool {
                 me: me.clone(),
                 outstanding: None,
                 growing: 0,
+                late: 0,
                 leaving: 0,
                 growth_failure: None,
                 stats: Stats::default(),

@@ -11,10 +11,11 @@
 //! 3. for a segment of a class: half of that class's segments in the thread cache that has most of them;
 //! 4. everything that is cached, unless it is certain that this would not serve the request.
 //!
-//! Step 4 is for requests that cannot be served otherwise ([`ReclaimLevel::All`]). As long as the pool may grow, it
-//! grows instead, so that a growing pool leaves its threads' caches alone. Where it can grow no more, every request may
-//! reclaim everything. (A part of it would not do in step 4: a large request needs neighbours, and these may be in any
-//! cache.)
+//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel::All`]). As long as the pool may grow,
+//! it grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other
+//! for good would each wait ten times as long as for a hit in a pool that has grown once. Where it can grow no more,
+//! every request may reclaim everything. (A part of it would not do in step 4: a large request needs neighbours, and
+//! these may be in any cache.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -44,7 +45,7 @@ const SHARE_ALONE: usize = 2;
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReclaimLevel {
-    /// What they will hardly miss, and half of one thread's segments of the requested class: steps 1 to 3.
+    /// What they will hardly miss: steps 1 and 2.
     Idle,
     /// All of it: steps 1 to 4.
     All,
@@ -164,6 +165,9 @@ impl CentralPool {
                 return Some(descriptor);
             }
         }
+        if level == ReclaimLevel::Idle {
+            return None;
+        }
         if let Placement::Class(class) = placement {
             if self.reclaim_half(core, class) {
                 if let Some(descriptor) = core.take(placement, wakes) {
@@ -171,8 +175,10 @@ impl CentralPool {
                 }
             }
         }
-        let any = level == ReclaimLevel::All && self.any_cached(core);
-        if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
+        if self.any_cached(core)
+            && self.could_help(core, placement, core.table.caches())
+            && self.reclaim_all(core)
+        {
             return core.take(placement, wakes);
         }
         None

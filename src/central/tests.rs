@@ -340,6 +340,71 @@ fn growth_is_possible_with_room_and_after_no_failure() {
 }
 
 #[test]
+fn a_pool_grows_after_requests_that_were_served_late() {
+    let central = with_regions(1, 8 * MIB);
+    let late = |requests| (0..requests).for_each(|_| central.served_late(&[small(100)]));
+    let growths = || central.core.lock().stats.growths;
+    late(15);
+    assert_eq!(growths(), 0);
+    late(1);
+    assert_eq!((growths(), central.core.lock().growing), (1, 2 * PAGE));
+    late(20);
+    assert_eq!(growths(), 1, "that is being pinned");
+    central.core.lock().growing = 0;
+    late(1);
+    assert_eq!(growths(), 2);
+    // Any growth begins the count anew.
+    central.core.lock().growing = 0;
+    late(15);
+    assert!(central.core.lock().plan(&[small(100)], false).is_some());
+    central.core.lock().growing = 0;
+    late(15);
+    assert_eq!(growths(), 3);
+    central.core.lock().growth_failure = Some(Error::Empty);
+    late(20);
+    assert_eq!(growths(), 3);
+    {
+        let mut core = central.core.lock();
+        (core.growth_failure, core.capacity) = (None, MIB);
+    }
+    late(20);
+    assert_eq!(growths(), 3, "there is no room");
+    central.core.lock().capacity = 8 * MIB;
+    late(1);
+    assert_eq!(growths(), 4);
+    central.core.lock().growing = 0;
+}
+
+/// What busy threads have cached is theirs, unless the request can be served in no other way.
+#[test]
+fn a_pool_that_may_grow_leaves_busy_caches_alone() {
+    let config = CentralConfig { thread_cache: MIB, timeless: false, ..central(0).config.clone() };
+    let central = CentralPool::new(config, None);
+    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
+    let mut out = Vec::new();
+    while let Take::Got(fresh) = central.try_take(small(100_000), ReclaimLevel::Idle).unwrap() {
+        out.push(fresh);
+    }
+    // SAFETY: this test owns it, and nothing uses it.
+    unsafe { out.pop().unwrap().into_segment().release() };
+    let class = Class::of(100_000).unwrap();
+    let cached = || central.cache().unwrap().cached(class);
+    assert_eq!(cached(), 1);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let take = |level| matches!(central.try_take(small(100_000), level).unwrap(), Take::Got(_));
+            (take(ReclaimLevel::Idle), take(ReclaimLevel::All))
+        });
+        assert_eq!(other.join().unwrap(), (false, true));
+    });
+    assert_eq!(cached(), 0);
+    // SAFETY: as above.
+    out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+}
+
+#[test]
 fn the_queue_knows_which_is_first_and_what_was_tried() {
     let central = central(0);
     let mut core = central.core.lock();

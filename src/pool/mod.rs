@@ -6,10 +6,10 @@
 //! upward. A checkout goes through these steps, and ends with the first that finds memory:
 //!
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
-//! 2. *Try*: what the central pool ([`crate::central`]) finds. Of what active threads have cached it takes half of the
-//!    segments of the requested class, from one thread, and no more.
+//! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have cached.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
-//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
+//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again. A pool that has
+//!    to ask again and again grows meanwhile.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
 //! 6. *Grow*: have the region thread pin another region, up to the capacity.
 //! 7. *Wait*: join the queue, as a thread or as a task.
@@ -519,6 +519,7 @@ impl Pool {
         // Memory is short, so what is complete comes back now.
         if self.reap() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
+                central.served_late(&plan.wants);
                 return Ok(Obtained::Granted(got));
             }
         }
