@@ -3,5 +3,6 @@
 mod bulk;
 mod pieces;
 mod push;
+mod slices;
 #[path = "../support/mod.rs"]
 mod support;

@@ -537,6 +537,31 @@ fn a_push_does_not_wait_for_sources_that_block() {
     });
 }
 
+/// A thread that waits for its push moves it itself where no worker does: here the only one is held up by a source.
+#[test]
+fn a_thread_that_waits_moves_its_push() {
+    ends("a push while all threads of the copier are held up", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(1));
+        let source = Blocks::default();
+        let upload = s.copier.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
+        while source.calls.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        for i in 0..50 {
+            s.copier.push(&bytes(i, LEN), s.range(i)).unwrap().wait().unwrap();
+            s.is_there(i);
+        }
+        // A failure of its copy is that push's alone.
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Argument });
+        s.copier.push(&bytes(1, LEN), s.range(50)).unwrap().wait().unwrap_err();
+        s.copier.push(&bytes(51, LEN), s.range(51)).unwrap().wait().unwrap();
+        s.is_there(51);
+        source.goes_on.store(true, Ordering::Relaxed);
+        upload.wait().unwrap();
+        s.all_back();
+    });
+}
+
 /// A segment that a caller's thread took for a chunk that never comes returns to the pool, though the copier's threads all
 /// sleep: here the streams cannot be told of the push's device memory.
 #[test]

@@ -166,13 +166,36 @@ impl Engine {
         job.hold(
             !free,
             Box::new(move || {
-                let Some(engine) = engine.upgrade() else { return };
-                for next in engine.order.over(number) {
-                    let left = next.release();
-                    engine.go(&next, left);
+                if let Some(engine) = engine.upgrade() {
+                    engine.over(number);
                 }
             }),
         );
+    }
+
+    /// What had this number in the order is over: lets those behind it go.
+    fn over(self: &Arc<Self>, number: u64) {
+        for next in self.order.over(number) {
+            let left = next.release();
+            self.go(&next, left);
+        }
+    }
+
+    /// For a call that copies to or from this memory at once: its place in the order, and a permit. `None`: a transfer is
+    /// in its way, or it has no permit.
+    pub(super) fn turn(
+        self: &Arc<Self>,
+        direction: Direction,
+        priority: Priority,
+        memory: &DeviceSlice,
+    ) -> Option<Turn<'_>> {
+        let range = memory.address()..memory.address() + memory.len() as u64;
+        let number = self.order.enter_if_free(range, direction == Direction::Up)?;
+        if self.may_send(direction, priority, memory.len()) {
+            return Some(Turn { engine: self, direction, priority, number });
+        }
+        self.over(number);
+        None
     }
 
     /// Starts a job, and the copier's threads before.
@@ -208,13 +231,23 @@ impl Engine {
     /// Waits until `until` holds of a job. Whether it does.
     pub(super) fn wait(
         self: &Arc<Self>,
-        job: &Job,
+        job: &Arc<Job>,
         deadline: Option<Instant>,
         until: impl Fn(&Job) -> bool,
     ) -> bool {
         if self.settings.threads == 0 {
             Worker::step_until(self, job, &until);
             return until(job);
+        }
+        // A push is moved only where no worker has one. A thread with a deadline moves no chunk, since it may not leave
+        // before the chunk's end.
+        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.is_short(LEAST as u64) };
+        if deadline.is_none() && helps() {
+            // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
+            foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
+                Worker::new(self).hasten(job);
+            });
+            self.scheduler.leave();
         }
         job.wait(deadline, until)
     }
@@ -253,15 +286,15 @@ impl Engine {
     }
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
-    pub(super) fn may_send(&self, job: &Job, bytes: usize) -> bool {
-        if job.priority == Priority::Foreground {
+    pub(super) fn may_send(&self, direction: Direction, priority: Priority, bytes: usize) -> bool {
+        if priority == Priority::Foreground {
             self.permits.hurry();
             return true;
         }
-        let flights = &self.lanes[job.direction as usize].flights;
+        let flights = &self.lanes[direction as usize].flights;
         let depth = self.permits.depth();
-        let may = flights.reserve(depth) || self.land(job.direction) && flights.reserve(depth);
-        if may && !self.permits.may_go(job.priority, bytes) {
+        let may = flights.reserve(depth) || self.land(direction) && flights.reserve(depth);
+        if may && !self.permits.may_go(priority, bytes) {
             flights.release();
             return false;
         }
@@ -428,6 +461,21 @@ impl Engine {
                 (seq, Ok(()))
             }
         }
+    }
+}
+
+/// While this exists, a copy that is no chunk's is under way: see [`Engine::turn`].
+pub(super) struct Turn<'a> {
+    engine: &'a Arc<Engine>,
+    direction: Direction,
+    priority: Priority,
+    number: u64,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.engine.landed(self.direction, self.priority);
+        self.engine.over(self.number);
     }
 }
 

@@ -588,6 +588,12 @@ impl Job {
         left
     }
 
+    /// Whether so many bytes at most are left, which a worker can take and which no call of the program's holds up.
+    pub(super) fn is_short(&self, most: u64) -> bool {
+        let state = self.state.lock();
+        !self.may_block && !self.is_pulled && !state.open && state.may_take() && state.cursor.left <= most
+    }
+
     /// Whether no worker will read what the job uploads any more.
     pub(super) fn is_read(&self) -> bool {
         self.state.lock().is_read()

@@ -404,18 +404,34 @@ impl Pushing {
         self.scheduler.add(job, || self.going.wakes());
     }
 
-    /// What a worker does, until it has found so much. With a wake-up missed it sleeps for good, which loom tells.
+    /// What a thread does that waits for a push, if no worker has one.
+    fn hasten(&self) {
+        if self.going.wakes() == 0 {
+            return;
+        }
+        if self.lane.first().is_some_and(|job| self.take(&job)) {
+            self.scheduler.leave();
+        }
+    }
+
+    fn take(&self, job: &Job) -> bool {
+        let Some(chunk) = job.take(false, Needs::Nothing) else { return false };
+        job.prepared();
+        step();
+        job.end(&chunk, End::Arrived);
+        true
+    }
+
+    /// What a worker does, until so much was found, or the scheduler is closed. With a wake-up missed it sleeps for good, which loom tells.
     fn serve(&self, count: usize) {
         while self.found.lock().len() < count {
             let Some(job) = self.scheduler.first(|_| true) else {
-                let _ = self.scheduler.park(None);
+                if self.scheduler.park(None) == Woken::Closed {
+                    return;
+                }
                 continue;
             };
-            if let Some(chunk) = job.take(false, Needs::Nothing) {
-                job.prepared();
-                step();
-                job.end(&chunk, End::Arrived);
-            }
+            self.take(&job);
         }
     }
 }
@@ -455,5 +471,30 @@ fn loom_copier_pushes_of_two_threads_are_found() {
         let mut found = std::mem::take(&mut *pushing.found.lock());
         found.sort_unstable();
         assert_eq!(found, [1, 2]);
+    });
+}
+
+/// A push that counts on a thread which moves the chunk of its own push is found by a worker.
+#[test]
+fn loom_copier_a_push_beside_a_waiting_caller_is_found() {
+    model("copier: a thread moves the chunk of its own push, another one pushes, a worker sleeps", 2, || {
+        let pushing = Pushing::new();
+        let worker = {
+            let pushing = pushing.clone();
+            loom::thread::spawn(move || pushing.serve(2))
+        };
+        let other = {
+            let pushing = pushing.clone();
+            loom::thread::spawn(move || pushing.push(2))
+        };
+        pushing.push(1);
+        pushing.hasten();
+        other.join().unwrap();
+        // Only if the worker has nothing left to find: the end would wake it.
+        if pushing.found.lock().len() == 2 {
+            pushing.scheduler.close();
+        }
+        worker.join().unwrap();
+        assert_eq!(pushing.found.lock().len(), 2);
     });
 }

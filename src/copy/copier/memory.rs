@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::config::Priority;
 use super::engine::Engine;
@@ -9,6 +10,7 @@ use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Ramp, Side, Survey, Up, Values};
+use super::stats::Counters;
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -19,6 +21,11 @@ use crate::copy::{DeviceRange, Landing, Places};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
+use crate::stream::Stream;
+
+/// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
+/// driver's copy from or to memory that is not pinned is slower.
+const AT_ONCE: usize = 64 << 10;
 
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
@@ -60,10 +67,16 @@ impl Copier {
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
+        let name = "bytes in memory";
+        if let Some(said) =
+            self.at_once(Direction::Up, &dst, name, |stream| stream.upload_blocking(src, &dst))
+        {
+            return said;
+        }
         let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
         let work = slices(self.engine(), &pieces);
-        let plan = self.plan(Direction::Up, survey, Some("bytes in memory".into()));
+        let plan = self.plan(Direction::Up, survey, Some(name.into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
@@ -77,7 +90,40 @@ impl Copier {
     pub fn download_slice(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
-        self.download_to(&mut [(src, dst)], Survey::ordered(), Some("memory".into()))
+        self.may_block()?;
+        let (name, to) = ("memory", &mut *dst);
+        if let Some(said) =
+            self.at_once(Direction::Down, &src, name, |stream| stream.download_blocking(&src, to))
+        {
+            return said;
+        }
+        self.download_to(&mut [(src, dst)], Survey::ordered(), Some(name.into()))
+    }
+
+    /// Copies a few bytes by a blocking call of the driver, for a caller that waits: a chunk takes half as long again.
+    /// `None`: it has to go as a chunk.
+    fn at_once(
+        &self,
+        direction: Direction,
+        memory: &DeviceSlice,
+        name: &'static str,
+        copy: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Option<Result<()>> {
+        let (engine, bytes, priority) = (self.engine(), memory.len(), self.priority);
+        if bytes > AT_ONCE || engine.settings.threads == 0 {
+            return None;
+        }
+        let turn = engine.turn(direction, priority, memory)?;
+        let since = Instant::now();
+        let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
+        let said = copy(engine.stream(direction, priority));
+        let of_transfer = |cause| Error::Transfer { what: name.into(), offset: 0, cause: Box::new(cause) };
+        let said = said.map_err(of_transfer);
+        Counters::add(&engine.counters.chunks, 1);
+        Counters::add(&engine.counters.batch, bytes);
+        trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
+        drop(turn);
+        Some(said)
     }
 
     /// Copies many ranges of device memory to borrowed memory, each as many bytes as its range has, and returns when

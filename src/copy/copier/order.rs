@@ -39,7 +39,8 @@ struct Span {
 
 #[derive(Debug)]
 struct Node<J> {
-    job: J,
+    /// `None`: a call that is under way, and waited for nothing.
+    job: Option<J>,
     ranges: Vec<Range<u64>>,
     /// How many it waits for, and which wait for it.
     waits: usize,
@@ -69,8 +70,23 @@ impl<J: Clone> Order<J> {
             }
         }
         let waits = before.len();
-        state.nodes.insert(number, Node { job, ranges, waits, behind: Vec::new(), over: false });
+        state.nodes.insert(number, Node { job: Some(job), ranges, waits, behind: Vec::new(), over: false });
         (number, waits == 0)
+    }
+
+    /// The same for a call that waits for nothing. `None`: something is in its way.
+    pub(super) fn enter_if_free(&self, range: Range<u64>, writes: bool) -> Option<u64> {
+        let mut state = self.state.lock();
+        let meets = state.spans.range(..range.end).rev().take_while(|(_, span)| span.end > range.start);
+        if meets.into_iter().any(|(_, span)| span.writer.is_some() || writes) {
+            return None;
+        }
+        let number = state.next;
+        state.next += 1;
+        state.take(&range, number, writes, &mut BTreeSet::new());
+        let node = Node { job: None, ranges: vec![range], waits: 0, behind: Vec::new(), over: false };
+        state.nodes.insert(number, node);
+        Some(number)
     }
 
     /// A transfer is over. Those that may start now.
@@ -89,7 +105,7 @@ impl<J: Clone> Order<J> {
                 other.waits -= 1;
                 match (other.waits, other.over) {
                     (0, true) => going.push(*behind),
-                    (0, false) => free.push(other.job.clone()),
+                    (0, false) => free.extend(other.job.clone()),
                     _ => {}
                 }
             }
@@ -165,14 +181,18 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Op {
         Start(Vec<(u64, u64)>, bool),
+        /// Starts one that waits for nothing, if nothing is in its way.
+        StartIfFree((u64, u64), bool),
         /// Ends one of those that are under way: finished if it has started, else cancelled.
         End(prop::sample::Index),
     }
 
     fn op() -> impl Strategy<Value = Op> {
-        let ranges = prop::collection::vec((0_u64..60, 1_u64..20), 1..4);
+        let range = || (0_u64..60, 1_u64..20);
+        let ranges = prop::collection::vec(range(), 1..4);
         prop_oneof![
             (ranges, any::<bool>()).prop_map(|(ranges, writes)| Op::Start(ranges, writes)),
+            (range(), any::<bool>()).prop_map(|(range, writes)| Op::StartIfFree(range, writes)),
             any::<prop::sample::Index>().prop_map(Op::End),
         ]
     }
@@ -198,12 +218,21 @@ mod tests {
         fn transfers_that_meet_take_effect_in_order(ops in prop::collection::vec(op(), 1..60)) {
             let order = Order::new();
             let mut known: Vec<Known> = Vec::new();
+            // Which are in the way of others: under way, or behind one that is.
+            let mut blocks: Vec<bool> = Vec::new();
             for op in ops {
                 match op {
                     Op::Start(ranges, writes) => {
                         let spans = ranges.iter().map(|(start, len)| *start..start + len).collect();
                         let (number, started) = order.enter(known.len(), spans, writes);
                         known.push(Known { number, ranges, writes, started, over: false });
+                    }
+                    Op::StartIfFree(range, writes) => {
+                        let entered = order.enter_if_free(range.0..range.0 + range.1, writes);
+                        let one = Known { number: 0, ranges: vec![range], writes, started: true, over: false };
+                        let is_free = !known.iter().zip(&blocks).any(|(other, blocks)| *blocks && meet(other, &one));
+                        prop_assert_eq!(entered.is_some(), is_free);
+                        known.extend(entered.map(|number| Known { number, ..one }));
                     }
                     Op::End(index) => {
                         let alive: Vec<usize> = (0..known.len()).filter(|n| !known[*n].over).collect();
@@ -218,8 +247,7 @@ mod tests {
                         }
                     }
                 }
-                // Which are in the way of others: under way, or behind one that is.
-                let mut blocks = vec![false; known.len()];
+                blocks = vec![false; known.len()];
                 for n in 0..known.len() {
                     let waits = (0..n).any(|before| blocks[before] && meet(&known[before], &known[n]));
                     blocks[n] = !known[n].over || (waits && !known[n].started);

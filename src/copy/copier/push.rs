@@ -10,7 +10,8 @@
 //! full stays with its job, and the lane opens another one.
 //!
 //! The worker that has a pushed chunk in flight looks for the next one. So a job that starts wakes a worker only where
-//! none has: see [`Going::wakes`]. A worker that turns to a source that may block wakes another for what is left.
+//! none has: see [`Going::wakes`]. A worker that turns to a source that may block wakes another for what is left. A thread
+//! that waits for its push while no worker has one moves the chunk itself, and wakes a worker for what is left.
 //!
 //! Locks: a job's is taken before its lane's, and the scheduler's before a job's.
 
@@ -112,7 +113,7 @@ impl<C> Lane<C> {
     }
 
     /// A job that is under way: the one that was started first.
-    fn first(&self) -> Option<Arc<Job>> {
+    pub(super) fn first(&self) -> Option<Arc<Job>> {
         let jobs: Vec<Arc<Job>> = self.state.lock().jobs.iter().map(|(_, job)| job.clone()).collect();
         // Behind the lock, which is taken under the jobs' own.
         jobs.into_iter().find(|job| !job.is_over())
@@ -218,8 +219,8 @@ impl Going {
 
     /// How many workers a job of pushes wakes. Asked when the job has its place in the scheduler, under the scheduler's
     /// lock: a worker that has a chunk of pushes looks for jobs under that lock after the chunk's end, before it sleeps.
-    /// If it then turns to a call that may block, it wakes another one for what is left. So no ordering but the lock's is
-    /// needed.
+    /// If it then turns to a call that may block, it wakes another one for what is left, as a thread does that has moved the
+    /// chunk of its own push. So no ordering but the lock's is needed.
     pub(super) fn wakes(&self) -> usize {
         usize::from(self.count(Priority::Bulk) + self.count(Priority::Foreground) == 0)
     }

@@ -104,6 +104,14 @@ impl<J: Takes + Clone> Scheduler<J> {
         sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
     }
 
+    /// A thread that is no worker has ended a chunk, on which a job may have counted
+    /// ([`Going::wakes`](super::push::Going::wakes)): wakes a worker for what is left.
+    pub(super) fn leave(&self) {
+        if self.has_work() {
+            self.poke();
+        }
+    }
+
     /// Parks this thread until there may be work, or until the deadline.
     pub(super) fn park(&self, deadline: Option<Instant>) -> Woken {
         let mut state = self.state.lock();

@@ -205,6 +205,18 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Moves the only chunk of a job, on a thread that waits for it, unless a worker has taken the chunk: the worker that
+    /// was woken for it needs longer to wake than the copy does to arrive.
+    pub(super) fn hasten(&mut self, job: &Arc<Job>) {
+        if !self.take(job) {
+            return;
+        }
+        let mut pause = Pause::default();
+        while !self.owned.is_empty() && !crate::os::forked() {
+            pause.after(self.turn() | self.drain(), || true);
+        }
+    }
+
     /// For a caller that writes a download's bytes: goes on until the chunk with this index has landed, or the job is
     /// over. The chunk's place among those that are owned.
     pub(super) fn pull(&mut self, job: &Arc<Job>, index: usize) -> Option<usize> {

@@ -110,7 +110,7 @@ impl Worker<'_> {
     fn copy(&mut self, n: usize, mut host: Host, mut slot: Option<Slot>) -> Step {
         let Owned { job, chunk, memories, packed, .. } = &self.owned[n];
         let (direction, engine) = (job.direction, self.engine);
-        if !engine.may_send(job, chunk.bytes) {
+        if !engine.may_send(direction, job.priority, chunk.bytes) {
             if direction == Direction::Down {
                 return Step::Same(Stage::Collected(host, slot));
             }
