@@ -1,4 +1,5 @@
-//! What a thread does that moves chunks: a thread of the copier, or a caller that waits for its own job.
+//! What a thread does that moves chunks: a thread of the copier, or a caller that waits for its own job. A thread of the
+//! copier needs tens of microseconds to wake, so a caller that waits for a short transfer moves its only chunk.
 //!
 //! A worker owns each of its chunks from the moment in which it takes the chunk to the chunk's end. Chunks go through
 //! these stages:
