@@ -1,6 +1,6 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
 //! pinned while the capacity has room, one region at a time. So do requests that find memory only when the devices were
-//! asked what is complete, after some of them. Where the capacity is used up and the request fits into no region, idle
+//! asked what is complete, if they lose much time by that. Where the capacity is used up and the request fits into no region, idle
 //! regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
@@ -12,6 +12,7 @@ use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering as StdOrdering;
+use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
 
@@ -27,9 +28,11 @@ pub(crate) struct Growth {
     pub(super) bytes: usize,
 }
 
-/// After so many requests that were [served late](CentralPool::served_late) another region is pinned. Asking the devices
-/// takes a thread hundreds of microseconds where many copies are in flight, and pinning a region some milliseconds.
-const LATE: u32 = 16;
+/// When requests that were [served late](CentralPool::served_late) have lost so much time within a window, another region
+/// is pinned, which takes about as long. (With less memory than eight threads of a server used, they lost a third of the
+/// window. Where copies end late now and then, requests lose a few milliseconds, which more memory does not save.)
+const LOST: Duration = Duration::from_millis(20);
+const WINDOW: Duration = Duration::from_millis(100);
 
 /// The unit in which regions are mapped, in bytes.
 fn page() -> usize {
@@ -61,13 +64,15 @@ impl CentralPool {
         self.core.lock().may_grow(wants)
     }
 
-    /// A request was served by what came back when the devices were asked what is complete: nothing else was free. After
-    /// [`LATE`] of these another region is pinned, which nothing waits for.
-    pub(crate) fn served_late(self: &Arc<Self>, wants: &[Want]) {
+    /// A request was served by what came back when the devices were asked what is complete: nothing else was free. That
+    /// took it from `since` to `now`. After many of these another region is pinned, which nothing waits for.
+    pub(crate) fn served_late(self: &Arc<Self>, wants: &[Want], since: Instant, now: Instant) {
+        if self.config.timeless {
+            return;
+        }
         let growth = {
             let mut core = self.core.lock();
-            core.late += 1;
-            if core.late < LATE || core.growing > 0 || !core.may_grow(wants) {
+            if !core.is_often_late(since, now) || core.growing > 0 || !core.may_grow(wants) {
                 return;
             }
             core.plan(wants, false)
@@ -253,6 +258,16 @@ impl Core {
         true
     }
 
+    /// Notes a request that was served late. Whether such requests have lost much time in this window.
+    fn is_often_late(&mut self, since: Instant, now: Instant) -> bool {
+        let (window, lost) = &mut self.late;
+        if window.is_none_or(|window| now.saturating_duration_since(window) > WINDOW) {
+            (*window, *lost) = (Some(since), Duration::ZERO);
+        }
+        *lost += now.saturating_duration_since(since);
+        *lost >= LOST
+    }
+
     fn may_grow(&self, wants: &[Want]) -> bool {
         self.step > 0 && self.growth_failure.is_none() && self.room_beside() >= least(wants)
     }
@@ -318,7 +333,7 @@ impl Core {
         self.growing += bytes;
         self.stats.growths += 1;
         self.growth_failure = None;
-        self.late = 0;
+        self.late = (None, Duration::ZERO);
         Some(Growth { going, bytes })
     }
 }

@@ -62,6 +62,7 @@ mod waiting;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 
@@ -175,8 +176,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
-    /// Requests that were served late since the last growth was planned.
-    late: u32,
+    /// When the present window of requests that were served late began, and the time that they have lost in it.
+    late: (Option<Instant>, Duration),
     /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
     leaving: usize,
     /// Why the last growth failed, until the next one begins.
@@ -270,7 +271,7 @@ impl CentralPool {
                 me: me.clone(),
                 outstanding: None,
                 growing: 0,
-                late: 0,
+                late: (None, Duration::ZERO),
                 leaving: 0,
                 growth_failure: None,
                 stats: Stats::default(),

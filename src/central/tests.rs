@@ -3,6 +3,7 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::growth::growth_failure;
 use super::growth::least;
@@ -340,39 +341,55 @@ fn growth_is_possible_with_room_and_after_no_failure() {
 }
 
 #[test]
-fn a_pool_grows_after_requests_that_were_served_late() {
-    let central = with_regions(1, 8 * MIB);
-    let late = |requests| (0..requests).for_each(|_| central.served_late(&[small(100)]));
-    let growths = || central.core.lock().stats.growths;
-    late(15);
-    assert_eq!(growths(), 0);
-    late(1);
-    assert_eq!((growths(), central.core.lock().growing), (1, 2 * PAGE));
-    late(20);
-    assert_eq!(growths(), 1, "that is being pinned");
-    central.core.lock().growing = 0;
-    late(1);
-    assert_eq!(growths(), 2);
-    // Any growth begins the count anew.
-    central.core.lock().growing = 0;
-    late(15);
-    assert!(central.core.lock().plan(&[small(100)], false).is_some());
-    central.core.lock().growing = 0;
-    late(15);
-    assert_eq!(growths(), 3);
-    central.core.lock().growth_failure = Some(Error::Empty);
-    late(20);
-    assert_eq!(growths(), 3);
+fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
+    let helpers = with_regions(1, MIB);
+    let config = CentralConfig { timeless: false, ..helpers.config.clone() };
+    let central = CentralPool::new(config, None);
     {
         let mut core = central.core.lock();
-        (core.growth_failure, core.capacity) = (None, MIB);
+        (core.capacity, core.extent, core.step) = (8 * MIB, 4 * MIB, 2 * PAGE);
     }
-    late(20);
-    assert_eq!(growths(), 3, "there is no room");
-    central.core.lock().capacity = 8 * MIB;
-    late(1);
+    let zero = Instant::now();
+    let ms = |ms: u64| zero + Duration::from_millis(ms);
+    let late = |from, to| central.served_late(&[small(100)], ms(from), ms(to));
+    let growths = || central.core.lock().stats.growths;
+    let pinned = || central.core.lock().growing = 0;
+    late(0, 19);
+    assert_eq!(growths(), 0);
+    late(50, 51);
+    assert_eq!((growths(), central.core.lock().growing), (1, 2 * PAGE));
+    late(52, 90);
+    assert_eq!(growths(), 1, "that is being pinned");
+    pinned();
+    late(92, 93);
+    assert_eq!(growths(), 2, "it was not enough");
+    // A growth begins the window anew, and so does a request that comes after it.
+    pinned();
+    late(93, 112);
+    late(200, 219);
+    late(290, 291);
+    assert_eq!(growths(), 3);
+    pinned();
+    late(300, 319);
+    assert!(central.core.lock().plan(&[small(100)], false).is_some());
+    pinned();
+    late(320, 339);
     assert_eq!(growths(), 4);
-    central.core.lock().growing = 0;
+    // A request of its own that takes long.
+    central.core.lock().growth_failure = Some(Error::Empty);
+    late(1000, 1030);
+    assert_eq!(growths(), 4, "the last growth failed");
+    central.core.lock().growth_failure = None;
+    central.core.lock().capacity = 0;
+    late(1031, 1032);
+    assert_eq!(growths(), 4, "there is no room");
+    central.core.lock().capacity = 8 * MIB;
+    late(1032, 1033);
+    assert_eq!(growths(), 5);
+    pinned();
+    helpers.core.lock().capacity = 8 * MIB;
+    helpers.served_late(&[small(100)], ms(0), ms(1000));
+    assert_eq!(helpers.core.lock().stats.growths, 0, "without a clock nothing is late");
 }
 
 /// What busy threads have cached is theirs, unless the request can be served in no other way.

@@ -8,8 +8,8 @@
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
 //! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have cached.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
-//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again. A pool that has
-//!    to ask again and again grows meanwhile.
+//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again. A pool that
+//!    loses much time by that grows meanwhile.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
 //! 6. *Grow*: have the region thread pin another region, up to the capacity.
 //! 7. *Wait*: join the queue, as a thread or as a task.
@@ -517,9 +517,10 @@ impl Pool {
             return Ok(Obtained::Granted(got));
         }
         // Memory is short, so what is complete comes back now.
+        let since = Instant::now();
         if self.reap() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-                central.served_late(&plan.wants);
+                central.served_late(&plan.wants, since, Instant::now());
                 return Ok(Obtained::Granted(got));
             }
         }
