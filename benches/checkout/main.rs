@@ -40,10 +40,10 @@
 //!
 //! # Running it
 //!
-//! `cargo bench --bench checkout`, or the executable by itself. With `--bench` it runs each group by criterion and then
-//! prints its table; without it, only the table. `--only GROUP,GROUP` runs some groups. `PINPOOL_BENCH_THREADS=1,2,4`
-//! sets the numbers of threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set
-//! these. (`.ci/instructions` counts the instructions of the first group's operation, in a program of its own.)
+//! `cargo bench --bench checkout`, or the executable by itself. `--only GROUP,GROUP` runs some groups.
+//! `PINPOOL_BENCH_THREADS=1,2,4` sets the numbers of threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and
+//! `--operations N` set these. (`.ci/instructions` counts the instructions of the first group's operation, in a program of its
+//! own.)
 #![allow(missing_docs, unsafe_code)]
 
 /// The crate's own file, which is not part of its public interface.
@@ -70,7 +70,6 @@ mod waiting;
 
 use std::time::Duration;
 
-use criterion::{BenchmarkId, Criterion};
 use measure::{Rounds, line};
 use pair::Work;
 
@@ -123,17 +122,6 @@ fn table(group: &Group, quick: bool) {
     }
 }
 
-fn group(c: &mut Criterion, group: &Group) {
-    let mut bench = c.benchmark_group(group.name);
-    for &n in &group.threads {
-        for contender in &group.contenders {
-            let id = BenchmarkId::new(contender.name, n);
-            bench.bench_function(id, |b| b.iter_custom(|iters| (contender.run)(n, iters)));
-        }
-    }
-    bench.finish();
-}
-
 fn main() {
     let quick = measure::quick();
     let list = std::env::var("PINPOOL_BENCH_THREADS").unwrap_or_else(|_| "1,2".into());
@@ -158,23 +146,10 @@ fn main() {
         ("on_a_stream", Box::new(stream::contenders), &threads, 10),
     ];
     let wanted = all.into_iter().filter(|(name, ..)| measure::wanted(name));
-    let mut criterion = std::env::args().any(|a| a == "--bench").then(|| {
-        let (sample, warm, time) = if quick { (10, 50, 200) } else { (40, 500, 2000) };
-        Criterion::default()
-            .sample_size(sample)
-            .warm_up_time(Duration::from_millis(warm))
-            .measurement_time(Duration::from_millis(time))
-    });
     for (name, make, threads, shorter) in wanted {
         // One group's pools exist at a time: each has up to 2 GiB.
         let one = Group { name, contenders: make(), threads: threads.to_vec(), shorter };
-        if let Some(criterion) = &mut criterion {
-            group(criterion, &one);
-        }
         table(&one, quick);
-    }
-    if let Some(criterion) = &criterion {
-        criterion.final_summary();
     }
     if measure::wanted("cross_thread_return") {
         relay::table(quick);
