@@ -146,9 +146,9 @@ impl PoolBuilder {
     ///   gets up to half of them. Several classes share an eighth of the bytes, at least 8 MiB; of this share one class
     ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that are longer
     ///   than a quarter of the share (of all bytes, for a class that is alone) are not cached.
-    /// - **A request that finds nothing else** reaches all of it, in this order: what lies between threads, and the
-    ///   caches of threads that have been idle for a millisecond; half of the segments of its own class that an active
-    ///   thread has; and everything, once the pool can grow no more or a request waits.
+    /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the caches
+    ///   of threads that have been idle for a millisecond; if it may not wait for the growth, also half of the segments of
+    ///   its own class that an active thread has. Once the pool can grow no more, or a request waits, it reaches everything.
     ///
     /// A thread that ends leaves its cache to the pool.
     pub fn thread_cache(mut self, bytes: usize) -> Self {

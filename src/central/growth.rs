@@ -1,7 +1,7 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room, one region at a time. So do requests that find memory only when the devices were
-//! asked what is complete, if they lose much time by that. Where the capacity is used up and the request fits into no region, idle
-//! regions are unpinned to make room for one that fits.
+//! pinned while the capacity has room, one region at a time. So do requests that find memory only when the devices
+//! were asked what is complete, if they lose much time by that. Where the capacity is used up and the request fits
+//! into no region, idle regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
@@ -32,6 +32,8 @@ pub(crate) struct Growth {
 /// is pinned, which takes about as long. (With less memory than eight threads of a server used, they lost a third of the
 /// window. Where copies end late now and then, requests lose a few milliseconds, which more memory does not save.)
 const LOST: Duration = Duration::from_millis(20);
+/// What one request counts at most: code of the program may have run meanwhile.
+const LOST_BY_ONE: Duration = Duration::from_millis(4);
 const WINDOW: Duration = Duration::from_millis(100);
 
 /// The unit in which regions are mapped, in bytes.
@@ -264,7 +266,7 @@ impl Core {
         if window.is_none_or(|window| now.saturating_duration_since(window) > WINDOW) {
             (*window, *lost) = (Some(since), Duration::ZERO);
         }
-        *lost += now.saturating_duration_since(since);
+        *lost += now.saturating_duration_since(since).min(LOST_BY_ONE);
         *lost >= LOST
     }
 

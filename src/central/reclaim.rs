@@ -11,11 +11,12 @@
 //! 3. for a segment of a class: half of that class's segments in the thread cache that has most of them;
 //! 4. everything that is cached, unless it is certain that this would not serve the request.
 //!
-//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel::All`]). As long as the pool may grow,
-//! it grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other
-//! for good would each wait ten times as long as for a hit in a pool that has grown once. Where it can grow no more,
-//! every request may reclaim everything. (A part of it would not do in step 4: a large request needs neighbours, and
-//! these may be in any cache.)
+//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
+//! grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other for
+//! good would each wait ten times as long as for a hit in a pool that has grown once. A request that may not wait for the
+//! growth goes as far as step 3. Where the pool can grow no more, every request may reclaim everything; so may one that
+//! names a reserve, of the main store. (A part of it would not do in step 4: a large request needs neighbours, and these
+//! may be in any cache.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -47,6 +48,8 @@ const SHARE_ALONE: usize = 2;
 pub(crate) enum ReclaimLevel {
     /// What they will hardly miss: steps 1 and 2.
     Idle,
+    /// And half of one thread's segments of the requested class: steps 1 to 3.
+    Half,
     /// All of it: steps 1 to 4.
     All,
 }
@@ -175,10 +178,8 @@ impl CentralPool {
                 }
             }
         }
-        if self.any_cached(core)
-            && self.could_help(core, placement, core.table.caches())
-            && self.reclaim_all(core)
-        {
+        let any = level == ReclaimLevel::All && self.any_cached(core);
+        if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
             return core.take(placement, wakes);
         }
         None

@@ -351,44 +351,52 @@ fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
     }
     let zero = Instant::now();
     let ms = |ms: u64| zero + Duration::from_millis(ms);
-    let late = |from, to| central.served_late(&[small(100)], ms(from), ms(to));
+    // So many requests one behind the other, each of which lost so many milliseconds.
+    let late = |from: u64, requests: u64, lost: u64| {
+        for i in 0..requests {
+            central.served_late(&[small(100)], ms(from + i * lost), ms(from + (i + 1) * lost));
+        }
+    };
     let growths = || central.core.lock().stats.growths;
     let pinned = || central.core.lock().growing = 0;
-    late(0, 19);
+    late(0, 6, 3);
     assert_eq!(growths(), 0);
-    late(50, 51);
+    late(50, 1, 2);
     assert_eq!((growths(), central.core.lock().growing), (1, 2 * PAGE));
-    late(52, 90);
+    late(52, 20, 2);
     assert_eq!(growths(), 1, "that is being pinned");
     pinned();
-    late(92, 93);
+    late(92, 1, 1);
     assert_eq!(growths(), 2, "it was not enough");
     // A growth begins the window anew, and so does a request that comes after it.
     pinned();
-    late(93, 112);
-    late(200, 219);
-    late(290, 291);
+    late(93, 19, 1);
+    late(200, 19, 1);
+    late(290, 1, 1);
     assert_eq!(growths(), 3);
     pinned();
-    late(300, 319);
+    late(300, 19, 1);
     assert!(central.core.lock().plan(&[small(100)], false).is_some());
     pinned();
-    late(320, 339);
+    late(320, 19, 1);
     assert_eq!(growths(), 4);
-    // A request of its own that takes long.
+    // One request is not enough, however long it takes.
+    late(500, 1, 1000);
+    late(1501, 1, 15);
+    assert_eq!(growths(), 4);
     central.core.lock().growth_failure = Some(Error::Empty);
-    late(1000, 1030);
+    late(2000, 30, 1);
     assert_eq!(growths(), 4, "the last growth failed");
     central.core.lock().growth_failure = None;
     central.core.lock().capacity = 0;
-    late(1031, 1032);
+    late(2031, 1, 1);
     assert_eq!(growths(), 4, "there is no room");
     central.core.lock().capacity = 8 * MIB;
-    late(1032, 1033);
+    late(2032, 1, 1);
     assert_eq!(growths(), 5);
     pinned();
     helpers.core.lock().capacity = 8 * MIB;
-    helpers.served_late(&[small(100)], ms(0), ms(1000));
+    (0..100).for_each(|_| helpers.served_late(&[small(100)], ms(0), ms(1)));
     assert_eq!(helpers.core.lock().stats.growths, 0, "without a clock nothing is late");
 }
 
@@ -412,7 +420,7 @@ fn a_pool_that_may_grow_leaves_busy_caches_alone() {
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let take = |level| matches!(central.try_take(small(100_000), level).unwrap(), Take::Got(_));
-            (take(ReclaimLevel::Idle), take(ReclaimLevel::All))
+            (take(ReclaimLevel::Idle), take(ReclaimLevel::Half))
         });
         assert_eq!(other.join().unwrap(), (false, true));
     });

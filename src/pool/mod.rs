@@ -11,7 +11,8 @@
 //! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again. A pool that
 //!    loses much time by that grows meanwhile.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
-//! 6. *Grow*: have the region thread pin another region, up to the capacity.
+//! 6. *Grow*: have the region thread pin another region, up to the capacity. A request that may not wait for it then
+//!    takes half of what one active thread has cached of its class.
 //! 7. *Wait*: join the queue, as a thread or as a task.
 //!
 //! A pool has one or several *stores*: a central pool and the regions that feed it. The main store is on the NUMA node
@@ -520,7 +521,9 @@ impl Pool {
         let since = Instant::now();
         if self.reap() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-                central.served_late(&plan.wants, since, Instant::now());
+                let (store, wants) =
+                    plan.first.as_ref().map_or((central, &plan.wants), |first| (main, first));
+                store.served_late(wants, since, Instant::now());
                 return Ok(Obtained::Granted(got));
             }
         }

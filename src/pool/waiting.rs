@@ -32,7 +32,10 @@ impl Pool {
         // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
         let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
         let deadline = match limit {
-            WaitLimit::None => return Err(central.exhausted(len)),
+            // The growth is for later requests. This one may not wait for it.
+            WaitLimit::None => {
+                return self.try_plan(&plan, ReclaimLevel::Half)?.ok_or_else(|| central.exhausted(len));
+            }
             WaitLimit::For(timeout) => since.checked_add(timeout),
             WaitLimit::Forever => None,
         };

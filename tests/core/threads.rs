@@ -415,6 +415,28 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
     all_idle(&pool, &[]);
 }
 
+/// A request that may not wait for the growth that it begins takes half of what a thread at work has of its class.
+#[test]
+fn a_try_is_served_though_the_pool_still_grows() {
+    let device = late();
+    let pool = builder(&device).capacity(1 << 20).initial(64 << 10).region(64 << 10).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    beside(
+        || drop((0..2).map(|_| pool.checkout(10_000).unwrap()).collect::<Vec<_>>()),
+        |call| {
+            call();
+            let mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
+            assert!(pool.stats().cached_bytes > 0, "{:?}", pool.stats());
+            let more =
+                pool.try_checkout(10_000).expect("what the thread has cached, or what was pinned just now");
+            pool.wait_pinned(None).unwrap();
+            assert_eq!(pool.stats().growths, 1);
+            drop((mine, more));
+        },
+    );
+    all_idle(&pool, &[]);
+}
+
 #[test]
 fn a_thread_at_work_shares_what_it_has_of_a_class() {
     let device = late();
