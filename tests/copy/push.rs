@@ -562,6 +562,35 @@ fn a_thread_that_waits_moves_its_push() {
     });
 }
 
+/// Such a thread may have its chunk for long. Other pushes do not wait for it, nor for its rate.
+#[test]
+fn a_thread_that_waits_holds_up_no_other_push() {
+    ends("a push beside a thread that waits for its own", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(1).rate(1 << 10));
+        for round in 0..5 {
+            // The next bulk copy has to wait for half a minute.
+            s.copier.push(&bytes(0, 32 << 10), s.memory.slice(1 << 20..)).unwrap().wait().unwrap();
+            let slow = s.copier.push(&bytes(round, LEN), s.range(0)).unwrap();
+            std::thread::scope(|scope| {
+                let slow = scope.spawn(|| slow.wait());
+                std::thread::sleep(Duration::from_millis(2));
+                let urgent = s.copier.with_priority(Priority::Foreground);
+                for i in 1..20 {
+                    let push = urgent.push(&bytes(i, LEN), s.range(i)).unwrap();
+                    push.wait_timeout(HANG / 2).expect("it waits for the other thread").unwrap();
+                }
+                assert!(!slow.is_finished());
+                s.copier.set_rate(None);
+                slow.join().unwrap().unwrap();
+            });
+            (1..20).for_each(|i| s.is_there(i));
+            s.copier.set_rate(Some(1 << 10));
+        }
+        s.copier.set_rate(None);
+        s.all_back();
+    });
+}
+
 /// A segment that a caller's thread took for a chunk that never comes returns to the pool, though the copier's threads all
 /// sleep: here the streams cannot be told of the push's device memory.
 #[test]

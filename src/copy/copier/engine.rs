@@ -228,26 +228,34 @@ impl Engine {
         }
     }
 
+    /// Before a wait for a job's end, however long that takes: moves a chunk of the job, if it is short or a push, and if
+    /// no worker is about to.
+    pub(super) fn hasten(self: &Arc<Self>, job: &Arc<Job>) {
+        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.is_short(LEAST as u64) };
+        if self.settings.threads == 0 || !helps() {
+            return;
+        }
+        // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
+        self.pushes.going.by_caller(|| {
+            foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
+                Worker::new(self).hasten(job);
+            });
+        });
+        if !self.scheduler.leave() {
+            self.segments.rest();
+        }
+    }
+
     /// Waits until `until` holds of a job. Whether it does.
     pub(super) fn wait(
         self: &Arc<Self>,
-        job: &Arc<Job>,
+        job: &Job,
         deadline: Option<Instant>,
         until: impl Fn(&Job) -> bool,
     ) -> bool {
         if self.settings.threads == 0 {
             Worker::step_until(self, job, &until);
             return until(job);
-        }
-        // A push is moved only where no worker has one. A thread with a deadline moves no chunk, since it may not leave
-        // before the chunk's end.
-        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.is_short(LEAST as u64) };
-        if deadline.is_none() && helps() {
-            // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
-            foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
-                Worker::new(self).hasten(job);
-            });
-            self.scheduler.leave();
         }
         job.wait(deadline, until)
     }

@@ -261,6 +261,8 @@ pub(super) struct Plan {
     pub(super) spans: Vec<Range<u64>>,
     /// The bytes come from the caller, later.
     pub(super) fed: bool,
+    /// Its span, if that has begun.
+    pub(super) trace: Option<Trace>,
 }
 
 /// See the module's page.
@@ -359,8 +361,8 @@ impl Told {
 }
 
 impl Job {
-    pub(super) fn new(plan: Plan, body: Body, trace: Option<Trace>) -> Arc<Self> {
-        let Plan { direction, priority, total, name, memories, fed, spans: _ } = plan;
+    pub(super) fn new(plan: Plan, body: Body) -> Arc<Self> {
+        let Plan { direction, priority, total, name, memories, fed, spans: _, trace } = plan;
         let left = if fed { 0 } else { total };
         let (may_block, is_pulled, is_shared) = {
             let work = body.work();

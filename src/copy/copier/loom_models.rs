@@ -165,14 +165,14 @@ impl Work for Memory {
 
 fn plan(direction: Direction, total: u64) -> Plan {
     let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
-    Plan { direction, priority, total, name, memories, spans, fed: false }
+    Plan { direction, priority, total, name, memories, spans, fed: false, trace: None }
 }
 
 /// A job of two chunks, and a worker that takes what it finds of it.
 fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
     // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
     let body = Body::Lent(unsafe { LentWork::new(&**memory) });
-    let job = Job::new(plan(direction, 2), body, None);
+    let job = Job::new(plan(direction, 2), body);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
         while let Some(chunk) = worker.take(false, Needs::Nothing) {
@@ -234,7 +234,7 @@ fn loom_copier_released_while_it_is_held() {
         let memory = Memory::new();
         // SAFETY: the memory outlives the job.
         let body = Body::Lent(unsafe { LentWork::new(&*memory) });
-        let job = Job::new(plan(Direction::Up, 2), body, None);
+        let job = Job::new(plan(Direction::Up, 2), body);
         let other = job.clone();
         let releases = loom::thread::spawn(move || other.release());
         job.hold(true, Box::new(|| ()));
@@ -322,14 +322,16 @@ fn loom_copier_copies_are_seen() {
     }
 }
 
-/// A lane whose chunks are numbers, and the worker that takes them.
+/// Lanes whose chunks are numbers, and the worker that takes them.
 struct Pushing {
     scheduler: Scheduler<Arc<Job>>,
-    lane: Arc<Lane<Vec<u32>>>,
+    lanes: [Arc<Lane<Vec<u32>>>; 2],
     going: Arc<Going>,
     next: AtomicUsize,
     /// What workers found in the chunks that they took. No part of the protocol, so not loom's.
     found: Arc<locks::Mutex<Vec<u32>>>,
+    /// Told when two were found.
+    both: loom::sync::Notify,
 }
 
 /// The job of a chunk.
@@ -367,17 +369,19 @@ impl Pushing {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             scheduler: Scheduler::new(),
-            lane: Arc::new(Lane::new()),
+            lanes: [Arc::new(Lane::new()), Arc::new(Lane::new())],
             going: Arc::new(Going::new()),
             next: 0.into(),
             found: Arc::default(),
+            both: loom::sync::Notify::new(),
         })
     }
 
     /// What `Copier::push` does. Chunks have room for two.
-    fn push(&self, value: u32) {
+    fn push(&self, lane: usize, value: u32) {
+        let lane = &self.lanes[lane];
         step();
-        let put = self.lane.put(|open| {
+        let put = lane.put(|open| {
             let room = open.len() < 2;
             if room {
                 open.push(value);
@@ -388,41 +392,45 @@ impl Pushing {
             return;
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed) as u64;
-        let (lane, going, found) = (self.lane.clone(), self.going.clone(), self.found.clone());
-        let work = Arc::new(Combined { lane, going, number, found });
-        let job = Job::new(plan(Direction::Up, 1), Body::Owned(work), None);
-        let (lane, going) = (self.lane.clone(), self.going.clone());
+        let (going, found) = (self.going.clone(), self.found.clone());
+        let work = Arc::new(Combined { lane: lane.clone(), going, number, found });
+        let job = Job::new(plan(Direction::Up, 1), Body::Owned(work));
+        let (own, going) = (lane.clone(), self.going.clone());
         job.hold(
             false,
             Box::new(move || {
-                drop(lane.over(number));
+                drop(own.over(number));
                 going.end(Priority::Bulk);
             }),
         );
-        self.lane.open(number, vec![value], job.clone());
+        lane.open(number, vec![value], job.clone());
         step();
         self.scheduler.add(job, || self.going.wakes());
     }
 
-    /// What a thread does that waits for a push, if no worker has one.
-    fn hasten(&self) {
+    /// What a thread does that waits for a push, if no worker has one. `copying`: while the chunk's copy is in flight.
+    fn hasten(&self, copying: impl FnOnce()) {
         if self.going.wakes() == 0 {
             return;
         }
-        if self.lane.first().is_some_and(|job| self.take(&job)) {
-            self.scheduler.leave();
-        }
+        let Some(job) = self.lanes[0].first() else { return };
+        self.going.by_caller(|| self.take(&job, copying));
+        self.scheduler.leave();
     }
 
-    fn take(&self, job: &Job) -> bool {
-        let Some(chunk) = job.take(false, Needs::Nothing) else { return false };
+    fn take(&self, job: &Job, copying: impl FnOnce()) {
+        let Some(chunk) = job.take(false, Needs::Nothing) else { return };
         job.prepared();
+        if self.found.lock().len() == 2 {
+            self.both.notify();
+        }
         step();
+        copying();
         job.end(&chunk, End::Arrived);
-        true
     }
 
-    /// What a worker does, until so much was found, or the scheduler is closed. With a wake-up missed it sleeps for good, which loom tells.
+    /// What a worker does, until so much was found, or the scheduler is closed. With a wake-up missed it sleeps for good,
+    /// which loom tells.
     fn serve(&self, count: usize) {
         while self.found.lock().len() < count {
             let Some(job) = self.scheduler.first(|_| true) else {
@@ -431,7 +439,7 @@ impl Pushing {
                 }
                 continue;
             };
-            self.take(&job);
+            self.take(&job, || {});
         }
     }
 }
@@ -446,7 +454,7 @@ fn loom_copier_pushes_are_found() {
             let pushing = pushing.clone();
             loom::thread::spawn(move || pushing.serve(3))
         };
-        (1..=3).for_each(|value| pushing.push(value));
+        (1..=3).for_each(|value| pushing.push(0, value));
         worker.join().unwrap();
         assert_eq!(*pushing.found.lock(), [1, 2, 3]);
     });
@@ -463,9 +471,9 @@ fn loom_copier_pushes_of_two_threads_are_found() {
         };
         let other = {
             let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.push(2))
+            loom::thread::spawn(move || pushing.push(0, 2))
         };
-        pushing.push(1);
+        pushing.push(0, 1);
         other.join().unwrap();
         worker.join().unwrap();
         let mut found = std::mem::take(&mut *pushing.found.lock());
@@ -474,27 +482,42 @@ fn loom_copier_pushes_of_two_threads_are_found() {
     });
 }
 
-/// A push that counts on a thread which moves the chunk of its own push is found by a worker.
+/// A thread moves the chunk of its own push, another one pushes, and a worker sleeps.
+fn beside_a_waiting_caller(copying: impl Fn(&Pushing)) {
+    let pushing = Pushing::new();
+    let worker = {
+        let pushing = pushing.clone();
+        loom::thread::spawn(move || pushing.serve(2))
+    };
+    let other = {
+        let pushing = pushing.clone();
+        loom::thread::spawn(move || pushing.push(1, 2))
+    };
+    pushing.push(0, 1);
+    pushing.hasten(|| copying(&pushing));
+    other.join().unwrap();
+    // Only if the worker has nothing left to find: the end would wake it.
+    if pushing.found.lock().len() == 2 {
+        pushing.scheduler.close();
+    }
+    worker.join().unwrap();
+    assert_eq!(pushing.found.lock().len(), 2);
+}
+
+/// A push that comes while such a thread ends its chunk is found by a worker.
 #[test]
 fn loom_copier_a_push_beside_a_waiting_caller_is_found() {
-    model("copier: a thread moves the chunk of its own push, another one pushes, a worker sleeps", 2, || {
-        let pushing = Pushing::new();
-        let worker = {
-            let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.serve(2))
-        };
-        let other = {
-            let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.push(2))
-        };
-        pushing.push(1);
-        pushing.hasten();
-        other.join().unwrap();
-        // Only if the worker has nothing left to find: the end would wake it.
-        if pushing.found.lock().len() == 2 {
-            pushing.scheduler.close();
-        }
-        worker.join().unwrap();
-        assert_eq!(pushing.found.lock().len(), 2);
+    model("copier: a push while a caller ends a chunk", 2, || beside_a_waiting_caller(|_| {}));
+}
+
+/// A push waits for no chunk of such a thread: here the chunk's copy goes on until a worker has found the push.
+#[test]
+fn loom_copier_a_push_waits_for_no_waiting_caller() {
+    model("copier: a push while a caller's chunk takes long", 2, || {
+        beside_a_waiting_caller(|pushing| {
+            if pushing.found.lock().len() < 2 {
+                pushing.both.wait();
+            }
+        });
     });
 }

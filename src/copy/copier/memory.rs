@@ -56,7 +56,8 @@ impl Copier {
         Ok(Transfer::new(self.clone(), job, Arc::new(())))
     }
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. The CPU reads them: for a
+    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 64 KiB go by one call of
+    /// the driver, and need no memory of the pool, unless an earlier transfer is in the way. The CPU reads the bytes: for a
     /// file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
     /// [register](crate::Device::register) the mapping and call [`upload_pinned`](Self::upload_pinned).
     ///
@@ -68,15 +69,15 @@ impl Copier {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
         let name = "bytes in memory";
-        if let Some(said) =
-            self.at_once(Direction::Up, &dst, name, |stream| stream.upload_blocking(src, &dst))
-        {
-            return said;
-        }
+        let said = self.at_once(Direction::Up, &dst, name, |stream| stream.upload_blocking(src, &dst));
+        let trace = match said {
+            Ok(said) => return said,
+            Err(trace) => trace,
+        };
         let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
         let work = slices(self.engine(), &pieces);
-        let plan = self.plan(Direction::Up, survey, Some(name.into()));
+        let plan = Plan { trace, ..self.plan(Direction::Up, survey, Some(name.into())) };
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
@@ -92,38 +93,38 @@ impl Copier {
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
         let (name, to) = ("memory", &mut *dst);
-        if let Some(said) =
-            self.at_once(Direction::Down, &src, name, |stream| stream.download_blocking(&src, to))
-        {
-            return said;
+        let said = self.at_once(Direction::Down, &src, name, |stream| stream.download_blocking(&src, to));
+        match said {
+            Ok(said) => said,
+            Err(trace) => self.download_to(&mut [(src, dst)], Survey::ordered(), Some(name.into()), trace),
         }
-        self.download_to(&mut [(src, dst)], Survey::ordered(), Some(name.into()))
     }
 
     /// Copies a few bytes by a blocking call of the driver, for a caller that waits: a chunk takes half as long again.
-    /// `None`: it has to go as a chunk.
+    /// `Err`: they have to go as a chunk, with this trace if it has begun.
     fn at_once(
         &self,
         direction: Direction,
         memory: &DeviceSlice,
         name: &'static str,
         copy: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Option<Result<()>> {
+    ) -> std::result::Result<Result<()>, Option<Trace>> {
         let (engine, bytes, priority) = (self.engine(), memory.len(), self.priority);
         if bytes > AT_ONCE || engine.settings.threads == 0 {
-            return None;
+            return Err(None);
         }
-        let turn = engine.turn(direction, priority, memory)?;
-        let since = Instant::now();
+        // Before the turn: a subscriber may start a transfer, which the turn would be in the way of.
         let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
+        let Some(turn) = engine.turn(direction, priority, memory) else { return Err(Some(trace)) };
+        let since = Instant::now();
         let said = copy(engine.stream(direction, priority));
         let of_transfer = |cause| Error::Transfer { what: name.into(), offset: 0, cause: Box::new(cause) };
         let said = said.map_err(of_transfer);
         Counters::add(&engine.counters.chunks, 1);
         Counters::add(&engine.counters.batch, bytes);
-        trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         drop(turn);
-        Some(said)
+        trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
+        Ok(said)
     }
 
     /// Copies many ranges of device memory to borrowed memory, each as many bytes as its range has, and returns when
@@ -132,7 +133,7 @@ impl Copier {
     /// # Errors
     /// As for [`upload_pieces`](Self::upload_pieces). After an error the targets' contents are undefined.
     pub fn download_pieces(&self, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        self.download_to(pieces, Survey::default(), None)
+        self.download_to(pieces, Survey::default(), None, None)
     }
 
     fn download_to(
@@ -140,6 +141,7 @@ impl Copier {
         pieces: &mut [(DeviceSlice, &mut [u8])],
         mut survey: Survey,
         name: Option<Cow<'static, str>>,
+        trace: Option<Trace>,
     ) -> Result<()> {
         let engine = self.engine();
         self.may_block()?;
@@ -160,7 +162,7 @@ impl Copier {
         };
         // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
         let work = unsafe { Borrowed::new(engine, count, get) };
-        let plan = self.plan(Direction::Down, survey, name);
+        let plan = Plan { trace, ..self.plan(Direction::Down, survey, name) };
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
@@ -169,7 +171,7 @@ impl Copier {
     /// What is known of a transfer before it starts.
     pub(super) fn plan(&self, direction: Direction, survey: Survey, name: Option<Cow<'static, str>>) -> Plan {
         let Survey { bytes: total, memories, spans, .. } = survey;
-        Plan { direction, priority: self.priority, total, name, memories, spans, fed: false }
+        Plan { direction, priority: self.priority, total, name, memories, spans, fed: false, trace: None }
     }
 
     /// Runs a job of work that the caller lends, until `until` holds. The calling thread helps.
@@ -193,11 +195,11 @@ impl Copier {
 
     /// Makes a job, its span if it has a name, and its place in the order if it has one.
     pub(super) fn job(&self, mut plan: Plan, body: Body) -> Arc<Job> {
-        let name = plan.name.as_deref();
-        let trace = name
-            .map(|name| Trace::begin(self.device().name(), plan.direction, plan.priority, plan.total, name));
+        let Plan { direction, priority, total, .. } = plan;
+        let begin = |name: &str| Trace::begin(self.device().name(), direction, priority, total, name);
+        plan.trace = plan.trace.take().or_else(|| plan.name.as_deref().map(begin));
         let spans = std::mem::take(&mut plan.spans);
-        let job = Job::new(plan, body, trace);
+        let job = Job::new(plan, body);
         if !spans.is_empty() {
             self.engine().order(&job, spans);
         }

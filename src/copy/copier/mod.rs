@@ -84,7 +84,8 @@
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
 //   none.
-// - Memory that a caller lends is read or written by CPUs alone, and by none after the call has returned.
+// - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a driver copies. After the call
+//   has returned nothing reads or writes it.
 // - A slot of the ring is free only when the copy and the kernel that used it were seen complete.
 
 #![allow(unsafe_code)]

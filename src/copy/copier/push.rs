@@ -11,7 +11,7 @@
 //!
 //! The worker that has a pushed chunk in flight looks for the next one. So a job that starts wakes a worker only where
 //! none has: see [`Going::wakes`]. A worker that turns to a source that may block wakes another for what is left. A thread
-//! that waits for its push while no worker has one moves the chunk itself, and wakes a worker for what is left.
+//! that waits for its push while no worker has one moves the chunk itself. No push counts on such a thread.
 //!
 //! Locks: a job's is taken before its lane's, and the scheduler's before a job's.
 
@@ -196,33 +196,48 @@ impl Filling {
     }
 }
 
-/// Chunks of pushes that workers have, by priority.
-pub(super) struct Going([AtomicU64; 2]);
+/// Chunks of pushes that are under way.
+pub(super) struct Going {
+    /// By priority.
+    taken: [AtomicU64; 2],
+    /// How many of them callers have at most, which look for no other jobs.
+    callers: AtomicU64,
+}
 
 impl Going {
     pub(super) fn new() -> Self {
-        Self([AtomicU64::new(0), AtomicU64::new(0)])
+        Self { taken: [AtomicU64::new(0), AtomicU64::new(0)], callers: AtomicU64::new(0) }
     }
 
-    /// A worker has taken a chunk. Relaxed, here and below: see [`wakes`](Self::wakes).
+    /// A worker or a caller has taken a chunk. Relaxed, here and below: see [`wakes`](Self::wakes).
     pub(super) fn begin(&self, priority: Priority) {
-        self.0[priority as usize].fetch_add(1, Ordering::Relaxed);
+        self.taken[priority as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn end(&self, priority: Priority) {
-        self.0[priority as usize].fetch_sub(1, Ordering::Relaxed);
+        self.taken[priority as usize].fetch_sub(1, Ordering::Relaxed);
     }
 
     pub(super) fn count(&self, priority: Priority) -> u64 {
-        self.0[priority as usize].load(Ordering::Relaxed)
+        self.taken[priority as usize].load(Ordering::Relaxed)
     }
 
-    /// How many workers a job of pushes wakes. Asked when the job has its place in the scheduler, under the scheduler's
-    /// lock: a worker that has a chunk of pushes looks for jobs under that lock after the chunk's end, before it sleeps.
-    /// If it then turns to a call that may block, it wakes another one for what is left, as a thread does that has moved the
-    /// chunk of its own push. So no ordering but the lock's is needed.
+    /// Runs what may take a chunk for a caller that waits for it, and moves the chunk to its end.
+    pub(super) fn by_caller(&self, run: impl FnOnce()) {
+        self.callers.fetch_add(1, Ordering::Relaxed);
+        run();
+        self.callers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// How many workers a job of pushes wakes: one, unless a worker has a chunk of pushes. Asked when the job has its place
+    /// in the scheduler, under the scheduler's lock. Under that lock a worker looks for jobs after its chunk's end, before it
+    /// sleeps; if it then turns to a call that may block, it wakes another one for what is left. A caller that has ended a
+    /// chunk looks under that lock, too, and wakes a worker. And a worker that was woken for a caller's job has looked at
+    /// that job before it sleeps again, so a job that comes later finds the caller counted. So no ordering but the lock's
+    /// is needed.
     pub(super) fn wakes(&self) -> usize {
-        usize::from(self.count(Priority::Bulk) + self.count(Priority::Foreground) == 0)
+        let taken = self.count(Priority::Bulk) + self.count(Priority::Foreground);
+        usize::from(taken <= self.callers.load(Ordering::Relaxed))
     }
 }
 
@@ -486,6 +501,7 @@ impl Copier {
             memories: Vec::new(),
             spans: Vec::new(),
             fed: false,
+            trace: None,
         };
         let job = self.job(plan, Body::Owned(work.clone()));
         let weak = Arc::downgrade(engine);

@@ -104,12 +104,14 @@ impl<J: Takes + Clone> Scheduler<J> {
         sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// A thread that is no worker has ended a chunk, on which a job may have counted
-    /// ([`Going::wakes`](super::push::Going::wakes)): wakes a worker for what is left.
-    pub(super) fn leave(&self) {
-        if self.has_work() {
+    /// A caller has ended a chunk, on which a job may have counted
+    /// ([`Going::wakes`](super::push::Going::wakes)): wakes a worker for what is left. Whether anything is.
+    pub(super) fn leave(&self) -> bool {
+        let left = self.has_work();
+        if left {
             self.poke();
         }
+        left
     }
 
     /// Parks this thread until there may be work, or until the deadline.

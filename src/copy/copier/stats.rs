@@ -17,13 +17,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
-    /// Chunks that were moved.
+    /// Chunks that were moved. A short slice counts as one.
     pub chunks: u64,
     /// Pushes that were moved.
     pub pushes: u64,
     /// Bytes that went through the device ring, spread or collected there by a kernel.
     pub ring_bytes: u64,
-    /// Bytes that went between a segment and their places by copies.
+    /// Bytes that went between a segment and their places by copies, and those of short slices, which need no segment.
     pub batch_bytes: u64,
     /// Bytes of pinned buffers that were copied from or to where they are.
     pub in_place_bytes: u64,

@@ -83,7 +83,7 @@ impl<T> Transfer<T> {
     /// that came in time; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), where the
     /// wait could never end: the transfer goes on then; [`Error::Forked`].
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
-        match self.finish(None) {
+        match self.finish() {
             Ok(()) => self.take(),
             Err(error) => Err(SubmitError { error, buffer: None }),
         }
@@ -187,7 +187,7 @@ impl<T> Transfer<T> {
         if stream.device().context().id() != self.engine().device.context().id() {
             return Err(Error::WrongDevice { device: self.engine().device.name().into() });
         }
-        self.finish(None)?;
+        self.finish()?;
         self.job.outcome().unwrap_or(Ok(()))
     }
 
@@ -210,17 +210,19 @@ impl<T> Transfer<T> {
     #[cfg(feature = "safetensors")]
     pub(crate) fn settle(self) {
         self.cancel();
-        let _ = self.finish(None);
+        let _ = self.finish();
     }
 
     /// Waits until the job is over.
-    fn finish(&self, deadline: Option<Instant>) -> Result<()> {
+    fn finish(&self) -> Result<()> {
         crate::os::check_fork()?;
         if self.job.is_over() {
             return Ok(());
         }
         may_wait()?;
-        if self.until(deadline, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO.into())) }
+        // Not in a wait with a deadline, which may come before the chunk's end.
+        self.engine().hasten(&self.job);
+        if self.until(None, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO.into())) }
     }
 
     fn until(&self, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {

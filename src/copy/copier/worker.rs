@@ -1,5 +1,5 @@
 //! What a thread does that moves chunks: a thread of the copier, or a caller that waits for its own job. A thread of the
-//! copier needs tens of microseconds to wake, so a caller that waits for a short transfer moves its only chunk.
+//! copier needs tens of microseconds to wake, so a caller that waits for a short transfer moves a chunk of it.
 //!
 //! A worker owns each of its chunks from the moment in which it takes the chunk to the chunk's end. Chunks go through
 //! these stages:
@@ -206,8 +206,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Moves the only chunk of a job, on a thread that waits for it, unless a worker has taken the chunk: the worker that
-    /// was woken for it needs longer to wake than the copy does to arrive.
+    /// Moves a chunk of a short job, on a thread that waits for the job, unless a worker has taken the chunk: the worker
+    /// that was woken for it needs longer to wake than the copy does to arrive.
     pub(super) fn hasten(&mut self, job: &Arc<Job>) {
         if !self.take(job) {
             return;
