@@ -235,12 +235,17 @@ impl Engine {
         if self.settings.threads == 0 || !helps() {
             return;
         }
-        // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
-        self.pushes.going.by_caller(|| {
+        let hasten = || {
+            // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
             foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
                 Worker::new(self).hasten(job);
             });
-        });
+        };
+        if job.is_shared {
+            self.pushes.going.by_caller(hasten)
+        } else {
+            hasten()
+        }
         if !self.scheduler.leave() {
             self.segments.rest();
         }
