@@ -31,7 +31,7 @@ const LIMIT: Duration = Duration::from_secs(560);
 /// pool.
 const FULL: u64 = 1_700_000;
 const FULL_STAND_IN: u64 = 60_000;
-const USUAL: u64 = 30_000;
+const USUAL: u64 = 16_000;
 const PLAIN: u64 = 10_000;
 /// How long the kernels run that hold up a stream of pinpool's, and one of the plain pool's.
 const HOLD_UP_NANOSECONDS: u64 = 100_000;

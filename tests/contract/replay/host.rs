@@ -21,7 +21,7 @@ impl Site for Host {
     }
 
     fn targets(&self) -> (u64, u64) {
-        let target = if super::full() { FULL } else { 30_000 };
+        let target = if super::full() { FULL } else { 16_000 };
         (target, target)
     }
 

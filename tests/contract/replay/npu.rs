@@ -20,7 +20,7 @@ use crate::support::skip;
 
 /// Checkouts per scenario, through pinpool and through the plain pool.
 const FULL: u64 = 40_000;
-const USUAL: u64 = 30_000;
+const USUAL: u64 = 14_000;
 const PLAIN: u64 = 10_000;
 /// The plain pool's buffers lie as far apart as the library wants parts of a block to.
 const STRIDE: usize = 2 * BYTES;

@@ -346,7 +346,8 @@ pub fn replay(
     );
     assert!(ours >= target && checkouts >= plain_target);
     // Early reuse can only show where there is reuse.
-    assert!(ours > 8 * places, "{ours} checkouts of {places} buffers");
+    let uses = if super::full() { 8 } else { 2 };
+    assert!(ours > uses * places, "{ours} checkouts of {places} buffers");
     assert!(verified >= ours / 4, "{verified} messages compared");
     assert_eq!(wrong, 0, "wrong bytes");
 }
