@@ -1,7 +1,6 @@
 //! Short slices, which a copier copies at once on the calling thread: they need nothing of the pool, keep their place in
 //! the order of all transfers, and fail alone.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::Priority;
@@ -136,14 +135,9 @@ fn later_transfers_wait_for_a_short_slice() {
         let copier = s.copier.with_priority(priority);
         for _ in 0..10 {
             s.node.hang(0);
-            let begun = AtomicBool::new(false);
             std::thread::scope(|scope| {
-                let short = scope.spawn(|| {
-                    begun.store(true, Ordering::SeqCst);
-                    copier.upload_slice(&bytes(3, LEN), s.range(3))
-                });
-                until("it is begun", || begun.load(Ordering::SeqCst));
-                std::thread::sleep(Duration::from_millis(2));
+                let short = scope.spawn(|| copier.upload_slice(&bytes(3, LEN), s.range(3)));
+                until("its copy is submitted", || s.node.queued(0) > 0);
                 assert!(!short.is_finished(), "the device hangs");
                 let loads: Vec<_> = [4, 5]
                     .map(|seed| {

