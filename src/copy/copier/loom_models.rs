@@ -460,19 +460,20 @@ fn loom_copier_pushes_are_found() {
     });
 }
 
+/// A worker that looks for two pushes, and a thread that makes one into this lane.
+fn beside_a_push(lane: usize) -> (Arc<Pushing>, loom::thread::JoinHandle<()>, loom::thread::JoinHandle<()>) {
+    let pushing = Pushing::new();
+    let (served, pushed) = (pushing.clone(), pushing.clone());
+    let worker = loom::thread::spawn(move || served.serve(2));
+    let other = loom::thread::spawn(move || pushed.push(lane, 2));
+    (pushing, worker, other)
+}
+
 /// Two threads push into one lane.
 #[test]
 fn loom_copier_pushes_of_two_threads_are_found() {
     model("copier: two threads push into a lane, a worker closes chunks", 2, || {
-        let pushing = Pushing::new();
-        let worker = {
-            let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.serve(2))
-        };
-        let other = {
-            let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.push(0, 2))
-        };
+        let (pushing, worker, other) = beside_a_push(0);
         pushing.push(0, 1);
         other.join().unwrap();
         worker.join().unwrap();
@@ -484,15 +485,7 @@ fn loom_copier_pushes_of_two_threads_are_found() {
 
 /// A thread moves the chunk of its own push, another one pushes, and a worker sleeps.
 fn beside_a_waiting_caller(copying: impl Fn(&Pushing)) {
-    let pushing = Pushing::new();
-    let worker = {
-        let pushing = pushing.clone();
-        loom::thread::spawn(move || pushing.serve(2))
-    };
-    let other = {
-        let pushing = pushing.clone();
-        loom::thread::spawn(move || pushing.push(1, 2))
-    };
+    let (pushing, worker, other) = beside_a_push(1);
     pushing.push(0, 1);
     pushing.hasten(|| copying(&pushing));
     other.join().unwrap();

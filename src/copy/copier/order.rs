@@ -77,8 +77,8 @@ impl<J: Clone> Order<J> {
     /// The same for a call that waits for nothing. `None`: something is in its way.
     pub(super) fn enter_if_free(&self, range: Range<u64>, writes: bool) -> Option<u64> {
         let mut state = self.state.lock();
-        let meets = state.spans.range(..range.end).rev().take_while(|(_, span)| span.end > range.start);
-        if meets.into_iter().any(|(_, span)| span.writer.is_some() || writes) {
+        let mut meets = state.spans.range(..range.end).rev().take_while(|(_, span)| span.end > range.start);
+        if meets.any(|(_, span)| span.writer.is_some() || writes) {
             return None;
         }
         let number = state.next;
