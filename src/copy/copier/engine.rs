@@ -59,6 +59,10 @@ impl Takes for Arc<Job> {
             (Priority::Bulk, false) => 3,
         }
     }
+
+    fn direction(&self) -> Direction {
+        self.direction
+    }
 }
 
 /// The streams of one direction, which chunks use by turns, and the copies in flight there.

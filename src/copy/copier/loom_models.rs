@@ -51,7 +51,7 @@ impl Counted {
 fn serve(scheduler: &Scheduler<Counted>) -> u64 {
     let mut taken = 0;
     loop {
-        while let Some(job) = scheduler.first(|_| true) {
+        while let Some(job) = scheduler.first(|_| true, Direction::Up) {
             taken += u64::from(job.take());
         }
         if scheduler.park(None) == Woken::Closed {
@@ -107,7 +107,7 @@ fn loom_copier_a_sleeper_is_woken() {
             loom::thread::spawn(move || {
                 let mut taken = 0;
                 while taken < 1 {
-                    match scheduler.first(|_| true) {
+                    match scheduler.first(|_| true, Direction::Up) {
                         Some(job) => taken += u64::from(Counted::take(&job)),
                         None => _ = scheduler.park(None),
                     }
@@ -433,7 +433,7 @@ impl Pushing {
     /// which loom tells.
     fn serve(&self, count: usize) {
         while self.found.lock().len() < count {
-            let Some(job) = self.scheduler.first(|_| true) else {
+            let Some(job) = self.scheduler.first(|_| true, Direction::Up) else {
                 if self.scheduler.park(None) == Woken::Closed {
                     return;
                 }

@@ -1,9 +1,11 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait by rank, and those of one rank in the order in which they were started. A worker that looks for work gets
+//! Jobs wait by rank and direction, and there in the order in which they were started. A worker that looks for work gets
 //! the first job of which a chunk can be taken, of the ranks that are open: those of pushes are closed while as many
-//! copies are in flight as may be. Where there is none, a worker that owns no chunk parks. Starting a
-//! job wakes as many workers as it is worth. A job whose chunks come one by one is started anew for each.
+//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it prefers, if there is one: the
+//! link carries both directions at once, so each worker turns to the one of which it has fewer chunks. Where there is no
+//! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one
+//! by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
@@ -13,6 +15,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use super::job::Direction;
 use crate::sync::Mutex;
 use crate::sync::thread::{self, Thread};
 
@@ -24,6 +27,7 @@ pub(super) trait Takes {
     fn needs_none(&self) -> bool;
     /// Its rank, less than [`RANKS`]: jobs of a lower one go first.
     fn rank(&self) -> usize;
+    fn direction(&self) -> Direction;
 }
 
 /// Ranks of jobs.
@@ -40,8 +44,8 @@ pub(super) struct Scheduler<J> {
 
 #[derive(Debug)]
 struct SchedulerState<J> {
-    /// By rank.
-    jobs: [VecDeque<J>; RANKS],
+    /// By rank and direction.
+    jobs: [[VecDeque<J>; 2]; RANKS],
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
     /// No worker slept when one was to look around: the next one does not park.
@@ -69,29 +73,29 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// Starts a job that is worth so many workers, as `workers` says when the job can be found.
     pub(super) fn add(&self, job: J, workers: impl FnOnce() -> usize) {
         let mut state = self.state.lock();
-        let rank = job.rank();
-        state.jobs[rank].push_back(job);
+        let (rank, direction) = (job.rank(), job.direction());
+        state.jobs[rank][direction as usize].push_back(job);
         let awake = state.sleepers.len().saturating_sub(workers());
         let sleepers = state.sleepers.split_off(awake);
         drop(state);
         sleepers.iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken, of the ranks that are open.
-    pub(super) fn first(&self, is_open: impl Fn(usize) -> bool) -> Option<J> {
-        self.state.lock().first(is_open)
+    /// The first job of which a chunk can be taken, of the ranks that are open. Of one rank, one in this direction first.
+    pub(super) fn first(&self, is_open: impl Fn(usize) -> bool, direction: Direction) -> Option<J> {
+        self.state.lock().first(is_open, direction)
     }
 
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
     pub(super) fn without_segment(&self) -> Option<J> {
         let state = self.state.lock();
-        let near = state.jobs.iter().flat_map(|jobs| jobs.iter().take(NEAR));
+        let near = state.jobs.iter().flatten().flat_map(|jobs| jobs.iter().take(NEAR));
         near.into_iter().find(|job| job.may_take() && job.needs_none()).cloned()
     }
 
     /// Whether there is a chunk to be taken, now or when a segment is free or a rank is open.
     pub(super) fn has_work(&self) -> bool {
-        self.state.lock().first(|_| true).is_some()
+        self.state.lock().has_work()
     }
 
     /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else the
@@ -117,7 +121,7 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// Parks this thread until there may be work, or until the deadline.
     pub(super) fn park(&self, deadline: Option<Instant>) -> Woken {
         let mut state = self.state.lock();
-        if state.first(|_| true).is_some() || std::mem::take(&mut state.poked) {
+        if state.has_work() || std::mem::take(&mut state.poked) {
             return Woken::Yes;
         }
         if state.closed {
@@ -145,15 +149,22 @@ impl<J: Takes + Clone> Scheduler<J> {
 }
 
 impl<J: Takes + Clone> SchedulerState<J> {
-    fn first(&mut self, is_open: impl Fn(usize) -> bool) -> Option<J> {
+    fn first(&mut self, is_open: impl Fn(usize) -> bool, direction: Direction) -> Option<J> {
         for (rank, jobs) in self.jobs.iter_mut().enumerate() {
-            while jobs.front().is_some_and(|job| !job.may_take()) {
-                jobs.pop_front();
-            }
-            if let Some(job) = jobs.front().filter(|_| is_open(rank)) {
-                return Some(job.clone());
+            for way in [direction as usize, 1 - direction as usize] {
+                let jobs = &mut jobs[way];
+                while jobs.front().is_some_and(|job| !job.may_take()) {
+                    jobs.pop_front();
+                }
+                if let Some(job) = jobs.front().filter(|_| is_open(rank)) {
+                    return Some(job.clone());
+                }
             }
         }
         None
+    }
+
+    fn has_work(&mut self) -> bool {
+        self.first(|_| true, Direction::Up).is_some()
     }
 }

@@ -309,10 +309,23 @@ impl<'a> Worker<'a> {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// Takes a chunk of the first job of which one can be taken.
+    /// Takes a chunk of the first job of which one can be taken: in the direction of which it owns fewer chunks, so that both
+    /// directions of the link are busy, or else in the other one.
     fn take_any(&mut self) -> bool {
-        let Some(first) = self.engine.scheduler.first(|rank| self.engine.is_open(rank)) else { return false };
-        self.take(&first) || self.engine.scheduler.without_segment().is_some_and(|other| self.take(&other))
+        let up = self.owned.iter().filter(|owned| owned.job.direction == Direction::Up).count();
+        let directions = match 2 * up > self.owned.len() {
+            true => [Direction::Down, Direction::Up],
+            false => [Direction::Up, Direction::Down],
+        };
+        let scheduler = &self.engine.scheduler;
+        for direction in directions {
+            match scheduler.first(|rank| self.engine.is_open(rank), direction) {
+                Some(first) if self.take(&first) => return true,
+                Some(_) => {}
+                None => return false,
+            }
+        }
+        scheduler.without_segment().is_some_and(|other| self.take(&other))
     }
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.

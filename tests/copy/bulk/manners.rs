@@ -384,6 +384,27 @@ fn progress_says_how_far_it_is_and_what_is_left() {
     rig.all_is_back();
 }
 
+/// The link carries both directions at once: a download does not wait until all of an earlier upload has been taken.
+#[test]
+fn both_directions_go_at_once() {
+    const LEN: usize = 8 << 20;
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).build().unwrap();
+    let (bytes, up, down) = (pattern(LEN, 6), rig.device.alloc(LEN).unwrap(), rig.device.alloc(LEN).unwrap());
+    copier.upload_slice(&bytes, &down).unwrap();
+    // Nothing goes before both have started.
+    copier.set_rate(Some(1));
+    let load = copier.upload(bytes.clone(), &up).unwrap();
+    let store = copier.download_collect(&down).unwrap();
+    copier.set_rate(None);
+    load.wait().unwrap();
+    let done = store.progress().done;
+    assert!(done >= LEN as u64 / 4, "{done} bytes have come while all of the upload went");
+    assert!(store.wait().unwrap().into_vec().unwrap() == bytes);
+    assert!(copier.download_vec(&up).unwrap() == bytes);
+    rig.all_is_back();
+}
+
 #[test]
 fn what_has_landed_is_used_beside_the_rest() {
     const LEN: usize = 8 << 20;
