@@ -16,7 +16,7 @@
 //! | `touched_T` | the device to touched ordinary memory |
 //! | `fresh_T` | the device to a new vector |
 //! | `both_T` | `slice_T` and `touched_T` at once, by a copier each, over both directions of the link at once |
-//! | `both_T_one` | the same by one copier of twice as many threads |
+//! | `both_T_one` | the same by one copier of twice as many threads, or `--one N` |
 //! | `both_T_pinned` | the same, with a page-locked source of the upload |
 //!
 //! Beside each row the bench prints the speed of a plain loop of as many threads in the same round, without a device:
@@ -462,7 +462,7 @@ type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usi
 fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
     let threads = bench.cores.min(8);
     let two = [bench.copier(threads), bench.copier(threads)];
-    let one = bench.copier(2 * threads);
+    let one = bench.copier(number("one", 2 * threads));
     let staged = |[up, down]: [Copier; 2]| {
         move |bench: &mut Bench, _: &mut Link| {
             let Bench { source, target, memory, .. } = bench;

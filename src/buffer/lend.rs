@@ -64,6 +64,11 @@ pub(crate) mod sealed {
         /// The written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self, _: Key) -> &[u8];
+        /// What is read first to find them, if that is elsewhere; else null. Not to be read by this address.
+        #[doc(hidden)]
+        fn descriptor(&self, _: Key) -> *const u8 {
+            std::ptr::null()
+        }
         /// Whether this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -111,6 +116,11 @@ impl sealed::Lend for PinnedBuf {
     #[inline]
     fn bytes(&self, _: Key) -> &[u8] {
         self
+    }
+
+    #[inline]
+    fn descriptor(&self, _: Key) -> *const u8 {
+        std::ptr::from_ref(self.segment.descriptor()).cast()
     }
 
     #[inline]

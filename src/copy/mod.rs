@@ -182,6 +182,11 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
+        /// As for [`Lend`](crate::buffer::sealed::Lend).
+        #[doc(hidden)]
+        fn descriptor(&self, _: Key) -> *const u8 {
+            std::ptr::null()
+        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -201,6 +206,10 @@ mod landing {
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
             stream.may_use(self)?;
             Ok((self.as_mut_ptr(), self.capacity()))
+        }
+        #[inline]
+        fn descriptor(&self, _: Key) -> *const u8 {
+            crate::buffer::sealed::Lend::descriptor(self, KEY)
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {

@@ -11,6 +11,7 @@ use super::packing::Piece;
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Ramp, Side, Survey, Up, Values};
 use super::stats::Counters;
+use super::stores;
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
@@ -26,6 +27,8 @@ use crate::stream::Stream;
 /// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
 /// driver's copy from or to memory that is not pinned is slower.
 const AT_ONCE: usize = 64 << 10;
+/// Buffers whose descriptors the processor fetches at once: a call with many finds few of them in the caches.
+const AHEAD: usize = 32;
 
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
@@ -254,39 +257,35 @@ impl Copier {
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     fn buffers<S: Side<Beside = DeviceSlice> + 'static>(
         &self,
-        given: Vec<S::Given>,
+        mut given: Vec<S::Given>,
     ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
         let stream = engine.stream(S::DIRECTION, Priority::Foreground);
         let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
-        let mut look = |given: &mut S::Given| {
-            let (host, have) = S::look(given, stream)?;
-            let memory = S::beside(given);
-            let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
-            match have {
-                0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
-                _ => Error::unless_fits(len, have)?,
-            }
-            survey.add(engine, memory, len)?;
-            pieces.push(Piece::new(host, len, memory));
-            Ok(())
-        };
-        // The buffers are looked at while the caller's list becomes the job's, since a list of many is longer than caches
-        // are: each pass over it costs the time of a copy. After the first error none is looked at.
-        let mut said = self.alive().and_then(|()| engine.start_threads());
-        let values: Vec<Held<S>> = given
-            .into_iter()
-            .enumerate()
-            .map(|(n, mut given)| {
-                if said.is_ok() {
-                    said = look(&mut given).map_err(|e| e.of_piece(n, S::beside(&given).len()));
+        let looked = (|| {
+            self.alive()?;
+            for (some, first) in given.chunks_mut(AHEAD).zip((0..).step_by(AHEAD)) {
+                some.iter().for_each(|given| stores::fetch(S::descriptor(given)));
+                for (n, given) in (first..).zip(some) {
+                    let looked = S::look(given, stream);
+                    let memory = S::beside(given);
+                    let checked = looked.and_then(|(host, have)| {
+                        let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
+                        match have {
+                            0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
+                            _ => Error::unless_fits(len, have)?,
+                        }
+                        survey.add(engine, memory, len)?;
+                        pieces.push(Piece::new(host, len, memory));
+                        Ok(())
+                    });
+                    checked.map_err(|e| e.of_piece(n, memory.len()))?;
                 }
-                Held::Given(given)
-            })
-            .collect();
-        if let Err(error) = said {
-            return Err(SubmitError::refused(error, values.into_iter().filter_map(Held::refused).collect()));
-        }
+            }
+            engine.start_threads()
+        })();
+        let ((), given) = SubmitError::unless(looked, given)?;
+        let values = given.into_iter().map(Held::<S>::Given).collect();
         let buffers = Arc::new(Buffers::new(pieces, values, Ramp::new(engine)));
         let plan = self.plan(S::DIRECTION, survey, None);
         Ok(self.run(plan, buffers.clone(), buffers))

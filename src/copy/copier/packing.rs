@@ -305,21 +305,12 @@ pub(super) unsafe fn copy_out(from: &[u8], to: *mut u8) {
 /// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
 /// stops at each page's end.
 fn announce(piece: &Piece, from: usize, to: usize) {
-    #[cfg(target_arch = "x86_64")]
+    /// What the processor fetches ahead within, and the lines of it that set it going.
+    const PAGE: usize = 4096;
+    const LINES: usize = 4;
     if !piece.host.is_null() {
-        /// What the processor fetches ahead within, and the lines of it that set it going.
-        const PAGE: usize = 4096;
-        const LINES: usize = 4;
         for page in (from..to).step_by(PAGE) {
-            for line in 0..LINES {
-                // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
-                unsafe {
-                    std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                        piece.host.wrapping_add(page + line * 64).cast_const().cast(),
-                    );
-                }
-            }
+            (0..LINES).for_each(|line| stores::fetch(piece.host.wrapping_add(page + line * 64)));
         }
     }
-    let _ = (piece, from, to);
 }

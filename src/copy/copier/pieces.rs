@@ -294,6 +294,9 @@ pub(super) trait Side {
 
     fn beside(given: &Self::Given) -> &Self::Beside;
 
+    /// What is read first to find the buffer's bytes, if that is elsewhere; else null.
+    fn descriptor(given: &Self::Given) -> *const u8;
+
     /// The buffer's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
     /// copies cannot use it.
     fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
@@ -323,6 +326,10 @@ impl<B: Lend, M: Send> Side for Up<B, M> {
 
     fn beside((_, beside): &(B, M)) -> &M {
         beside
+    }
+
+    fn descriptor((value, _): &(B, M)) -> *const u8 {
+        value.descriptor(KEY)
     }
 
     fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
@@ -364,6 +371,10 @@ impl<L: Landing, M: Send> Side for Down<L, M> {
         beside
     }
 
+    fn descriptor((_, landing): &(M, L)) -> *const u8 {
+        landing.descriptor(KEY)
+    }
+
     fn look((_, landing): &mut (M, L), stream: &Stream) -> Result<(*mut u8, usize)> {
         landing.target(stream, KEY)
     }
@@ -397,14 +408,6 @@ pub(super) enum Held<S: Side> {
 }
 
 impl<S: Side> Held<S> {
-    /// What the caller gave, unless it was lent.
-    pub(super) fn refused(self) -> Option<S::Given> {
-        match self {
-            Self::Given(given) => Some(given),
-            Self::Lent(_) => None,
-        }
-    }
-
     /// Lends it. With what was given beside it.
     pub(super) fn lend(&mut self, written: usize) -> (RetainedResource, Option<S::Beside>) {
         match std::mem::replace(self, Self::Lent(None)) {
@@ -450,18 +453,17 @@ impl<S: Side> List<S> {
     pub(super) unsafe fn take(&self, written: impl Iterator<Item = usize>) -> Result<Vec<S::Back>> {
         // SAFETY: no worker uses the list any more, and the caller is the only one that takes it.
         let values = std::mem::take(unsafe { &mut *self.0.get() });
-        let mut back = Vec::with_capacity(values.len());
-        let mut left = values.into_iter().zip(written);
-        while let Some((value, written)) = left.next() {
-            match value.back(written) {
-                Ok(value) => back.push(value),
-                Err(error) => {
-                    left.for_each(|(value, _)| value.abandon());
-                    return Err(error);
-                }
+        let mut failed = None;
+        // In place: another list of many would be new memory.
+        let back = values.into_iter().zip(written).filter_map(|(value, written)| match failed {
+            None => value.back(written).map_err(|error| failed = Some(error)).ok(),
+            Some(_) => {
+                value.abandon();
+                None
             }
-        }
-        Ok(back)
+        });
+        let back = back.collect();
+        failed.map_or(Ok(back), Err)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches.
+//! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching ahead.
 //!
 //! *Into segments*, which the device reads next: through the caches, from which the device is served. Stores past them
 //! ("non-temporal") send every byte to memory, and the device fetches it from there. On an H200 machine eight threads
@@ -38,6 +38,17 @@ pub(super) fn stream(from: &[u8], to: &mut [MaybeUninit<u8>]) {
         return copy(&from[end..], &mut to[end..]);
     }
     copy(from, to);
+}
+
+/// Has the processor fetch the line at an address, which may be any, into its caches.
+#[inline]
+pub(super) fn fetch(at: *const u8) {
+    // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    let _ = at;
 }
 
 /// Lines of the processor's caches.

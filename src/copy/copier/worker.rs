@@ -13,10 +13,10 @@
 //! Pinned memory of the program's goes the same way, without a segment: the device reads or writes it where it is, and no
 //! CPU moves its bytes. Its chunks have no `Landed`.
 //!
-//! Nothing waits in the loop: each turn looks at each chunk, lets the spreaders go on, takes another chunk if there is
-//! room, and writes the bytes of one chunk that has landed. That comes last: it takes as long as several copies, and the
-//! link would be idle for so long if the worker had not submitted all that it can before. Only a worker that owns no
-//! chunk parks. So a worker that waits holds nothing that another one needs. Sources, sinks and files may block: a worker
+//! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
+//! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one takes as long as several
+//! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
+//! that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources, sinks and files may block: a worker
 //! that is about to call one owns chunks of that job only.
 //!
 //! A caller that writes the bytes of a download itself is a worker for that time. It writes its `Landed` chunks in order.
@@ -180,11 +180,22 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
+    /// the long steps, so the chunks are looked at before each of them.
+    fn round(&mut self, take: impl FnOnce(&mut Self) -> bool) -> bool {
+        let mut changed = self.turn();
+        if take(self) {
+            changed = true;
+            self.turn();
+        }
+        self.drain() | changed
+    }
+
     /// The life of a thread of the copier.
     pub(super) fn serve(&mut self) {
         let mut pause = Pause::default();
         while !crate::os::forked() {
-            let changed = self.turn() | self.take_any() | self.drain();
+            let changed = self.round(Self::take_any);
             let again = || !self.owned.is_empty() || self.engine.scheduler.has_work();
             if !pause.after(changed, again) && self.park() {
                 return;
@@ -196,7 +207,7 @@ impl<'a> Worker<'a> {
     pub(super) fn assist(&mut self, job: &Arc<Job>, until: impl Fn(&Job) -> bool) {
         let mut pause = Pause::default();
         while !crate::os::forked() {
-            let changed = self.turn() | self.take(job) | self.drain();
+            let changed = self.round(|worker| worker.take(job));
             let again = || !self.owned.is_empty() || job.may_take();
             let wait = || job.wait(Instant::now().checked_add(LONG_PAUSE), &until);
             // What was left was with the copier's threads.
