@@ -537,10 +537,11 @@ fn a_push_does_not_wait_for_sources_that_block() {
     });
 }
 
-/// A thread that waits for its push moves it itself where no worker does: here the only one is held up by a source.
+/// A thread that waits moves its push, and all chunks of a transfer, itself where no worker does: here the only one is held
+/// up by a source.
 #[test]
 fn a_thread_that_waits_moves_its_push() {
-    ends("a push while all threads of the copier are held up", || {
+    ends("transfers while all threads of the copier are held up", || {
         let s = setup(HostConfig::new(), |copier| copier.threads(1));
         let source = Blocks::default();
         let upload = s.copier.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
@@ -556,6 +557,11 @@ fn a_thread_that_waits_moves_its_push() {
         s.copier.push(&bytes(1, LEN), s.range(50)).unwrap().wait().unwrap_err();
         s.copier.push(&bytes(51, LEN), s.range(51)).unwrap().wait().unwrap();
         s.is_there(51);
+        // Of many chunks.
+        let all = bytes(3, 4 << 20);
+        let long = s.device.alloc(all.len()).unwrap();
+        s.copier.upload(all.clone(), &long).unwrap().wait().unwrap();
+        assert!(s.copier.download_collect(&long).unwrap().wait().unwrap().into_vec().unwrap() == all);
         source.goes_on.store(true, Ordering::Relaxed);
         upload.wait().unwrap();
         s.all_back();

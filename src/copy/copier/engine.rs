@@ -232,10 +232,10 @@ impl Engine {
         }
     }
 
-    /// Before a wait for a job's end, however long that takes: moves a chunk of the job, if it is short or a push, and if
-    /// no worker is about to.
+    /// Before a wait for a job's end, however long that takes: moves chunks of the job, or of pushes the one, if no worker
+    /// is about to.
     pub(super) fn hasten(self: &Arc<Self>, job: &Arc<Job>) {
-        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.is_short(LEAST as u64) };
+        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.may_hasten() };
         if self.settings.threads == 0 || !helps() {
             return;
         }

@@ -590,10 +590,10 @@ impl Job {
         left
     }
 
-    /// Whether so many bytes at most are left, which a worker can take and which no call of the program's holds up.
-    pub(super) fn is_short(&self, most: u64) -> bool {
+    /// Whether a thread that waits for the job can move a chunk of it now, and no call of the program's would hold it up.
+    pub(super) fn may_hasten(&self) -> bool {
         let state = self.state.lock();
-        !self.may_block && !self.is_pulled && !state.open && state.may_take() && state.cursor.left <= most
+        !self.may_block && !self.is_pulled && !state.open && state.may_take()
     }
 
     /// Whether no worker will read what the job uploads any more.

@@ -75,7 +75,8 @@ impl<T> Transfer<T> {
     }
 
     /// Waits until it is over, and gives back what the call was given: the source or sink, or the buffers in the order
-    /// of the call.
+    /// of the call. The thread fills and drains segments meanwhile, as the copier's do, unless that would call a source, a
+    /// sink or a file.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of

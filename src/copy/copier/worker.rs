@@ -1,5 +1,4 @@
-//! What a thread does that moves chunks: a thread of the copier, or a caller that waits for its own job. A thread of the
-//! copier needs tens of microseconds to wake, so a caller that waits for a short transfer moves a chunk of it.
+//! What a thread does that moves chunks: a thread of the copier, or a caller that waits for its own job.
 //!
 //! A worker owns each of its chunks from the moment in which it takes the chunk to the chunk's end. Chunks go through
 //! these stages:
@@ -217,15 +216,15 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Moves a chunk of a short job, on a thread that waits for the job, unless a worker has taken the chunk: the worker
-    /// that was woken for it needs longer to wake than the copy does to arrive.
+    /// Moves chunks of a job, on a thread that waits for it, until there is none for it: a worker that is woken needs longer
+    /// to wake than a short copy to arrive, and of a long job one more thread fills or drains chunks.
     pub(super) fn hasten(&mut self, job: &Arc<Job>) {
-        if !self.take(job) {
-            return;
-        }
         let mut pause = Pause::default();
-        while !self.owned.is_empty() && !crate::os::forked() {
-            pause.after(self.turn() | self.drain(), || true);
+        while !crate::os::forked() {
+            let changed = self.round(|worker| worker.take(job));
+            if !pause.after(changed, || !self.owned.is_empty()) {
+                return;
+            }
         }
     }
 
