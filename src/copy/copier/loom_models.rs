@@ -34,6 +34,10 @@ impl Takes for Counted {
     fn rank(&self) -> usize {
         RANKS - 1
     }
+
+    fn direction(&self) -> Direction {
+        Direction::Up
+    }
 }
 
 impl Counted {
