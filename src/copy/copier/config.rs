@@ -44,8 +44,8 @@ const RING: usize = 64 << 20;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// Loads of much data: in the order in which they were started, with at most [`depth`](CopierBuilder::depth) chunks
-    /// in flight in each direction.
+    /// Loads of much data: in the order in which they were started, both directions at once, with at most
+    /// [`depth`](CopierBuilder::depth) chunks in flight in each direction.
     #[default]
     Bulk,
     /// Requests whose latency counts: before all bulk transfers, on streams of their own, with segments kept for them.

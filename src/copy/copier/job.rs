@@ -34,10 +34,20 @@ use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 
 /// Which way bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Direction {
+    #[default]
     Up,
     Down,
+}
+
+impl Direction {
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Up => Self::Down,
+            Self::Down => Self::Up,
+        }
+    }
 }
 
 /// A place in a call's pieces.

@@ -63,7 +63,7 @@
 //! # Priorities
 //!
 //! Bulk transfers leave room for others: at most [`depth`](CopierBuilder::depth) of their copies are in flight in each
-//! direction, and an eighth of the segments is never theirs. Transfers of a handle [with foreground
+//! direction, and an eighth of the segments, at least one of four, is never theirs. Transfers of a handle [with foreground
 //! priority](Copier::with_priority) go first, and while one of their copies is in flight, bulk copies go one by one.
 //! Copies by [`Stream`] calls wait for about as many copies as are in flight, unless the copier is told to [give
 //! way](Copier::give_way). An idle copier uses no processor time and holds no segment.

@@ -462,7 +462,8 @@ impl<S: Side> List<S> {
                 None
             }
         });
-        let back = back.collect();
+        let mut back: Vec<_> = back.collect();
+        back.shrink_to_fit();
         failed.map_or(Ok(back), Err)
     }
 }
@@ -623,5 +624,8 @@ mod tests {
         let before = list.as_ptr().addr();
         let became: Vec<[u64; 2]> = list.into_iter().enumerate().map(|(n, (a, _))| [a, n as u64]).collect();
         assert_eq!(became.as_ptr().addr(), before, "the standard library collects in place");
+        let back: Vec<u64> =
+            became.into_iter().zip(0..).filter_map(|([a, _], n)| (n < 99).then_some(a)).collect();
+        assert_eq!((back.as_ptr().addr(), back.len()), (before, 99), "and so it does when they come back");
     }
 }

@@ -27,6 +27,7 @@ use super::job::{Body, Chunk, Cursor, Cut, Direction, Job, Memories, Needs, Plan
 use super::layout::{Layout, Stretch};
 use super::packing::{Brought, Content, Packing};
 use super::pieces::{LEAST, Values, finish};
+use super::segments::usable;
 use super::transfer::Transfer;
 use super::{Copier, may_wait};
 use crate::buffer::PinnedBuf;
@@ -245,8 +246,7 @@ impl Going {
 /// that threads rarely share one: they would wait for each other's bytes to be copied, at four threads a lane for most of
 /// their time. Workers have enough chunks for the depth, or three quarters of the segments where these are few.
 fn shares(segments: usize, depth: usize) -> (usize, usize) {
-    // As many as bulk pushes get: see `super::segments`.
-    let usable = (segments - segments / 8).saturating_sub(1);
+    let usable = usable(segments, Priority::Bulk).saturating_sub(1);
     let lanes = usable.saturating_sub(depth).max(segments / 4).clamp(1, MOST_LANES);
     (lanes, usable.saturating_sub(lanes).clamp(1, depth))
 }
@@ -544,7 +544,7 @@ mod tests {
     fn lanes_and_chunks_share_the_segments() {
         assert_eq!(
             [1, 3, 7, 28, 56].map(|segments| shares(segments, 8)),
-            [(1, 1), (1, 1), (1, 5), (16, 8), (40, 8)]
+            [(1, 1), (1, 1), (1, 4), (16, 8), (40, 8)]
         );
         for segments in 1..300 {
             for depth in 1..40 {

@@ -2,9 +2,9 @@
 //!
 //! Jobs wait by rank and direction, and there in the order in which they were started. A worker that looks for work gets
 //! the first job of which a chunk can be taken, of the ranks that are open: those of pushes are closed while as many
-//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it prefers, if there is one: the
-//! link carries both directions at once, so each worker turns to the one of which it has fewer chunks. Where there is no
-//! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one
+//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it asks for, if there is one: the
+//! link carries both directions at once, so each worker turns to them by turns. Where there is no job, a worker that owns no
+//! chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one
 //! by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
@@ -87,10 +87,15 @@ impl<J: Takes + Clone> Scheduler<J> {
     }
 
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
-    pub(super) fn without_segment(&self) -> Option<J> {
+    pub(super) fn without_segment(&self, direction: Direction) -> Option<J> {
         let state = self.state.lock();
-        let near = state.jobs.iter().flatten().flat_map(|jobs| jobs.iter().take(NEAR));
-        near.into_iter().find(|job| job.may_take() && job.needs_none()).cloned()
+        let both = |jobs: &'_ [VecDeque<J>; 2]| {
+            let ways = [direction, direction.other()].into_iter();
+            ways.flat_map(|way| jobs[way as usize].iter().take(NEAR))
+                .find(|job| job.may_take() && job.needs_none())
+                .cloned()
+        };
+        state.jobs.iter().find_map(both)
     }
 
     /// Whether there is a chunk to be taken, now or when a segment is free or a rank is open.
@@ -151,8 +156,8 @@ impl<J: Takes + Clone> Scheduler<J> {
 impl<J: Takes + Clone> SchedulerState<J> {
     fn first(&mut self, is_open: impl Fn(usize) -> bool, direction: Direction) -> Option<J> {
         for (rank, jobs) in self.jobs.iter_mut().enumerate() {
-            for way in [direction as usize, 1 - direction as usize] {
-                let jobs = &mut jobs[way];
+            for way in [direction, direction.other()] {
+                let jobs = &mut jobs[way as usize];
                 while jobs.front().is_some_and(|job| !job.may_take()) {
                     jobs.pop_front();
                 }

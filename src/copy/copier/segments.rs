@@ -1,9 +1,10 @@
 //! The segments of a copier: how many are in use, which are free, and how it waits for the pool.
 //!
 //! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the free
-//! ones return to the pool. An eighth of the share is kept for the foreground. Calls whose caller fills or drains the
-//! chunks itself leave one segment more, since the caller may wait for another transfer meanwhile; for that, each of
-//! them has one segment that does not count.
+//! ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are four:
+//! bulk chunks may keep theirs for as long as the rate wants. Calls whose caller fills or drains the chunks itself leave
+//! one segment more, since the caller may wait for another transfer meanwhile; for that, each of them has one segment
+//! that does not count.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
 //! Otherwise it asks again from time to time.
@@ -23,6 +24,14 @@ use crate::segment::PAGE;
 
 /// After the pool had none, it is asked again when so much time has passed.
 const RETRY: Duration = Duration::from_millis(1);
+
+/// How many of so many segments transfers of a priority use.
+pub(super) fn usable(segments: usize, priority: Priority) -> usize {
+    match priority {
+        Priority::Foreground => segments,
+        Priority::Bulk => segments - (segments / 8).max(usize::from(segments > 3)),
+    }
+}
 
 /// See the module's page.
 pub(super) struct Segments {
@@ -62,14 +71,12 @@ impl Segments {
 
     /// A segment. `None`: not now. `waits`: the chunk needs one, so the copier waits in the pool's queue if it has none.
     pub(super) fn take(&self, priority: Priority, waits: bool) -> Result<Option<PinnedBuf>> {
-        let kept = if priority == Priority::Foreground { 0 } else { self.most / 8 };
-        self.take_within(self.most - kept, waits)
+        self.take_within(usable(self.most, priority), waits)
     }
 
     /// A segment for a caller that fills or drains chunks itself, and has one already.
     pub(super) fn take_more(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
-        let kept = if priority == Priority::Foreground { 0 } else { self.most / 8 };
-        self.take_within((self.most - kept).saturating_sub(1), false)
+        self.take_within(usable(self.most, priority).saturating_sub(1), false)
     }
 
     fn take_within(&self, most: usize, waits: bool) -> Result<Option<PinnedBuf>> {

@@ -15,7 +15,7 @@
 //! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
 //! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one takes as long as several
 //! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
-//! that owns no chunk parks. So a worker that waits holds nothing that another one needs. Sources, sinks and files may block: a worker
+//! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may block: a worker
 //! that is about to call one owns chunks of that job only.
 //!
 //! A caller that writes the bytes of a download itself is a worker for that time. It writes its `Landed` chunks in order.
@@ -106,11 +106,13 @@ pub(super) struct Worker<'a> {
     owned: Vec<Owned>,
     /// A caller's, in the pool's queue: for its segment that does not count.
     place: Option<Checkout>,
+    /// The direction that it turns to next.
+    next: Direction,
 }
 
-/// What the one worker of a copier without threads owns, while no thread is that worker.
+/// What the one worker of a copier without threads owns, while no thread is that worker, and where it turns to next.
 #[derive(Default)]
-pub(super) struct Holdings(Vec<Owned>);
+pub(super) struct Holdings(Vec<Owned>, Direction);
 
 /// What to do when nothing has changed.
 #[derive(Default)]
@@ -120,19 +122,19 @@ struct Pause {
 
 impl<'a> Worker<'a> {
     pub(super) fn new(engine: &'a Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), place: None }
+        Self { engine, owned: Vec::new(), place: None, next: Direction::Up }
     }
 
     /// The one worker of a copier without threads, on whichever thread calls. `None`: another thread is it now.
     pub(super) fn inline(engine: &'a Arc<Engine>) -> Option<Self> {
-        let Holdings(owned) = engine.inline.lock().take()?;
-        Some(Self { engine, owned, place: None })
+        let Holdings(owned, next) = engine.inline.lock().take()?;
+        Some(Self { engine, owned, place: None, next })
     }
 
     /// Ends being the one worker.
     fn leave(mut self) {
         self.engine.segments.rest();
-        *self.engine.inline.lock() = Some(Holdings(std::mem::take(&mut self.owned)));
+        *self.engine.inline.lock() = Some(Holdings(std::mem::take(&mut self.owned), self.next));
     }
 
     /// Does what can be done without waiting, on a copier without threads. Whether anything has changed.
@@ -217,11 +219,13 @@ impl<'a> Worker<'a> {
     }
 
     /// Moves chunks of a job, on a thread that waits for it, until there is none for it: a worker that is woken needs longer
-    /// to wake than a short copy to arrive, and of a long job one more thread fills or drains chunks.
+    /// to wake than a short copy to arrive, and of a long job one more thread fills or drains chunks. Of chunks that wait for
+    /// a slot or a permit it has one at a time, since there may be many such threads.
     pub(super) fn hasten(&mut self, job: &Arc<Job>) {
+        let waits = |owned: &Owned| matches!(owned.stage, Some(Stage::Ready(_) | Stage::Collected(..)));
         let mut pause = Pause::default();
         while !crate::os::forked() {
-            let changed = self.round(|worker| worker.take(job));
+            let changed = self.round(|worker| !worker.owned.iter().any(waits) && worker.take(job));
             if !pause.after(changed, || !self.owned.is_empty()) {
                 return;
             }
@@ -238,7 +242,7 @@ impl<'a> Worker<'a> {
             if let Some(n) = self.owned.iter().position(is_due) {
                 return Some(n);
             }
-            let changed = self.turn() | self.take(job);
+            let changed = self.round(|worker| worker.take(job));
             pause.after(changed, || true);
         }
         None
@@ -319,23 +323,20 @@ impl<'a> Worker<'a> {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// Takes a chunk of the first job of which one can be taken: in the direction of which it owns fewer chunks, so that both
-    /// directions of the link are busy, or else in the other one.
+    /// Takes a chunk of the first job of which one can be taken, by turns of one direction and the other, so that both
+    /// directions of the link are busy. A job that has to wait until the worker owns less keeps its turn meanwhile: else
+    /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
-        let up = self.owned.iter().filter(|owned| owned.job.direction == Direction::Up).count();
-        let directions = match 2 * up > self.owned.len() {
-            true => [Direction::Down, Direction::Up],
-            false => [Direction::Up, Direction::Down],
-        };
         let scheduler = &self.engine.scheduler;
-        for direction in directions {
-            match scheduler.first(|rank| self.engine.is_open(rank), direction) {
-                Some(first) if self.take(&first) => return true,
-                Some(_) => {}
-                None => return false,
-            }
-        }
-        scheduler.without_segment().is_some_and(|other| self.take(&other))
+        let first = scheduler.first(|rank| self.engine.is_open(rank), self.next);
+        let Some(first) = first else { return false };
+        let taken = match self.take(&first) {
+            true => Some(first),
+            false => scheduler.without_segment(self.next).filter(|other| self.take(other)),
+        };
+        let Some(job) = taken else { return false };
+        self.next = job.direction.other();
+        true
     }
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.

@@ -2,6 +2,7 @@
 //! there is nothing to do.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -405,6 +406,108 @@ fn both_directions_go_at_once() {
     assert!(store.wait().unwrap().into_vec().unwrap() == bytes);
     assert!(copier.download_vec(&up).unwrap() == bytes);
     rig.all_is_back();
+}
+
+/// A worker that is about to call a source or a sink owns chunks of that job only. So it has to let others' chunks end before,
+/// which the other direction's must not keep it from.
+#[test]
+fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
+    const LEN: usize = 2 << 20;
+    const MOST: usize = 12;
+    for threads in [1, 3] {
+        let rig = Rig::new(HostConfig::new().late(Duration::from_micros(300), 3), 64 << 20);
+        let copier = rig.builder().threads(threads).build().unwrap();
+        let (bytes, memory) = (Arc::new(pattern(LEN, 6)), rig.device.alloc(LEN).unwrap());
+        let others: [_; 3] = std::array::from_fn(|_| rig.device.alloc(LEN).unwrap());
+        // As many as end before `is_over`, of which there are always three.
+        let beside = |start: &dyn Fn(usize) -> Box<dyn Fn() -> bool>, is_over: &dyn Fn() -> bool| {
+            let mut going: VecDeque<_> = (0..3).map(start).collect();
+            let mut ended = 0;
+            while !is_over() && ended < MOST {
+                if going[0]() {
+                    ended += 1;
+                    going.pop_front();
+                    going.push_back(start(ended % 3));
+                }
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            assert!(ended < MOST, "{threads} threads: {ended} others of as many bytes are over before");
+            going.iter().for_each(|is_over| {
+                while !is_over() {
+                    std::thread::yield_now()
+                }
+            });
+        };
+        let download = |n: usize| -> Box<dyn Fn() -> bool> {
+            let sent = copier.download_collect(&others[n]).unwrap();
+            Box::new(move || sent.is_over())
+        };
+        let upload = |n: usize| -> Box<dyn Fn() -> bool> {
+            let sent = copier.upload(bytes.clone(), &others[n]).unwrap();
+            Box::new(move || sent.is_over())
+        };
+        others.iter().for_each(|other| copier.upload_slice(&bytes, other).unwrap());
+        let source = copier.upload(Filled(LEN as u64), &memory).unwrap();
+        beside(&download, &|| source.is_over());
+        source.wait().unwrap();
+        let landed = Arc::new(AtomicUsize::new(0));
+        let sink = copier.download(&memory, Counts(landed.clone())).unwrap();
+        beside(&upload, &|| sink.is_over());
+        sink.wait().unwrap();
+        assert_eq!(landed.load(Ordering::Relaxed), LEN);
+        rig.all_is_back();
+    }
+}
+
+/// Bulk chunks keep their segments for as long as the rate wants, those of the copier's threads and those of threads that
+/// wait. The foreground, which the rate does not hold up, has one of its own, also where there are few.
+#[test]
+fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
+    const LEN: usize = 1 << 20;
+    for threads in [1, 4] {
+        let rig = Rig::plain();
+        let copier = rig.builder().threads(threads).share(600 << 10).rate(1 << 10).build().unwrap();
+        let memory: [_; 6] = std::array::from_fn(|_| rig.device.alloc(LEN).unwrap());
+        std::thread::scope(|scope| {
+            for memory in &memory[..5] {
+                let load = copier.upload(vec![1; LEN], memory).unwrap();
+                scope.spawn(|| load.wait().unwrap());
+            }
+            // They take what they can get.
+            std::thread::sleep(Duration::from_millis(50));
+            let urgent = copier.with_priority(Priority::Foreground);
+            let sent = urgent.upload(vec![2; LEN], &memory[5]).unwrap().wait_timeout(Duration::from_secs(20));
+            copier.set_rate(None);
+            let said =
+                sent.unwrap_or_else(|_| panic!("{threads} threads: the foreground waits for the rate"));
+            said.unwrap();
+        });
+        rig.all_is_back();
+    }
+}
+
+/// A source of so many bytes.
+struct Filled(u64);
+
+impl Source for Filled {
+    fn len(&self) -> u64 {
+        self.0
+    }
+
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// A sink that counts bytes.
+struct Counts(Arc<AtomicUsize>);
+
+impl Sink for Counts {
+    fn put(&self, _: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.fetch_add(bytes.len(), Ordering::Relaxed);
+        Ok(())
+    }
 }
 
 #[test]
