@@ -182,12 +182,14 @@ impl<'a> Worker<'a> {
     }
 
     /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
-    /// the long steps, so the chunks are looked at before each of them.
+    /// the long steps, so the chunks are looked at between the two.
     fn round(&mut self, take: impl FnOnce(&mut Self) -> bool) -> bool {
         let mut changed = self.turn();
         if take(self) {
             changed = true;
-            self.turn();
+            if self.owned.iter().any(|owned| matches!(owned.stage, Some(Stage::Landed(_)))) {
+                self.turn();
+            }
         }
         self.drain() | changed
     }
