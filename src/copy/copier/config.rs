@@ -100,9 +100,9 @@ impl CopierBuilder {
         Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: None, rate: None }
     }
 
-    /// Threads that fill and drain segments, beside the thread of a blocking call or of a [wait](super::Transfer::wait) for a
-    /// transfer's end. They start with the first transfer and sleep when there is nothing to do. Default: as many as there are processors, at most 8. A stepped device has
-    /// none.
+    /// Threads that fill and drain segments, beside the thread of a blocking call or of a
+    /// [wait](super::Transfer::wait) for a transfer's end. They start with the first transfer and sleep when there is
+    /// nothing to do. Default: as many as there are processors, at most 8. A stepped device has none.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

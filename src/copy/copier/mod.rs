@@ -63,10 +63,11 @@
 //! # Priorities
 //!
 //! Bulk transfers leave room for others: at most [`depth`](CopierBuilder::depth) of their copies are in flight in each
-//! direction, and an eighth of the segments, at least one of four, is never theirs. Transfers of a handle [with foreground
-//! priority](Copier::with_priority) go first, and while one of their copies is in flight, bulk copies go one by one.
-//! Copies by [`Stream`] calls wait for about as many copies as are in flight, unless the copier is told to [give
-//! way](Copier::give_way). An idle copier uses no processor time and holds no segment.
+//! direction, and an eighth of the segments, at least one of four, is never theirs. The copier's threads turn to uploads
+//! and downloads by turns. Transfers of a handle [with foreground priority](Copier::with_priority) go first, and while
+//! one of their copies is in flight, bulk copies go one by one. Copies by [`Stream`] calls wait for about as many copies
+//! as are in flight, unless the copier is told to [give way](Copier::give_way). An idle copier uses no processor time and
+//! holds no segment.
 
 // The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
