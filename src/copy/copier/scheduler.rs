@@ -2,10 +2,10 @@
 //!
 //! Jobs wait by rank and direction, and there in the order in which they were started. A worker that looks for work gets
 //! the first job of which a chunk can be taken, of the ranks that are open: those of pushes are closed while as many
-//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it asks for, if there is one: the
-//! link carries both directions at once, so each worker turns to them by turns. Where there is no job, a worker that owns no
-//! chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one
-//! by one is started anew for each.
+//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it asks for, if there is one.
+//! Workers ask for both directions by turns, since the link carries both at once. Where there is no job, a worker that
+//! owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one by one is started
+//! anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
@@ -89,13 +89,13 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
     pub(super) fn without_segment(&self, direction: Direction) -> Option<J> {
         let state = self.state.lock();
-        let both = |jobs: &'_ [VecDeque<J>; 2]| {
+        let near = |jobs: &[VecDeque<J>; 2]| {
             let ways = [direction, direction.other()].into_iter();
             ways.flat_map(|way| jobs[way as usize].iter().take(NEAR))
                 .find(|job| job.may_take() && job.needs_none())
                 .cloned()
         };
-        state.jobs.iter().find_map(both)
+        state.jobs.iter().find_map(near)
     }
 
     /// Whether there is a chunk to be taken, now or when a segment is free or a rank is open.

@@ -75,8 +75,9 @@ impl<T> Transfer<T> {
     }
 
     /// Waits until it is over, and gives back what the call was given: the source or sink, or the buffers in the order
-    /// of the call. The thread may fill and drain segments meanwhile, as the copier's do, unless the program's sources and sinks
-    /// or files would have to be called for it. Wakers of this transfer, and of those behind it, may be called on it then.
+    /// of the call. The thread may fill and drain segments meanwhile, as the copier's threads do; of transfers from and to
+    /// files and the program's own sources and sinks it does not. Wakers of this transfer, and of those behind it, may be
+    /// called on the thread.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of

@@ -13,10 +13,10 @@
 //! CPU moves its bytes. Its chunks have no `Landed`.
 //!
 //! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
-//! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one takes as long as several
+//! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
 //! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
-//! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may block: a worker
-//! that is about to call one owns chunks of that job only.
+//! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may
+//! block: a worker that is about to call one owns chunks of that job only.
 //!
 //! A caller that writes the bytes of a download itself is a worker for that time. It writes its `Landed` chunks in order.
 

@@ -408,8 +408,8 @@ fn both_directions_go_at_once() {
     rig.all_is_back();
 }
 
-/// A worker that is about to call a source or a sink owns chunks of that job only. So it has to let others' chunks end before,
-/// which the other direction's must not keep it from.
+/// A worker that is about to call a source or a sink owns chunks of that job only: it lets its other chunks end before. A
+/// stream of transfers in the other direction does not keep it from that.
 #[test]
 fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
     const LEN: usize = 2 << 20;
@@ -419,7 +419,7 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
         let copier = rig.builder().threads(threads).build().unwrap();
         let (bytes, memory) = (Arc::new(pattern(LEN, 6)), rig.device.alloc(LEN).unwrap());
         let others: [_; 3] = std::array::from_fn(|_| rig.device.alloc(LEN).unwrap());
-        // As many as end before `is_over`, of which there are always three.
+        // Keeps three transfers going until `is_over`, which is to be before `MOST` of them have ended.
         let beside = |start: &dyn Fn(usize) -> Box<dyn Fn() -> bool>, is_over: &dyn Fn() -> bool| {
             let mut going: VecDeque<_> = (0..3).map(start).collect();
             let mut ended = 0;
