@@ -334,6 +334,8 @@ impl<'a> Worker<'a> {
         let Some(first) = first else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
+            // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
+            false if self.has_to_wait(&first) => None,
             false => scheduler.without_segment(self.next).filter(|other| self.take(other)),
         };
         let Some(job) = taken else { return false };
@@ -347,11 +349,7 @@ impl<'a> Worker<'a> {
         if !self.has_room(job, needs) || !self.engine.is_open(job.rank()) {
             return false;
         }
-        // A call that blocks holds up the worker's other chunks: they are of the same job, or there is none. An upload's
-        // chunk that is owned has been filled.
-        let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;
-        let others = |owned: &Owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || blocks(owned));
-        if self.owned.iter().any(others) {
+        if self.has_to_wait(job) {
             return false;
         }
         let got = match needs {
@@ -382,6 +380,13 @@ impl<'a> Worker<'a> {
             }
         }
         true
+    }
+
+    /// Whether a job's chunk is not to be taken before others have ended. A call that blocks holds up the worker's other
+    /// chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
+    fn has_to_wait(&self, job: &Arc<Job>) -> bool {
+        let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;
+        self.owned.iter().any(|owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || blocks(owned)))
     }
 
     /// A segment for the next chunk, and whether it counts. `None`: not now.

@@ -454,7 +454,17 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
         let sink = copier.download(&memory, Counts(landed.clone())).unwrap();
         beside(&upload, &|| sink.is_over());
         sink.wait().unwrap();
-        assert_eq!(landed.load(Ordering::Relaxed), LEN);
+        // From where the bytes are, so without a segment.
+        let pinned = |n: usize| -> Box<dyn Fn() -> bool> {
+            let mut buf = rig.pool.checkout(LEN).unwrap();
+            buf.extend_from_slice(&bytes);
+            let sent = copier.upload_pinned(buf, &others[n]).unwrap();
+            Box::new(move || sent.is_over())
+        };
+        let sink = copier.download(&memory, Counts(landed.clone())).unwrap();
+        beside(&pinned, &|| sink.is_over());
+        sink.wait().unwrap();
+        assert_eq!(landed.load(Ordering::Relaxed), 2 * LEN);
         rig.all_is_back();
     }
 }
