@@ -369,6 +369,8 @@ struct Grows {
     bytes: Vec<u8>,
     asked: std::sync::atomic::AtomicUsize,
     steady: usize,
+    /// Counts those that are not dropped.
+    _alive: Arc<()>,
 }
 
 impl std::ops::Deref for Grows {
@@ -390,10 +392,10 @@ fn what_grows_meanwhile_is_launched_no_further_than_its_place() {
         let raw = gpu.stream();
         let (pool, stream, memory) =
             (pool(&device, 2 << 20), adopt(&device, raw), device.alloc(LEN).unwrap());
-        let mut captured = 0;
+        let (mut captured, alive) = (0, Arc::new(()));
         for steady in 0..20 {
             drop(stream.upload(filled(&pool, &[9; LEN]), &memory).unwrap().wait().unwrap());
-            let grows = Grows { bytes: vec![5; 4096], asked: 0.into(), steady };
+            let grows = Grows { bytes: vec![5; 4096], asked: 0.into(), steady, _alive: alive.clone() };
             let src = device.register(grows).unwrap();
             gpu.begin_capture(raw, 1);
             // Taken as it was, or refused.
@@ -412,6 +414,7 @@ fn what_grows_meanwhile_is_launched_no_further_than_its_place() {
             gpu.ok("cuGraphDestroy", &[graph]);
         }
         assert!(captured > 0);
+        until("all are unregistered and dropped", || Arc::strong_count(&alive) == 1);
     });
 }
 
