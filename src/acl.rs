@@ -70,7 +70,9 @@
 
 #![allow(unsafe_code)]
 
-pub mod hardware;
+/// For users with Ascend hardware: how to run the tests on it, and what to send back.
+#[doc = include_str!("../docs/ascend.md")]
+pub mod hardware {}
 
 use std::any::Any;
 use std::ffi::c_void;

@@ -195,7 +195,6 @@ mod pool;
 mod region;
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
-mod sealed;
 mod segment;
 mod stream;
 mod sync;
@@ -221,6 +220,21 @@ pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdow
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
+
+/// What keeps sealed traits sealed.
+///
+/// A trait that the crate's generic code uses is public, and so are the methods of the traits that it stands on: with a
+/// bound on it, code outside the crate can call them, hidden or not. So each of these methods takes a [`Key`](sealed::Key),
+/// which only the crate can name or make. (It has no `Default` and no public function returns one, so inference does not
+/// help either.)
+mod sealed {
+    /// Proof that the crate itself makes the call.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Key(());
+
+    /// The one key.
+    pub(crate) const KEY: Key = Key(());
+}
 
 /// Compiles and runs the examples of the README and of the pages in `docs` with the other examples.
 #[cfg(doctest)]
