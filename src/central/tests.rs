@@ -17,12 +17,12 @@ use crate::sync::thread;
 const MIB: usize = 1 << 20;
 
 /// A request for so many whole pages.
-fn pages(pages: usize) -> Want {
+pub(super) fn pages(pages: usize) -> Want {
     let len = pages * PAGE - 32;
     Want { len, placement: Placement::of(len, PAGE).unwrap() }
 }
 
-fn small(len: usize) -> Want {
+pub(super) fn small(len: usize) -> Want {
     Want { len, placement: Placement::of(len, 64).unwrap() }
 }
 
@@ -229,6 +229,10 @@ fn nothing_is_planned_while_memory_is_being_pinned() {
     // Memory has come since the request was tried.
     assert_eq!(central.extents(), 1);
     assert!(central.grow(&[pages(300)], 0));
+    let base = NonNull::new(std::ptr::without_provenance_mut(9 * MIB)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(1), base, PAGE, true) };
+    assert!(central.grow(&[pages(300)], 1));
     let core = central.core.lock();
     assert_eq!((core.growing, core.stats.growths), (0, 0));
 }
@@ -322,6 +326,242 @@ fn classes_are_listed_once_they_were_used() {
     assert_eq!(counts(&central).len(), 2);
 }
 
+/// A central pool with 1 MiB, all of which a thread may cache. Of the segments of `len` bytes this thread has cached one,
+/// and the others are out.
+fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>) {
+    let config = CentralConfig { thread_cache: 4 * MIB, timeless, ..central(0).config.clone() };
+    let central = CentralPool::new(config, None);
+    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
+    let mut out = Vec::new();
+    while let Take::Got(fresh) = central.try_take(small(len), ReclaimLevel::All).unwrap() {
+        out.push(fresh);
+    }
+    assert_eq!(central.core.lock().stats.reclaims, 0, "there was nothing to reclaim");
+    release(out.pop().unwrap());
+    assert_eq!(cached(&central, len), 1);
+    (central, out)
+}
+
+fn got(central: &CentralPool, len: usize) -> Fresh {
+    match central.try_take(small(len), ReclaimLevel::Idle).unwrap() {
+        Take::Got(fresh) => fresh,
+        Take::Empty => panic!("the memory should be enough"),
+    }
+}
+
+fn release(fresh: Fresh) {
+    // SAFETY: the test owns it, and nothing uses it.
+    unsafe { fresh.into_segment().release() };
+}
+
+/// Segments of the class of `len` that this thread has cached.
+fn cached(central: &CentralPool, len: usize) -> u64 {
+    central.cache().unwrap().cached(Class::of(len).unwrap())
+}
+
+/// What `f` finds on another thread.
+fn elsewhere(f: impl FnOnce() -> bool + Send) -> bool {
+    std::thread::scope(|scope| scope.spawn(f).join().unwrap())
+}
+
+#[test]
+fn what_idle_threads_have_cached_is_reclaimed_where_that_may_help() {
+    let (central, _out) = all_out_but_one(100_000, true);
+    let takes = |want, level| matches!(central.try_take(want, level).unwrap(), Take::Got(_));
+    assert!(!elsewhere(|| takes(pages(60), ReclaimLevel::All)), "that is more than could get free");
+    assert_eq!((cached(&central, 100_000), central.core.lock().stats.reclaims), (1, 0));
+    assert!(elsewhere(|| takes(small(100_000), ReclaimLevel::Idle)));
+    assert_eq!((cached(&central, 100_000), central.core.lock().stats.reclaims), (0, 1));
+}
+
+#[test]
+fn all_that_busy_threads_have_cached_is_for_requests_of_the_last_level() {
+    const LEN: usize = 300_000;
+    for several in [false, true] {
+        let (central, _out) = all_out_but_one(LEN, false);
+        let takes = |level| match several {
+            false => matches!(central.try_take(pages(70), level).unwrap(), Take::Got(_)),
+            true => central.try_take_all(&[pages(70)], level).unwrap().is_some(),
+        };
+        assert!(!elsewhere(|| takes(ReclaimLevel::Half)));
+        assert_eq!(cached(&central, LEN), 1);
+        // This thread works between the looks at it, however late the second one comes.
+        release(got(&central, LEN));
+        assert!(elsewhere(|| takes(ReclaimLevel::All)));
+        assert_eq!(cached(&central, LEN), 0);
+    }
+}
+
+#[test]
+fn what_is_in_transfer_caches_serves_every_request() {
+    let central = central(MIB);
+    let (class, cache) = (Class::of(4096).unwrap(), central.cache().unwrap());
+    let transfer = || {
+        let mut core = central.core.lock();
+        let mut held = CacheTable::mine(cache);
+        held.set_room(class, 2);
+        assert!(held.fill(class, core.arena.take_batch(class, 2)).is_empty());
+        assert!(central.offload(class, &mut held, 2) && !cache.any_cached());
+    };
+    let reclaims = || central.core.lock().stats.reclaims;
+    transfer();
+    let (fresh, filled) = central.refill(class, 4096).unwrap();
+    assert!(filled);
+    release(fresh);
+    assert!(central.core.lock().arena.bytes().free < MIB);
+    assert_eq!(central.region_use(), [(RegionId(0), MIB, MIB)]);
+    transfer();
+    assert_eq!(central.region_use(), [(RegionId(0), MIB, MIB)], "although no thread has anything");
+    transfer();
+    let before = reclaims();
+    assert!(matches!(central.try_take(pages(256), ReclaimLevel::Idle).unwrap(), Take::Got(_)));
+    assert_eq!(reclaims(), before + 1);
+    assert!(matches!(central.try_take(small(100), ReclaimLevel::Idle).unwrap(), Take::Empty));
+    assert_eq!(reclaims(), before + 1, "there was nothing");
+}
+
+/// A buffer that is dropped behind its thread's leases goes to its run.
+#[test]
+fn a_thread_that_ends_leaves_nothing_cached() {
+    struct Last(std::cell::Cell<Option<Fresh>>);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            self.0.take().into_iter().for_each(release);
+        }
+    }
+    std::thread_local! {
+        static LAST: Last = const { Last(std::cell::Cell::new(None)) };
+    }
+    let central = central(0);
+    for _ in 0..2 {
+        let other = central.clone();
+        let thread = std::thread::spawn(move || {
+            // What was used first is destroyed last.
+            LAST.with(|_| ());
+            let (cached, last) = (got(&other, 4096), got(&other, 4096));
+            release(cached);
+            assert!(other.cache().unwrap().any_cached());
+            LAST.with(|place| place.0.set(Some(last)));
+        });
+        thread.join().unwrap();
+        let snapshot = central.snapshot();
+        assert_eq!((snapshot.out, snapshot.cached), (0, 0));
+        central.check(|_, _| ()).unwrap();
+    }
+    assert_eq!(
+        central.core.lock().table.caches().count(),
+        1,
+        "the second thread has had the cache of the first"
+    );
+}
+
+#[test]
+fn a_thread_keeps_nothing_of_pools_that_are_gone_once_it_uses_another() {
+    let caches = [(); 3].map(|()| {
+        let central = central(0);
+        release(got(&central, 4096));
+        central.close();
+        let core = central.core.lock();
+        core.table.caches().next().map(Arc::downgrade).unwrap()
+    });
+    assert_eq!(caches.map(|cache| cache.strong_count()), [0, 0, 1]);
+}
+
+/// A segment that comes back between two looks and goes out again is not taken for one that was out all the time.
+#[test]
+fn the_age_of_a_segment_that_was_only_seen_is_never_too_long() {
+    let central = central(0);
+    let out_for = |micros: u64| {
+        let found = central.out_for(Duration::from_micros(micros));
+        found.iter().map(|out| out.descriptor).collect::<std::collections::BTreeSet<_>>()
+    };
+    let address = |fresh: &Fresh| std::ptr::from_ref(fresh.segment().descriptor()).addr();
+    let [fresh, flying] = [(); 2].map(|()| got(&central, 4096));
+    // A segment in flight has not come back, whatever comes back of its class.
+    flying.segment().descriptor().depart();
+    let both = [&fresh, &flying].map(address).into();
+    assert_eq!(out_for(0), both);
+    std::thread::sleep(Duration::from_millis(2));
+    assert_eq!(out_for(1000), both);
+    release(fresh);
+    let again = got(&central, 4096);
+    assert!(both.contains(&address(&again)));
+    assert_eq!(out_for(1000), [address(&flying)].into());
+}
+
+#[test]
+fn snapshots_count_what_there_is() {
+    let central = central(0);
+    let mut segment = got(&central, 5000).into_segment();
+    segment.rebook(700);
+    let (snapshot, classes) = central.snapshot_by_class();
+    assert_eq!((segment.len(), snapshot.requested, snapshot.out), (700, 700, segment.granted()));
+    let [class] = classes[..] else { panic!("{classes:?}") };
+    assert_eq!((class.out, class.free + 1), (1, u64::from(class.class.unwrap().shape().segments)));
+    // Calls under way may have been counted on one side only.
+    assert!(snapshot.cut > 0);
+    for (granted, out) in [(MIB as u64, snapshot.total - snapshot.cut), (u64::MAX, 0)] {
+        central.core.lock().granted = granted;
+        let snapshot = central.snapshot();
+        assert_eq!((snapshot.out, snapshot.free), (out, snapshot.total - snapshot.cut - out));
+    }
+    // Checks are told of a change in several steps while it is under way.
+    assert_eq!(central.joint_bytes(), (0, true));
+    assert_eq!(central.in_one(CentralPool::joint_bytes), (0, false));
+}
+
+#[test]
+fn a_failed_growth_ends_waits_though_segments_may_come_back() {
+    let config = CentralConfig { capacity: 4 * MIB, ..central(0).config.clone() };
+    let central = CentralPool::new(config, None);
+    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
+    {
+        let mut core = central.core.lock();
+        (core.extent, core.step, core.growing) = (4 * MIB, 2 * PAGE, MIB);
+        assert!(core.arena.take(pages(1).placement).is_some());
+    }
+    let key = central.join(vec![pages(300)], Wake::Thread(thread::current()), true).unwrap();
+    assert!(central.waits(key));
+    central.grown(MIB, Some(&Error::Empty));
+    assert!(matches!(central.look(key, None), WaitOutcome::Failed(Error::Empty)));
+}
+
+#[test]
+fn memory_of_the_caller_may_take_all_the_room_there_is() {
+    let device = crate::Device::open("host").unwrap();
+    let builder = crate::Pool::builder(&device).capacity(MIB).initial(0).unpinned(crate::Unpinned::Allow);
+    let pool = builder.build().unwrap();
+    let [all, more] = [MIB, PAGE].map(|len| memmap2::MmapMut::map_anon(len).unwrap());
+    assert_eq!(pool.adopt(all).unwrap().len, MIB);
+    let error = pool.adopt(more).unwrap_err().error;
+    assert_eq!(error, Error::OverCapacity { len: PAGE, room: 0, capacity: MIB });
+}
+
+#[test]
+fn large_classes_make_room_in_a_threads_cache_and_awaited_ones_get_none() {
+    const CACHE: usize = 128 * MIB;
+    let config = CentralConfig { thread_cache: CACHE, ..central(0).config.clone() };
+    let central = CentralPool::new(config, None);
+    let cache = central.cache().unwrap();
+    let class = |len: usize| Class::of(len).unwrap();
+    let room = |len: usize| central.room(&mut central.core.lock(), cache, class(len));
+    let now = |len: usize| central.gate.enter(cache).unwrap().room(class(len));
+    let (tiny, large, medium, fourth) = (5000, MIB, 100_000, 200_000);
+    assert_eq!((room(tiny), [2, 4, 8]), (64, [(); 3].map(|()| room(large))));
+    // From here on there are several, which share an eighth: 16 MiB.
+    assert_eq!((room(medium), now(large)), (2, 8), "there is room for both");
+    assert_eq!(room(large), 16);
+    // The large one makes room: it was granted its first room before the medium one, and is not small.
+    assert_eq!((room(fourth), [tiny, large, medium].map(now)), (2, [64, 0, 2]));
+    let key = central.core.lock().queue.join(vec![small(tiny)], Wake::Thread(thread::current()));
+    assert_eq!((room(tiny), room(medium) > 0), (0, true), "a request waits for one");
+    let _ = central.core.lock().queue.leave(key, &mut Vec::new());
+}
+
 #[test]
 fn growth_is_possible_with_room_and_after_no_failure() {
     let central = with_regions(1, 3 * MIB);
@@ -395,6 +635,10 @@ fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
     late(2032, 1, 1);
     assert_eq!(growths(), 5);
     pinned();
+    // A window lasts 100 ms.
+    late(3000, 19, 1);
+    late(3099, 1, 1);
+    assert_eq!(growths(), 6);
     helpers.core.lock().capacity = 8 * MIB;
     (0..100).for_each(|_| helpers.served_late(&[small(100)], ms(0), ms(1)));
     assert_eq!(helpers.core.lock().stats.growths, 0, "without a clock nothing is late");

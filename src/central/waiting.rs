@@ -569,10 +569,14 @@ impl Core {
             if self.grant_withheld(head, wakes) {
                 continue;
             }
-            // What is withheld for others is free, too.
+            // What is withheld is free, too: for the head, or to be unpinned for a region that serves it. (Regions that are
+            // withheld to be replaced may have come back while others were being pinned.)
             self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
             if self.grant(head, wakes) {
                 continue;
+            }
+            if self.grow_for_head(wakes) {
+                break;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
             let (quarantined, capacity) = (self.quarantined, self.capacity);
@@ -862,3 +866,6 @@ impl Core {
         self.queue.owners().into_iter().map(asked).max().unwrap_or(0)
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

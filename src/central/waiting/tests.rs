@@ -1,0 +1,406 @@
+use super::super::queue::Grant;
+use super::super::tests::{pages, small};
+use super::super::{CentralConfig, ReclaimLevel, Segment, Take, transfer};
+use super::*;
+use crate::freelist::cache::Put;
+use crate::region::RegionId;
+use crate::segment::PAGE;
+use crate::sync::thread;
+
+/// A central pool that does not grow, of extents of so many pages, each of which is a region.
+fn pool(extents: &[usize], timeless: bool) -> Arc<CentralPool> {
+    let (capacity, largest) = (extents.iter().sum::<usize>() * PAGE, (4 << 20) - 32);
+    let config = transfer::tests::central(0).config.clone();
+    let central = CentralPool::new(CentralConfig { capacity, largest, timeless, ..config }, None);
+    for (i, pages) in extents.iter().enumerate() {
+        let base = NonNull::new(std::ptr::without_provenance_mut((i + 1) << 22)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { central.add_extent(RegionId(i as u64), base, pages * PAGE, true) };
+    }
+    central
+}
+
+/// Takes a segment past the thread cache.
+fn out(central: &CentralPool, want: Want) -> Grant {
+    let mut core = central.core.lock();
+    let descriptor = core.arena.take(want.placement).unwrap();
+    core.took(descriptor, want.len)
+}
+
+/// Returns it past the thread cache.
+fn back(central: &CentralPool, grant: Grant) {
+    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    // SAFETY: out, and returned once.
+    unsafe { core.put(grant, &mut wakes) };
+    central.finish(core, wakes);
+}
+
+fn try_join(central: &CentralPool, wants: &[Want], covered: bool) -> Result<usize> {
+    central.join(wants.to_vec(), Wake::Thread(thread::current()), covered)
+}
+
+fn join(central: &CentralPool, wants: &[Want]) -> usize {
+    try_join(central, wants, false).unwrap()
+}
+
+/// The segments that a waiter was granted.
+fn granted(central: &CentralPool, key: usize) -> Vec<Segment> {
+    let WaitOutcome::Granted(fresh) = central.look(key, None) else { panic!("it was not served") };
+    fresh.into_iter().map(Fresh::into_segment).collect()
+}
+
+fn base(grant: &Grant) -> NonNull<u8> {
+    // SAFETY: out, so alive.
+    unsafe { grant.descriptor.as_ref() }.base()
+}
+
+fn windows(central: &CentralPool) -> usize {
+    central.core.lock().arena.window_count()
+}
+
+/// The address of the only window.
+fn window(central: &CentralPool) -> (usize, usize) {
+    assert_eq!(windows(central), 1);
+    central.core.lock().arena.window_addresses(0).unwrap()
+}
+
+#[test]
+fn a_segment_outside_of_all_windows_may_be_cached() {
+    let central = pool(&[256, 256], true);
+    let class = Class::of(5000).unwrap();
+    let segments = class.shape().segments as usize;
+    let beside: Vec<_> = (0..segments).map(|_| out(&central, small(5000))).collect();
+    let _rest = out(&central, pages(256 - class.shape().pages as usize));
+    let inside = out(&central, small(5000));
+    let key = join(&central, &[pages(256)]);
+    assert_eq!(window(&central).0, base(&inside).addr().get());
+    assert_eq!([&beside[0], &inside].map(|s| central.fences(class, base(s))), [false, true]);
+    assert!(!central.fences(Class::of(100).unwrap(), base(&inside)), "no segment of this class is out");
+    central.leave(key, Leaving::InVain);
+    assert!(!central.fences(class, base(&inside)));
+}
+
+#[test]
+fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
+    let central = transfer::tests::central(0);
+    let class = Class::of(4096).unwrap();
+    let taken = [(); 3].map(|()| match central.try_take(small(4096), ReclaimLevel::Idle).unwrap() {
+        Take::Got(fresh) => fresh.into_segment(),
+        Take::Empty => panic!("the memory should be enough"),
+    });
+    let [first, second, third] = taken.map(|segment| segment.into_parts().1);
+    let kept = |descriptor| {
+        let mut held = central.gate.enter(central.cache().unwrap()).unwrap();
+        // SAFETY: out, and no waiter has a right to it.
+        matches!(unsafe { held.put(descriptor, 4096, list_of(class)) }, Put::Kept)
+    };
+    assert!(kept(first), "nothing is fenced");
+    let key = join(&central, &[pages(256)]);
+    central.leave(key, Leaving::InVain);
+    assert!(!kept(second), "the owner has not come by since");
+    // SAFETY: as above.
+    assert!(unsafe { central.keep(class, second, 4096) } && kept(third));
+}
+
+#[test]
+fn what_is_free_serves_a_request_that_joins_once() {
+    let central = pool(&[16], true);
+    for (requests, want) in [pages(1), small(100)].into_iter().enumerate() {
+        let key = join(&central, &[want]);
+        assert_eq!(central.outstanding(), requests as u64 + 1);
+        assert_eq!(granted(&central, key).len(), 1);
+    }
+    // The queue does not look into runs for a request for several buffers, so the request does it when it joins.
+    let central = pool(&[2], true);
+    let held = [(); 3].map(|()| out(&central, small(2000)));
+    held[..2].iter().for_each(|grant| back(&central, *grant));
+    central.core.lock().growing = PAGE;
+    let key = try_join(&central, &[small(2000); 2], true).unwrap();
+    assert_eq!(granted(&central, key).len(), 2);
+}
+
+#[test]
+fn a_request_for_which_nothing_is_being_pinned_has_a_window_at_once() {
+    for covered in [false, true] {
+        let central = pool(&[16], true);
+        let _held = out(&central, pages(16));
+        central.core.lock().growing = PAGE;
+        try_join(&central, &[small(2000)], covered).unwrap();
+        assert_eq!(windows(&central), usize::from(!covered));
+        central.check(|_, _| ()).unwrap();
+        if covered {
+            central.grown(PAGE, None);
+        }
+        assert_eq!(windows(&central), 1, "nothing is being pinned any more");
+        central.fence.set(Class::of(2000).unwrap(), 0);
+        assert!(central.check(|_, _| ()).is_err());
+    }
+}
+
+#[test]
+fn who_finds_no_window_does_not_keep_others_from_one() {
+    let central = pool(&[256], true);
+    let _held: Vec<_> = (0..256).map(|_| out(&central, pages(1))).collect();
+    let first = join(&central, &[pages(200)]);
+    let second = join(&central, &[pages(100)]);
+    assert_eq!(windows(&central), 1, "only 56 pages are left");
+    join(&central, &[pages(50)]);
+    assert_eq!(windows(&central), 2);
+    join(&central, &[pages(10)]);
+    // A request for a class needs its fence all the same.
+    join(&central, &[small(100_000)]);
+    assert_eq!(windows(&central), 2);
+    central.check(|_, _| ()).unwrap();
+    central.leave(first, Leaving::InVain);
+    assert_eq!((windows(&central), central.core.lock().queue.windows(second).len()), (5 - 1, 1));
+
+    // There are only so many windows, and so many numbers of them.
+    let central = pool(&[40], true);
+    let _held: Vec<_> = (0..40).map(|_| out(&central, pages(1))).collect();
+    let keys = [(); 40].map(|()| join(&central, &[pages(1)]));
+    assert_eq!(windows(&central), MOST_WINDOWS);
+    central.leave(keys[0], Leaving::InVain);
+    assert_eq!(windows(&central), MOST_WINDOWS);
+}
+
+#[test]
+fn many_waiters_are_served_in_turns_before_others() {
+    let central = pool(&[32], true);
+    let held = out(&central, pages(32));
+    // So no waiter has a window.
+    central.core.lock().growing = PAGE;
+    let keys: Vec<_> = (0..200).map(|_| try_join(&central, &[small(100)], true).unwrap()).collect();
+    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    // SAFETY: out, and returned once.
+    unsafe { core.put(held, &mut wakes) };
+    core.serve(&mut wakes);
+    assert_eq!((core.pending, core.queue.len()), (true, 200 - TURNS));
+    drop(core);
+    // Another request finds the queue between two turns.
+    assert!(matches!(central.try_take(small(100), ReclaimLevel::Idle).unwrap(), Take::Got(_)));
+    assert!(keys.into_iter().all(|key| !central.waits(key)));
+}
+
+#[test]
+fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
+    let central = pool(&[256, 256], true);
+    let held = [(); 2].map(|()| out(&central, pages(256)));
+    let key = join(&central, &[pages(256)]);
+    let look = || {
+        (0..TICKS).for_each(|_| central.finish(central.core.lock(), Vec::new()));
+        central.check(|_, _| ()).unwrap();
+        (window(&central).0 >> 22, central.core.lock().windows.patience / PATIENCE.as_millis() as u32)
+    };
+    let (ms, first) = (Duration::from_millis, base(&held[0]));
+    assert_eq!([(); 2].map(|()| look()), [(1, ms(2)), (2, ms(4))]);
+    assert_eq!([(); 3].map(|()| look()), [(2, ms(8)), (2, ms(16)), (1, ms(20))]);
+    back(&central, held[0]);
+    assert_eq!(granted(&central, key)[0].base(), first);
+}
+
+#[test]
+fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
+    let central = pool(&[16], false);
+    let _held = out(&central, pages(16));
+    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    core.choose(&mut wakes);
+    assert!(wakes.is_empty(), "there is no window");
+    let key = core.queue.join(vec![pages(16)], Wake::Thread(thread::current()));
+    core.choose(&mut wakes);
+    core.choose(&mut wakes);
+    assert!(matches!(&wakes[..], [Wake::Choose(_, PATIENCE)]));
+    (core.windows.planned, core.timeless) = (false, true);
+    core.choose(&mut wakes);
+    assert_eq!(wakes.len(), 1);
+    core.windows.planned = true;
+    central.finish(core, Vec::new());
+    assert_eq!(central.core.lock().windows.ticks, 0, "calls are not counted where there is a clock");
+    // The timer looks, on its own thread.
+    CentralPool::choose_later(central.weak(), Duration::ZERO);
+    let end = Instant::now() + Duration::from_secs(20);
+    while central.core.lock().windows.planned {
+        assert!(Instant::now() < end, "no look is made");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    central.leave(key, Leaving::InVain);
+}
+
+#[test]
+fn only_who_leaves_empty_handed_has_waited_in_vain() {
+    let central = pool(&[16], true);
+    let held = out(&central, pages(16));
+    let [first, second, third] = [(); 3].map(|()| join(&central, &[pages(16)]));
+    let timeouts = || central.core.lock().stats.timeouts;
+    assert!(!central.leave(second, Leaving::Served));
+    back(&central, held);
+    assert!(!central.waits(first) && central.waits(third));
+    assert!(!central.leave(first, Leaving::InVain), "it was served");
+    assert_eq!((central.waits(third), timeouts()), (false, 0), "what it was granted goes to the next");
+    let last = join(&central, &[pages(1)]);
+    assert!(central.leave(last, Leaving::InVain));
+    assert_eq!(timeouts(), 1);
+    // What it gives back may be the last segment of a closed pool, which is freed then.
+    central.close();
+    assert!(!central.leave(third, Leaving::InVain));
+    let weak = Arc::downgrade(&central);
+    drop(central);
+    assert_eq!(weak.strong_count(), 0);
+}
+
+#[test]
+fn equal_buffers_of_a_request_have_to_fit_together() {
+    let central = pool(&[256, 256], true);
+    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    assert!(core.never(&[pages(200); 2]).is_none() && core.never(&[pages(200); 3]).is_some());
+    // Requests for several buffers of one size are not alike: each has a verdict of its own.
+    let mut join = |n: usize| core.queue.join(vec![pages(100); n], Wake::Thread(thread::current()));
+    let keys = [1, 4, 5].map(&mut join);
+    (core.windows.wanted, core.windows.none_for) = (true, Some(1));
+    core.fail(&mut wakes, |core, wants| core.never(wants).map(|_| Error::Empty));
+    assert_eq!(keys.map(|key| core.queue.waits(key)), [true, true, false]);
+    assert!(core.windows.wanted, "a look at the windows that is due stays due");
+}
+
+#[test]
+fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
+    let central = pool(&[256, 256, 1], true);
+    let held = [256, 256, 1].map(|n| out(&central, pages(n)));
+    central.core.lock().step = PAGE;
+    central.core.lock().growing = PAGE;
+    let key = join(&central, &[pages(300)]);
+    assert_eq!(windows(&central), 0, "no region serves it, and others are being pinned");
+    let mut core = central.core.lock();
+    let ranges = |core: &Core| core.ranges_to_replace(key, MOST_WINDOWS).map(|ranges| ranges.len());
+    core.growing = 0;
+    assert_eq!(ranges(&core), Some(2));
+    let preventions: [fn(&mut Core); 5] = [
+        |core| core.step = 0,
+        |core| core.growing = PAGE,
+        |core| core.leaving = PAGE,
+        |core| core.growth_failure = Some(Error::Empty),
+        |core| core.capacity += 300 * PAGE,
+    ];
+    for prevent in preventions {
+        let before = (core.step, core.growing, core.leaving, core.growth_failure.take(), core.capacity);
+        prevent(&mut core);
+        assert_eq!(ranges(&core), None);
+        (core.step, core.growing, core.leaving, core.growth_failure, core.capacity) = before;
+    }
+    core.growing = PAGE;
+    drop(core);
+    central.grown(PAGE, None);
+    assert_eq!(windows(&central), 2);
+    // They wait for another region that is being pinned.
+    central.core.lock().growing = PAGE;
+    held[..2].iter().for_each(|grant| back(&central, *grant));
+    assert_eq!(windows(&central), 2);
+    central.grown(PAGE, None);
+    let core = central.core.lock();
+    assert_eq!((core.growing, core.leaving), (300 * PAGE, 512 * PAGE));
+}
+
+#[test]
+fn several_buffers_are_served_from_all_windows_and_all_runs() {
+    for extents in [MOST_WINDOWS, MOST_WINDOWS + 1] {
+        let central = pool(&vec![4; extents], true);
+        let held: Vec<_> = (0..extents).map(|_| out(&central, pages(4))).collect();
+        let key = join(&central, &[pages(3), pages(3)]);
+        if extents > MOST_WINDOWS {
+            assert_eq!((windows(&central), central.core.lock().windows.ticks), (0, 0));
+        } else {
+            assert_eq!(windows(&central), MOST_WINDOWS, "the whole pool is withheld");
+            back(&central, held[0]);
+            assert!(central.waits(key));
+            back(&central, held[1]);
+            assert_eq!(granted(&central, key).len(), 2);
+        }
+    }
+    // The segments are cached, and there is no free page.
+    let central = pool(&[2], true);
+    let held = [(); 3].map(|()| out(&central, small(2000)));
+    // SAFETY: out, and returned once.
+    held[..2].iter().for_each(|grant| unsafe { central.fresh(*grant).into_segment().release() });
+    assert_eq!(central.cache().unwrap().cached(Class::of(2000).unwrap()), 2);
+    let key = join(&central, &[small(2000); 2]);
+    assert_eq!(granted(&central, key).len(), 2);
+}
+
+#[test]
+fn the_next_of_a_class_has_a_window_that_suits_it() {
+    // A segment of the class that comes back serves the waiter, also while the pages around it are in use.
+    let central = pool(&[64], true);
+    let mut held: Vec<_> =
+        (0..Class::of(5000).unwrap().shape().segments).map(|_| out(&central, small(5000))).collect();
+    let key = join(&central, &[small(5000)]);
+    let last = held.pop().unwrap();
+    assert!(base(&last).addr().get() > window(&central).0);
+    back(&central, last);
+    assert!(!central.waits(key));
+
+    // A page of the window gets free for the first waiter, and a page for the next, which inherits the window.
+    let central = pool(&[2, 256], true);
+    let _rest = out(&central, pages(256));
+    let one = out(&central, Want { len: 5000, placement: Placement::of(5000, PAGE).unwrap() });
+    let tail = Class::fitting(2 * PAGE - 5056).unwrap();
+    let tail = out(&central, Want { len: 100, placement: Placement::Class(tail) });
+    let keys = [(); 2].map(|()| join(&central, &[small(2000)]));
+    let at = window(&central);
+    back(&central, one);
+    assert_eq!((keys.map(|key| central.waits(key)), window(&central)), ([false, true], at));
+    back(&central, tail);
+    assert!(!central.waits(keys[1]));
+
+    // What the window has room for serves as many as wait.
+    let central = pool(&[2], true);
+    let held = out(&central, pages(2));
+    let keys = [(); 4].map(|()| join(&central, &[small(2000)]));
+    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    // SAFETY: out, and returned once.
+    unsafe { core.put(held, &mut wakes) };
+    assert_eq!(keys.map(|key| core.queue.waits(key)), [false, false, false, true]);
+    central.finish(core, wakes);
+
+    // The first waiter gets a run that begins before the window. So the next has another window.
+    let central = pool(&[4, 256], true);
+    let held = [256, 1, 3].map(|n| out(&central, pages(n)));
+    let start = base(&held[1]).addr().get();
+    back(&central, held[1]);
+    let keys = [(); 2].map(|()| join(&central, &[small(10_000)]));
+    assert_eq!(window(&central), (start + PAGE, start + 4 * PAGE));
+    back(&central, held[2]);
+    assert_eq!(window(&central), (start, start + 3 * PAGE));
+    central.check(|_, _| ()).unwrap();
+    // SAFETY: this test owns it, and nothing uses it.
+    granted(&central, keys[0]).into_iter().for_each(|segment| unsafe { segment.release() });
+    assert!(!central.waits(keys[1]));
+}
+/// Regions that are withheld to be replaced may come back while other memory is being pinned, and be all that there is when
+/// that is done.
+#[test]
+fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
+    for other in ["an extent", "nothing"] {
+        let central = pool(&[256, 256], true);
+        let held = [256, 256].map(|n| out(&central, pages(n)));
+        let step = 16 * PAGE;
+        if other == "an extent" {
+            central.core.lock().capacity += step;
+        }
+        (central.core.lock().step, central.core.lock().growing) = (step, PAGE);
+        let key = join(&central, &[pages(300)]);
+        central.grown(PAGE, None);
+        assert_eq!(windows(&central), 2, "both regions are withheld");
+
+        central.core.lock().growing = step;
+        held.iter().for_each(|grant| back(&central, *grant));
+        if other == "an extent" {
+            let base = NonNull::new(std::ptr::without_provenance_mut(9 << 22)).unwrap();
+            // SAFETY: the arena only does arithmetic on it.
+            unsafe { central.add_extent(RegionId(9), base, step, true) };
+        } else {
+            central.grown(step, None);
+        }
+        assert!(central.waits(key), "{other}: {:?}", central.look(key, None));
+        let core = central.core.lock();
+        assert!(core.growing >= 300 * PAGE && core.leaving > 0, "{other}: {} {}", core.growing, core.leaving);
+    }
+}
