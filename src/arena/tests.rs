@@ -232,6 +232,11 @@ fn what_could_be_gathered_is_known() {
     assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
     assert!(!arena.could_reclaim(Placement::Class(Class::of(150_000).unwrap()), cached(3)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
+    // A cached segment serves its class, also where it leaves no page free.
+    let mut arena = self::arena(&[4]);
+    while take(&mut arena, 5000, 64).is_some() {}
+    assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
+    assert!(!arena.could_reclaim(Placement::Class(class), cached(0)));
     // What is out may lie behind a free run.
     let mut arena = self::arena(&[24]);
     let before = take(&mut arena, 10 * PAGE - 32, 4096).unwrap();
@@ -389,6 +394,17 @@ fn check_sees_wrong_windows() {
         unsafe { run.held.push(descriptor) };
     });
     assert_eq!(says, wrong_list);
+    let says = violation(|arena, _| arena.extents[0].blocked[0] += 1);
+    assert!(
+        says.starts_with("extent 0 has [(0, 0)] windows, and ") && says.ends_with("counted as [1]"),
+        "{says}"
+    );
+    // The state comes first, and the count then.
+    let mut arena = arena(&[64]);
+    let stuck = take(&mut arena, 5000, 64).unwrap();
+    // SAFETY: out, so alive.
+    unsafe { stuck.as_ref().set(state::QUARANTINED) };
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
 }
 
 #[test]
@@ -917,6 +933,17 @@ fn a_run_may_be_shortened_once_its_window_is_gone() {
     assert!(arena.shorten_runs());
     assert_eq!(arena.bytes().largest_free, 61 * PAGE, "two segments need three pages");
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn a_window_begins_behind_the_last_quarantined_segment_of_a_run() {
+    let mut arena = arena(&[64]);
+    let held = [(); 5].map(|()| take(&mut arena, 5000, 64).unwrap());
+    quarantine(&mut arena, held[1]);
+    quarantine(&mut arena, held[3]);
+    // Four segments need six pages.
+    assert_eq!(arena.choose_window(58, 1), Some(range(6, 64)));
+    assert_eq!(arena.choose_window(59, 1), None);
 }
 
 #[test]

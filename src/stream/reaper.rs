@@ -398,6 +398,13 @@ mod tests {
         (0..3).for_each(|_| rounds.next_for_pool(&mut due));
         let numbers: BTreeSet<u64> = due.iter().map(|timeline| timeline.number()).collect();
         assert_eq!((due.len(), numbers.len()), (3 * STALE_BATCH, STREAMS));
+        // So do its turns among fresh ones.
+        let fresh = streams.iter().take(2 * STALE_BATCH).map(|stream| listed(stream, now)).collect();
+        let (mut news, mut due) = (Rounds { fresh, ..Rounds::default() }, Vec::new());
+        (0..4).for_each(|_| news.next_for_pool(&mut due));
+        let fresh = news.fresh.iter().map(|listed| listed.timeline.number());
+        let mut turns = fresh.map(|number| due.iter().filter(|t| t.number() == number).count());
+        assert!(turns.all(|n| n == 2), "{due:?}");
         let few = rounds.stale.split_off(&streams[STREAMS - 3].number());
         assert_eq!(next_stale(&few, streams[STREAMS - 2].number()).count(), 3);
     }
@@ -424,6 +431,9 @@ mod tests {
         rounds.note(&looks, now);
         assert_eq!((rounds.fresh.len(), rounds.stale.len()), (2, 1));
         rounds.refresh(*rounds.stale.keys().next().unwrap(), now);
+        let looks = look(&rounds, [NOTHING; 3]);
+        rounds.note(&looks, now);
+        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (3, 0), "as fresh as a new one");
         // Idle ones leave the list, and not before they were idle for a while.
         for n in 1..=IDLE_LOOKS {
             let looks = look(&rounds, [Look { idle: true, ..NOTHING }; 3]);
@@ -431,5 +441,56 @@ mod tests {
             assert_eq!(gone.len(), if n < IDLE_LOOKS { 0 } else { 3 }, "{n}");
         }
         assert!(rounds.is_empty());
+    }
+
+    #[test]
+    fn a_bounded_number_of_timelines_stays_fresh_for_waiters() {
+        const UNWAITED: usize = 10;
+        let (streams, then) = (streams(UNWAITED + STALE_BATCH + 5), Instant::now());
+        let mut rounds = Rounds::default();
+        rounds.fresh.extend(streams.iter().map(|stream| listed(stream, then)));
+        let look = |n| Look { waited: n >= UNWAITED, ..NOTHING };
+        let looks: Vec<_> =
+            streams.iter().enumerate().map(|(n, s)| (s.timeline().clone(), look(n))).collect();
+        rounds.note(&looks, then + STALE_AFTER);
+        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (STALE_BATCH, UNWAITED + 5));
+    }
+
+    #[test]
+    fn a_wait_ends_the_pause_of_the_reaper() {
+        let listing = Listing::default();
+        let (shared, (locked, is_locked)) = (listing.0.clone(), std::sync::mpsc::channel());
+        let pausing = std::thread::spawn(move || {
+            let mut inbox = shared.inbox.lock();
+            locked.send(()).unwrap();
+            let is_over = shared.doorbell.wait_for(&mut inbox, Duration::from_secs(10)).timed_out();
+            (is_over, inbox.expedited.clone())
+        });
+        is_locked.recv().unwrap();
+        // This gets the lock only when the other thread pauses.
+        listing.expedite(7);
+        assert_eq!(pausing.join().unwrap(), (false, BTreeSet::from([7])));
+        // While the reaper sleeps, nothing that is listed can be waited for.
+        *listing.0.inbox.lock() = Inbox { asleep: true, ..Inbox::default() };
+        listing.expedite(7);
+        assert!(listing.0.inbox.lock().expedited.is_empty());
+    }
+
+    #[test]
+    fn a_glance_tells_whether_anything_completed() {
+        let streams = streams(2);
+        let device = streams[0].device().clone();
+        streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
+        assert!(!device.listing().glance());
+        let driver = device.context().driver().clone();
+        while driver.stepped().is_some_and(|stepped| stepped.step()) {}
+        assert!(device.listing().glance());
+        assert!(streams.iter().all(|stream| stream.timeline().rest().0));
+        assert!(!device.listing().glance());
+        // Streams that have ended are not known any more.
+        assert_eq!(device.listing().0.known.lock().len(), 2);
+        device.listing().advance();
+        drop(streams);
+        assert!(device.listing().0.known.lock().is_empty());
     }
 }

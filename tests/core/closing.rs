@@ -159,9 +159,14 @@ fn a_pool_of_two_devices() {
     let pool = Pool::builder(&first).device(&second).capacity(1 << 20).unpinned(Unpinned::Allow);
     let pool = pool.build().unwrap();
     let buf = pool.checkout(100).unwrap();
+    let stream = second.stream().unwrap();
     let error = second.close(Duration::ZERO).unwrap_err();
     assert!(matches!(&error.held_by().pools[..], [pool] if pool.open && pool.buffers == 1), "{error}");
+    // Once the pool is dropped its memory keeps the first device open, and no other.
     drop(pool);
+    let error = error.wait(Duration::ZERO).unwrap_err();
+    assert!(error.held_by().pools.is_empty(), "{error}");
+    drop(stream);
     error.wait(FOREVER).unwrap();
     let error = first.close(Duration::ZERO).unwrap_err();
     assert!(matches!(&error.held_by().pools[..], [pool] if !pool.open && pool.buffers == 1), "{error}");

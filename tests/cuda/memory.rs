@@ -292,6 +292,24 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
     });
 }
 
+/// Registered memory serves the devices of its family.
+#[test]
+fn a_value_that_is_registered_with_a_device_of_another_family_is_refused() {
+    on_stand_in("a_value_that_is_registered_with_a_device_of_another_family_is_refused", |_| {
+        let device = Device::open("cuda:0").unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
+        let host = Device::open("host").unwrap();
+        let value = host.register(vec![1_u8; 4096]).unwrap();
+        assert!(matches!(value.device_address(&device), Err(Error::WrongDevice { .. })));
+        let refused = stream.upload(value, &memory).unwrap_err();
+        assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+        let refused = stream.upload(Arc::new(refused.buffer.unwrap()), &memory).unwrap_err();
+        assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+        let value = Arc::into_inner(refused.buffer.unwrap()).unwrap();
+        assert_eq!(value.into_inner().unwrap(), [1; 4096]);
+    });
+}
+
 #[test]
 fn a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody() {
     on_stand_in("a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody", |d| {

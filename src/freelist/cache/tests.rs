@@ -103,7 +103,56 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     assert_ne!(cache.tally(), before);
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1, cached: 4 });
     assert_eq!(cache.requested(), 40);
+    // Of a fenced class only the slow path puts segments into the list.
+    let taken = held.take(class, 100).unwrap();
+    held.fence(class);
+    // SAFETY: as above.
+    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Full));
+    held.lift(class);
+    // SAFETY: as above.
+    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Kept));
     let _ = held.drain(class, u32::MAX);
+}
+
+#[test]
+fn of_the_caches_of_threads_that_have_ended_a_few_stay() {
+    let (segments, class) = (segments(1), Class::new(3).unwrap());
+    let (gate, mut table, first) = leased(false);
+    let mut caches = vec![first];
+    caches.extend((1..6).map(|_| table.lease(&gate)));
+    // Each thread looks at another slot of a transfer cache first.
+    assert!(caches.iter().map(|cache| cache.number).eq(0..6));
+    let mut held = CacheTable::mine(&caches[0]);
+    held.set_room(class, 1);
+    assert!(held.fill(class, chain(&segments)).is_empty());
+    let mut drained = 0;
+    let mut give_up = |cache: &Arc<ThreadCache>| table.give_up(cache, |_, chain| drained += chain.len());
+    let left: Vec<bool> = caches.iter().map(&mut give_up).collect();
+    assert_eq!((left, drained), (vec![false, false, false, false, true, true], 1));
+    assert_eq!((table.leases().count(), table.caches().count()), (0, 4));
+    let again = table.lease(&gate);
+    assert!(caches[..4].iter().any(|cache| Arc::ptr_eq(cache, &again)));
+    assert_eq!((table.leases().count(), table.caches().count()), (1, 4));
+}
+
+#[test]
+fn who_has_done_nothing_for_a_while_is_idle() {
+    let (segments, class) = (segments(1), Class::new(3).unwrap());
+    let (_gate, mut table, cache) = leased(false);
+    let mut held = CacheTable::mine(&cache);
+    held.set_room(class, 1);
+    assert!(held.fill(class, chain(&segments)).is_empty());
+    let zero = Instant::now();
+    let mut idle = |micros| table.idle(Some(zero + std::time::Duration::from_micros(micros))).len();
+    assert_eq!([0, 999, 1000].map(&mut idle), [0, 0, 1], "the first look only notes what was counted");
+    // It works again.
+    let taken = held.take(class, 100).unwrap();
+    // SAFETY: it is alive and out, and its list is that of the class.
+    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Kept));
+    assert_eq!([5000, 5999, 6000].map(&mut idle), [0, 0, 1]);
+    assert_eq!(table.idle(None).len(), 1);
+    assert!(!held.drain(class, 1).is_empty());
+    assert_eq!(table.idle(None).len(), 0, "it has nothing");
 }
 
 #[test]
@@ -139,4 +188,15 @@ fn owners_come_in_where_the_cold_side_is_not() {
         assert!(enters(&cache));
         assert_eq!(mode(&gate), base);
     }
+}
+
+#[test]
+fn a_gate_that_has_gone_over_to_fences_keeps_to_them() {
+    let (gate, table, cache) = leased(false);
+    gate.go_over_to_fences(mode::INSPECT, &table);
+    assert!(gate.mode() == mode::INSPECT && gate.enter(&cache).is_none());
+    gate.readmit(mode::INSPECT, &table);
+    assert!(gate.enter_by_permit(&cache).is_none() && gate.enter(&cache).is_some());
+    assert_eq!(gate.mode.load(Ordering::Relaxed), mode::FENCED);
+    assert_eq!(cache.knows_fenced.load(Ordering::Relaxed), 1);
 }

@@ -4,7 +4,8 @@ use super::{Flight, Timeline};
 use crate::sync::Ordering;
 
 /// How far a stream has come towards the completion of a buffer's work: what stands between the buffer and its return.
-/// In reports on buffers that have been out for long ([`StuckBuffer`](crate::telemetry::StuckBuffer)).
+/// In reports on buffers that have been out for long ([`StuckBuffer`](crate::telemetry::StuckBuffer)). When a stream is
+/// lost, its buffers are quarantined and wait for nothing.
 ///
 /// # Examples
 ///
@@ -13,12 +14,12 @@ use crate::sync::Ordering;
 ///
 /// fn advice(event: EventState) -> &'static str {
 ///     match event {
-///         EventState::Lost => "the buffer never comes back",
+///         EventState::Submitting => "the driver's call has not returned",
 ///         EventState::Failing => "see the log for the driver's error",
 ///         _ => "wait",
 ///     }
 /// }
-/// assert_eq!(advice(EventState::Lost), "the buffer never comes back");
+/// assert_eq!(advice(EventState::Due), "wait");
 /// assert_eq!(EventState::Recorded.name(), "recorded");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,8 +33,6 @@ pub enum EventState {
     Recorded,
     /// Recording the event failed, or the event went into a graph; recording is tried again.
     Failing,
-    /// The stream is lost: whether the work is done will never be known.
-    Lost,
 }
 
 impl EventState {
@@ -45,7 +44,6 @@ impl EventState {
             Self::Due => "due",
             Self::Recorded => "recorded",
             Self::Failing => "failing",
-            Self::Lost => "lost",
         }
     }
 }
@@ -131,7 +129,6 @@ impl Timeline {
         // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.
         let recorded = state.events.iter().map(|(covers, _)| *covers).max();
         let event = |seq: u64| match () {
-            () if state.lost.is_some() => EventState::Lost,
             () if recorded.is_some_and(|covers| covers >= seq) => EventState::Recorded,
             () if seq <= state.unpublished => EventState::Failing,
             () => EventState::Due,

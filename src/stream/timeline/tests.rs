@@ -1,20 +1,28 @@
 //! What two threads do to one timeline at the same time, with a driver that pauses in the middle of a call or panics in
 //! one.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use crate::locks::Mutex;
 
+use super::look::Stillness;
+use super::{EVENT_TRIES, Resource, complete_segment};
+use crate::buffer::InFlight;
+use crate::buffer::sealed::Lend;
+use crate::device::confined::Confined;
 use crate::device::handle::Device;
 use crate::device::hooked::Hooked;
 use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
 use crate::error::Error;
 use crate::pool::Pool;
 use crate::region::Unpinned;
-use crate::stream::timeline::EventState;
+use crate::sealed::KEY;
+use crate::stream::Stream;
 
 /// A stepped host device. The first call of one kind tells that it has begun, and waits until the test lets it go on.
 struct Pause {
@@ -202,28 +210,28 @@ fn an_event_that_is_being_recorded_is_due() {
     let stream = device.stream().unwrap();
     let states = || {
         let mut states = Vec::new();
-        stream.timeline().for_each_kept(|_, _, event| states.push(event));
+        stream.timeline().for_each_kept(|_, _, event| states.push(event.name()));
         states
     };
     drop(stream.hold(pool.checkout(100).unwrap()).unwrap());
     let timeline = stream.timeline().clone();
     let recording = std::thread::spawn(move || timeline.close());
     began.recv().unwrap();
-    assert_eq!(states(), [EventState::Due]);
+    assert_eq!(states(), ["due"]);
     device.reap();
     assert_eq!(calls.load(Ordering::SeqCst), 1, "recorded twice");
     node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
     go_on.send(()).unwrap();
     recording.join().unwrap();
-    assert_eq!(states(), [EventState::Failing]);
+    assert_eq!(states(), ["failing"]);
     // A later event covers it.
     stream.timeline().close();
-    assert_eq!(states(), [EventState::Recorded]);
+    assert_eq!(states(), ["recorded"]);
     for _ in 0..4 {
         device.reap();
         while node.step() {}
     }
-    assert_eq!(states(), []);
+    assert!(states().is_empty());
 }
 
 /// A copy counts as complete though its segment was claimed meanwhile: by a buffer that is not used, and by one that is
@@ -265,4 +273,234 @@ fn a_copy_whose_segment_was_claimed_counts_as_complete() {
     drop(stream.hold(filled()).unwrap());
     drop(stream.download(&memory, claimed()).unwrap());
     assert_eq!(complete(), (5, 5, 0));
+}
+
+/// A stepped device with a stream, and a trace of its calls.
+fn stepped() -> (HostNode, Device, Stream) {
+    let node = HostNode::new(HostConfig::new().stepped(3)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let stream = device.stream().unwrap();
+    node.start_trace();
+    (node, device, stream)
+}
+
+/// Lets the device come to the end of all work, and looks at every stream.
+fn settle(node: &HostNode, device: &Device) {
+    for _ in 0..4 {
+        device.reap();
+        while node.step() {}
+    }
+}
+
+/// The events that were recorded since the trace began.
+fn records(node: &HostNode) -> usize {
+    node.trace().iter().filter(|call| **call == Call::Record).count()
+}
+
+/// The next call of this kind fails.
+fn fail(node: &HostNode, call: Call, failure: Failure) {
+    node.fail(Fault { device: 0, call, nth: 0, failure });
+}
+
+/// While the one thread that can name a stream is about to record its event, no other thread records one that covers the
+/// stream. When that thread could not, another one does.
+#[test]
+fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
+    let Pause { node, device, began, go_on, .. } = Pause::at(Call::CreateEvent, "confined");
+    let (own, covering) = (device.stream().unwrap(), device.stream().unwrap());
+    let (handle, covering) = (own.timeline().stream(), covering.timeline().stream());
+    node.start_trace();
+    let of = device.clone();
+    let submitting = std::thread::spawn(move || {
+        let stream = Stream::adopted(&of, handle, None, None, Some(Confined::here(covering)));
+        drop(stream.hold(()).unwrap());
+        stream
+    });
+    began.recv().unwrap();
+    device.reap();
+    assert_eq!(records(&node), 0, "recorded by another thread");
+    fail(&node, Call::CreateEvent, Failure::Transient);
+    go_on.send(()).unwrap();
+    let stream = submitting.join().unwrap();
+    settle(&node, &device);
+    assert_eq!((stream.timeline().look().completed, records(&node)), (1, 1));
+    // A thread that destroys the stream waits until no other one names it.
+    assert_eq!(stream.timeline().state.lock().closing, 0);
+    // Where nothing waits for an event, none is due after a failure.
+    let (node, device, stream) = stepped();
+    fail(&node, Call::CreateEvent, Failure::Transient);
+    assert!(device.stream().unwrap().wait_for(&stream).is_err());
+    assert!(!stream.timeline().state.lock().is_owed());
+}
+
+#[test]
+fn no_more_events_are_recorded_than_are_needed() {
+    let (node, device, stream) = stepped();
+    // The first fails. The second covers it, and the third comes after both.
+    drop(stream.hold(()).unwrap());
+    fail(&node, Call::Record, Failure::Transient);
+    stream.timeline().close();
+    stream.timeline().close();
+    let held = stream.hold(()).unwrap();
+    stream.timeline().close();
+    device.reap();
+    assert_eq!(records(&node), 3);
+    // A question about a number that is closed leaves the open one open.
+    drop(stream.hold(()).unwrap());
+    assert!(!held.is_done().unwrap());
+    assert_eq!(records(&node), 3);
+    settle(&node, &device);
+    // The device's answer voids the event only if it is the one that a capture gives, on a stream that can be captured.
+    for (is_shared, failure) in [(false, Failure::Capture), (true, Failure::Argument)] {
+        let (before, stream) = (records(&node), device.stream().unwrap());
+        if is_shared {
+            stream.timeline().share();
+        }
+        drop(stream.hold(()).unwrap());
+        fail(&node, Call::Query, failure);
+        settle(&node, &device);
+        assert_eq!((records(&node), stream.timeline().look().completed), (before + 1, 1), "{failure:?}");
+    }
+}
+
+/// Patient entries of a shared stream wait for an event together. They are no less in flight than others.
+#[test]
+fn a_patient_entry_is_in_flight_under_the_open_number() {
+    let (node, device, stream) = stepped();
+    let timeline = stream.timeline();
+    timeline.share();
+    let begin = || timeline.begin(Resource::Object(Box::new(())), None).unwrap();
+    assert_eq!([(); 2].map(|()| begin().commit_patiently()), [1, 1]);
+    assert_eq!((timeline.is_complete(1).unwrap(), records(&node)), (false, 0));
+    settle(&node, &device);
+    assert_eq!((timeline.is_complete(1).unwrap(), records(&node)), (true, 1));
+}
+
+#[test]
+fn a_driver_that_cannot_answer_for_long_loses_no_stream() {
+    let (node, device, stream) = stepped();
+    drop(stream.hold(()).unwrap());
+    (0..=EVENT_TRIES).for_each(|_| fail(&node, Call::Query, Failure::Transient));
+    (0..=EVENT_TRIES).for_each(|_| _ = device.reap());
+    assert_eq!(node.clear_faults(), 0);
+    settle(&node, &device);
+    stream.timeline().usable().unwrap();
+    assert_eq!(stream.timeline().look().completed, 1);
+}
+
+/// Otherwise a thread that steps the device would take another thread's work under way for the end of all work.
+#[test]
+fn a_timeline_is_busy_while_a_thread_asks_records_or_quarantines() {
+    let (_node, _device, stream) = stepped();
+    let timeline = stream.timeline();
+    let seen = || (timeline.is_busy(), timeline.flight(0).1.is_none());
+    assert_eq!(seen(), (false, false));
+    timeline.asking.store(true, Ordering::Relaxed);
+    assert_eq!(seen(), (true, false));
+    timeline.asking.store(false, Ordering::Relaxed);
+    timeline.state.lock().recording = 1;
+    assert_eq!(seen(), (true, false));
+    timeline.state.lock().recording = 0;
+    // The segments' words have changed, and the central pools do not know yet.
+    timeline.accounting.store(1, Ordering::Relaxed);
+    assert_eq!(seen(), (true, true));
+    timeline.accounting.store(0, Ordering::Relaxed);
+    // Nothing comes any more after three looks in a row with nobody busy and nothing to step.
+    let mut still = Stillness::default();
+    assert_eq!([(); 2].map(|()| still.is_final(false)), [false; 2]);
+    still.stepped();
+    assert_eq!([(); 3].map(|()| still.is_final(false)), [false, false, true]);
+}
+
+/// It keeps what the device may use for good, and thereby the device open; and nothing else.
+#[test]
+fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
+    let (node, device, empty) = stepped();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let using = device.stream().unwrap();
+    let lose = |stream: &Stream| stream.timeline().lose(&Error::Internal("a mistake, on purpose"));
+    let held = empty.hold(()).unwrap();
+    empty.timeline().for_each_kept(|at, _, _| panic!("a report names a buffer at {at}"));
+    lose(&empty);
+    assert!(held.is_done().is_err() && !node.trace().contains(&Call::CreateEvent));
+    assert!(!device.context().holds().has_quarantined());
+    drop(using.hold(Arc::new(pool.checkout(100).unwrap())).unwrap());
+    lose(&using);
+    assert!(device.context().holds().has_quarantined());
+    // A hold on two streams that could be entered on one only.
+    let before = pool.stats().quarantined_bytes;
+    let buf = pool.checkout(100).unwrap();
+    let Resource::Segment(segment) = Lend::lend(&buf, KEY) else { panic!("not a segment") };
+    let joint = crate::buffer::joint(&buf, 2);
+    let (flight, word) = (InFlight::joint(buf, 2), segment.descriptor().word());
+    joint.give_up();
+    drop(flight);
+    let stats = pool.stats();
+    assert!(stats.quarantined_bytes >= before + 100 && stats.in_flight_bytes == 0, "{stats:?}");
+    // Even if the device was done with it afterwards, it would not come back.
+    assert!(complete_segment(&segment, word).is_none());
+    pool.check().unwrap();
+}
+
+/// Memory in a stream's order is not freed before the stream has come to its allocation, though nobody uses it.
+#[test]
+fn memory_is_kept_until_its_allocation_has_happened() {
+    let (node, device, stream) = stepped();
+    let memory = stream.alloc(100).unwrap();
+    let allocation = Arc::downgrade(&memory.allocation());
+    drop(memory);
+    assert_eq!(allocation.strong_count(), 1);
+    settle(&node, &device);
+    assert_eq!(allocation.strong_count(), 0);
+}
+
+/// In the statistics it has the claimer's length until it is back.
+#[test]
+fn a_claimed_segment_has_the_length_that_the_claimer_asked_for() {
+    const LEN: usize = 300_000;
+    let (node, device, stream) = stepped();
+    // Room for one segment.
+    let pool = Pool::builder(&device).capacity(512 << 10).unpinned(Unpinned::Allow).build().unwrap();
+    drop(stream.hold(pool.checkout(LEN).unwrap()).unwrap());
+    let claimed = pool.checkout_on(&stream, LEN - 100).unwrap();
+    assert!(claimed.was_claimed());
+    assert_eq!(pool.stats().requested_bytes, LEN - 100);
+    let flight = stream.timeline().look().flight;
+    assert!(flight.claimed >= LEN && flight.claimed == flight.bytes, "{flight:?}");
+    let central = pool.centrals().next().unwrap().number();
+    let before = stream.timeline().flight(central);
+    assert_eq!(before.0, flight);
+    settle(&node, &device);
+    // A reader that looks twice sees that something has changed.
+    assert_ne!(stream.timeline().flight(central).1, before.1);
+    drop(claimed);
+    assert_eq!(pool.stats().requested_bytes, 0);
+    pool.check().unwrap();
+}
+
+#[test]
+fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let stream = Device::on(&node, 0).unwrap().stream().unwrap();
+    node.hang(0);
+    let held = stream.hold(()).unwrap();
+    let waiting = std::thread::spawn(move || held.wait());
+    let since = Instant::now();
+    while !stream.timeline().rest().1 {
+        assert!(since.elapsed() < Duration::from_secs(20), "it goes on asking");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    node.resume(0);
+    waiting.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_task_that_waits_no_more_is_let_go_of() {
+    let (_node, _device, stream) = stepped();
+    let mut held = stream.hold(()).unwrap();
+    assert_eq!(stream.timeline().rest(), (false, false));
+    assert!(std::pin::pin!(&mut held).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert_eq!(stream.timeline().rest(), (false, true));
+    drop(held);
+    assert_eq!(stream.timeline().rest(), (false, false));
 }

@@ -198,6 +198,11 @@ fn without_tracking_ages_count_from_the_first_look() {
     assert!((1..20).contains(&exact), "{exact} of 20 were entered");
     let unknown = first.iter().find(|buffer| !buffer.exact).unwrap();
     assert_eq!((unknown.tag, unknown.requested, unknown.age), (None, None, Duration::ZERO));
+    // Nor is another one that misses.
+    let missed = bench.pool.checkout(5000).unwrap();
+    let entered = all(&bench).iter().filter(|buffer| buffer.exact).count();
+    assert_eq!(entered, exact);
+    drop(missed);
     std::thread::sleep(Duration::from_millis(5));
     let second = all(&bench);
     assert_eq!(second.len(), 20);
