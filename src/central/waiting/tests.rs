@@ -138,7 +138,7 @@ fn a_request_for_which_nothing_is_being_pinned_has_a_window_at_once() {
 }
 
 #[test]
-fn who_finds_no_window_does_not_keep_others_from_one() {
+fn a_request_without_a_window_keeps_no_other_from_one() {
     let central = pool(&[256], true);
     let _held: Vec<_> = (0..256).map(|_| out(&central, pages(1))).collect();
     let first = join(&central, &[pages(200)]);
@@ -226,7 +226,7 @@ fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
 }
 
 #[test]
-fn only_who_leaves_empty_handed_has_waited_in_vain() {
+fn only_a_request_that_leaves_unserved_has_waited_in_vain() {
     let central = pool(&[16], true);
     let held = out(&central, pages(16));
     let [first, second, third] = [(); 3].map(|()| join(&central, &[pages(16)]));

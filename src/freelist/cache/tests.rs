@@ -136,7 +136,7 @@ fn of_the_caches_of_threads_that_have_ended_a_few_stay() {
 }
 
 #[test]
-fn who_has_done_nothing_for_a_while_is_idle() {
+fn a_thread_that_has_done_nothing_for_a_while_is_idle() {
     let (segments, class) = (segments(1), Class::new(3).unwrap());
     let (_gate, mut table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
