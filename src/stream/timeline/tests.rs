@@ -405,7 +405,7 @@ fn a_timeline_is_busy_while_a_thread_asks_records_or_quarantines() {
     timeline.accounting.store(1, Ordering::Relaxed);
     assert_eq!(seen(), (true, true));
     timeline.accounting.store(0, Ordering::Relaxed);
-    // Nothing comes any more after three looks in a row with nobody busy and nothing to step.
+    // Nothing comes any more after three looks in a row with no thread busy and nothing to step.
     let mut still = Stillness::default();
     assert_eq!([(); 2].map(|()| still.is_final(false)), [false; 2]);
     still.stepped();
@@ -442,7 +442,7 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     pool.check().unwrap();
 }
 
-/// Memory in a stream's order is not freed before the stream has come to its allocation, though nobody uses it.
+/// Memory in a stream's order is not freed before the stream has come to its allocation, though nothing uses it.
 #[test]
 fn memory_is_kept_until_its_allocation_has_happened() {
     let (node, device, stream) = stepped();
