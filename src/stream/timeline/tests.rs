@@ -496,11 +496,12 @@ fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
 
 #[test]
 fn a_task_that_waits_no_more_is_let_go_of() {
-    let (_node, _device, stream) = stepped();
+    let (node, device, stream) = stepped();
     let mut held = stream.hold(()).unwrap();
     assert_eq!(stream.timeline().rest(), (false, false));
     assert!(std::pin::pin!(&mut held).poll(&mut Context::from_waker(Waker::noop())).is_pending());
     assert_eq!(stream.timeline().rest(), (false, true));
     drop(held);
     assert_eq!(stream.timeline().rest(), (false, false));
+    settle(&node, &device);
 }
