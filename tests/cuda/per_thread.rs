@@ -143,7 +143,7 @@ fn a_thread_ends_with_copies_in_flight() {
             let mut back = vec![0; LEN];
             device.stream().unwrap().download_blocking(&memory, &mut back).unwrap();
             assert!(back == sent);
-            // The thread is gone, and its stream is nobody's.
+            // The thread is gone, and its stream has none.
             assert!(is_of_another_thread(stream.synchronize()));
         }
     });
