@@ -569,8 +569,8 @@ impl Core {
             if self.grant_withheld(head, wakes) {
                 continue;
             }
-            // What is withheld is free, too: for the head, or to be unpinned for a region that serves it. (Regions that are
-            // withheld to be replaced may have come back while others were being pinned.)
+            // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
+            // are withheld to be replaced may have come back while others were being pinned.)
             self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
             if self.grant(head, wakes) {
                 continue;

@@ -374,8 +374,8 @@ fn the_next_of_a_class_has_a_window_that_suits_it() {
     granted(&central, keys[0]).into_iter().for_each(|segment| unsafe { segment.release() });
     assert!(!central.waits(keys[1]));
 }
-/// Regions that are withheld to be replaced may come back while other memory is being pinned, and be all that there is when
-/// that is done.
+/// Regions that are withheld to be replaced may come back while other memory is being pinned, and be all that there is
+/// when that is done.
 #[test]
 fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
     for other in ["an extent", "nothing"] {
