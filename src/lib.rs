@@ -145,6 +145,7 @@
 // | foreign             | all calls of the program's code, and when they must not be made                  | yes    |
 // | locks               | locks under which the program's code is put off                                  |        |
 // | sync                | atomics, locks and fences: the standard library's or loom's                      |        |
+// | timer               | the thread that wakes what waits for a time                                      |        |
 // | segment             | the segment rule and the size classes: integer arithmetic only                   |        |
 // | telemetry::counters | histograms and counts: numbers only                                              |        |
 // | telemetry::ledger   | when segments were checked out: numbers only                                     |        |
@@ -166,6 +167,7 @@
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
 // | capi                | the C interface                                                                  | yes    |
 // | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
+// | unwind              | which types may be used after a panic                                            |        |
 //
 // Below, the modules are in alphabetical order. The command (`main.rs`, `cli`) uses the public face alone.
 
