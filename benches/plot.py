@@ -12,12 +12,12 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benches" / "results"
+RESULTS = ROOT / "benches" / "results" / "current"
 PICTURE = ROOT / "docs" / "speed.svg"
 # The files behind the README's picture. The second and the third are from one machine.
-CHECKOUT = RESULTS / "2026-11-21-h200-hot" / "lines.txt"
-LOAD = RESULTS / "2026-11-21-h200-copies" / "tensors.txt"
-LOAD_PLAIN = RESULTS / "2026-11-21-h200-copies" / "plain.txt"
+CHECKOUT = RESULTS / "checkout.txt"
+LOAD = RESULTS / "tensors.txt"
+LOAD_PLAIN = RESULTS / "plain.txt"
 
 # Name in the files, title, colour on white, colour on black, whether the README's picture has it.
 ROWS = [

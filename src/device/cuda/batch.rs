@@ -19,7 +19,7 @@
 //! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100.
 //! While nine threads moved 3.5 GiB in calls of 64 copies of 16 KiB, the device was lost in 15 of 15 runs; with calls
 //! of 32 and 16 copies in 3 of 4; with one call at a time in none of 3, whatever else the threads submitted meanwhile
-//! (`benches/results/2026-11-23-h200-copier/batches.txt`). So a lock of the context lets one thread in. It is the only
+//! (`benches/results/current/batches.txt`). So a lock of the context lets one thread in. It is the only
 //! lock of the crate under which a driver is called. A call of 64 copies takes some 20 us, and one of more would keep
 //! others that much longer, for little.
 
