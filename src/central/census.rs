@@ -83,20 +83,20 @@ fn name(descriptor: &Descriptor) -> usize {
 impl CentralPool {
     /// Bytes and counts. Exact while no call is under way; the parts sum to the whole at any time.
     pub(crate) fn snapshot(&self) -> CentralSnapshot {
-        self.count(&self.core.lock(), None)
+        self.count(&self.lock(), None)
     }
 
     /// The same, with the size classes that were ever used.
     pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassCount>) {
         let mut classes = Vec::new();
-        let snapshot = self.count(&self.core.lock(), Some(&mut classes));
+        let snapshot = self.count(&self.lock(), Some(&mut classes));
         (snapshot, classes)
     }
 
     fn count(&self, core: &Core, classes: Option<&mut Vec<ClassCount>>) -> CentralSnapshot {
         let bytes = core.arena.bytes();
         let (mut takes, mut puts, mut out, mut requested) =
-            (core.takes, core.puts, core.granted, core.requested);
+            (core.takes, core.puts, core.granted, core.books.requested);
         let mut by_class = classes.as_ref().map(|_| core.by_class());
         for cache in core.table.caches() {
             requested = requested.wrapping_add(cache.requested());
@@ -144,8 +144,8 @@ impl CentralPool {
 
     /// How long requests waited for memory, and how long timed buffers were out.
     pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
-        let core = self.core.lock();
-        (*core.queue.waited(), *core.ledger.holding())
+        let core = self.lock();
+        (*core.queue.waited(), *core.books.ledger.holding())
     }
 
     /// Whether every checkout is to be entered in the ledger.
@@ -157,14 +157,14 @@ impl CentralPool {
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
         fresh.track();
         let segment = fresh.segment();
-        segment.central().core.lock().ledger.enter(name(segment.descriptor()), segment.len(), origin);
+        segment.central().lock().books().ledger.enter(name(segment.descriptor()), segment.len(), origin);
     }
 
     /// Starts the ledger's entry of a segment anew, if it has one.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
-        let mut core = self.core.lock();
-        if core.ledger.has(name(segment.descriptor())) {
-            core.ledger.enter(name(segment.descriptor()), segment.len(), origin);
+        let mut core = self.lock();
+        if core.books.ledger.has(name(segment.descriptor())) {
+            core.books().ledger.enter(name(segment.descriptor()), segment.len(), origin);
         }
     }
 
@@ -209,7 +209,7 @@ impl CentralPool {
         found.clear();
         entered.clear();
         returns.clear();
-        let core = self.core.lock();
+        let core = self.lock();
         let mut note = |descriptor: &Descriptor| cached.push((descriptor.run(), name(descriptor)));
         self.gate.quiesce(mode::INSPECT, &core.table);
         for held in core.table.quiet() {
@@ -228,7 +228,7 @@ impl CentralPool {
             CENSUS_BATCH.max(cached.len()),
             cached,
             |place, descriptor, granted| {
-                if let Some(entry) = core.ledger.get(name(descriptor)) {
+                if let Some(entry) = core.books.ledger.get(name(descriptor)) {
                     entered.push((found.len(), entry));
                 }
                 found.push(FoundDescriptor {

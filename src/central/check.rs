@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use super::{CentralPool, Core, mode};
 use crate::freelist::{Descriptor, listed};
 use crate::segment::{CLASSES, Class};
-use crate::sync::{MutexGuard, Ordering};
+use crate::sync::Ordering;
 
 impl CentralPool {
     /// Checks every invariant while all owners are shut out. `visit` sees each segment's state (`None`: free) and
@@ -19,7 +19,7 @@ impl CentralPool {
     /// # Errors
     /// The first violation, in words.
     pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
-        let core = self.core.lock();
+        let core = self.lock();
         self.gate.quiesce(mode::INSPECT, &core.table);
         let result = self.check_quiet(&core, &mut visit);
         self.gate.readmit(mode::INSPECT, &core.table);
@@ -29,7 +29,7 @@ impl CentralPool {
 
     fn check_quiet(
         &self,
-        core: &MutexGuard<'_, Core>,
+        core: &Core,
         visit: &mut dyn FnMut(Option<u16>, usize),
     ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();

@@ -57,13 +57,13 @@ pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
 impl CentralPool {
     /// Counts bytes as growing that the caller is about to have pinned. The capacity is not looked at.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
-        self.core.lock().growing += bytes;
+        self.lock().growing += bytes;
     }
 
     /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
-        self.core.lock().may_grow(wants)
+        self.lock().may_grow(wants)
     }
 
     /// A request was served by what came back when the devices were asked what is complete: nothing else was free. That
@@ -73,7 +73,7 @@ impl CentralPool {
             return;
         }
         let growth = {
-            let mut core = self.core.lock();
+            let mut core = self.lock();
             if !core.is_often_late(since, now) || core.growing > 0 || !core.may_grow(wants) {
                 return;
             }
@@ -90,7 +90,7 @@ impl CentralPool {
     /// may serve them all. If it does not, the queue's head has another one pinned.
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
         let growth = {
-            let mut core = self.core.lock();
+            let mut core = self.lock();
             if core.growing > 0 || self.extents() != extents {
                 return true;
             }
@@ -151,7 +151,7 @@ impl CentralPool {
         let adoptee = Adoptee::new(memory)?;
         let len = adoptee.len();
         {
-            let mut core = self.core.lock();
+            let mut core = self.lock();
             let room = core.room();
             if len > room {
                 drop(core);
@@ -177,20 +177,18 @@ impl CentralPool {
     /// As for `Arena::add_extent`. The memory stays until the central pool is freed or [`CentralPool::retire`] has
     /// removed it.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);
         // SAFETY: this function's contract.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
         self.extents.fetch_add(1, StdOrdering::Relaxed);
         core.extended();
-        self.finish(core, Vec::new());
     }
 
     /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
     /// no segment that may come back can serve it.
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
         if let Some(error) = error {
             // Kept for requests that have caused this growth and have not joined the queue yet.
@@ -198,18 +196,15 @@ impl CentralPool {
             core.stats.growth_failures += 1;
         }
         if core.growing == 0 {
-            core.fail(&mut wakes, |core, wants| {
-                growth_failure(core, wants).or_else(|| self.hopeless(core, wants))
-            });
+            core.fail(|core, wants| growth_failure(core, wants).or_else(|| self.hopeless(core, wants)));
             core.extended();
         }
-        self.finish(core, wakes);
     }
 
     /// Removes a region, if none of it is used, and returns its bytes. They count as leaving, and not as room, until
     /// the caller says that they [have left](Self::left).
     pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         // While a request waits, memory is short: no region is removed.
         if !core.queue.is_empty() {
             return None;
@@ -222,15 +217,14 @@ impl CentralPool {
     /// Ends the leaving of so many bytes: the region thread was told to unpin them. It does that before anything that
     /// it is told to pin from now on, so what is pinned never exceeds the capacity.
     pub(crate) fn left(&self, bytes: usize) {
-        let mut core = self.core.lock();
+        let mut core = self.lock();
+        // A waiter that joined in between has found no room. It is served now.
         core.leaving -= bytes;
-        // A waiter that joined in between has found no room.
-        self.finish(core, Vec::new());
     }
 
     /// The regions, each with its bytes and how many of them are free. Reclaims everything that is cached first.
     pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         self.reclaim_all(&mut core);
         core.arena.release_idle();
         core.arena.regions()
@@ -242,7 +236,7 @@ impl Core {
     /// was pinned for the head, and regions may be idle by now. After a growth that failed nothing is planned, until a
     /// request begins another growth. For each waiter idle regions are replaced at most once, since that may not help.
     /// `true`: a region is planned.
-    pub(super) fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
+    pub(super) fn grow_for_head(&mut self) -> bool {
         let Some((wants, moved)) = self.queue.head() else { return false };
         // These cheap tests decide most cases.
         if self.step == 0
@@ -256,7 +250,7 @@ impl Core {
         if !growth.going.is_empty() {
             self.queue.head_moved();
         }
-        wakes.push(Wake::Grow(self.me.clone(), growth));
+        self.wakes.push(Wake::Grow(self.me.clone(), growth));
         true
     }
 

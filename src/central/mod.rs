@@ -33,12 +33,12 @@
 //! - Nothing that lies in a window is cached, and no segment of a class that a request waits for.
 //! - No waiter could be served by what is free outside of windows, except while `pending` says that the queue is being
 //!   served.
-//! - No driver call, no wake and no foreign code under the lock: the slow path collects a list of [`Wake`]s and carries
-//!   them out after the unlock.
+//! - No driver call, no wake and no foreign code under the lock: the core collects [`Wake`]s, and the guard of the lock
+//!   carries them out after the unlock (`lock`).
 //!
 //! # Reading order
 //!
-//! This file (taking, returning, closing), `lease` (which cache this thread has), `transfer`, `reclaim`, `queue` and
+//! This file (taking, returning, closing), `lock`, `lease` (which cache this thread has), `transfer`, `reclaim`, `queue` and
 //! `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`, `token`. The pool calls all of it. Buffers
 //! and timelines only hold [`Segment`]s and return them.
 
@@ -48,6 +48,7 @@ mod census;
 mod check;
 mod growth;
 mod lease;
+mod lock;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
@@ -81,6 +82,7 @@ use crate::telemetry::ledger::{Ledger, Sightings};
 pub(crate) use census::OutSegment;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
+use lock::CoreLock;
 use queue::Grant;
 use queue::WaitQueue;
 pub(crate) use queue::{WaitOutcome, Wake, Want};
@@ -139,7 +141,7 @@ pub(crate) struct CentralPool {
     /// What earlier looks at all segments that are out have seen. Locked before the core.
     sightings: Mutex<Sightings>,
     /// What "the lock" protects.
-    core: crossbeam::utils::CachePadded<Mutex<Core>>,
+    core: crossbeam::utils::CachePadded<CoreLock>,
     /// Kept until nothing can reach the memory any more.
     regions: Option<Arc<Regions>>,
 }
@@ -158,11 +160,10 @@ struct Core {
     puts: u64,
     /// The takes and returns by class.
     classes: ClassTally,
-    ledger: Ledger,
-    /// Granted and requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may
-    /// take and the slow path return).
+    books: Books,
+    /// Granted bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
+    /// slow path return).
     granted: u64,
-    requested: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
     quarantined_segments: u64,
@@ -183,6 +184,16 @@ struct Core {
     /// Why the last growth failed, until the next one begins.
     growth_failure: Option<Error>,
     stats: Stats,
+    /// What the thread that has the lock does after the unlock.
+    wakes: Vec<Wake>,
+}
+
+/// What is only written down: no change of it serves a waiter.
+#[derive(Debug, Default)]
+struct Books {
+    ledger: Ledger,
+    /// Requested bytes, counted as [`Core::granted`] is.
+    requested: u64,
     /// Segments that are out as tokens.
     tokens: Slab<Deposit>,
 }
@@ -249,19 +260,18 @@ impl CentralPool {
             extents: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
-            core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
+            core: crossbeam::utils::CachePadded::new(CoreLock::new(Core {
                 arena: Arena::new(),
                 table: CacheTable::default(),
                 queue: WaitQueue::new(),
                 windows: Windows::default(),
                 pending: false,
-                tokens: Slab::new(),
+                books: Books::default(),
+                wakes: Vec::new(),
                 takes: 0,
                 puts: 0,
                 classes: ClassTally::new(),
-                ledger: Ledger::default(),
                 granted: 0,
-                requested: 0,
                 quarantined: 0,
                 quarantined_segments: 0,
                 capacity: config.capacity,
@@ -387,13 +397,12 @@ impl CentralPool {
                 return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
             }
         }
-        let mut wakes = Vec::new();
-        let mut taken = core.take(want.placement, &mut wakes);
+        let mut taken = core.take(want.placement);
         if taken.is_none() {
-            taken = self.reclaim(&mut core, want.placement, cache, level, &mut wakes);
+            taken = self.reclaim(&mut core, want.placement, cache, level);
         }
         let grant = taken.map(|descriptor| core.took(descriptor, want.len));
-        self.finish(core, wakes);
+        drop(core);
         Ok(grant.map_or(Take::Empty, |grant| Take::Got(self.fresh(grant))))
     }
 
@@ -409,19 +418,18 @@ impl CentralPool {
         if core.pending {
             return Ok(None);
         }
-        let mut wakes = Vec::new();
         let mut grants = queue::take_all(&mut core.arena, wants);
         if grants.is_none() && self.reclaim_idle(&mut core, cache, None) {
-            core.serve(&mut wakes);
+            core.serve();
             grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
         }
         if grants.is_none() && level == ReclaimLevel::All && self.reclaim_all(&mut core) {
-            core.serve(&mut wakes);
+            core.serve();
             grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
         }
         let grants: Option<Vec<Grant>> =
             grants.map(|grants| grants.iter().map(|g| core.took(g.descriptor, g.len)).collect());
-        self.finish(core, wakes);
+        drop(core);
         Ok(grants.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect()))
     }
 
@@ -460,7 +468,7 @@ impl CentralPool {
         if let Some(class) = class {
             if list == LISTS {
                 // The segment was handed out without a list, so that its return comes here and closes its ledger entry.
-                central.core.lock().ledger.close(descriptor.addr().get());
+                central.lock().books().ledger.close(descriptor.addr().get());
             }
             // SAFETY: as above.
             if unsafe { central.keep(class, descriptor, len) } {
@@ -471,13 +479,12 @@ impl CentralPool {
         if class.is_some_and(|class| unsafe { central.make_room(class, descriptor, len) }) {
             return;
         }
-        let mut wakes = Vec::new();
-        let mut core = central.core.lock();
-        core.ledger.close(descriptor.addr().get());
+        let mut core = central.lock();
+        core.books().ledger.close(descriptor.addr().get());
         // SAFETY: alive, owned by the caller, in no list.
-        unsafe { core.put(Grant { descriptor, len }, &mut wakes) };
+        unsafe { core.put(Grant { descriptor, len }) };
         let last = core.came_back(1);
-        central.finish(core, wakes);
+        drop(core);
         if last {
             // SAFETY: this drops the outstanding reference, once: the last segment is back. Nothing is touched
             // afterwards. (`me` and not `this` gives the pointer: `this` may be derived from a reference, which is
@@ -506,8 +513,7 @@ impl CentralPool {
         if crate::os::forked() {
             return;
         }
-        let mut wakes = Vec::new();
-        let mut core = central.core.lock();
+        let mut core = central.lock();
         // SAFETY: alive, as above.
         core.quarantined += unsafe { core.arena.granted(descriptor) };
         core.quarantined_segments += 1;
@@ -517,8 +523,7 @@ impl CentralPool {
             let owner = core.queue.owner(window);
             core.displace(owner);
         }
-        central.fail_hopeless(&mut core, &mut wakes);
-        central.finish(core, wakes);
+        central.fail_hopeless(&mut core);
     }
 
     // --- threads -----------------------------------------------------------------------------------------------------
@@ -527,7 +532,7 @@ impl CentralPool {
         if self.closed() {
             return None;
         }
-        Some(self.core.lock().table.lease(&self.gate))
+        Some(self.lock().table.lease(&self.gate))
     }
 
     /// Ends the lease of a thread that ends, by a call on that thread. What its cache holds goes back to the runs.
@@ -535,13 +540,12 @@ impl CentralPool {
         if crate::os::forked() {
             return;
         }
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         let Core { arena, table, .. } = &mut *core;
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
         if table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) }) {
             core.count_on(cache);
         }
-        self.finish(core, Vec::new());
     }
 
     // --- the end -----------------------------------------------------------------------------------------------------
@@ -552,21 +556,19 @@ impl CentralPool {
         if crate::os::forked() {
             return;
         }
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         if core.outstanding.is_some() {
             return;
         }
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
-        core.fail(&mut wakes, |_, _| Some(Error::Closed));
+        core.fail(|_, _| Some(Error::Closed));
         self.lift(&mut core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts) = core.counted();
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);
-        wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: this drops the outstanding reference, once: no segment is out. The caller holds a count of its
             // own.
@@ -576,7 +578,7 @@ impl CentralPool {
 
     /// Number of segments that are out.
     pub(crate) fn outstanding(&self) -> u64 {
-        let core = self.core.lock();
+        let core = self.lock();
         core.outstanding.unwrap_or_else(|| {
             // While owners work, a return may be counted before the checkout that it ends.
             let (takes, puts) = core.counted();
@@ -601,7 +603,7 @@ impl CentralPool {
         match class {
             Some(class) => class.stride(),
             // SAFETY: as above.
-            None => unsafe { central.core.lock().arena.granted(descriptor) },
+            None => unsafe { central.lock().arena.granted(descriptor) },
         }
     }
 
@@ -616,13 +618,14 @@ impl CentralPool {
     /// As for [`CentralPool::granted`].
     pub(crate) unsafe fn pinned(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> bool {
         // SAFETY: a descriptor that is out is alive and keeps its central pool alive.
-        !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(descriptor) }
+        !crate::os::forked() && unsafe { this.as_ref().lock().arena.pinned(descriptor) }
     }
 
     /// Changes the requested length of a segment that stays out.
     fn change_requested(&self, from: usize, to: usize) {
-        let mut core = self.core.lock();
-        core.requested = core.requested.wrapping_add(to as u64).wrapping_sub(from as u64);
+        let mut core = self.lock();
+        let requested = &mut core.books().requested;
+        *requested = requested.wrapping_add(to as u64).wrapping_sub(from as u64);
     }
 }
 
@@ -637,17 +640,17 @@ impl Core {
         };
         self.granted = self.granted.wrapping_add(granted as u64);
         self.classes.took(class, granted);
-        self.requested = self.requested.wrapping_add(len as u64);
+        self.books.requested = self.books.requested.wrapping_add(len as u64);
         Grant { descriptor, len }
     }
 
     /// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
     /// shortened; what this frees is first for those that wait.
-    fn take(&mut self, placement: Placement, wakes: &mut Vec<Wake>) -> Option<NonNull<Descriptor>> {
+    fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         let steps: [fn(&mut Arena) -> bool; 3] = [|_| true, Arena::release_idle, Arena::shorten_runs];
         for more in steps {
             if more(&mut self.arena) {
-                self.serve(wakes);
+                self.serve();
                 let taken = if self.pending { None } else { self.arena.take(placement) };
                 if taken.is_some() {
                     return taken;
@@ -661,12 +664,12 @@ impl Core {
     ///
     /// # Safety
     /// The descriptor is alive, in no list, and owned by the caller.
-    unsafe fn put(&mut self, Grant { descriptor, len }: Grant, wakes: &mut Vec<Wake>) {
+    unsafe fn put(&mut self, Grant { descriptor, len }: Grant) {
         // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
         self.granted = self.granted.wrapping_sub(granted as u64);
         self.classes.gave(class, granted);
-        self.requested = self.requested.wrapping_sub(len as u64);
+        self.books.requested = self.books.requested.wrapping_sub(len as u64);
         self.puts += 1;
         // SAFETY: this function's contract.
         let window = unsafe {
@@ -674,7 +677,7 @@ impl Core {
             self.arena.give(descriptor)
         };
         if let Some(window) = window {
-            self.came(window, class, wakes);
+            self.came(window, class);
         }
     }
 
@@ -692,7 +695,7 @@ impl Core {
 
     /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
     fn count_on(&mut self, cache: &ThreadCache) {
-        self.requested = self.requested.wrapping_add(cache.requested());
+        self.books.requested = self.books.requested.wrapping_add(cache.requested());
         for class in Class::all() {
             let count = cache.count(class);
             self.takes = self.takes.wrapping_add(count.takes);

@@ -22,7 +22,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{CentralPool, Core, Wake, lease};
+use super::{CentralPool, Core, lease};
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
 use crate::segment::{Class, Placement};
@@ -160,11 +160,10 @@ impl CentralPool {
         placement: Placement,
         mine: Option<&ThreadCache>,
         level: ReclaimLevel,
-        wakes: &mut Vec<Wake>,
     ) -> Option<NonNull<Descriptor>> {
         // What comes back is first for those that wait.
         if self.reclaim_idle(core, mine, Some(placement)) {
-            if let Some(descriptor) = core.take(placement, wakes) {
+            if let Some(descriptor) = core.take(placement) {
                 return Some(descriptor);
             }
         }
@@ -173,14 +172,14 @@ impl CentralPool {
         }
         if let Placement::Class(class) = placement {
             if self.reclaim_half(core, class) {
-                if let Some(descriptor) = core.take(placement, wakes) {
+                if let Some(descriptor) = core.take(placement) {
                     return Some(descriptor);
                 }
             }
         }
         let any = level == ReclaimLevel::All && self.any_cached(core);
         if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
-            return core.take(placement, wakes);
+            return core.take(placement);
         }
         None
     }

@@ -126,31 +126,31 @@ fn the_head_waits_as_long_as_anything_can_come() {
     let central = with_regions(1, MIB);
     let mut core = central.core.lock();
     core.step = 0;
-    let (mut wakes, head) = (Vec::new(), pages(300));
+    let head = pages(300);
     let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
     core.growing = PAGE;
-    core.serve(&mut wakes);
+    core.serve();
     assert!(core.queue.waits(key));
     (core.growing, core.leaving) = (0, PAGE);
-    core.serve(&mut wakes);
+    core.serve();
     assert!(core.queue.waits(key));
     core.leaving = 0;
     let out = core.arena.take(pages(1).placement).unwrap();
-    core.serve(&mut wakes);
-    assert!(core.queue.waits(key) && wakes.is_empty());
+    core.serve();
+    assert!(core.queue.waits(key) && core.wakes.is_empty());
     // SAFETY: it is out, and returned once.
     unsafe { core.arena.give(out) };
-    core.serve(&mut wakes);
+    core.serve();
     let (outcome, _) = core.queue.look(key, None);
     assert!(
         matches!(outcome, WaitOutcome::Failed(Error::Impossible { len, .. }) if len == head.len),
         "{outcome:?}"
     );
-    assert_eq!(wakes.len(), 1);
+    assert_eq!(core.wakes.len(), 1);
     // With the reason, where a growth has failed.
     let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
     core.growth_failure = Some(Error::Empty);
-    core.serve(&mut wakes);
+    core.serve();
     assert!(matches!(core.queue.look(key, None).0, WaitOutcome::Failed(Error::Empty)));
 }
 
@@ -276,18 +276,17 @@ fn idle_regions_make_way_newest_first() {
 fn a_region_is_planned_for_a_head_that_needs_one() {
     let central = with_regions(1, 3 * MIB);
     let mut core = central.core.lock();
-    let mut wakes = Vec::new();
-    assert!(!core.grow_for_head(&mut wakes), "no request waits");
+    assert!(!core.grow_for_head(), "no request waits");
     let key = core.queue.join(vec![pages(512)], Wake::Thread(thread::current()));
     core.growth_failure = Some(Error::Empty);
-    assert!(!core.grow_for_head(&mut wakes));
+    assert!(!core.grow_for_head());
     core.growth_failure = None;
     // What is free counts, since idle regions may be exchanged.
     core.capacity = 2 * MIB - PAGE;
-    assert!(!core.grow_for_head(&mut wakes));
+    assert!(!core.grow_for_head());
     core.capacity = 2 * MIB;
-    assert!(core.grow_for_head(&mut wakes), "region 0 makes way");
-    assert!(matches!(&wakes[..], [Wake::Grow(..)]));
+    assert!(core.grow_for_head(), "region 0 makes way");
+    assert!(matches!(&core.wakes[..], [Wake::Grow(..)]));
     assert_eq!((core.growing, core.leaving), (2 * MIB, MIB));
     assert!(matches!(core.queue.head(), Some((_, true))));
     // Regions are exchanged once for each waiter, and room is used all the same.
@@ -295,14 +294,14 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
     let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
     // SAFETY: the arena only does arithmetic on it.
     unsafe { core.arena.add_extent(RegionId(7), base, MIB, true) };
-    assert!(!core.grow_for_head(&mut wakes));
+    assert!(!core.grow_for_head());
     core.capacity = 3 * MIB;
-    assert!(core.grow_for_head(&mut wakes));
+    assert!(core.grow_for_head());
     let _ = core.queue.leave(key, &mut Vec::new());
     core.growing = 0;
     let key = core.queue.join(vec![pages(100)], Wake::Thread(thread::current()));
     core.step = 0;
-    assert!(!core.grow_for_head(&mut wakes), "this pool does not grow");
+    assert!(!core.grow_for_head(), "this pool does not grow");
     let _ = core.queue.leave(key, &mut Vec::new());
 }
 

@@ -90,18 +90,18 @@ impl CentralPool {
         if crate::os::forked() {
             return Token { key: u64::MAX, secret };
         }
-        let key = self.core.lock().tokens.insert(Deposit { secret, segment, written });
+        let key = self.lock().books().tokens.insert(Deposit { secret, segment, written });
         Token { key: key as u64, secret }
     }
 
     /// Takes out what is kept for a token. `None`: the token is wrong, or was redeemed already.
     pub(crate) fn redeem(&self, token: Token) -> Option<(Segment, usize)> {
         let key = usize::try_from(token.key).ok()?;
-        let mut core = self.core.lock();
-        if !core.tokens.get(key)?.secret.is(token.secret) {
+        let mut core = self.lock();
+        if !core.books.tokens.get(key)?.secret.is(token.secret) {
             return None;
         }
-        let Deposit { segment, written, .. } = core.tokens.remove(key);
+        let Deposit { segment, written, .. } = core.books().tokens.remove(key);
         Some((segment, written))
     }
 }

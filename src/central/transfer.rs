@@ -96,7 +96,7 @@ impl CentralPool {
         if room == 0 {
             drop(held);
             // The class has no room in this cache yet, as in a thread that has only returned segments so far.
-            let mut core = self.core.lock();
+            let mut core = self.lock();
             if self.room(&mut core, cache, class) == 0 {
                 return false;
             }
@@ -116,13 +116,13 @@ impl CentralPool {
         // The room is made before the segment is returned: as long as the segment is out, the central pool is alive.
         // Once it counts as returned, the central pool may be freed.
         if overflows {
-            let mut core = self.core.lock();
+            let mut core = self.lock();
             // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
             if let Some(mut held) = self.gate.enter(cache) {
                 // SAFETY: drained from this thread's cache, so free and alive.
                 unsafe { core.arena.give_chain(held.drain(class, room.div_ceil(2))) };
             }
-            self.finish(core, Vec::new());
+            drop(core);
         }
         // SAFETY: this function's contract.
         unsafe { self.keep_in(cache, class, descriptor, len) }

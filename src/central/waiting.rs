@@ -46,7 +46,7 @@ use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
 use crate::freelist::{LISTS, list_of, listed};
 use crate::segment::{Class, Placement};
-use crate::sync::{self, AtomicU32, AtomicU64, MutexGuard, Ordering};
+use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 
 /// The most windows at the same time. Later waiters have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 32 };
@@ -147,8 +147,7 @@ impl CentralPool {
     /// serve the request.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
         self.refuse_if_shut()?;
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
+        let mut core = self.lock();
         self.refuse_if_shut()?;
         if let Some(error) = self.hopeless(&core, &wants).or_else(|| growth_failure(&core, &wants)) {
             return Err(error);
@@ -170,11 +169,11 @@ impl CentralPool {
         };
         // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
         core.arena.shorten_runs();
-        core.serve(&mut wakes);
+        core.serve();
         if !core.pending && core.queue.waits(key) && core.queue.is_first(key) {
-            core.grant(key, &mut wakes);
+            core.grant(key);
         }
-        self.finish(core, wakes);
+        drop(core);
         Ok(key)
     }
 
@@ -194,42 +193,8 @@ impl CentralPool {
         !self.fence.meets(class, base)
     }
 
-    /// Serves the queue and chooses windows after a change, releases the lock, and makes the wakes. Where there is more
-    /// to serve than one turn may, goes on after each.
-    pub(super) fn finish(&self, mut core: MutexGuard<'_, Core>, mut wakes: Vec<Wake>) {
-        core.serve(&mut wakes);
-        self.settle(&mut core, &mut wakes);
-        // Counted under the lock: once that is released, the central pool may be freed.
-        let more = if core.pending { self.me.upgrade() } else { None };
-        drop(core);
-        wakes.drain(..).for_each(Wake::wake);
-        let Some(central) = more else { return };
-        loop {
-            let mut core = central.core.lock();
-            core.serve(&mut wakes);
-            central.settle(&mut core, &mut wakes);
-            let pending = core.pending;
-            drop(core);
-            wakes.drain(..).for_each(Wake::wake);
-            if !pending {
-                return;
-            }
-        }
-    }
-
-    /// The lock, for a request that is not in the queue: the waiters that what is free can serve are served first. (While
-    /// others have begun another turn meanwhile, `pending` is set again.)
-    pub(super) fn served(&self) -> MutexGuard<'_, Core> {
-        let core = self.core.lock();
-        if !core.pending {
-            return core;
-        }
-        self.finish(core, Vec::new());
-        self.core.lock()
-    }
-
     /// Lifts fences, raises others, and chooses windows, as the queue needs it.
-    fn settle(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+    pub(super) fn settle(&self, core: &mut Core) {
         if core.queue.is_empty() {
             core.arena.set_eager(false);
             core.windows.patience = PATIENCE;
@@ -240,7 +205,7 @@ impl CentralPool {
             return;
         }
         if core.windows.wanted {
-            self.arrange(core, wakes, &[]);
+            self.arrange(core, &[]);
         } else {
             self.lift(core);
         }
@@ -248,23 +213,23 @@ impl CentralPool {
             core.windows.ticks += 1;
             if core.windows.ticks >= TICKS {
                 core.windows.ticks = 0;
-                self.choose_again(core, wakes);
+                self.choose_again(core);
             }
         }
     }
 
     /// Chooses windows for the waiters that have none, and other windows for those in `again`; fences what returns must
     /// look at.
-    fn arrange(&self, core: &mut Core, wakes: &mut Vec<Wake>, again: &[usize]) {
+    fn arrange(&self, core: &mut Core, again: &[usize]) {
         self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
         core.windows.wanted = false;
-        core.serve(wakes);
+        core.serve();
         if core.pending {
             core.windows.wanted = true;
         } else {
             core.exchange(again);
-            core.choose(wakes);
+            core.choose();
         }
         for class in listed() {
             let bits = core.fence_of(class);
@@ -339,19 +304,17 @@ impl CentralPool {
         }
         crate::timer::after(after, move || {
             let Some(central) = central.upgrade() else { return };
-            let mut wakes = Vec::new();
-            let mut core = central.core.lock();
+            let mut core = central.lock();
             core.windows.planned = false;
-            central.choose_again(&mut core, &mut wakes);
-            central.finish(core, wakes);
+            central.choose_again(&mut core);
         });
     }
 
     /// Exchanges the windows that gave nothing back since the last look for others.
-    fn choose_again(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+    fn choose_again(&self, core: &mut Core) {
         // Returns do not look for what is free behind the last used segments of runs.
         if core.arena.shorten_runs() {
-            core.serve(wakes);
+            core.serve();
         }
         let mut again = Vec::new();
         for key in core.queue.owners() {
@@ -366,9 +329,9 @@ impl CentralPool {
         }
         core.windows.patience = (core.windows.patience * 2).min(MOST_PATIENCE);
         if again.is_empty() {
-            core.plan_look(wakes);
+            core.plan_look();
         } else {
-            self.arrange(core, wakes, &again);
+            self.arrange(core, &again);
         }
     }
 
@@ -381,7 +344,7 @@ impl CentralPool {
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
         // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
-        let (outcome, replaced) = self.core.lock().queue.look(key, wake);
+        let (outcome, replaced) = self.lock().queue.look(key, wake);
         drop(replaced);
         match outcome {
             WaitOutcome::Waiting => WaitOutcome::Waiting,
@@ -395,7 +358,7 @@ impl CentralPool {
     /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
     /// [`CentralPool::leave`] ends it.
     pub(crate) fn waits(&self, key: usize) -> bool {
-        self.core.lock().queue.waits(key)
+        self.lock().queue.waits(key)
     }
 
     /// Ends a wait early. What was granted meanwhile goes back to its runs. Whether the wait was in vain.
@@ -403,8 +366,8 @@ impl CentralPool {
         if crate::os::forked() {
             return false;
         }
-        let mut core = self.core.lock();
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        let mut core = self.lock();
+        let mut ended = Vec::new();
         // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
@@ -414,12 +377,12 @@ impl CentralPool {
         if let WaitOutcome::Granted(grants) = outcome {
             for grant in grants {
                 // SAFETY: granted, so out and alive, and no other code has it: the waiter never saw it.
-                unsafe { core.put(grant, &mut wakes) };
+                unsafe { core.put(grant) };
                 last |= core.came_back(1);
             }
         }
         // The next waiter may be waiting for what this one gives back, or for its place at the head.
-        self.finish(core, wakes);
+        drop(core);
         drop(waker);
         if last {
             // SAFETY: this drops the outstanding reference, once: the last segment is back. The caller holds a count of
@@ -439,11 +402,11 @@ impl CentralPool {
         if crate::os::forked() {
             return Err(late(Shortage { requested: len, ..Shortage::default() }));
         }
-        let mut core = self.core.lock();
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
+        let mut core = self.lock();
+        let mut ended = Vec::new();
         if core.queue.keeps_waiting(key) {
             core.displace(key);
-            core.grant(key, &mut wakes);
+            core.grant(key);
         }
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
@@ -455,7 +418,7 @@ impl CentralPool {
                 Err(late(core.shortage(len)))
             }
         };
-        self.finish(core, wakes);
+        drop(core);
         drop(waker);
         said.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect())
     }
@@ -487,7 +450,7 @@ impl CentralPool {
 
     /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
-        let core = self.core.lock();
+        let core = self.lock();
         let growth = core.growth_failure.clone().map(Box::new);
         let shortage = Some(Box::new(core.shortage(len)));
         drop(core);
@@ -512,8 +475,8 @@ impl CentralPool {
     }
 
     /// Ends the waits that have become impossible.
-    pub(super) fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
-        core.fail(wakes, |core, wants| self.hopeless(core, wants));
+    pub(super) fn fail_hopeless(&self, core: &mut Core) {
+        core.fail(|core, wants| self.hopeless(core, wants));
     }
 }
 
@@ -541,9 +504,8 @@ impl Core {
         alike.into_iter().find(never).map(|(want, _)| want)
     }
 
-    /// Grants waiters what can be granted, and ends waits at the head that can never be served. The caller makes the
-    /// wakes after the unlock. Does not serve more than [`TURNS`] waiters: then `pending` is set.
-    pub(super) fn serve(&mut self, wakes: &mut Vec<Wake>) {
+    /// Grants waiters what can be granted, and ends waits at the head that can never be served. Does not serve more than [`TURNS`] waiters: then `pending` is set.
+    pub(super) fn serve(&mut self) {
         self.pending = false;
         let (mut not, mut turns) = (Vec::new(), TURNS);
         while !self.queue.is_empty() {
@@ -553,12 +515,12 @@ impl Core {
                     return;
                 }
                 turns -= 1;
-                if !self.grant(key, wakes) {
+                if !self.grant(key) {
                     not.push(size);
                 }
             }
             let Some(head) = self.queue.head_key() else { break };
-            if self.growing > 0 || self.grow_for_head(wakes) {
+            if self.growing > 0 || self.grow_for_head() {
                 break;
             }
             // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` looks
@@ -566,23 +528,23 @@ impl Core {
             if self.leaving > 0 || self.anything_out() {
                 break;
             }
-            if self.grant_withheld(head, wakes) {
+            if self.grant_withheld(head) {
                 continue;
             }
             // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
             // are withheld to be replaced may have come back while others were being pinned.)
             self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
-            if self.grant(head, wakes) {
+            if self.grant(head) {
                 continue;
             }
-            if self.grow_for_head(wakes) {
+            if self.grow_for_head() {
                 break;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
             let (quarantined, capacity) = (self.quarantined, self.capacity);
             let impossible = Error::Impossible { len, quarantined, capacity };
             let error = self.growth_failure.clone().unwrap_or(impossible);
-            self.end(head, WaitOutcome::Failed(error), wakes);
+            self.end(head, WaitOutcome::Failed(error));
         }
     }
 
@@ -594,11 +556,11 @@ impl Core {
 
     /// Ends every wait for which `verdict` has an error. A verdict is about what is asked for, so of requests of one size
     /// for a single buffer the first stands for all.
-    pub(super) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
+    pub(super) fn fail(&mut self, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
         let mut at = None;
         while let Some((key, size, number)) = self.queue.after(at) {
             if let Some(error) = verdict(self, self.queue.wants(key)) {
-                self.end(key, WaitOutcome::Failed(error), wakes);
+                self.end(key, WaitOutcome::Failed(error));
             } else if self.queue.wants(key).len() == 1 {
                 at = Some((size, u64::MAX));
                 continue;
@@ -608,9 +570,9 @@ impl Core {
     }
 
     /// Ends a wait, and what was withheld for it.
-    fn end(&mut self, key: usize, outcome: WaitOutcome, wakes: &mut Vec<Wake>) {
+    fn end(&mut self, key: usize, outcome: WaitOutcome) {
         let mut ended = Vec::new();
-        self.queue.finish(key, outcome, &mut ended, wakes);
+        self.queue.finish(key, outcome, &mut ended, &mut self.wakes);
         self.release(&ended);
         // The next waiter of the class may have no window.
         let room = self.arena.window_count() < MOST_WINDOWS && self.windows.none_for.is_none();
@@ -644,19 +606,19 @@ impl Core {
     // --- granting ----------------------------------------------------------------------------------------------------
 
     /// Serves a waiter from what is free outside of windows. `false`: that is not enough.
-    fn grant(&mut self, key: usize, wakes: &mut Vec<Wake>) -> bool {
+    fn grant(&mut self, key: usize) -> bool {
         let Some(grants) = take_all(&mut self.arena, self.queue.wants(key)) else { return false };
         let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
-        self.end(key, WaitOutcome::Granted(grants), wakes);
+        self.end(key, WaitOutcome::Granted(grants));
         true
     }
 
     /// A segment of a class (`None`: one that had a run of its own) came back to a window: serves the waiter if that is
     /// enough.
-    pub(super) fn came(&mut self, window: WindowId, class: Option<Class>, wakes: &mut Vec<Wake>) {
+    pub(super) fn came(&mut self, window: WindowId, class: Option<Class>) {
         let key = self.queue.owner(window);
         if self.queue.replaces(key) {
-            return self.replace(key, wakes);
+            return self.replace(key);
         }
         let enough = match self.queue.wants(key) {
             [Want { placement: Placement::Class(wanted), .. }] => class == Some(*wanted),
@@ -664,13 +626,13 @@ impl Core {
             several => sum(several.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free,
         };
         if enough || self.arena.is_complete(window) {
-            self.grant_withheld(key, wakes);
+            self.grant_withheld(key);
         }
     }
 
     /// Serves a waiter from what is withheld for it. `false`: that is not enough. Of several waiters for the same class
     /// the next inherits the window.
-    fn grant_withheld(&mut self, mut key: usize, wakes: &mut Vec<Wake>) -> bool {
+    fn grant_withheld(&mut self, mut key: usize) -> bool {
         let ids = self.queue.windows(key).to_vec();
         if ids.is_empty() {
             return false;
@@ -682,7 +644,7 @@ impl Core {
         let mut any = false;
         let heir = loop {
             let size = self.queue.size(key);
-            if !self.grant(key, wakes) {
+            if !self.grant(key) {
                 break Some(key);
             }
             any = true;
@@ -722,11 +684,11 @@ impl Core {
     }
 
     /// Chooses windows for the waiters that may have one. Nothing is cached.
-    fn choose(&mut self, wakes: &mut Vec<Wake>) {
+    fn choose(&mut self) {
         for key in self.queue.owners() {
             // Regions that got free while others were being pinned.
             if self.queue.replaces(key) {
-                self.replace(key, wakes);
+                self.replace(key);
             }
         }
         for key in self.queue.unplaced(MOST_WINDOWS) {
@@ -743,7 +705,7 @@ impl Core {
                 let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
                 self.queue.place(key, windows);
                 self.queue.set_replaces(key);
-                self.replace(key, wakes);
+                self.replace(key);
                 continue;
             }
             if self.windows.none_for.is_some_and(|none| need >= none) {
@@ -753,7 +715,7 @@ impl Core {
                 let window = self.arena.withhold(range, need, align);
                 self.queue.place(key, vec![window]);
                 if several || self.arena.is_complete(window) {
-                    self.grant_withheld(key, wakes);
+                    self.grant_withheld(key);
                 }
                 continue;
             }
@@ -765,9 +727,9 @@ impl Core {
             // No single range can serve the request, so the whole pool is withheld for it.
             let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
             self.queue.place(key, windows);
-            self.grant_withheld(key, wakes);
+            self.grant_withheld(key);
         }
-        self.plan_look(wakes);
+        self.plan_look();
     }
 
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
@@ -798,7 +760,7 @@ impl Core {
     }
 
     /// Has the regions replaced that are withheld for a waiter, if all of them are free.
-    fn replace(&mut self, key: usize, wakes: &mut Vec<Wake>) {
+    fn replace(&mut self, key: usize) {
         if self.growing > 0 || self.queue.windows(key).iter().any(|id| self.arena.out_of(*id) > 0) {
             return;
         }
@@ -806,7 +768,7 @@ impl Core {
         let wants = self.queue.wants(key).to_vec();
         if let Some(growth) = self.plan(&wants, true) {
             self.queue.note_replaced(key);
-            wakes.push(Wake::Grow(self.me.clone(), growth));
+            self.wakes.push(Wake::Grow(self.me.clone(), growth));
         }
     }
 
@@ -840,10 +802,10 @@ impl Core {
     }
 
     /// Plans the next look at the windows, if there are any and there is a clock.
-    fn plan_look(&mut self, wakes: &mut Vec<Wake>) {
+    fn plan_look(&mut self) {
         if self.arena.window_count() > 0 && !self.timeless && !self.windows.planned {
             self.windows.planned = true;
-            wakes.push(Wake::Choose(self.me.clone(), self.windows.patience));
+            self.wakes.push(Wake::Choose(self.me.clone(), self.windows.patience));
         }
     }
 

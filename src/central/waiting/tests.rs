@@ -29,10 +29,13 @@ fn out(central: &CentralPool, want: Want) -> Grant {
 
 /// Returns it past the thread cache.
 fn back(central: &CentralPool, grant: Grant) {
-    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
     // SAFETY: out, and returned once.
-    unsafe { core.put(grant, &mut wakes) };
-    central.finish(core, wakes);
+    unsafe { central.lock().put(grant) };
+}
+
+/// A call that changes nothing, and looks at the queue.
+fn change(central: &CentralPool) {
+    let _: &mut Core = &mut central.lock();
 }
 
 fn try_join(central: &CentralPool, wants: &[Want], covered: bool) -> Result<usize> {
@@ -170,10 +173,10 @@ fn many_waiters_are_served_in_turns_before_others() {
     // So no waiter has a window.
     central.core.lock().growing = PAGE;
     let keys: Vec<_> = (0..200).map(|_| try_join(&central, &[small(100)], true).unwrap()).collect();
-    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    let mut core = central.core.lock();
     // SAFETY: out, and returned once.
-    unsafe { core.put(held, &mut wakes) };
-    core.serve(&mut wakes);
+    unsafe { core.put(held) };
+    core.serve();
     assert_eq!((core.pending, core.queue.len()), (true, 200 - TURNS));
     drop(core);
     // Another request finds the queue between two turns.
@@ -187,7 +190,7 @@ fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
     let held = [(); 2].map(|()| out(&central, pages(256)));
     let key = join(&central, &[pages(256)]);
     let look = || {
-        (0..TICKS).for_each(|_| central.finish(central.core.lock(), Vec::new()));
+        (0..TICKS).for_each(|_| change(&central));
         central.check(|_, _| ()).unwrap();
         (window(&central).0 >> 22, central.core.lock().windows.patience / PATIENCE.as_millis() as u32)
     };
@@ -202,18 +205,19 @@ fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
 fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
     let central = pool(&[16], false);
     let _held = out(&central, pages(16));
-    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
-    core.choose(&mut wakes);
-    assert!(wakes.is_empty(), "there is no window");
+    let mut core = central.core.lock();
+    core.choose();
+    assert!(core.wakes.is_empty(), "there is no window");
     let key = core.queue.join(vec![pages(16)], Wake::Thread(thread::current()));
-    core.choose(&mut wakes);
-    core.choose(&mut wakes);
-    assert!(matches!(&wakes[..], [Wake::Choose(_, PATIENCE)]));
+    core.choose();
+    core.choose();
+    assert!(matches!(&core.wakes[..], [Wake::Choose(_, PATIENCE)]));
     (core.windows.planned, core.timeless) = (false, true);
-    core.choose(&mut wakes);
-    assert_eq!(wakes.len(), 1);
+    core.choose();
+    assert_eq!(core.wakes.len(), 1);
     core.windows.planned = true;
-    central.finish(core, Vec::new());
+    drop(core);
+    change(&central);
     assert_eq!(central.core.lock().windows.ticks, 0, "calls are not counted where there is a clock");
     // The timer looks, on its own thread.
     CentralPool::choose_later(central.weak(), Duration::ZERO);
@@ -250,13 +254,13 @@ fn only_a_request_that_leaves_unserved_has_waited_in_vain() {
 #[test]
 fn equal_buffers_of_a_request_have_to_fit_together() {
     let central = pool(&[256, 256], true);
-    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
+    let mut core = central.core.lock();
     assert!(core.never(&[pages(200); 2]).is_none() && core.never(&[pages(200); 3]).is_some());
     // Requests for several buffers of one size are not alike: each has a verdict of its own.
     let mut join = |n: usize| core.queue.join(vec![pages(100); n], Wake::Thread(thread::current()));
     let keys = [1, 4, 5].map(&mut join);
     (core.windows.wanted, core.windows.none_for) = (true, Some(1));
-    core.fail(&mut wakes, |core, wants| core.never(wants).map(|_| Error::Empty));
+    core.fail(|core, wants| core.never(wants).map(|_| Error::Empty));
     assert_eq!(keys.map(|key| core.queue.waits(key)), [true, true, false]);
     assert!(core.windows.wanted, "a look at the windows that is due stays due");
 }
@@ -354,11 +358,8 @@ fn the_next_of_a_class_has_a_window_that_suits_it() {
     let central = pool(&[2], true);
     let held = out(&central, pages(2));
     let keys = [(); 4].map(|()| join(&central, &[small(2000)]));
-    let (mut core, mut wakes) = (central.core.lock(), Vec::new());
-    // SAFETY: out, and returned once.
-    unsafe { core.put(held, &mut wakes) };
-    assert_eq!(keys.map(|key| core.queue.waits(key)), [false, false, false, true]);
-    central.finish(core, wakes);
+    back(&central, held);
+    assert_eq!(keys.map(|key| central.waits(key)), [false, false, false, true]);
 
     // The first waiter gets a run that begins before the window. So the next has another window.
     let central = pool(&[4, 256], true);
@@ -402,5 +403,34 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
         assert!(central.waits(key), "{other}: {:?}", central.look(key, None));
         let core = central.core.lock();
         assert!(core.growing >= 300 * PAGE && core.leaving > 0, "{other}: {} {}", core.growing, core.leaving);
+    }
+}
+
+/// Cached segments go back to their runs in many ways. What they free there serves the queue, whoever brings them back.
+#[test]
+fn memory_that_goes_back_to_the_runs_serves_who_waits() {
+    for way in ["the regions are counted", "a cache has no room for a third class"] {
+        // Each extent has room for one segment.
+        let central = pool(&[2; 5], true);
+        let first = [(); 3].map(|()| out(&central, small(5000)));
+        let others = [6000, 7000].map(|len| out(&central, small(len)));
+        let key = join(&central, &[pages(2)]);
+        let at = window(&central).0;
+        let release = |grant: Grant| {
+            assert!(base(&grant).addr().get() != at);
+            // SAFETY: out, and returned once.
+            unsafe { central.fresh(grant).into_segment().release() };
+        };
+        let beside = first.into_iter().find(|grant| base(grant).addr().get() != at).unwrap();
+        release(beside);
+        let cached = || central.cache().unwrap().cached(Class::of(5000).unwrap());
+        assert_eq!((cached(), central.waits(key)), (1, true));
+        if way.starts_with("the") {
+            central.region_use();
+        } else {
+            others.into_iter().for_each(release);
+        }
+        assert_eq!((cached(), central.waits(key)), (0, false), "{way}");
+        central.check(|_, _| ()).unwrap();
     }
 }
