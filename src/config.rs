@@ -47,6 +47,8 @@ pub struct PoolBuilder {
     pub(crate) before_unpin: Option<BeforeUnpin>,
     pub(crate) name: Option<String>,
     pub(crate) track: bool,
+    pub(crate) check_cgroups: bool,
+    pub(crate) max_waiting: usize,
 }
 
 /// The settings, checked and complete.
@@ -86,6 +88,8 @@ impl PoolBuilder {
             before_unpin: None,
             name: None,
             track: false,
+            check_cgroups: true,
+            max_waiting: usize::MAX,
         }
     }
 
@@ -192,6 +196,29 @@ impl PoolBuilder {
         self
     }
 
+    /// The most requests that may wait for memory at a time; for each NUMA node where the pool has several, and for each
+    /// reserve. A request that would be one more gets [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it
+    /// is blocking or async, for one buffer or several. 0: no request waits. Default: no bound.
+    ///
+    /// A server under more load than it can serve so refuses clients at once, in place of letting all of them wait.
+    /// A copier's own waits for segments count, and are not refused.
+    pub fn max_waiting(mut self, requests: usize) -> Self {
+        self.max_waiting = requests;
+        self
+    }
+
+    /// Whether the pool looks at the memory limits of this process's control groups before it makes a region. Default: yes.
+    ///
+    /// Past such a limit, which is how containers bound memory, no call fails: the kernel ends a process of the group. So
+    /// a region that the groups would not carry is refused with [`Error::OutOfMemory`](crate::Error::OutOfMemory), which
+    /// names the group, and a request that waits has a smaller one tried. Page cache counts as room, since the kernel
+    /// drops it; swap does not: where the group may swap, `false` lets the pool try all the same. Groups of version 1
+    /// and 2 are looked at, as far as the container shows their files.
+    pub fn check_cgroups(mut self, check: bool) -> Self {
+        self.check_cgroups = check;
+        self
+    }
+
     /// A call to make before a region is unpinned, for a program that has registered the region elsewhere too (see
     /// [`Pool::regions`](crate::Pool::regions)). It runs on the device's region thread, and must not call the pool.
     pub fn before_unpin(mut self, call: impl Fn(&RegionInfo) + Send + Sync + 'static) -> Self {
@@ -273,7 +300,10 @@ impl PoolBuilder {
             Some(bytes) if down(bytes) > left => {
                 // Both may read alike, so the difference is told.
                 let (bytes, more, left) = (amount(bytes), amount(bytes - left), amount(left));
-                return wrong(format!("{bytes} to start with are {more} more than the capacity of {left}"));
+                let beside = if self.reserves.is_empty() { "" } else { " that the reserves leave" };
+                return wrong(format!(
+                    "{bytes} to start with are {more} more than the capacity of {left}{beside}"
+                ));
             }
             // Each node starts with its part, at least a page.
             Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),
@@ -317,6 +347,7 @@ impl PoolBuilder {
                 huge: self.huge_pages,
                 node: None,
                 backing,
+                check_cgroups: self.check_cgroups,
             },
         })
     }

@@ -275,6 +275,17 @@ pub enum Error {
         /// The pool, and what there was in it.
         shortage: Option<Box<Shortage>>,
     },
+    /// As many requests wait for the pool's memory as it allows to wait
+    /// ([`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting)), so this one did not join them. Remedy: answer
+    /// the client that the server is busy, try again later, or raise the bound or the capacity.
+    #[error(
+        "{limit} requests wait for the pool's memory, as many as PoolBuilder::max_waiting allows; try again later, or \
+         raise that or the capacity"
+    )]
+    QueueFull {
+        /// The most requests that may wait at a time.
+        limit: usize,
+    },
     /// Memory that was to be adopted has no whole page in it. Remedy: a larger piece, or one that starts on a page.
     #[error(
         "{} of memory to adopt have no whole page of {} in them; give a larger piece, or one that starts on a page",
@@ -315,8 +326,8 @@ pub enum Error {
     /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or
     /// quarantined bytes are in the way. Remedy: a larger capacity, or less at once.
     #[error(
-        "no amount of waiting makes room for {} within a capacity of {}, of which {} are quarantined; raise the \
-         capacity, or ask for less at once", amount(*len), amount(*capacity), amount(*quarantined)
+        "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
+        amount(*len), amount(*capacity), of_which_quarantined(*quarantined)
     )]
     Impossible {
         /// Bytes asked for.
@@ -600,18 +611,28 @@ pub struct Shortage {
     pub withheld: usize,
     /// See [`withheld`](Self::withheld).
     pub withheld_for: usize,
+    /// Bytes that the pool may hold there.
+    pub capacity: usize,
+    /// Requests that wait there, this one not counted.
+    pub waiting: usize,
+    /// Why the pool did not grow, where it tried last and failed.
+    pub growth: Option<Box<Error>>,
 }
 
 impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pool, requested, free, largest, withheld, withheld_for } = self;
+        let Self { pool, requested, free, largest, withheld, withheld_for, waiting, .. } = self;
         let (asked, free, largest) = (amount(*requested), amount(*free), amount(*largest));
         write!(f, "pool {}: {asked} asked for, {free} free, {largest} in one piece", shown(pool))?;
         if *withheld > 0 {
             let (withheld, asked) = (amount(*withheld), amount(*withheld_for));
             write!(f, ", {withheld} withheld for a request of {asked} that waits")?;
         }
-        Ok(())
+        match waiting {
+            0 => Ok(()),
+            1 => write!(f, ", 1 other request waits"),
+            n => write!(f, ", {n} other requests wait"),
+        }
     }
 }
 
@@ -677,10 +698,12 @@ impl fmt::Debug for Waited {
 impl fmt::Display for Waited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.time)?;
-        match &self.shortage {
-            Some(shortage) => write!(f, " ({shortage})"),
-            None => Ok(()),
+        let Some(shortage) = &self.shortage else { return Ok(()) };
+        write!(f, " (capacity {}; {shortage}", amount(shortage.capacity))?;
+        if let Some(growth) = &shortage.growth {
+            write!(f, "; growing failed: {growth}")?;
         }
+        write!(f, "); wait longer, return buffers, or raise the capacity")
     }
 }
 
@@ -742,6 +765,7 @@ impl Error {
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Internal(_) => ErrorClass::DeviceLost,
             Self::Exhausted { .. }
+            | Self::QueueFull { .. }
             | Self::OverCapacity { .. }
             | Self::Timeout(_)
             | Self::OutOfMemory { .. }
@@ -891,6 +915,10 @@ impl<T> From<RegisterError<T>> for Error {
     fn from(e: RegisterError<T>) -> Self {
         e.error
     }
+}
+
+fn of_which_quarantined(bytes: usize) -> String {
+    if bytes == 0 { String::new() } else { format!(", of which {} are quarantined", amount(bytes)) }
 }
 
 /// The remedy where a target could not be written. The target may be a file that was complete before and still is, so

@@ -14,7 +14,7 @@
 //! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
 //!
 //! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
-//! starts threads, `barrier` has the barrier for all threads and what replaces it, `fork` says what a fork does, and
+//! starts threads, `cgroup` reads what control groups leave, `barrier` has the barrier for all threads and what replaces it, `fork` says what a fork does, and
 //! `exit` what the end of the process does.
 //! Every module may call this one.
 //!
@@ -23,6 +23,8 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod barrier;
+#[cfg(target_os = "linux")]
+mod cgroup;
 mod exit;
 pub(crate) mod file;
 mod fork;
@@ -40,13 +42,15 @@ pub(crate) use other::*;
 #[cfg(target_os = "linux")]
 mod linux {
     use std::fs;
-    use std::io;
-    use std::path::{Path, PathBuf};
+    use std::io::{self, Read as _};
+    use std::path::Path;
     use std::ptr::NonNull;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use libc::{c_long, c_void};
 
+    use super::cgroup;
+    use crate::amount::Amount;
     use crate::error::{Error, Result};
 
     /// The size of a page in bytes; a power of two.
@@ -256,8 +260,8 @@ mod linux {
         unsafe { libc::munlock(base.as_ptr().cast(), len) };
         Err(match error.raw_os_error() {
             Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
-                let limit = memlock_limit()
-                    .map_or_else(|| "unlimited".to_owned(), |limit| crate::amount::Amount(limit).to_string());
+                let limit =
+                    memlock_limit().map_or_else(|| "unlimited".to_owned(), |limit| Amount(limit).to_string());
                 Error::MemLock { wanted: len, limit }
             }
             _ => Error::OutOfMemory { wanted: len, text: error.to_string() },
@@ -281,42 +285,32 @@ mod linux {
         Some(limit.rlim_cur)
     }
 
-    /// Bytes of memory that this process could still take: what the system has available, or what its control group has
-    /// left, whichever is less. An estimate: the group's count includes page cache that could be dropped.
+    /// Bytes of memory that this process could still take: what the system has available, or what its control groups (of
+    /// either version) have left, whichever is less. An estimate: page cache in use could be dropped too.
     pub(crate) fn available_memory() -> Option<u64> {
-        let system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
-        let group = fs::read_to_string("/proc/self/cgroup")
-            .ok()
-            .and_then(|text| cgroup_path(&text))
-            .and_then(|path| {
-                // A limit anywhere between the group and the root binds.
-                path.ancestors().take_while(|dir| dir.starts_with(CGROUP_ROOT)).filter_map(cgroup_left).min()
-            });
-        match (system, group) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        cgroup::available(Path::new("/")).into_iter().flatten().min()
     }
 
-    const CGROUP_ROOT: &str = "/sys/fs/cgroup";
-
-    pub(super) fn meminfo_available(text: &str) -> Option<u64> {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        kib.checked_mul(1024)
+    /// Refuses memory that the control groups of this process would not carry: once it were touched, the kernel would end
+    /// a process of the group. Groups whose files cannot be read refuse nothing. Swap does not count as room.
+    pub(crate) fn refuse_over_cgroups(len: usize) -> Result<()> {
+        over_cgroups(Path::new("/"), len)
     }
 
-    /// The directory of the process's group in the unified hierarchy.
-    pub(super) fn cgroup_path(text: &str) -> Option<PathBuf> {
-        let path = text.lines().find_map(|line| line.strip_prefix("0::"))?;
-        Some(Path::new(CGROUP_ROOT).join(path.trim_start_matches('/')))
-    }
-
-    /// Bytes that the group in `dir` has left of its limit; `None` if it has no limit.
-    fn cgroup_left(dir: &Path) -> Option<u64> {
-        let read = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
-        // "max" is no number, and means no limit.
-        Some(read("memory.max")?.saturating_sub(read("memory.current")?))
+    pub(super) fn over_cgroups(root: &Path, len: usize) -> Result<()> {
+        // The driver's tables of the pages, and what the process takes beside.
+        const BESIDE: u64 = 1 << 20;
+        let need = (len as u64).saturating_add(len as u64 / 64).saturating_add(BESIDE);
+        let Some(groups) = cgroup::ControlGroups::read(root) else { return Ok(()) };
+        let Some((left, group)) = groups.tightest().filter(|(left, _)| *left < need) else { return Ok(()) };
+        let (left, limit) = (Amount(left), Amount(group.max.unwrap_or(0)));
+        let (path, file) = (&group.path, groups.limit_file());
+        let text = format!(
+            "the control group {path} has {left} left of {limit} ({file}), and the kernel ends a process of a group that \
+             exceeds this; raise the limit, lower the pool's capacity, or let the pool try all the same \
+             (PoolBuilder::check_cgroups)"
+        );
+        Err(Error::OutOfMemory { wanted: len, text })
     }
 
     /// Whether the address is in memory that this process can read or write like any other: mapped with such a
@@ -403,7 +397,30 @@ mod linux {
 
     /// The error of the call that has just failed for `len` bytes.
     fn refused(len: usize) -> Error {
-        Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() }
+        let error = io::Error::last_os_error();
+        let full = (error.raw_os_error() == Some(libc::ENOMEM)).then(few_mappings_left).flatten();
+        Error::OutOfMemory { wanted: len, text: format!("{error}{}", full.unwrap_or_default()) }
+    }
+
+    /// What to do where the process has nearly as many mappings as the system allows.
+    fn few_mappings_left() -> Option<String> {
+        let most: u64 = fs::read_to_string("/proc/sys/vm/max_map_count").ok()?.trim().parse().ok()?;
+        // Piece by piece: a process without mappings left may be given no memory for the whole table.
+        let (mut table, mut piece, mut used) = (fs::File::open("/proc/self/maps").ok()?, [0; 4096], 0_u64);
+        loop {
+            match table.read(&mut piece).ok()? {
+                0 => break,
+                n => used += piece[..n].iter().filter(|byte| **byte == b'\n').count() as u64,
+            }
+        }
+        // A mapping that is aligned is made of three.
+        (used + 8 > most).then(|| {
+            format!(
+                "; the process has {used} mappings, and vm.max_map_count allows {most}: raise it (sysctl -w \
+                 vm.max_map_count={})",
+                most.saturating_mul(4)
+            )
+        })
     }
 }
 
@@ -479,6 +496,10 @@ mod other {
 
     pub(crate) fn available_memory() -> Option<u64> {
         None
+    }
+
+    pub(crate) fn refuse_over_cgroups(_len: usize) -> Result<()> {
+        Ok(())
     }
 
     pub(crate) fn is_host_memory(_address: u64) -> Option<bool> {
@@ -572,12 +593,32 @@ mod tests {
     #[test]
     fn reads_what_the_system_says_about_memory() {
         assert!(available_memory().unwrap() > 0);
-        assert_eq!(linux::meminfo_available("MemTotal: 9 kB\nMemAvailable:    12 kB\n"), Some(12 * 1024));
-        assert_eq!(linux::meminfo_available("MemTotal: 9 kB\n"), None);
-        assert_eq!(linux::meminfo_available("MemAvailable: many kB\n"), None);
-        let path = linux::cgroup_path("4:memory:/x\n0::/a/b\n").unwrap();
-        assert_eq!(path, std::path::Path::new("/sys/fs/cgroup/a/b"));
-        assert_eq!(linux::cgroup_path("4:memory:/x\n"), None);
+    }
+
+    #[test]
+    fn memory_that_the_groups_would_not_carry_is_refused_by_their_name() {
+        let root = std::env::temp_dir().join(format!("pinpool-os-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        assert_eq!(linux::over_cgroups(&root, 1 << 40), Ok(()), "nothing can be read");
+        write("proc/self/cgroup", "0::/server\n");
+        write("sys/fs/cgroup/server/memory.current", "104857600\n");
+        write("sys/fs/cgroup/server/memory.max", "max\n");
+        assert_eq!(linux::over_cgroups(&root, 1 << 40), Ok(()), "there is no limit");
+        write("sys/fs/cgroup/server/memory.max", "209715200\n");
+        assert_eq!(linux::over_cgroups(&root, 64 << 20), Ok(()));
+        let refused = linux::over_cgroups(&root, 128 << 20).unwrap_err();
+        std::fs::remove_dir_all(&root).unwrap();
+        assert!(refused.is_retryable());
+        let text = refused.to_string();
+        for part in
+            ["128 MiB", "/sys/fs/cgroup/server", "100 MiB left of 200 MiB", "memory.max", "check_cgroups"]
+        {
+            assert!(text.contains(part), "{part:?} is missing: {text}");
+        }
     }
 
     #[test]

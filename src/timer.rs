@@ -1,8 +1,9 @@
 //! The timer: runs a short piece of work at a time, on a thread of its own.
 //!
 //! There is one thread for the process, which starts with the first work and ends when it has had none for a while. It
-//! sleeps until the next work is due. Work is short and makes no driver's call: it looks at windows again, or wakes a
-//! task whose time is up. Where the system has no room for the thread, the work is not done.
+//! sleeps until the next work is due. Work is short and makes no driver's call: it looks at windows again, has a growth
+//! tried again, reports a wait that lasts, or wakes a task whose time is up. Wakers and subscribers are the program's
+//! code: one that blocks holds up all other work. Where the system has no room for the thread, the work is not done.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -28,9 +29,14 @@ static CHANGED: Condvar = Condvar::new();
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Planned(Instant, u64);
 
+/// The clock of deadlines and pauses.
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
 /// Runs `work` after a time.
 pub(crate) fn after(time: Duration, work: impl FnOnce() + Send + 'static) {
-    if let Some(at) = Instant::now().checked_add(time) {
+    if let Some(at) = now().checked_add(time) {
         at_time(at, work);
     }
 }
@@ -66,7 +72,7 @@ fn run() {
     crate::sync::enter(crate::sync::Own::Timer);
     let mut timer = TIMER.lock();
     loop {
-        let now = Instant::now();
+        let now = now();
         let time = match timer.planned.first_entry() {
             Some(entry) if entry.key().0 <= now => {
                 let work = entry.remove();

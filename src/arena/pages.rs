@@ -40,6 +40,14 @@ impl Arena {
         self.insert_free(extent, 0, pages);
     }
 
+    /// Notes that the extent at `base` is pinned, which was not. Nothing, if it is not here any more.
+    pub(crate) fn pinned_after_all(&mut self, base: NonNull<u8>) {
+        if let Some((_, extent)) = self.extents.iter_mut().find(|(_, e)| e.base == base && !e.pinned) {
+            extent.pinned = true;
+            self.unpinned -= extent.pages as usize * PAGE;
+        }
+    }
+
     /// Removes a region's extents, if no segment of them is given out. Their memory is the caller's again: base, length
     /// in bytes, and whether it is pinned. `None` also for a region that is not here any more: of several callers that
     /// remove one region only the first gets it.

@@ -192,7 +192,8 @@ impl PinnedBuf {
 
     /// Whether the memory is page-locked. `false` only if the pool was allowed to go on without page locks
     /// ([`Unpinned::Allow`](crate::Unpinned::Allow)), and for managed memory
-    /// ([`Backing::Managed`](crate::Backing::Managed)).
+    /// ([`Backing::Managed`](crate::Backing::Managed)). It may become `true` while the buffer is out, since the pool locks
+    /// such memory later where it can.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.segment.pinned()

@@ -213,7 +213,7 @@ mod tests {
         let central = cached();
         let wants = vec![central.place(BYTES - 32, 64).unwrap()];
         let wake = || Wake::Thread(thread::current());
-        let large = central.join(wants, wake(), false).unwrap();
+        let large = central.join(wants, wake(), false, usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
         // The window has the segment that is out, and its class is fenced for that.
         let fence = &central.fence;
@@ -221,12 +221,12 @@ mod tests {
         assert!(violation(&central).ends_with("is fenced as 0, and 2 is needed"));
         fence.set(class(), 2);
         central.check(|_, _| ()).unwrap();
-        let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), false).unwrap();
+        let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), false, usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
         fence.set(class(), 2);
         assert!(violation(&central).ends_with("is fenced as 2, and 3 is needed"));
         fence.set(class(), 3);
-        central.leave(large, Leaving::InVain);
+        central.leave(large, Leaving::Abandoned);
         central.check(|_, _| ()).unwrap();
         assert!(!central.waits(small), "it is served with what the first was to have");
         let WaitOutcome::Granted(grants) = central.look(small, None) else { panic!() };

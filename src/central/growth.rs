@@ -7,6 +7,13 @@
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
 //! carried out after the lock is released, by the region thread of the device, which unpins before it pins. On a device
 //! without threads the caller does it at once. Each extent serves waiters as soon as it is pinned.
+//!
+//! # After a failure
+//!
+//! A refusal that may pass strands nobody. While requests wait, a growth that failed is tried again: at once with half as
+//! many bytes, down to what the queue's head needs, and then after a pause that doubles. Growths get longer again as they
+//! succeed. A request that only growing can serve does not wait for that: it gets the error once a growth of what the head
+//! needs has failed. Without a clock the next call on the slow path is the pause.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -17,7 +24,7 @@ use std::time::{Duration, Instant};
 use stable_deref_trait::StableDeref;
 
 use super::{CentralPool, Core, Wake, Want, sum};
-use crate::error::{Error, RegisterError, Result};
+use crate::error::{Error, ErrorClass, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
@@ -36,6 +43,31 @@ const LOST: Duration = Duration::from_millis(20);
 const LOST_BY_ONE: Duration = Duration::from_millis(4);
 const WINDOW: Duration = Duration::from_millis(100);
 
+/// The pause before the head's growth is tried again, at first and at most.
+const PAUSE: Duration = Duration::from_millis(10);
+const MOST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What growths that failed tell the next ones.
+#[derive(Debug)]
+pub(super) struct Retry {
+    /// The most bytes that a growth asks for, where its requests need no more.
+    most: usize,
+    /// Bytes that the last growth lacked in the end.
+    missing: usize,
+    /// Why the last growth that has ended failed, for what errors say.
+    pub(super) why: Option<Error>,
+    /// The pause before the next try, whether it is under way, and whether it is over.
+    pause: Duration,
+    planned: bool,
+    due: bool,
+}
+
+impl Default for Retry {
+    fn default() -> Self {
+        Self { most: usize::MAX, missing: 0, why: None, pause: PAUSE, planned: false, due: false }
+    }
+}
+
 /// The unit in which regions are mapped, in bytes.
 fn page() -> usize {
     crate::os::page_size().max(crate::segment::PAGE)
@@ -50,7 +82,7 @@ pub(super) fn least(wants: &[Want]) -> usize {
 /// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
 /// segments to come back.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0)?;
+    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0 && !core.shrinks(wants))?;
     core.never(wants).map(|_| error.clone())
 }
 
@@ -185,20 +217,43 @@ impl CentralPool {
         core.extended();
     }
 
+    /// Notes that an extent is pinned that was not.
+    pub(crate) fn pinned_after_all(&self, base: NonNull<u8>) {
+        self.lock().arena.pinned_after_all(base);
+    }
+
     /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
     /// no segment that may come back can serve it.
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
+        core.retry.due = false;
         if let Some(error) = error {
             // Kept for requests that have caused this growth and have not joined the queue yet.
             core.growth_failure = Some(error.clone());
             core.stats.growth_failures += 1;
+            (core.retry.why, core.retry.missing) = (Some(error.clone()), missing);
+            core.retry.most = (missing / 2 / page() * page()).max(page());
+        } else if missing == 0 {
+            let (most, planned) = (core.retry.most.saturating_mul(2), core.retry.planned);
+            core.retry = Retry { most, planned, ..Retry::default() };
         }
         if core.growing == 0 {
             core.fail(|core, wants| growth_failure(core, wants).or_else(|| self.hopeless(core, wants)));
             core.extended();
         }
+    }
+
+    /// Tries the head's growth again after a pause.
+    pub(super) fn grow_later(central: std::sync::Weak<Self>, pause: Duration) {
+        if cfg!(loom) {
+            return;
+        }
+        crate::timer::after(pause, move || {
+            let Some(central) = central.upgrade() else { return };
+            let mut core = central.lock();
+            (core.retry.planned, core.retry.due) = (false, true);
+        });
     }
 
     /// Removes a region, if none of it is used, and returns its bytes. They count as leaving, and not as room, until
@@ -233,25 +288,71 @@ impl CentralPool {
 
 impl Core {
     /// Plans a region for the head of the queue, to be carried out after the unlock: other requests may have taken what
-    /// was pinned for the head, and regions may be idle by now. After a growth that failed nothing is planned, until a
-    /// request begins another growth. For each waiter idle regions are replaced at most once, since that may not help.
+    /// was pinned for the head, and regions may be idle by now. After a growth that failed, one is planned if it may be
+    /// shorter, or a pause is over. For each waiter idle regions are replaced at most once, since that may not help.
     /// `true`: a region is planned.
     pub(super) fn grow_for_head(&mut self) -> bool {
-        let Some((wants, moved)) = self.queue.head() else { return false };
         // These cheap tests decide most cases.
-        if self.step == 0
-            || self.growth_failure.is_some()
-            || self.room() + self.arena.bytes().free < least(wants)
-        {
+        let Some((wants, may_move)) = self.next_to_grow() else { return false };
+        if self.growth_failure.is_some() && !(self.may_pass() && (self.retry.due || self.shrinks(wants))) {
             return false;
         }
         let wants = wants.to_vec();
-        let Some(growth) = self.plan(&wants, !moved) else { return false };
+        let Some(growth) = self.plan(&wants, may_move) else { return false };
         if !growth.going.is_empty() {
             self.queue.head_moved();
         }
         self.wakes.push(Wake::Grow(self.me.clone(), growth));
         true
+    }
+
+    /// The waiter that a growth is planned for, as its wants, and whether idle regions may make way: the head, if there may
+    /// be room for a region for it. After a growth that failed also the one that needs least, since the failed one may have
+    /// been for any.
+    fn next_to_grow(&self) -> Option<(&[Want], bool)> {
+        let (head, moved) = self.queue.head()?;
+        if self.step == 0 {
+            return None;
+        }
+        let (failed, least_of_head) = (self.growth_failure.is_some(), least(head));
+        let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
+        if may_move && (!failed || self.never(head).is_some()) || self.room_beside() >= least_of_head {
+            return Some((head, !moved));
+        }
+        let (smallest, ..) = self.queue.after(None).filter(|_| failed)?;
+        let wants = self.queue.wants(smallest);
+        (self.room_beside() >= least(wants)).then_some((wants, false))
+    }
+
+    /// Whether the last growth failed for a reason that may pass.
+    fn may_pass(&self) -> bool {
+        self.growth_failure.as_ref().is_some_and(|error| error.class() == ErrorClass::Transient)
+    }
+
+    /// Whether the last growth failed for a reason that may pass, and the next one may be shorter: that for a waiter, or
+    /// for these wants where nothing waits.
+    fn shrinks(&self, wants: &[Want]) -> bool {
+        let next = if self.queue.is_empty() { Some(wants) } else { self.next_to_grow().map(|next| next.0) };
+        self.may_pass() && next.is_some_and(|next| self.retry.missing > self.need(next))
+    }
+
+    /// A waiter waits for a growth that failed: how long until it is tried again.
+    pub(super) fn pause_of_growth(&mut self) -> Option<Duration> {
+        if self.queue.is_empty() {
+            self.retry.pause = PAUSE;
+        }
+        let waits = self.growing == 0 && !self.retry.planned && !self.retry.due && self.may_pass();
+        if !waits || self.next_to_grow().is_none() {
+            return None;
+        }
+        if self.timeless {
+            self.retry.due = true;
+            return None;
+        }
+        self.retry.planned = true;
+        let pause = self.retry.pause;
+        self.retry.pause = (pause * 2).min(MOST_PAUSE);
+        Some(pause)
     }
 
     /// Notes a request that was served late. Whether such requests have lost much time in this window.
@@ -315,6 +416,17 @@ impl Core {
             left = self.room_beside();
             self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         }
+        let bytes = self.step.min(self.retry.most).max(self.need(wants)).min(left);
+        self.growing += bytes;
+        self.stats.growths += 1;
+        self.growth_failure = None;
+        self.late = (None, Duration::ZERO);
+        Some(Growth { going, bytes })
+    }
+
+    /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of each alignment, and
+    /// regions start well aligned.
+    fn need(&self, wants: &[Want]) -> usize {
         // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.
         let need = wants.iter().fold(0usize, |at, w| {
             let (pages, align) = w.placement.fresh_pages();
@@ -323,13 +435,6 @@ impl Core {
             let at = if bytes > left { at.saturating_add(left % self.extent) } else { at };
             at.saturating_add(bytes)
         });
-        let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
-        // `need` counts the worst case of each alignment, so it is an upper bound: regions start well aligned.
-        let bytes = self.step.max(need).min(left);
-        self.growing += bytes;
-        self.stats.growths += 1;
-        self.growth_failure = None;
-        self.late = (None, Duration::ZERO);
-        Some(Growth { going, bytes })
+        need.checked_next_multiple_of(page()).unwrap_or(usize::MAX)
     }
 }

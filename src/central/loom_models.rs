@@ -518,7 +518,7 @@ fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
 
 fn join(store: &Store, wants: usize) -> Result<usize> {
     step();
-    store.central.join(vec![store.want(); wants], Wake::Thread(thread::current()), false)
+    store.central.join(vec![store.want(); wants], Wake::Thread(thread::current()), false, usize::MAX)
 }
 
 #[test]
@@ -571,7 +571,7 @@ fn loom_wait_cancelled() {
             let store = store.clone();
             move || {
                 step();
-                store.central.leave(first, Leaving::InVain);
+                store.central.leave(first, Leaving::Abandoned);
             }
         });
         let giver = worker(move || one.put());
@@ -638,7 +638,7 @@ fn loom_wait_for_a_window() {
         ];
         step();
         let page = store.central.place(PAGE - 32, 64).unwrap();
-        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false).unwrap();
+        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap();
         let got = wait_as_task(&store, key).unwrap();
         // It writes to the whole page.
         got.into_iter().for_each(Out::put);
@@ -659,7 +659,7 @@ fn loom_wait_after_a_return_of_its_own() {
         let other = worker(move || one.put());
         step();
         let page = store.central.place(PAGE - 32, 64).unwrap();
-        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false).unwrap();
+        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap();
         // Not to this thread's cache, where it would be for as long as the thread waits.
         two.put();
         let got = wait_as_task(&store, key).unwrap();

@@ -80,6 +80,7 @@ use crate::telemetry::counters::ClassTally;
 use crate::telemetry::ledger::{Ledger, Sightings};
 
 pub(crate) use census::OutSegment;
+use growth::Retry;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use lock::CoreLock;
@@ -91,8 +92,8 @@ pub(crate) use reclaim::ReclaimLevel;
 use token::Deposit;
 pub use token::Token;
 use transfer::Reservations;
-pub(crate) use waiting::Leaving;
 use waiting::{Fence, Windows};
+pub(crate) use waiting::{Leaving, LongWait};
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
@@ -183,6 +184,7 @@ struct Core {
     leaving: usize,
     /// Why the last growth failed, until the next one begins.
     growth_failure: Option<Error>,
+    retry: Retry,
     stats: Stats,
     /// What the thread that has the lock does after the unlock.
     wakes: Vec<Wake>,
@@ -203,8 +205,9 @@ struct Books {
 pub(crate) struct Stats {
     pub(crate) reclaims: u64,
     pub(crate) waits: u64,
-    /// Waits that were given up, at their deadline or by a future that was dropped.
+    /// Waits that were given up at their deadline, and those of futures that were dropped.
     pub(crate) timeouts: u64,
+    pub(crate) abandoned: u64,
     /// Regions that were planned for requests, and those that came in part or not at all.
     pub(crate) growths: u64,
     pub(crate) growth_failures: u64,
@@ -284,6 +287,7 @@ impl CentralPool {
                 late: (None, Duration::ZERO),
                 leaving: 0,
                 growth_failure: None,
+                retry: Retry::default(),
                 stats: Stats::default(),
             })),
             config,

@@ -64,6 +64,8 @@ pub(crate) enum Wake {
     Grow(Weak<CentralPool>, Growth),
     /// Chooses windows anew after this time.
     Choose(Weak<CentralPool>, Duration),
+    /// Tries the head's growth again after this time.
+    Retry(Weak<CentralPool>, Duration),
 }
 
 impl Wake {
@@ -77,6 +79,7 @@ impl Wake {
                 }
             }
             Self::Choose(central, after) => CentralPool::choose_later(central, after),
+            Self::Retry(central, after) => CentralPool::grow_later(central, after),
         }
     }
 }
@@ -127,6 +130,8 @@ pub(crate) struct WaitQueue {
     /// Those that may choose a window and have none: not those behind another of the same class.
     unplaced: BTreeSet<u64>,
     next: u64,
+    /// Waiters of lower numbers were told of as waiting for long.
+    told: u64,
     /// How many requests for one segment of a class wait, by class.
     awaited: Vec<u32>,
     /// The waiter that each window is withheld for, by the window's number.
@@ -143,6 +148,7 @@ impl WaitQueue {
             sizes: BTreeSet::new(),
             unplaced: BTreeSet::new(),
             next: 0,
+            told: 0,
             awaited: vec![0; CLASSES],
             owners: Vec::new(),
             waited: Histogram::default(),
@@ -302,6 +308,22 @@ impl WaitQueue {
     /// The key of the waiter that came first.
     pub(super) fn head_key(&self) -> Option<usize> {
         self.order.values().next().copied()
+    }
+
+    /// The first waiter that has waited for `age` and that no earlier call has told of, if it `may` be told of: since when
+    /// it waits, and what it asks for. Of those behind it that have waited for as long no later call tells, either.
+    pub(super) fn waits_long(
+        &mut self,
+        now: Instant,
+        age: Duration,
+        may: impl FnOnce() -> bool,
+    ) -> Option<(Instant, &[Want])> {
+        let is_long = |key: usize| now.saturating_duration_since(self.waiters[key].since) >= age;
+        let mut long = self.order.range(self.told..).map(|(_, key)| *key).take_while(|key| is_long(*key));
+        let first = long.next().filter(|_| may())?;
+        let last = long.last().unwrap_or(first);
+        self.told = self.waiters[last].number + 1;
+        Some((self.waiters[first].since, &self.waiters[first].wants))
     }
 
     /// The waiter behind a place, in the order of sizes: its key, and its place.

@@ -523,7 +523,7 @@ fn a_failed_growth_ends_waits_though_segments_may_come_back() {
         (core.extent, core.step, core.growing) = (4 * MIB, 2 * PAGE, MIB);
         assert!(core.arena.take(pages(1).placement).is_some());
     }
-    let key = central.join(vec![pages(300)], Wake::Thread(thread::current()), true).unwrap();
+    let key = central.join(vec![pages(300)], Wake::Thread(thread::current()), true, usize::MAX).unwrap();
     assert!(central.waits(key));
     central.grown(MIB, Some(&Error::Empty));
     assert!(matches!(central.look(key, None), WaitOutcome::Failed(Error::Empty)));

@@ -140,17 +140,21 @@ impl Default for Windows {
 
 impl CentralPool {
     /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. With `covered`, memory
-    /// for the request is being pinned already, so other threads keep their thread caches.
+    /// for the request is being pinned already, so other threads keep their thread caches. `most`: how many requests may
+    /// wait at a time, this one included.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`] or the error of the last growth if nothing can ever
-    /// serve the request.
-    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
+    /// serve the request; [`Error::QueueFull`].
+    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool, most: usize) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut core = self.lock();
         self.refuse_if_shut()?;
         if let Some(error) = self.hopeless(&core, &wants).or_else(|| growth_failure(&core, &wants)) {
             return Err(error);
+        }
+        if core.queue.len() >= most {
+            return Err(Error::QueueFull { limit: most });
         }
         core.stats.waits += 1;
         let need = window_pages(&wants).0;
@@ -195,6 +199,14 @@ impl CentralPool {
 
     /// Lifts fences, raises others, and chooses windows, as the queue needs it.
     pub(super) fn settle(&self, core: &mut Core) {
+        self.settle_windows(core);
+        // At the end: what is due from here on is due for the next call.
+        if let Some(pause) = core.pause_of_growth() {
+            core.wakes.push(Wake::Retry(core.me.clone(), pause));
+        }
+    }
+
+    fn settle_windows(&self, core: &mut Core) {
         if core.queue.is_empty() {
             core.arena.set_eager(false);
             core.windows.patience = PATIENCE;
@@ -361,18 +373,18 @@ impl CentralPool {
         self.lock().queue.waits(key)
     }
 
-    /// Ends a wait early. What was granted meanwhile goes back to its runs. Whether the wait was in vain.
-    pub(crate) fn leave(&self, key: usize, why: Leaving) -> bool {
+    /// Ends a wait early. What was granted meanwhile goes back to its runs.
+    pub(crate) fn leave(&self, key: usize, why: Leaving) {
         if crate::os::forked() {
-            return false;
+            return;
         }
         let mut core = self.lock();
         let mut ended = Vec::new();
         // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
-        let in_vain = why == Leaving::InVain && matches!(outcome, WaitOutcome::Waiting);
-        core.stats.timeouts += u64::from(in_vain);
+        let in_vain = why == Leaving::Abandoned && matches!(outcome, WaitOutcome::Waiting);
+        core.stats.abandoned += u64::from(in_vain);
         let mut last = false;
         if let WaitOutcome::Granted(grants) = outcome {
             for grant in grants {
@@ -389,7 +401,6 @@ impl CentralPool {
             // its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
-        in_vain
     }
 
     /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
@@ -448,13 +459,33 @@ impl CentralPool {
         }
     }
 
+    /// The first request that has waited for `age` and that no earlier call has told of, if it `may` be told of; and whether
+    /// any request waits.
+    pub(crate) fn long_wait(
+        &self,
+        now: Instant,
+        age: Duration,
+        may: impl FnOnce() -> bool,
+    ) -> (Option<LongWait>, bool) {
+        let mut core = self.lock();
+        let (waiting, growth) = (core.queue.len(), core.retry.why.clone());
+        let long = core.queue.waits_long(now, age, may).map(|(since, wants)| LongWait {
+            waited: now.saturating_duration_since(since),
+            bytes: sum(wants.iter().map(|w| w.len)),
+            buffers: wants.len(),
+            waiting,
+            growth,
+        });
+        (long, waiting > 0)
+    }
+
     /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
         let core = self.lock();
-        let growth = core.growth_failure.clone().map(Box::new);
-        let shortage = Some(Box::new(core.shortage(len)));
+        let shortage = Box::new(core.shortage(len));
         drop(core);
-        Error::Exhausted { len, capacity: self.config.capacity, growth, shortage }
+        let growth = shortage.growth.clone();
+        Error::Exhausted { len, capacity: self.config.capacity, growth, shortage: Some(shortage) }
     }
 
     /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these
@@ -480,11 +511,21 @@ impl CentralPool {
     }
 }
 
+/// A request that has waited for long, how many wait with it, and why growing failed.
+#[derive(Debug)]
+pub(crate) struct LongWait {
+    pub(crate) waited: Duration,
+    pub(crate) bytes: usize,
+    pub(crate) buffers: usize,
+    pub(crate) waiting: usize,
+    pub(crate) growth: Option<Error>,
+}
+
 /// Why a waiter leaves the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leaving {
-    /// Its time is over, or its future was dropped.
-    InVain,
+    /// Its future was dropped.
+    Abandoned,
     /// Another central pool served it.
     Served,
 }
@@ -818,6 +859,9 @@ impl Core {
             largest: bytes.largest_free,
             withheld: bytes.withheld,
             withheld_for: self.withheld_for(),
+            capacity: self.capacity,
+            waiting: self.queue.len(),
+            growth: self.retry.why.clone().map(Box::new),
             ..Shortage::default()
         }
     }

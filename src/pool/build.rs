@@ -1,6 +1,6 @@
 //! Making a pool: its stores, its first memory, and the entry by which its devices know that the pool keeps them open.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use super::name::Name;
@@ -11,7 +11,7 @@ use crate::device::handle::Device;
 use crate::device::holds::{HeldPool, Tenant};
 use crate::error::Result;
 use crate::region::{RegionInfo, RegionOptions, Regions};
-use crate::telemetry::counters::ErrorTally;
+use crate::telemetry::counters::{ErrorTally, RefusedTally};
 
 impl Store {
     fn new(devices: &[Device], plan: &PoolPlan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
@@ -25,7 +25,12 @@ impl Store {
             serves: devices.iter().map(|d| d.context().id()).collect(),
             track: plan.track,
         };
-        Self { central: CentralPool::new(config, Some(regions.clone())), regions }
+        let central = CentralPool::new(config, Some(regions.clone()));
+        let weak = Arc::downgrade(&central);
+        regions.on_pinned_after_all(move |base| {
+            weak.upgrade().into_iter().for_each(|central| central.pinned_after_all(base));
+        });
+        Self { central, regions }
     }
 
     /// Has `bytes` pinned, and waits until the first extent of them is.
@@ -109,7 +114,10 @@ impl PoolBuilder {
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
             errors: ErrorTally::default(),
+            refused: RefusedTally::default(),
+            max_waiting: self.max_waiting,
             reported: crate::locks::Mutex::new(None),
+            watched: AtomicBool::new(false),
         }));
         let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
         pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));

@@ -23,8 +23,11 @@ use crate::locks::Mutex;
 use crate::telemetry::ledger::Tag;
 use crate::timer::Planned;
 
-/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as a wait that was
-/// given up. [`timeout`](Self::timeout) gives it a deadline.
+/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as
+/// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
+///
+/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one. So
+/// a waker that blocks holds up every deadline of the process: wakers of runtimes do not block.
 ///
 /// ```
 /// # use pinpool::{Checkout, Device, Pool, Unpinned};
@@ -98,9 +101,11 @@ pub struct CheckoutMany {
     pub(super) len: usize,
     pub(super) deadline: Option<Instant>,
     pub(super) alarm: Option<Alarm>,
+    /// The most requests that may wait beside it.
+    pub(super) max_waiting: usize,
 }
 
-/// How a task is woken at its deadline.
+/// How a task is woken at its deadline. Dropped, it wakes none.
 pub(super) struct Alarm {
     /// The task that polled last.
     task: Arc<Mutex<Option<Task>>>,
@@ -108,10 +113,28 @@ pub(super) struct Alarm {
     planned: Option<Planned>,
 }
 
+impl Alarm {
+    fn at(deadline: Instant) -> Self {
+        let task = Arc::<Mutex<Option<Task>>>::default();
+        let woken = task.clone();
+        let planned = crate::timer::at_time(deadline, move || {
+            let task = woken.lock().take();
+            task.into_iter().for_each(Task::wake);
+        });
+        Self { task, planned }
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        self.planned.take().into_iter().for_each(crate::timer::cancel);
+    }
+}
+
 impl Checkout {
     /// Gives the request a deadline: `timeout` from now on. Then the future is ready with
-    /// [`Error::Timeout`](crate::Error::Timeout). The crate's own timer wakes the task, so this works on any runtime,
-    /// and without one.
+    /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes the
+    /// task, so this works on any runtime, and without one.
     ///
     /// ```
     /// # use pinpool::{Device, Error, Pool, Unpinned};
@@ -131,33 +154,34 @@ impl Checkout {
     pub fn timeout(self, timeout: Duration) -> Self {
         Self(self.0.timeout(timeout))
     }
+
+    /// Joins the queue however many requests wait: for waits of the crate's own.
+    pub(crate) fn unbounded(mut self) -> Self {
+        self.0.max_waiting = usize::MAX;
+        self
+    }
 }
 
 impl CheckoutMany {
     /// Gives the requests a deadline, as [`Checkout::timeout`] does.
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.deadline = Instant::now().checked_add(timeout);
+        self.deadline = crate::timer::now().checked_add(timeout);
+        // It was set for another deadline.
+        self.alarm = None;
         self
     }
 
     /// Looks at the deadline of a request that waits, and has the task woken then.
     fn poll_late(&mut self, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let Some(deadline) = self.deadline else { return Poll::Pending };
-        if Instant::now() < deadline {
-            let task = Some(Task::of(cx.waker()));
-            if let Some(alarm) = &self.alarm {
-                // Dropped after the unlock, since the task may be dropped with it.
-                let _before = std::mem::replace(&mut *alarm.task.lock(), task);
-            } else {
-                let task = Arc::new(Mutex::new(task));
-                let woken = task.clone();
-                let planned = crate::timer::at_time(deadline, move || {
-                    let task = woken.lock().take();
-                    task.into_iter().for_each(Task::wake);
-                });
-                self.alarm = Some(Alarm { task, planned });
-            }
+        let task = Task::of(cx.waker());
+        // Before the clock is looked at: an alarm that rings in between has woken the task of an earlier poll, and then
+        // the time is seen to be over.
+        let alarm = self.alarm.get_or_insert_with(|| Alarm::at(deadline));
+        // Dropped after the unlock, since the task may be dropped with it.
+        let _before = alarm.task.lock().replace(task);
+        if crate::timer::now() < deadline {
             return Poll::Pending;
         }
         let Some((central, key)) = self.waiting.take() else { return Poll::Pending };
@@ -183,9 +207,10 @@ impl CheckoutMany {
             Obtained::Nothing { growing } => growing,
         };
         let central = store.central.clone();
-        let key = central.join(plan.wants, Wake::Task(Task::of(cx.waker())), growing)?;
+        let key = central.join(plan.wants, Wake::Task(Task::of(cx.waker())), growing, self.max_waiting)?;
         self.waiting = Some((central, key));
         self.first = plan.first;
+        self.pool.watch_waits();
         Ok(None)
     }
 }
@@ -236,14 +261,8 @@ impl CheckoutMany {
 
 impl Drop for CheckoutMany {
     fn drop(&mut self) {
-        if let Some(Alarm { planned: Some(planned), .. }) = self.alarm.take() {
-            crate::timer::cancel(planned);
-        }
         if let Some((central, key)) = self.waiting.take() {
-            // A request that its caller gave up, with a timeout of the runtime for example, has waited in vain.
-            if central.leave(key, Leaving::InVain) {
-                self.pool.waited_in_vain(self.since.elapsed());
-            }
+            central.leave(key, Leaving::Abandoned);
         }
     }
 }

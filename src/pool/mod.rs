@@ -51,7 +51,7 @@ mod waiting;
 use std::fmt;
 use std::panic::Location;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -64,7 +64,7 @@ use crate::freelist::Descriptor;
 use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
-use crate::telemetry::counters::ErrorTally;
+use crate::telemetry::counters::{ErrorTally, RefusedTally};
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE, Tag};
 use crate::telemetry::stuck;
 
@@ -110,8 +110,13 @@ struct PoolInner {
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
     errors: ErrorTally,
+    refused: RefusedTally,
+    /// The most requests that may wait at each central pool.
+    max_waiting: usize,
     /// When the last report on stuck buffers was made.
     reported: crate::locks::Mutex<Option<Instant>>,
+    /// A look at the waits is planned.
+    watched: AtomicBool,
 }
 
 /// A central pool and the regions that feed it. Each reserve has a store of its own: bytes that only some requests may
@@ -147,6 +152,7 @@ impl Pool {
     ///   [`Error::WrongDevice`] for [`Request::near`] a device that the pool does not serve.
     /// - [`Error::Closed`], [`Error::Forked`].
     /// - [`Error::Impossible`], or the error that made growing fail, where no wait can help.
+    /// - [`Error::QueueFull`] where as many requests wait as [`PoolBuilder::max_waiting`] allows.
     /// - [`Error::Exhausted`] in place of a wait where a wait could never end: on a thread of this crate, in a waker,
     ///   and in the drop of a value that was given to this crate.
     #[inline(always)]
@@ -264,6 +270,7 @@ impl Pool {
             len: central::sum(requests.iter().map(|r| r.len)),
             deadline: None,
             alarm: None,
+            max_waiting: self.0.max_waiting,
         }
     }
 
@@ -617,21 +624,23 @@ impl Pool {
     fn failed(&self, error: Error) -> Error {
         let error = self.or_the_end(error);
         self.0.errors.note(&error);
+        self.0.refused.note(&error);
         if let Error::Timeout(waited) = &error {
-            self.waited_in_vain(waited.time);
+            if self.may_report() {
+                stuck::report(self.name(), waited.time, None, self.centrals(), &self.0.devices);
+            }
         }
         error.of_pool(self.name())
     }
 
-    /// Reports stuck buffers after a wait that was not served, at most once in [`stuck::REPORT_INTERVAL`].
-    fn waited_in_vain(&self, waited: Duration) {
-        let mut reported = self.0.reported.lock();
-        let now = Instant::now();
-        if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
+    /// Whether a wait may be reported: one is in [`stuck::REPORT_INTERVAL`]. The caller makes the report.
+    fn may_report(&self) -> bool {
+        let (mut reported, now) = (self.0.reported.lock(), crate::timer::now());
+        let may = reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL);
+        if may {
             *reported = Some(now);
-            drop(reported);
-            stuck::report(self.name(), waited, self.centrals(), &self.0.devices);
         }
+        may
     }
 
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is

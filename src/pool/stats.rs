@@ -9,7 +9,7 @@ use super::{Pool, Store};
 use crate::central::{CentralPool, CentralSnapshot};
 use crate::error::Result;
 use crate::freelist::state;
-use crate::telemetry::counters::ErrorCounts;
+use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
 
 /// How often a sum that changes while it is added up is added up again.
 const STATS_READS: usize = 8;
@@ -78,8 +78,10 @@ pub struct PoolStats {
     pub growth_failures: u64,
     /// Requests that had to wait.
     pub waits: u64,
-    /// Waits that were given up: at their deadline, or because the future was dropped.
+    /// Waits that were given up at their deadline.
     pub timeouts: u64,
+    /// Waits that were given up because the future was dropped: a client went away, or a runtime's own timeout passed.
+    pub abandoned: u64,
     /// Requests that wait now.
     pub waiting: usize,
     /// Plain buffers given out in place of pinned ones.
@@ -90,6 +92,8 @@ pub struct PoolStats {
     /// [`Error::Exhausted`](crate::Error::Exhausted) and [`Error::Timeout`](crate::Error::Timeout) are transient. A
     /// checkout that then falls back to plain memory counts here too.
     pub errors: ErrorCounts,
+    /// Of the checkouts that ended with an error, those that the pool refused, by reason.
+    pub refused: RefusedCounts,
 }
 
 /// How [`Pool::shutdown`] ended.
@@ -157,6 +161,7 @@ impl Pool {
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
             unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
             errors: self.0.errors.read(),
+            refused: self.0.refused.read(),
             ..PoolStats::default()
         };
         for store in self.stores().filter(|_| !crate::os::forked()) {
@@ -182,6 +187,7 @@ impl Pool {
             stats.growth_failures += s.stats.growth_failures;
             stats.waits += s.stats.waits;
             stats.timeouts += s.stats.timeouts;
+            stats.abandoned += s.stats.abandoned;
             stats.waiting += s.waiting;
         }
         stats.granted_bytes = stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes;

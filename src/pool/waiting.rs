@@ -4,12 +4,14 @@
 //! the main store is being pinned it looks there too, each time that more has been pinned (`wait_grown`).
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::{Obtained, Pool, Request, Store};
 use crate::central::{self, CentralPool, Fresh, Leaving, ReclaimLevel, WaitOutcome, Wake, Want};
 use crate::error::Result;
+use crate::telemetry::stuck;
 
 impl Pool {
     /// Serves requests that are made together, or none of them.
@@ -42,10 +44,16 @@ impl Pool {
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        let key = central.join(plan.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
+        let key = central.join(
+            plan.wants,
+            Wake::Thread(crate::sync::thread::current()),
+            growing,
+            self.0.max_waiting,
+        )?;
         if self.stepped() {
             return self.wait_stepped(plan.store, key, len, since);
         }
+        self.watch_waits();
         self.reap();
         if let Some(granted) = plan.first.and_then(|first| self.wait_grown(central, key, &first, deadline)) {
             return Ok(granted);
@@ -84,6 +92,30 @@ impl Pool {
         let over = main.regions.poll(waker).is_some();
         let granted = self.try_all(main, first, ReclaimLevel::Idle).ok().flatten();
         (granted, over)
+    }
+
+    /// Has the timer report waits that last for long. Every request that has joined a queue calls it.
+    pub(super) fn watch_waits(&self) {
+        // Relaxed: who finds a look planned has joined a queue that the look locks after it has cleared this.
+        if self.stepped() || self.0.watched.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let pool = self.downgrade();
+        crate::timer::after(stuck::LONG_WAIT, move || {
+            let Some(pool) = pool.upgrade() else { return };
+            pool.0.watched.store(false, Ordering::Relaxed);
+            let (mut any, now) = (false, crate::timer::now());
+            for central in pool.centrals() {
+                let (long, waits) = central.long_wait(now, stuck::LONG_WAIT, || pool.may_report());
+                any |= waits;
+                if let Some(long) = long {
+                    stuck::report(pool.name(), long.waited, Some(&long), pool.centrals(), pool.devices());
+                }
+            }
+            if any {
+                pool.watch_waits();
+            }
+        });
     }
 
     /// Waits where nothing moves by itself: this thread steps the devices.

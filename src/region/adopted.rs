@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use stable_deref_trait::StableDeref;
 
 use super::source::{RegionSource, page};
-use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
+use super::{AGAIN, Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, RegisterError, Result};
 use crate::foreign::Owned;
@@ -147,8 +147,12 @@ impl Regions {
     }
 
     /// The pool serves from all of an adopted region now.
-    pub(crate) fn served(&self, id: RegionId) {
+    pub(crate) fn served(self: &Arc<Self>, id: RegionId) {
         self.is_whole(id);
+        let again = self.progress.lock().regions.iter().any(|r| r.id == id && r.unpinned(0).is_some());
+        if again {
+            self.pin_again_after(AGAIN);
+        }
         self.progress.lock().busy -= 1;
         self.wake();
     }

@@ -9,6 +9,12 @@
 //! together with the rest of the region, and is never handed out as if it were pinned. Whether it is handed out
 //! unpinned, and said to be so, is the configuration's choice ([`Unpinned`]).
 //!
+//! # Memory that went unpinned
+//!
+//! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where they
+//! are again, after a pause that doubles, until it is told that this never works. Buffers may be out meanwhile: pinning
+//! changes neither address nor contents. (Not on a device without threads, where each call is the program's.)
+//!
 //! # Pauses
 //!
 //! A driver that pins memory holds locks that every call of every process needs sooner or later. So extents are small
@@ -44,7 +50,7 @@ mod touch;
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -64,6 +70,10 @@ use touch::Toucher;
 const ROOM: u32 = 32;
 /// After a call that is shorter there is no pause: no other caller has waited long.
 const SHORT_CALL: Duration = Duration::from_micros(200);
+
+/// The pause before memory that went unpinned is tried again, at first and at most.
+const AGAIN: Duration = Duration::from_millis(100);
+const MOST_AGAIN: Duration = Duration::from_secs(60);
 
 /// Regions that the pool maps itself start on a multiple of this, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
@@ -109,7 +119,7 @@ pub enum Unpinned {
     #[default]
     Refuse,
     /// The pool goes on with memory that is not locked, and says so: in the statistics (`unpinned_bytes`) and in a
-    /// warning.
+    /// warning. It tries to lock that memory again after pauses, from 0.1 seconds to a minute. (Not on a stepped device.)
     Allow,
 }
 
@@ -166,6 +176,8 @@ pub(crate) struct RegionOptions {
     pub(crate) node: Option<u32>,
     /// Where the memory comes from.
     pub(crate) backing: Backing,
+    /// Whether the limits of control groups are looked at first.
+    pub(crate) check_cgroups: bool,
 }
 
 /// The program's function that is called before a region is unpinned.
@@ -262,6 +274,19 @@ impl Region {
         let len = self.extents.iter().map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
+
+    /// The first extent from an offset on that went unpinned and that the driver may pin where it is.
+    fn unpinned(&self, from: usize) -> Option<(usize, NonNull<u8>, usize)> {
+        let open = match self.source {
+            RegionSource::Mapped => true,
+            RegionSource::Driver { .. } => false,
+            // The caller's thread hands its extents over.
+            RegionSource::AdoptedRegion(_) => self.whole,
+        };
+        let extent = self.extents.iter().find(|e| open && !e.pinned && e.offset >= from)?;
+        // SAFETY: within the region.
+        Some((extent.offset, unsafe { self.base.add(extent.offset) }, extent.len))
+    }
 }
 
 #[derive(Default)]
@@ -270,6 +295,10 @@ struct RegionProgress {
     pinning: Pinning,
     /// Attempts at making memory that are under way.
     busy: usize,
+    /// The last attempt that has ended did so early.
+    failed: bool,
+    /// Memory that went unpinned is to be tried again.
+    again: bool,
     wakers: Vec<Task>,
 }
 
@@ -286,6 +315,8 @@ pub(crate) struct Regions {
     numbers: Arc<AtomicU64>,
     progress: Mutex<RegionProgress>,
     changed: Condvar,
+    /// Gets the first byte of an extent that was pinned after all.
+    pinned_after_all: OnceLock<Box<dyn Fn(NonNull<u8>) + Send + Sync>>,
 }
 
 impl std::fmt::Debug for Regions {
@@ -313,7 +344,13 @@ impl Regions {
             numbers,
             progress: Mutex::new(RegionProgress::default()),
             changed: Condvar::new(),
+            pinned_after_all: OnceLock::new(),
         })
+    }
+
+    /// Has `call` told of each extent that is pinned after it was handed over unpinned.
+    pub(crate) fn on_pinned_after_all(&self, call: impl Fn(NonNull<u8>) + Send + Sync + 'static) {
+        let _ = self.pinned_after_all.set(Box::new(call));
     }
 
     /// The first device that is not lost.
@@ -359,26 +396,30 @@ impl Regions {
         let (regions, context) = (self.clone(), self.context());
         let device = context.clone();
         let span = crate::foreign::span!(INFO, target: "pinpool::region", "grow", device = context.name(), bytes = len);
-        if let Some(kind) = self.options.backing.kind() {
-            let (serve, done) = (Box::new(serve), Box::new(done));
-            let supply = Supply { context, len, came: 0, kind, last: None, serve, done, span };
-            return device.worker().send(move || regions.supply(supply));
-        }
-        device.worker().send(move || match regions.map(len, &context) {
-            Ok((id, base)) => {
-                let RegionOptions { threads, huge, node, .. } = regions.options;
-                // A device without threads of its own gets none here either.
-                let threads = if context.worker().is_inline() { 0 } else { threads };
-                // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is
-                // unmapped by `finish`, after the toucher was dropped.
-                let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
+        device.worker().send(move || {
+            // What a stepped device does must not depend on the machine.
+            let check = regions.options.check_cgroups && !context.worker().is_inline();
+            let room = if check { os::refuse_over_cgroups(len) } else { Ok(()) };
+            if let (Some(kind), Ok(())) = (regions.options.backing.kind(), &room) {
                 let (serve, done) = (Box::new(serve), Box::new(done));
-                let making =
-                    Making { context, id, base, len, offset: 0, toucher, last: None, serve, done, span };
-                regions.go_on(making);
+                return regions.supply(Supply { context, len, came: 0, kind, last: None, serve, done, span });
             }
-            Err(error) => {
-                regions.ended(len, Some(&error), || done(0, Some(error.clone())));
+            match room.and_then(|()| regions.map(len, &context)) {
+                Ok((id, base)) => {
+                    let RegionOptions { threads, huge, node, .. } = regions.options;
+                    // A device without threads of its own gets none here either.
+                    let threads = if context.worker().is_inline() { 0 } else { threads };
+                    // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is
+                    // unmapped by `finish`, after the toucher was dropped.
+                    let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
+                    let (serve, done) = (Box::new(serve), Box::new(done));
+                    let making =
+                        Making { context, id, base, len, offset: 0, toucher, last: None, serve, done, span };
+                    regions.go_on(making);
+                }
+                Err(error) => {
+                    regions.ended(len, Some(&error), || done(0, Some(error.clone())));
+                }
             }
         });
     }
@@ -428,7 +469,7 @@ impl Regions {
     }
 
     /// Pins one extent and hands it over. Returns whether there is more to do.
-    fn pin_next(&self, making: &mut Making) -> Result<bool> {
+    fn pin_next(self: &Arc<Self>, making: &mut Making) -> Result<bool> {
         let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
         let span = crate::foreign::span!(INFO,
@@ -469,6 +510,9 @@ impl Regions {
         drop(deferral);
         making.offset += extent;
         let go_on = (making.serve)(making.id, start, extent, pinned);
+        if !pinned {
+            self.pin_again_after(AGAIN);
+        }
         {
             // `ready` is what can be checked out, so it is raised after `serve`. The region may have been removed
             // already.
@@ -484,6 +528,77 @@ impl Regions {
         }
         self.wake();
         Ok(go_on && making.offset < making.len)
+    }
+
+    /// Has the region threads try memory that went unpinned again after a pause.
+    fn pin_again_after(self: &Arc<Self>, pause: Duration) {
+        if self.context.worker().is_inline() || std::mem::replace(&mut self.progress.lock().again, true) {
+            return;
+        }
+        let regions = Arc::downgrade(self);
+        crate::timer::after(pause, move || {
+            let Some(regions) = regions.upgrade() else { return };
+            let some: Vec<_> = {
+                let mut progress = regions.progress.lock();
+                progress.again = false;
+                let unpinned = progress.regions.iter().filter(|region| region.unpinned(0).is_some());
+                unpinned.map(|region| (region.id, region.context.clone())).collect()
+            };
+            for (id, context) in some {
+                let regions = regions.clone();
+                // By the device that is to unpin it.
+                context.clone().worker().send(move || regions.pin_again(id, &context, pause));
+            }
+        });
+    }
+
+    /// Pins the extents of a region that went unpinned. On the region thread that is to unpin them.
+    fn pin_again(self: &Arc<Self>, id: RegionId, context: &Context, pause: Duration) {
+        let mut from = 0;
+        let next = |from| {
+            let progress = self.progress.lock();
+            progress.regions.iter().find(|region| region.id == id)?.unpinned(from)
+        };
+        while let Some((offset, start, len)) = next(from) {
+            from = offset + len;
+            // SAFETY: mapped: a region that goes is unmapped by a later job of this thread.
+            match unsafe { context.driver().pin(start, len) } {
+                // Counted once, when the extent was made.
+                Err(error) if error.class() == ErrorClass::Transient => {
+                    return self.pin_again_after((pause * 2).min(MOST_AGAIN));
+                }
+                pinned => {
+                    if context.noting(pinned).is_err() {
+                        return;
+                    }
+                }
+            }
+            let mut progress = self.progress.lock();
+            let mut extents = progress.regions.iter_mut().filter(|r| r.id == id).flat_map(|r| &mut r.extents);
+            match extents.find(|extent| extent.offset == offset) {
+                Some(extent) => extent.pinned = true,
+                // The region goes, and knows of an extent that is not pinned.
+                None => {
+                    drop(progress);
+                    // SAFETY: pinned just now; nothing can reach it any more.
+                    let unpinned = unsafe { context.driver().unpin(start, len) };
+                    if let Err(error) = unpinned {
+                        context.holds().leaked(1);
+                        crate::foreign::error!(
+                            target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
+                            "memory cannot be unpinned: it is leaked"
+                        );
+                    }
+                    return;
+                }
+            }
+            drop(progress);
+            self.pinned_after_all.get().into_iter().for_each(|call| call(start));
+            crate::foreign::info!(
+                target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+                "memory that was not pinned is pinned after all"
+            );
+        }
     }
 
     /// No more extents: unmaps the rest of the mapping. The extents that are done stay.
@@ -520,9 +635,17 @@ impl Regions {
         {
             let mut progress = self.progress.lock();
             progress.pinning.wanted -= missing;
-            if let Some(error) = error {
-                crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
-                progress.pinning.error = Some(error.clone());
+            match error {
+                // Who waits has it tried again and again.
+                Some(error) if std::mem::replace(&mut progress.failed, true) => {
+                    crate::foreign::debug!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early again");
+                    progress.pinning.error = Some(error.clone());
+                }
+                Some(error) => {
+                    crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
+                    progress.pinning.error = Some(error.clone());
+                }
+                None => progress.failed &= missing > 0,
             }
         }
         done();

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Extent, REGION_ALIGN, Region, RegionId, Regions, Unpinned, leaked, leave_room};
+use super::{AGAIN, Extent, REGION_ALIGN, Region, RegionId, Regions, Unpinned, leaked, leave_room};
 use crate::device::context::Context;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
@@ -141,7 +141,7 @@ impl Regions {
     }
 
     /// Allocates one extent, makes it a region, and hands it over. Returns whether there is more to do.
-    fn supply_next(&self, supply: &mut Supply) -> Result<bool> {
+    fn supply_next(self: &Arc<Self>, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
         let span = crate::foreign::span!(INFO,
             target: "pinpool::region", parent: &supply.span, "allocate", device = supply.context.name(), bytes = len
@@ -169,6 +169,9 @@ impl Regions {
         supply.came += len;
         let go_on = (supply.serve)(id, base, len, pinned);
         self.is_whole(id);
+        if !pinned && matches!(supply.kind, HostKind::Locked(_)) {
+            self.pin_again_after(AGAIN);
+        }
         {
             let mut progress = self.progress.lock();
             progress.pinning.busy += took;

@@ -270,6 +270,72 @@ impl ErrorTally {
     }
 }
 
+/// Checkouts that ended with one of the errors that a pool refuses requests with, by reason:
+/// [`PoolStats::refused`](crate::PoolStats::refused).
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let most = pool.checkout(900_000)?;
+/// assert!(pool.try_checkout(500_000).is_err());
+/// assert_eq!((pool.stats().refused.exhausted, pool.stats().refused.total()), (1, 1));
+/// # drop(most);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RefusedCounts {
+    /// [`Error::Exhausted`]: nothing was free, and the call did not wait.
+    pub exhausted: u64,
+    /// [`Error::QueueFull`]: as many requests waited as the pool allows.
+    pub queue_full: u64,
+    /// [`Error::Impossible`]: no wait could help.
+    pub impossible: u64,
+    /// [`Error::Closed`]: the pool was shut down, or was while the request waited.
+    pub closed: u64,
+}
+
+impl RefusedCounts {
+    /// The checkouts that were refused for any of these reasons.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.by_reason().iter().map(|(_, count)| count).sum()
+    }
+
+    /// The counts with the names of their reasons: `exhausted`, `queue_full`, `impossible`, `closed`.
+    #[must_use]
+    pub fn by_reason(&self) -> [(&'static str, u64); 4] {
+        let Self { exhausted, queue_full, impossible, closed } = *self;
+        [("exhausted", exhausted), ("queue_full", queue_full), ("impossible", impossible), ("closed", closed)]
+    }
+}
+
+/// Refused checkouts by reason, counted by many threads.
+#[derive(Debug, Default)]
+pub(crate) struct RefusedTally([std::sync::atomic::AtomicU64; 4]);
+
+impl RefusedTally {
+    /// Counts an error that is a refusal.
+    pub(crate) fn note(&self, error: &Error) {
+        let at = match error {
+            Error::Exhausted { .. } => 0,
+            Error::QueueFull { .. } => 1,
+            Error::Impossible { .. } => 2,
+            Error::Closed => 3,
+            _ => return,
+        };
+        // Relaxed, here and below: as in `ErrorTally`.
+        self.0[at].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn read(&self) -> RefusedCounts {
+        let [exhausted, queue_full, impossible, closed] =
+            std::array::from_fn(|i| self.0[i].load(Ordering::Relaxed));
+        RefusedCounts { exhausted, queue_full, impossible, closed }
+    }
+}
+
 /// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
 /// the central pool's lock. Segments without a
 /// class (large or aligned ones, which have a run of their own) take the slow path always.

@@ -228,7 +228,7 @@ table! {
     GrowthFailures: Counter, [pinpool.growth_failures.total], Count, [pool],
         "Times that pinning ended before all of a region was pinned.";
     Waits: Counter, [pinpool.waits.total], Count, [pool], "Requests that had to wait.";
-    Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits that were given up: at their deadline, or because the future was dropped.";
+    Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits that were given up at their deadline.";
     Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests that wait now.";
     Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool],
         "Plain buffers given out in place of pinned ones.";

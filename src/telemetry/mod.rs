@@ -39,7 +39,7 @@
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find what keeps buffers ([`Pool::stuck`](crate::Pool::stuck)) |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
@@ -47,8 +47,8 @@
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory cannot be used until the process ends |
 //! | `pinpool::device::lost` | ERROR | device, error | the device cannot be used until the process ends |
 //! | `pinpool::device::unclosed` | WARN | device, error | [`Device::close`](crate::Device::close) failed: the error says what keeps the device open, or what was leaked |
-//! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit |
-//! | `pinpool::region::ended` | WARN | device, missing, error | the pool could not grow |
+//! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit (INFO, without error: it was locked later) |
+//! | `pinpool::region::ended` | WARN; DEBUG for tries that follow | device, missing, error | the pool could not grow |
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | the driver refused to take something back: it stays allocated until the process ends |
 //! | `pinpool::foreign` | ERROR | | code of the program that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate did and goes on: the text says what follows, standard error has the panic |
 //!
@@ -93,7 +93,7 @@
 //! | `pinpool.growths.total` | counter | pool | Regions that the pool began to pin because a request found nothing |
 //! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended before all of a region was pinned |
 //! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
-//! | `pinpool.timeouts.total` | counter | pool | Waits that were given up: at their deadline, or because the future was dropped |
+//! | `pinpool.timeouts.total` | counter | pool | Waits that were given up at their deadline |
 //! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |
@@ -133,7 +133,7 @@ pub(crate) mod stuck;
 
 use std::time::Duration;
 
-pub use counters::{Bucket, ErrorCounts, Histogram};
+pub use counters::{Bucket, ErrorCounts, Histogram, RefusedCounts};
 pub use metrics::{METRICS, Metric, MetricKind, MetricUnit};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};

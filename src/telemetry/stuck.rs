@@ -16,12 +16,14 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::central::{CentralPool, OutSegment};
+use crate::central::{CentralPool, LongWait, OutSegment};
 use crate::device::handle::Device;
 use crate::freelist::state;
 pub use crate::stream::timeline::EventState;
 
-/// The shortest time between two reports that a timeout makes.
+/// A wait that has lasted for so long is reported.
+pub(crate) const LONG_WAIT: Duration = Duration::from_secs(5);
+/// The shortest time between two reports that waits make.
 pub(crate) const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// Buffers that such a report lists at most.
 const BUFFERS_LISTED: usize = 8;
@@ -200,10 +202,11 @@ pub(crate) fn find<'a>(
     out.into_iter().map(buffer).collect()
 }
 
-/// Logs the buffers that are out, after a wait for memory has timed out.
+/// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.
 pub(crate) fn report<'a>(
     pool: &str,
     waited: Duration,
+    long: Option<&LongWait>,
     centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
     devices: &[Device],
 ) {
@@ -213,9 +216,18 @@ pub(crate) fn report<'a>(
     }
     let all = find(Duration::ZERO, centrals, devices);
     let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
+    let what = if long.is_some() { "lasts for long" } else { "timed out" };
     crate::foreign::warn!(
-        target: "pinpool::pool::stuck", pool, waited_seconds = waited.as_secs_f64(), buffers = all.len(), bytes,
-        "a wait for memory timed out; the buffers that have been out for longest follow"
+        target: "pinpool::pool::stuck",
+        pool,
+        waited_seconds = waited.as_secs_f64(),
+        requested = long.map(|wait| wait.bytes),
+        requested_buffers = long.map(|wait| wait.buffers),
+        waiting = long.map(|wait| wait.waiting),
+        growth = long.and_then(|wait| wait.growth.as_ref()).map(tracing::field::display),
+        buffers = all.len(),
+        bytes,
+        "a wait for memory {what}; the buffers that have been out for longest follow"
     );
     for buffer in all.iter().take(BUFFERS_LISTED) {
         emit(pool, buffer);

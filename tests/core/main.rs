@@ -4,6 +4,7 @@
 mod buffers;
 mod closing;
 mod fork;
+mod limits;
 mod memlock;
 mod regressions;
 mod running_out;

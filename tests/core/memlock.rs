@@ -296,6 +296,26 @@ fn a_limit_hit_while_growing_leaves_what_is_there() {
     });
 }
 
+/// A region is as long as the limit allows, where it could be longer.
+#[test]
+fn a_pool_grows_by_what_the_limit_allows() {
+    limited("a_pool_grows_by_what_the_limit_allows", || {
+        for stepped in [true, false] {
+            let (node, locked) = (node(stepped), locked_bytes());
+            let device = Device::on(&node, 0).unwrap();
+            let pool = Pool::builder(&device).capacity(1 << 20).initial(0).build().unwrap();
+            let buf = pool.checkout(pages(2) - 32).unwrap();
+            assert!(buf.is_pinned());
+            parts_add_up(&pool);
+            // Less than the limit is what it takes to be told the limit: nothing shorter serves this one.
+            let error = pool.checkout(pages(LIMIT) - 32).unwrap_err();
+            assert!(matches!(error, Error::MemLock { .. }), "{error}");
+            drop((buf, pool, device));
+            all_is_given_back(&node, locked);
+        }
+    });
+}
+
 #[test]
 fn growing_may_go_on_unpinned() {
     limited("growing_may_go_on_unpinned", || {

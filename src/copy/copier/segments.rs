@@ -140,7 +140,7 @@ impl Segments {
 
     /// Waits in the pool's queue for a segment that does not count.
     pub(super) fn ask_pool(&self) -> Checkout {
-        self.pool.checkout_async(self.request())
+        self.pool.checkout_async(self.request()).unbounded()
     }
 
     /// No chunk uses it any more.

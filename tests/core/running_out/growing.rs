@@ -129,9 +129,10 @@ fn trimming_leaves_a_region_alone_that_is_being_pinned() {
 fn growing_that_fails_is_the_waiters_error() {
     let rig = Rig::stepped();
     let pool = rig.builder(256 << 10).initial(32 << 10).region(64 << 10).build().unwrap();
-    let fail = || rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+    let fail = || rig.refuse_pins(1);
     let refused = |error: &Error| matches!(error, Error::Device(e) if e.call == "pin");
-    fail();
+    // The growth of a region, and that of what is needed; from then on growths are no longer than that.
+    rig.refuse_pins(2);
     let error = pool.checkout(pages(12)).unwrap_err();
     assert!(refused(&error), "{error}");
     assert_eq!(pool.pinning().error.as_ref().map(refused), Some(true));

@@ -5,6 +5,7 @@
 //! device.
 
 mod growing;
+mod retries;
 mod trouble;
 mod waiting;
 mod windows;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{
     Checkout, Device, Error, HostBuf, PinnedBuf, Pool, PoolBuilder, PoolStats, RegionInfo, Request, Stream,
-    Token,
+    Token, Unpinned,
 };
 
 const PAGE: usize = 4096;
@@ -53,6 +54,13 @@ impl Rig {
 
     fn builder(&self, capacity: usize) -> PoolBuilder {
         Pool::builder(&self.device).capacity(capacity)
+    }
+
+    /// The next so many calls that pin fail for a reason that may pass.
+    fn refuse_pins(&self, count: u64) {
+        for _ in 0..count {
+            self.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+        }
     }
 
     /// Everything is back where it came from, with threads a little later.

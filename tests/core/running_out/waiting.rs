@@ -263,6 +263,138 @@ fn a_waker_is_replaced_by_the_last_one() {
     assert!(matches!(again, Poll::Ready(Err(_))), "polled after it was ready");
 }
 
+/// The last deadline that a future was given counts, and the task that polled last is woken at it.
+#[test]
+fn a_deadline_that_is_changed_wakes_the_task() {
+    let rig = Rig::threads();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    let [short, longer] = [5, 60].map(Duration::from_millis);
+    for (first, then) in [(short, longer), (2 * HANG, longer), (longer, short), (Duration::MAX, short)] {
+        let mut waiting = Box::pin(pool.checkout_async(1).timeout(first));
+        let bell = Waker::from(Arc::<Bell>::default());
+        assert!(waiting.as_mut().poll(&mut Context::from_waker(&bell)).is_pending());
+        let since = Instant::now();
+        let error = block_on(Pin::into_inner(waiting).timeout(then)).unwrap_err();
+        assert!(
+            matches!(error, Error::Timeout(_)) && since.elapsed() >= then,
+            "{first:?}, {then:?}: {error}"
+        );
+    }
+    drop(all);
+    assert_eq!(checked(&pool).timeouts, 4);
+}
+
+#[test]
+fn a_dropped_wait_is_abandoned_and_no_timeout() {
+    let rig = Rig::threads();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    drop(Waiter::new(pool.checkout_async(1)));
+    drop(Waiter::new(pool.checkout_many_async([pages(1), pages(2)])));
+    drop(pool.checkout_async(1));
+    assert!(pool.checkout_timeout(1, Duration::ZERO).is_err());
+    let served = Waiter::new(pool.checkout_async(pages(1)));
+    drop(all);
+    drop(served);
+    let stats = checked(&pool);
+    assert_eq!((stats.waits, stats.abandoned, stats.timeouts, stats.waiting), (4, 2, 1, 0));
+}
+
+#[test]
+fn a_bounded_queue_refuses_who_would_be_one_more() {
+    let rig = Rig::threads();
+    let pool = rig.builder(64 << 10).max_waiting(2).build().unwrap();
+    let all = pool.checkout(pages(16)).unwrap();
+    let first = Waiter::new(pool.checkout_async(pages(1)));
+    let second = Waiter::new(pool.checkout_many_async([pages(1), pages(2)]));
+    let stream = rig.device.stream().unwrap();
+    let ways: [&dyn Fn() -> Result<(), Error>; 5] = [
+        &|| pool.checkout(1).map(drop),
+        &|| pool.checkout_timeout(1, HANG).map(drop),
+        &|| pool.checkout_many(&[Request::new(1); 2], None).map(drop),
+        &|| pool.checkout_on(&stream, 1).map(drop),
+        &|| block_on(pool.checkout_async(1)).map(drop),
+    ];
+    for way in ways {
+        let error = way().unwrap_err();
+        assert!(matches!(error, Error::QueueFull { limit: 2 }) && error.is_retryable(), "{error}");
+        assert!(error.to_string().contains("max_waiting"), "{error}");
+    }
+    let stats = checked(&pool);
+    assert_eq!((stats.waits, stats.timeouts, stats.refused.queue_full, stats.errors.transient), (2, 0, 5, 5));
+    // A place that gets free is the next one's.
+    drop(first);
+    let third = Waiter::new(pool.checkout_async(pages(1)));
+    drop(all);
+    drop((second.ready().unwrap(), third.ready().unwrap()));
+    // What is free needs no place.
+    drop(pool.checkout(pages(16)).unwrap());
+
+    let pool = rig.builder(64 << 10).max_waiting(0).build().unwrap();
+    let all = pool.checkout(pages(16)).unwrap();
+    assert!(matches!(pool.checkout(1), Err(Error::QueueFull { limit: 0 })));
+    drop(all);
+    drop(pool.checkout(1).unwrap());
+}
+
+#[test]
+fn a_bounded_queue_is_exact_however_many_come_at_once() {
+    const THREADS: usize = 12;
+    const MOST: usize = 5;
+    let rig = Rig::threads();
+    let pool = rig.builder(64 << 10).max_waiting(MOST).build().unwrap();
+    let together = Barrier::new(THREADS);
+    for _ in 0..20 {
+        let all = Mutex::new(pool.checkout(pages(16)).ok());
+        let refused = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    together.wait();
+                    match pool.checkout_timeout(100, HANG) {
+                        Ok(buf) => drop(buf),
+                        Err(Error::QueueFull { limit: MOST }) => {
+                            // The last one that is refused lets the others go on.
+                            if refused.fetch_add(1, Ordering::Relaxed) + 1 == THREADS - MOST {
+                                drop(all.lock().unwrap().take());
+                            }
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                });
+            }
+        });
+        assert_eq!(refused.into_inner(), THREADS - MOST);
+    }
+    assert_eq!((checked(&pool).waiting, checked(&pool).timeouts), (0, 0));
+}
+
+#[test]
+fn refused_checkouts_are_counted_by_reason() {
+    let rig = Rig::threads();
+    let pool = rig.builder(64 << 10).max_waiting(0).build().unwrap();
+    let all = pool.checkout(pages(16)).unwrap();
+    assert!(pool.try_checkout(1).is_err() && pool.try_checkout(1).is_err());
+    assert!(pool.checkout(1).is_err());
+    assert!(pool.checkout_many(&[pages(9), pages(9)], None).is_err());
+    assert!(pool.checkout(0).is_err(), "a wrong argument is no refusal");
+    drop(all);
+    pool.shutdown(HANG);
+    assert!(pool.checkout(1).is_err());
+    let refused = pool.stats().refused;
+    assert_eq!(refused.by_reason(), [("exhausted", 2), ("queue_full", 1), ("impossible", 1), ("closed", 1)]);
+    assert_eq!((refused.total(), pool.stats().errors.total()), (5, 6));
+}
+
+#[test]
+fn what_is_impossible_names_quarantined_bytes_only_where_there_are_some() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let text = pool.checkout_many(&[pages(9), pages(9)], None).unwrap_err().to_string();
+    assert!(text.contains("capacity of 64 KiB;") && !text.contains("quarantined"), "{text}");
+}
+
 /// A task's waker may own the task, and the task buffers.
 #[test]
 fn a_waker_may_own_buffers_of_the_pool() {

@@ -276,11 +276,11 @@ fn a_task_has_a_deadline_without_a_runtime() {
     assert_eq!((shortage.requested, shortage.free, shortage.pool.as_str()), (100, 0, pool.name()));
     let error = block_on(pool.checkout_many_async([pages(1), pages(2)]).timeout(Duration::ZERO)).unwrap_err();
     assert!(matches!(error, Error::Timeout(_)), "{error}");
-    // A future that is dropped while it waits was given up; one that never waited was not.
+    // A future that is dropped while it waits is abandoned, and one that never waited is not.
     drop(Waiter::new(pool.checkout_async(100).timeout(HANG)));
     drop(pool.checkout_async(100).timeout(HANG));
     let stats = checked(&pool);
-    assert_eq!((stats.waits, stats.timeouts, stats.waiting), (3, 3, 0));
+    assert_eq!((stats.waits, stats.timeouts, stats.abandoned, stats.waiting), (3, 2, 1, 0));
     drop(all);
     assert_eq!(block_on(pool.checkout_async(100).timeout(timeout)).unwrap().capacity(), 100);
 }

@@ -219,6 +219,11 @@ fn growing_that_ends_early() {
     assert_eq!(ended.field("missing"), "524288");
     let stats = bench.pool.stats();
     assert_eq!((stats.growths, stats.growth_failures, stats.errors.transient), (1, 1, 1));
+    // As long as no growth succeeds, it is told once.
+    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+    assert!(bench.pool.try_checkout(400 << 10).is_err());
+    let levels: Vec<Level> = events("pinpool::region::ended").iter().map(|event| event.level).collect();
+    assert_eq!(levels, [Level::WARN, Level::DEBUG]);
     drop(first);
 }
 

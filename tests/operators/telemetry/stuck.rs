@@ -9,8 +9,8 @@ use pinpool::host::HostConfig;
 use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
 use pinpool::{Copier, PoolBuilder, Request, Stream};
 
-use super::Bench;
 use super::record::{events, record};
+use super::{Bench, eventually};
 use crate::support::own_process;
 
 fn all(bench: &Bench) -> Vec<StuckBuffer> {
@@ -287,6 +287,94 @@ fn each_is_logged_once_if_not_by_the_first_look() {
     let mut all = logged[3].clone();
     all.sort_unstable();
     assert_eq!(all, TAGS, "each once");
+}
+
+/// The events about waits of a pool, not those about single buffers.
+fn reports(pool: &str) -> Vec<super::record::Record> {
+    let mut all = events("pinpool::pool::stuck");
+    all.retain(|event| event.field("pool") == pool && event.fields.contains_key("waited_seconds"));
+    all
+}
+
+#[test]
+fn a_client_that_goes_away_is_not_reported() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), tracked);
+    let all = bench.pool.checkout(1_040_000).unwrap();
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let mut gone = Box::pin(bench.pool.checkout_async(500_000));
+    assert!(gone.as_mut().poll(&mut context).is_pending());
+    drop(gone);
+    assert_eq!((bench.pool.stats().abandoned, bench.pool.stats().timeouts), (1, 0));
+    assert!(events("pinpool::pool::stuck").is_empty());
+    // The report is left for a wait that was in vain.
+    assert!(bench.pool.checkout_timeout(500_000, Duration::ZERO).is_err());
+    assert_eq!(reports(bench.pool.name()).len(), 1);
+    drop(all);
+}
+
+/// Every kind of wait, each at a pool of its own; and many that wait at one pool.
+#[test]
+fn a_wait_that_lasts_is_reported_once_before_it_ends() {
+    own_process!();
+    record();
+    type Wait = fn(&Bench) -> pinpool::Result<()>;
+    let waits: [(&str, Wait, usize); 6] = [
+        ("blocking", |bench| bench.pool.checkout(500_000).map(drop), 1),
+        ("many", |bench| bench.pool.checkout_many(&[500_000.into(), 8.into()], None).map(drop), 1),
+        ("stream", |bench| bench.pool.checkout_on(&bench.device.stream()?, 500_000).map(drop), 1),
+        ("async", |bench| block_on(bench.pool.checkout_async(500_000)).map(drop), 1),
+        ("crowd", |bench| bench.pool.checkout(500_000).map(drop), 40),
+        (
+            "copier",
+            |bench| {
+                let copier = Copier::builder(&bench.pool, &bench.device).build()?;
+                let memory = bench.device.alloc(2_000_000)?;
+                copier.upload_slice(&vec![7; 2_000_000], &memory)
+            },
+            1,
+        ),
+    ];
+    std::thread::scope(|scope| {
+        for (name, wait, count) in waits {
+            scope.spawn(move || {
+                let bench = Bench::new(HostConfig::new(), |builder| tracked(builder).name(name));
+                let all = bench.pool.checkout(Request::new(1_040_000).tag(name)).unwrap();
+                let since = Instant::now();
+                std::thread::scope(|scope| {
+                    let waiting: Vec<_> = (0..count).map(|_| scope.spawn(|| wait(&bench))).collect();
+                    eventually("the wait is reported", || !reports(name).is_empty());
+                    assert!(since.elapsed() >= Duration::from_secs(4), "{name}: too early");
+                    let found = reports(name);
+                    let seconds: f64 = found[0].field("waited_seconds").parse().unwrap();
+                    assert!(found[0].level == tracing::Level::WARN && seconds > 4.0, "{name}: {found:?}");
+                    let [asked, waiting_too] =
+                        ["requested", "waiting"].map(|field| found[0].field(field).parse::<usize>());
+                    assert!(asked.unwrap() >= 50_000 && waiting_too == Ok(count), "{name}: {found:?}");
+                    let out =
+                        || events("pinpool::pool::stuck").into_iter().any(|event| event.field("tag") == name);
+                    eventually("the buffer that is out is told", out);
+                    // No second one, while it goes on and when it ends.
+                    std::thread::sleep(Duration::from_secs(6));
+                    drop(all);
+                    waiting.into_iter().for_each(|waiting| waiting.join().unwrap().unwrap());
+                });
+                assert_eq!(reports(name).len(), 1, "{name}");
+            });
+        }
+    });
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let mut future = std::pin::pin!(future);
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    loop {
+        if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return output;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]

@@ -1,0 +1,155 @@
+//! Pinning that is refused for a while, or as long as it is asked for too much: who waits is served all the same, and
+//! what went unpinned is pinned later.
+
+use super::*;
+
+/// A pool with a region of 16 pages, of which 12 are held for good, and room for three more regions.
+fn held(rig: &Rig) -> (Pool, PinnedBuf) {
+    let pool = rig.builder(64 * PAGE).region(16 * PAGE).initial(16 * PAGE).build().unwrap();
+    let tier = pool.checkout(pages(12)).unwrap();
+    (pool, tier)
+}
+
+type Way = fn(&Rig, &Pool) -> Result<(), Error>;
+
+/// The first growth would be of 16 pages, the second of the 12 that are needed; further ones come after pauses.
+#[test]
+fn a_refusal_that_passes_strands_nobody() {
+    let ways: [Way; 5] = [
+        |_, pool| pool.checkout_timeout(pages(12), HANG).map(drop),
+        |_, pool| pool.checkout_many(&[pages(6), pages(6)], Some(HANG)).map(drop),
+        |_, pool| block_on(pool.checkout_async(pages(12)).timeout(HANG)).map(drop),
+        |_, pool| block_on(pool.checkout_many_async([pages(6), pages(6)]).timeout(HANG)).map(drop),
+        |rig, pool| pool.checkout_on(&rig.device.stream()?, pages(12)).map(drop),
+    ];
+    for (number, way) in ways.into_iter().enumerate() {
+        for refusals in [1, 2, 5] {
+            let rig = Rig::threads();
+            let (pool, tier) = held(&rig);
+            rig.refuse_pins(refusals);
+            let since = Instant::now();
+            let got = way(&rig, &pool);
+            assert!(got.is_ok() && since.elapsed() < HANG, "way {number}, {refusals} refusals: {got:?}");
+            // Growths are as long as before once they succeed.
+            drop(pool.checkout_timeout(pages(12), HANG).unwrap());
+            assert_eq!(checked(&pool).growth_failures, refusals);
+            drop((tier, pool));
+            rig.all_is_given_back();
+        }
+    }
+}
+
+#[test]
+fn all_who_wait_are_served_after_a_refusal_that_passes() {
+    const THREADS: usize = 8;
+    let rig = Rig::threads();
+    let (pool, tier) = held(&rig);
+    let capacity = pool.stats().capacity_bytes;
+    rig.refuse_pins(6);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| scope.spawn(|| pool.checkout_timeout(pages(5), HANG).map(|buf| buf.capacity())))
+            .collect();
+        for thread in threads {
+            assert_eq!(thread.join().unwrap().unwrap(), 5 * PAGE - 32);
+        }
+    });
+    let stats = checked(&pool);
+    assert!(stats.pinned_bytes <= capacity && stats.timeouts == 0 && stats.waiting == 0, "{stats:?}");
+    drop((tier, pool));
+    rig.all_is_given_back();
+}
+
+/// There is no room to grow for who came first, so what was refused is tried again for who can be served.
+#[test]
+fn a_refusal_strands_nobody_behind_one_that_growing_cannot_serve() {
+    for (capacity, refusals) in [(26, 1), (26, 5), (30, 1), (30, 5)] {
+        let rig = Rig::threads();
+        let pool = rig.builder(capacity * PAGE).region(16 * PAGE).initial(16 * PAGE).build().unwrap();
+        let tier = pool.checkout(pages(12)).unwrap();
+        let mut first = Waiter::new(pool.checkout_async(pages(16)));
+        rig.refuse_pins(refusals);
+        drop(pool.checkout_timeout(pages(8), HANG).unwrap());
+        first.still_waits();
+        drop(tier);
+        drop((first.ready().unwrap(), pool));
+        rig.all_is_given_back();
+    }
+}
+
+/// Without a clock, the next call that finds nothing at hand has the growth tried again.
+#[test]
+fn on_a_stepped_device_calls_are_the_pauses() {
+    let rig = Rig::stepped();
+    let (pool, tier) = held(&rig);
+    let small = pool.checkout(pages(1)).unwrap();
+    rig.refuse_pins(4);
+    let mut waiter = Waiter::new(pool.checkout_async(pages(12)));
+    waiter.still_waits();
+    let before = pool.stats().growths;
+    drop(small);
+    assert_eq!(pool.stats().growths, before + 1, "once for a call");
+    drop(pool.try_checkout(pages(1)).unwrap());
+    drop(waiter.ready().unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+    drop((tier, pool));
+    rig.all_is_given_back();
+}
+
+#[test]
+fn a_timeout_says_why_growing_failed_and_what_there_was() {
+    let rig = Rig::threads();
+    let (pool, tier) = held(&rig);
+    rig.refuse_pins(10_000);
+    let timeout = Duration::from_millis(60);
+    let waiting = Waiter::new(pool.checkout_async(pages(13)));
+    let ways: [&dyn Fn() -> Result<(), Error>; 3] = [
+        &|| pool.checkout_timeout(pages(12), timeout).map(drop),
+        &|| pool.checkout_many(&[pages(6), pages(6)], Some(timeout)).map(drop),
+        &|| block_on(pool.checkout_async(pages(12)).timeout(timeout)).map(drop),
+    ];
+    for way in ways {
+        let error = way().unwrap_err();
+        let Error::Timeout(waited) = &error else { panic!("{error}") };
+        let shortage = waited.shortage.as_ref().unwrap();
+        assert_eq!((shortage.capacity, shortage.waiting), (64 * PAGE, 1));
+        assert!(
+            matches!(shortage.growth.as_deref(), Some(Error::Device(e)) if e.call == "pin"),
+            "{shortage:?}"
+        );
+        let text = error.to_string();
+        let parts = [
+            "capacity 256 KiB",
+            "1 other request waits",
+            "growing failed: host:0: pin",
+            "raise the capacity",
+        ];
+        for part in parts {
+            assert!(text.contains(part), "{part:?} is missing: {text}");
+        }
+    }
+    drop((tier, waiting));
+}
+
+#[test]
+fn memory_that_went_unpinned_is_pinned_later() {
+    let rig = Rig::threads();
+    let builder = rig.builder(64 * PAGE).region(16 * PAGE).extent(8 * PAGE).initial(16 * PAGE);
+    rig.refuse_pins(3);
+    let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+    pool.wait_pinned(Some(HANG)).unwrap();
+    // A buffer may be out meanwhile.
+    let mut buf = pool.checkout(pages(8)).unwrap();
+    buf.extend_from_slice(&[7; 5000]);
+    eventually(|| (pool.stats().unpinned_bytes == 0).then_some(()), || format!("{pool:?}"));
+    assert!(buf.is_pinned() && *buf == [7; 5000]);
+    assert_eq!(checked(&pool).pinned_bytes, 16 * PAGE);
+    rig.refuse_pins(1);
+    pool.adopt(vec![0_u8; 17 * PAGE]).map_err(|refused| refused.error).unwrap();
+    eventually(|| (pool.stats().unpinned_bytes == 0).then_some(()), || format!("{pool:?}"));
+    assert!(pool.regions().iter().all(|region| region.pinned == region.len), "{:?}", pool.regions());
+    let pinned = checked(&pool).pinned_bytes;
+    assert_eq!(rig.node.live(0).pinned_bytes, pinned);
+    drop((buf, pool));
+    rig.all_is_given_back();
+}
