@@ -4,8 +4,9 @@
 #   benches/gpu.sh OUT [EXECUTABLES]
 # EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `copier`, `kv_tier`, `bulk` and
 # `tensors`, and optionally `checkout` (stripped executables of another machine are enough); without it all are built here. In the
-# environment: PIN_GIB, the memory to pin (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and
-# PINPOOL_BENCH_THREADS for `checkout` (1,16).
+# environment: PIN_GIB, the memory to pin (24), SECONDS_BEHIND, how long the reaper's kernel runs (10),
+# PINPOOL_BENCH_THREADS for `checkout` (1,16), and SAFETENSORS_WHEELS, full paths of unpacked wheels of safetensors with
+# commas between them, to measure these versions in place of the installed one.
 #
 # OUT/machine.txt describes the machine. OUT/tables.txt has the output of each part, OUT/checkout.txt that of `checkout`
 # (which uses no GPU, but shows the machine's speed), OUT/gates.txt the gates of all parts, and OUT/lines.txt all figures, of
@@ -70,7 +71,7 @@ part kv_tier 60 "$bin/kv_tier"
 part vllm 60 python3 "$here/peers/vllm_blocks.py"
 part bulk 120 "$bin/bulk" --mib 4096 --file-mib 8192
 # Run from the repository's root, since the bench finds its peer by a relative path.
-part tensors 90 env -C "$here/.." "$bin/tensors" --large-mib 4096
+part tensors 120 env -C "$here/.." "$bin/tensors" --large-mib 4096 ${SAFETENSORS_WHEELS:+--wheels "$SAFETENSORS_WHEELS"}
 part plain 60 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_pipeline" "$1/peers/plain_pipeline.cpp" \
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_pipeline"' \
     "$work" "$here"

@@ -14,6 +14,7 @@
 //! | `open` | the same, the header read within the time as well |
 //! | `sums` | as `load`, with a checksum taken of each tensor |
 //! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, if `python3` has both; in a process of its own |
+//! | `python_VERSION_WAY` | with `--wheels FOLDER,FOLDER`, folders of unpacked wheels of safetensors, in place of the row before: `load_file` of each, and `prefetch` by 8 and by 16 threads where the version has it |
 //!
 //! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
 //! round, and each round begins with another row. A copy for the peak is among them, and a plain loop of as many
@@ -26,6 +27,8 @@
 //!
 //! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
 //! no other round begins when 8 s have passed. Each part prints when it ends.
+//!
+//! Of the peers the first load, which pins their memory, is told by itself, and is in none of the medians.
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the copier's chunks, `--no-peer`.
 //! `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
@@ -46,7 +49,7 @@ use pinpool::copier::FileSource;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
 
-/// The peer's program, which prints the seconds of each load, one a line.
+/// The peer's program, which prints a line for each load: version, way, threads, seconds.
 const PEER: &str = "benches/peers/safetensors_load.py";
 
 /// A file of equal tensors of bytes that do not repeat.
@@ -280,22 +283,12 @@ fn main() {
         // As many loads as the other rows, over the bytes of the file.
         let rates = |row: usize| Spread::of(&setup.rates(seconds.values(row))).mid;
         if gpu && !flag("no-peer") {
-            match peer(path, rounds.min(2)) {
-                Ok(taken) => {
-                    let Spread { low, mid, high } = Spread::of(&setup.rates(&taken));
-                    println!("{name}_python       {mid:>7.2} GB/s");
-                    let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
-                    line(format!("tensors_mb_per_s_{name}_python"), 1, line_of);
-                    let gate = if *name == "small" { 50.0 } else { 6.0 };
-                    let times = |row| Spread::of(&[rates(row) / mid]);
-                    at_least(format!("{name} tensors over safetensors' loader"), times(1), gate, None);
-                    println!(
-                        "{name}, with the header read and memory allocated, over it: {:.1}",
-                        times(3).mid
-                    );
-                }
-                Err(why) => println!("{name}_python: skipped, {why}"),
+            let wheels = option("wheels");
+            let folders: Vec<&str> = wheels.iter().flat_map(|folders| folders.split(',')).collect();
+            if folders.is_empty() {
+                setup.peer(None, rounds, [rates(1), rates(3)]);
             }
+            folders.into_iter().for_each(|folder| setup.peer(Some(folder), rounds, [rates(1), rates(3)]));
         }
     }
     measure::used();
@@ -339,19 +332,77 @@ impl LoadSetup<'_> {
     }
 }
 
-/// The seconds of each load by safetensors' own loader, without the first.
-fn peer(path: &Path, rounds: usize) -> Result<Vec<f64>, String> {
+/// What the peer's program prints of a way of loading.
+struct PeerWay {
+    version: String,
+    way: String,
+    threads: usize,
+    seconds: Vec<f64>,
+}
+
+/// The loads by safetensors' own loaders, of the version in `folder` or else of the installed one.
+fn peer(path: &Path, folder: Option<&str>, rounds: usize) -> Result<Vec<PeerWay>, String> {
     let mut command = Command::new("python3");
-    let output =
-        command.arg(PEER).arg(path).arg((rounds + 1).to_string()).output().map_err(|e| e.to_string())?;
+    command.arg(PEER).arg(path).arg((rounds + 1).to_string()).args(folder);
+    let output = command.output().map_err(|e| e.to_string())?;
     let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        return Err(said.lines().last().unwrap_or("it said nothing").to_owned());
+        let said = said.lines().last().unwrap_or("it said nothing");
+        if text.is_empty() {
+            return Err(said.to_owned());
+        }
+        println!("the peer ended early: {said}");
     }
-    let seconds: Result<Vec<f64>, _> = text.split_whitespace().skip(1).map(str::parse).collect();
-    match seconds {
-        Ok(seconds) if !seconds.is_empty() => Ok(seconds),
-        _ => Err(format!("it said {text:?}")),
+    let mut ways: Vec<PeerWay> = Vec::new();
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [version, way, threads, seconds] = words[..] else { return Err(format!("it said {line:?}")) };
+        let (Ok(threads), Ok(seconds)) = (threads.parse(), seconds.parse()) else {
+            return Err(format!("it said {line:?}"));
+        };
+        match ways.last_mut().filter(|last| (&*last.way, last.threads) == (way, threads)) {
+            Some(last) => last.seconds.push(seconds),
+            None => {
+                let (version, way) = (version.to_owned(), way.to_owned());
+                ways.push(PeerWay { version, way, threads, seconds: vec![seconds] });
+            }
+        }
+    }
+    Ok(ways)
+}
+
+impl LoadSetup<'_> {
+    /// Runs safetensors' own loaders. `own`: the speeds of the rows `load` and `open`, in GB/s.
+    fn peer(&self, folder: Option<&str>, rounds: usize, own: [f64; 2]) {
+        let name = self.name;
+        let ways = match peer(self.path, folder, rounds.min(3)) {
+            Ok(ways) => ways,
+            Err(why) => return println!("{name}_python: skipped, {why}"),
+        };
+        for PeerWay { version, way, threads, seconds } in ways {
+            let rates = self.rates(&seconds);
+            // The first load pins the peer's memory.
+            let [first, ref rates @ ..] = rates[..] else { continue };
+            if rates.is_empty() {
+                continue;
+            }
+            let Spread { low, mid, high } = Spread::of(rates);
+            let row = match (folder, &*way) {
+                (None, "load_file") => "python".to_owned(),
+                _ => format!("python_{version}_{way}"),
+            };
+            println!(
+                "{name}_{row:<24} {mid:>7.2} GB/s by {threads} threads ({low:.2} to {high:.2}), the first load {first:.2}"
+            );
+            println!("{name}, with the header read and memory allocated, over it: {:.2}", own[1] / mid);
+            let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
+            line(format!("tensors_mb_per_s_{name}_{row}"), threads, line_of);
+            if folder.is_none() && way == "load_file" {
+                let gate = if name == "small" { 50.0 } else { 6.0 };
+                let times = Spread::of(&[own[0] / mid]);
+                at_least(format!("{name} tensors over safetensors' loader"), times, gate, None);
+            }
+        }
     }
 }

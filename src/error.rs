@@ -470,7 +470,9 @@ pub enum Error {
     View(String),
     /// The source of a transfer could not be read. Of a transfer that had begun, the bytes before
     /// [`Progress::landed_to`](crate::copier::Progress::landed_to) are on the device; which others are is not known.
-    /// Remedy: `text` and `kind` have the system's reason; then start again.
+    /// Remedy: `text` and `kind` have the system's reason; then start again. Where the process or the system has too many
+    /// open files, the kind is [`QuotaExceeded`](std::io::ErrorKind::QuotaExceeded), and the class
+    /// [`ErrorClass::Transient`].
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or the name of another source.
@@ -764,7 +766,9 @@ impl Error {
             }
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Internal(_) => ErrorClass::DeviceLost,
-            Self::Exhausted { .. }
+            // Too many files are open.
+            Self::Read { kind: std::io::ErrorKind::QuotaExceeded, .. }
+            | Self::Exhausted { .. }
             | Self::QueueFull { .. }
             | Self::OverCapacity { .. }
             | Self::Timeout(_)

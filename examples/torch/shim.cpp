@@ -12,6 +12,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/dlpack.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/headeronly/version.h>
 
 #include <pinpool.h>
 
@@ -207,6 +208,34 @@ class Allocator final : public at::HostAllocator {
   void release_pool(c10::MempoolId_t id) override {
     before_->release_pool(id);
   }
+
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 14)
+  // The history of pinned memory is kept by torch's own allocator, and has what that allocator serves.
+  void record_history(bool enabled, c10::CachingDeviceAllocator::CreateContextFn context, size_t max_entries,
+      c10::CachingDeviceAllocator::RecordContext when, bool clear) override {
+    before_->record_history(enabled, context, max_entries, when, clear);
+  }
+
+  bool is_history_enabled() const override {
+    return before_->is_history_enabled();
+  }
+
+  std::vector<at::HostSegmentInfo> get_segments() override {
+    return before_->get_segments();
+  }
+
+  std::vector<c10::CachingDeviceAllocator::TraceEntry> get_traces() override {
+    return before_->get_traces();
+  }
+
+  void record_external_register(void* address, size_t bytes) override {
+    before_->record_external_register(address, bytes);
+  }
+
+  void record_external_unregister(void* address) override {
+    before_->record_external_unregister(address);
+  }
+#endif
 
  private:
   // Holds the block for the graph whose capture the current stream is in, if it is in one.

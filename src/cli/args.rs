@@ -28,8 +28,8 @@ pub enum Command {
     /// Move files to a device through the pool, in overlapped chunks
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
-    /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
-    /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
+    /// memory that holds all of it. A .safetensors file, an index of several (a .json file), or a folder with an index
+    /// or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
     /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for
     /// tensors allocating their device memory; the download speed includes computing the checksums of the downloaded
     /// bytes.

@@ -261,13 +261,16 @@ fn open(path: &Path) -> Result<Input> {
         let text = format!("{name}: {e}");
         if by_name || is_named_wrongly(e.kind()) { CliError::Usage(text) } else { CliError::Failed(text) }
     };
-    // Before opening, which would block on a named pipe.
-    let metadata = std::fs::metadata(path).map_err(unread)?;
-    if !metadata.is_file() && !metadata.is_dir() {
-        return Err(wrong("is not a regular file"));
-    }
+    let is_checkpoint = name.ends_with(".safetensors") || name.ends_with(".json");
+    // Before opening, which would block on a named pipe. Of a checkpoint's file that is missing the library says more.
+    let is_folder = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() || metadata.is_dir() => metadata.is_dir(),
+        Ok(_) => return Err(wrong("is not a regular file")),
+        Err(error) if is_checkpoint && error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) => return Err(unread(error)),
+    };
     // For a folder without a checkpoint the library's error says which files were looked for.
-    if metadata.is_dir() || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
+    if is_folder || is_checkpoint {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
             Error::Read { kind, .. } if !is_named_wrongly(*kind) => CliError::Failed(error.to_string()),
             Error::OutOfMemory { .. } => CliError::Failed(error.to_string()),

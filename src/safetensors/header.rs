@@ -30,12 +30,14 @@ use serde::de::value::{Error as Unknown, StrDeserializer};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::json::{Json, JsonFault, JsonKind, Text};
-use super::{blamed, malformed, reserved, unread};
+use super::{blamed, malformed, reserved, stand_in, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
 /// Bytes before the header: its length, as a little-endian number.
-const FRONT: usize = 8;
+pub(super) const FRONT: usize = 8;
+/// Bytes of a file's start that are looked at to say what it is where it is no safetensors file.
+pub(super) const START: usize = 64;
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
@@ -254,14 +256,12 @@ impl Header {
     /// [`Error::Malformed`] for a [refused](super#what-is-refused) header, and for one that is not wholly in `start`;
     /// [`Error::OutOfMemory`].
     pub fn parse(name: &str, start: &[u8], file_len: u64) -> Result<Self> {
-        let Some((front, rest)) = start.split_first_chunk::<FRONT>() else {
-            return Err(too_short(name, file_len.min(start.len() as u64)));
-        };
-        let len = header_len(name, *front, file_len)?;
-        match rest.get(..len) {
+        let len = header_len(name, start, file_len)?;
+        match start.get(FRONT..FRONT + len) {
             Some(header) => Self::check(name, header, file_len),
             None => {
-                Err(malformed(name, format!("its header has {len} bytes, of which {} are there", rest.len())))
+                let there = start.len() - FRONT;
+                Err(malformed(name, format!("its header has {len} bytes, of which {there} are there")))
             }
         }
     }
@@ -269,13 +269,11 @@ impl Header {
     /// As [`read`](Self::read), of a file that has `len` bytes.
     pub(super) fn of_file(file: &File, name: &str, len: u64) -> Result<Self> {
         let unread = |error: io::Error| unread(name, 0, &error);
-        let mut front = [0; FRONT];
-        if len < FRONT as u64 {
-            return Err(too_short(name, len));
-        }
-        file.read_exact_at(&mut front, 0).map_err(unread)?;
+        let mut start = [0; START];
+        let start = &mut start[..len.min(START as u64) as usize];
+        file.read_exact_at(start, 0).map_err(unread)?;
         // Checked before memory is asked for.
-        let header = header_len(name, front, len)?;
+        let header = header_len(name, start, len)?;
         let mut bytes = Vec::new();
         reserved(bytes.try_reserve_exact(header), name, header)?;
         bytes.resize(header, 0);
@@ -286,7 +284,7 @@ impl Header {
     fn check(what: &str, header: &[u8], file_len: u64) -> Result<Self> {
         // The whole header at once is faster than each of its strings.
         let text = std::str::from_utf8(header).map_err(|error| no_object(what, &error))?;
-        let mut notes = Notes { text, what, entries: Vec::new(), metadata: None, at: None };
+        let mut notes = Notes { text, what, entries: Vec::new(), metadata: None, at: None, unknown: None };
         notes.read()?;
         let Notes { mut entries, metadata, .. } = notes;
         // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes
@@ -304,23 +302,22 @@ impl Header {
     }
 }
 
-fn too_short(name: &str, len: u64) -> Error {
-    malformed(
-        name,
-        format!("{len} bytes are too few for a safetensors file, which starts with 8 bytes of length"),
-    )
-}
-
-/// The header's length, checked against the file's length and the format.
-fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
-    let len = u64::from_le_bytes(front);
+/// The header's length, from the file's first bytes, checked against the file's length and the format.
+fn header_len(name: &str, start: &[u8], file_len: u64) -> Result<usize> {
+    let Some((front, rest)) = start.split_first_chunk::<FRONT>() else {
+        let len = file_len.min(start.len() as u64);
+        let why =
+            format!("{len} bytes are too few for a safetensors file, which starts with 8 bytes of length");
+        return Err(malformed(name, why));
+    };
+    let len = u64::from_le_bytes(*front);
     if len > LONGEST_HEADER {
-        return Err(malformed(
-            name,
-            format!(
-                "its header would have {len} bytes, where the format allows {LONGEST_HEADER}; it is no safetensors file"
-            ),
-        ));
+        let why = stand_in(start).unwrap_or_else(|| {
+            let is_header = rest.starts_with(b"{") && len < file_len;
+            let remedy = if is_header { "split it into several files" } else { "it is no safetensors file" };
+            format!("its header would have {len} bytes, where the format allows {LONGEST_HEADER}; {remedy}")
+        });
+        return Err(malformed(name, why));
     }
     let room = file_len.saturating_sub(FRONT as u64);
     if len > room {
@@ -402,6 +399,8 @@ struct Notes<'a> {
     metadata: Option<Pairs>,
     /// The name of the entry that is being read.
     at: Option<Text<'a>>,
+    /// The name of its type, if that could be the name of one, and is not known.
+    unknown: Option<&'a str>,
 }
 
 /// What is noted of the metadata.
@@ -427,7 +426,7 @@ impl<'a> Notes<'a> {
                 }
                 self.metadata = Some(pairs(json)?);
             } else {
-                let entry = entry(json, name, &mut kind)?;
+                let entry = entry(json, name, &mut kind, &mut self.unknown)?;
                 if let Err(error) = self.add(entry, json.place()) {
                     refused = Some(error);
                     return Err(json.fault("no memory"));
@@ -462,6 +461,14 @@ impl<'a> Notes<'a> {
             Some(name) if name.is(METADATA_KEY) && found.kind() == JsonKind::Other => {
                 malformed(self.what, format!("its metadata is not an object of texts ({found})"))
             }
+            Some(name) if self.unknown.is_some() => {
+                let why = format!(
+                    "has elements of a type that is not known, {:?}; the file may be of a newer version of the format: \
+                     upgrade pinpool",
+                    self.unknown.unwrap_or_default()
+                );
+                blamed(self.what, &Unescaped(name), why)
+            }
             Some(name) if found.kind() != JsonKind::End && !name.is(METADATA_KEY) => {
                 let why = format!("is not described as the format asks ({found})");
                 fault(self.what, &Unescaped(name), format_args!("{why}"))
@@ -495,11 +502,13 @@ fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, JsonFault<'a>> {
     Ok(pairs)
 }
 
-/// Reads the entry of one tensor. `before` is the type of the entry before, which most tensors have too.
+/// Reads the entry of one tensor. `before` is the type of the entry before, which most tensors have too. `unknown`: see
+/// [`Notes`].
 fn entry<'a>(
     json: &mut Json<'a>,
     name: Text<'a>,
     before: &mut Option<(&'a str, Dtype)>,
+    unknown: &mut Option<&'a str>,
 ) -> std::result::Result<HeaderEntry, JsonFault<'a>> {
     let (mut dtype, mut shape, mut offsets) = (None, None, None);
     let mut elements = Some(1_u64);
@@ -515,7 +524,12 @@ fn entry<'a>(
                 let name = if said.raw.len() <= 100 { said.get() } else { return None };
                 Dtype::deserialize(StrDeserializer::<Unknown>::new(&name)).ok()
             };
-            let Some(known) = known.or_else(read) else { return Err(wrong) };
+            let Some(known) = known.or_else(read) else {
+                let is_name =
+                    said.raw.len() <= 32 && said.raw.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+                *unknown = is_name.then_some(said.raw);
+                return Err(wrong);
+            };
             *before = Some((said.raw, known));
             dtype = Some(known);
         } else if field.is("shape") {

@@ -6,11 +6,13 @@
 //! sorted by hash and name, which finds a tensor that is named twice, and later the file of a tensor. The text is kept
 //! while the files are opened.
 //!
-//! A folder without an index must have all files of each numbered set (`model-00002-of-00003`).
+//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
+//! files of each numbered set (`model-00002-of-00003`).
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
@@ -18,20 +20,21 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::header::{LONGEST_NAME, Unescaped};
 use super::json::{Json, JsonFault, JsonKind, Text};
-use super::{FoundFiles, blamed, malformed, open_regular, reserved, unread};
+use super::{FoundFiles, blamed, malformed, open_regular, reserved, stand_in, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
 /// The longest index that is read: as long as a header may be.
 const LONGEST_INDEX: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 /// The longest name that a file can have (Linux's `NAME_MAX`), in bytes.
 const LONGEST_FILE: usize = 255;
-/// The most files that an index may name: all of them are open at the same time.
+/// The most files that an index may name.
 const FILES: usize = 10_000;
 /// The index's entry that says which tensor is in which file.
 const MAP: &str = "weight_map";
+/// What some editors put before a text.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// An index: which tensor is in which file.
 pub(super) struct Index {
@@ -77,6 +80,23 @@ impl Index {
         missing.next()
     }
 
+    /// The error for a file that could not be opened, with the number of those that are missing if it is. `path` is the
+    /// index's, or that of its folder.
+    pub(super) fn incomplete(&self, path: &Path, error: Error) -> Error {
+        let Error::Read { what, offset, kind: kind @ ErrorKind::NotFound, text } = error else {
+            return error;
+        };
+        let is_missing = |error: std::io::Error| error.kind() == ErrorKind::NotFound;
+        let paths = self.files.iter().map(|file| self.path(file));
+        let missing = paths.filter(|file| fs::metadata(file).is_err_and(is_missing)).count();
+        let (all, path) = (self.files.len(), path.display());
+        let text = format!(
+            "{text}; {missing} of the {all} files that the index of {path} names are missing: the download is incomplete, \
+             get the rest"
+        );
+        Error::Read { what, offset, kind, text }
+    }
+
     fn read(path: &Path) -> Result<Self> {
         let what = path.display().to_string();
         let (file, metadata) = open_regular(path, &what)?;
@@ -94,6 +114,12 @@ impl Index {
                 &what,
                 "it grew while it was read; open it again while no process writes to it",
             ));
+        }
+        if text.starts_with(BYTE_ORDER_MARK) {
+            text.drain(..BYTE_ORDER_MARK.len());
+        }
+        if let Some(why) = stand_in(&text).filter(|_| !text.trim_ascii_start().starts_with(b"{")) {
+            return Err(malformed(&what, why));
         }
         let text = String::from_utf8(text).map_err(|error| no_json(&what, &error.utf8_error()))?;
         Self::parse(&what, text, path.parent().unwrap_or_else(|| Path::new("")))
@@ -165,7 +191,8 @@ fn is_beside(file: Text<'_>) -> bool {
         return false;
     }
     let file = file.get();
-    let mut parts = Path::new(&*file).components();
+    let name = file.strip_prefix("./").unwrap_or(&file);
+    let mut parts = Path::new(name).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
     is_name && file.len() <= LONGEST_FILE
 }
@@ -241,12 +268,7 @@ impl<'a> Map<'a> {
 /// Finds the files that a path stands for.
 pub(super) fn find(path: &Path) -> Result<FoundFiles> {
     if path.is_dir() {
-        let index = path.join(INDEX);
-        // A broken link counts as an index that cannot be read: without the index, more would be loaded than it names.
-        return match std::fs::symlink_metadata(&index) {
-            Err(error) if error.kind() == ErrorKind::NotFound => of_folder(path),
-            _ => of_index(&index),
-        };
+        return of_folder(path);
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
         true => of_index(path),
@@ -258,22 +280,51 @@ fn of_index(path: &Path) -> Result<FoundFiles> {
     Ok(FoundFiles::Index(Index::read(path)?))
 }
 
+/// Whether a file in a folder is its index, by the name: `model.safetensors.index.json`, and with a variant
+/// `model.safetensors.index.fp16.json` or `model.safetensors.fp16.index.json`.
+fn is_index(file: &Path) -> bool {
+    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let end = name.split_once(".safetensors.").and_then(|(_, end)| end.strip_suffix(".json"));
+    end.is_some_and(|end| end.split('.').any(|part| part == "index"))
+}
+
 fn of_folder(path: &Path) -> Result<FoundFiles> {
     let what = path.display().to_string();
-    let entries = std::fs::read_dir(path).map_err(|error| unread(&what, 0, &error))?;
-    let mut files = Vec::new();
+    let entries = fs::read_dir(path).map_err(|error| unread(&what, 0, &error))?;
+    let (mut files, mut indexes) = (Vec::new(), Vec::new());
     for entry in entries {
         let file = entry.map_err(|error| unread(&what, 0, &error))?.path();
-        // A broken link counts as a file: opening it then says what is missing.
-        if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
+        // A broken link counts as what its name says, and opening it then says what is missing. Without the index, more
+        // would be loaded than it names.
+        if is_index(&file) {
+            indexes.push(file);
+        } else if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
             files.push(file);
         }
     }
+    match &indexes[..] {
+        [] => {}
+        [index] => return of_index(index),
+        _ => {
+            indexes.sort();
+            let names: Vec<_> = indexes
+                .iter()
+                .filter_map(|index| index.file_name())
+                .map(|name| name.to_string_lossy())
+                .collect();
+            let names = names.join(", ");
+            let names = Shown(&names, 2 * NAME);
+            return Err(malformed(
+                &what,
+                format!("it has several indexes ({names}); give the path of the one to load"),
+            ));
+        }
+    }
     if files.is_empty() {
-        return Err(malformed(
-            &what,
-            format!("there is neither {INDEX} nor a file that ends in .{SUFFIX} in it"),
-        ));
+        let why = format!(
+            "there is neither an index (*.{SUFFIX}.index.json) nor a file that ends in .{SUFFIX} in it"
+        );
+        return Err(malformed(&what, why));
     }
     files.sort();
     complete(&what, &files)?;
@@ -297,11 +348,13 @@ fn complete(what: &str, files: &[PathBuf]) -> Result<()> {
         // Most sets count from one.
         let from = u64::from(!there.contains(&0));
         if let Some(missing) = (from..count.saturating_add(from)).find(|number| !there.contains(number)) {
-            let width = of.len();
-            return Err(malformed(
-                what,
-                format!("{set}-{missing:0width$}-of-{of}.{SUFFIX} is missing in it; get it too"),
-            ));
+            let (width, have) = (of.len(), there.range(from..count.saturating_add(from)).count() as u64);
+            let why = format!(
+                "{set}-{missing:0width$}-of-{of}.{SUFFIX} is missing in it ({} of the {count} files of its set are): \
+                 the download is incomplete, get the rest",
+                count - have
+            );
+            return Err(malformed(what, why));
         }
     }
     Ok(())

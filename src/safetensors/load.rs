@@ -384,7 +384,11 @@ impl<'a> Loader<'a> {
     fn begin(&self, part: &mut LoadPart, pieces: Vec<Piece>) -> Result<()> {
         let shard = &part.shard;
         shard.unchanged()?;
-        let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
+        let source = match &shard.file {
+            Some(file) => FileSource::new(file.clone(), shard.name.clone())?,
+            None => FileSource::again(shard.clone(), shard.name.clone(), shard.stamp.len),
+        };
+        let mut source = source.reading(self.reading);
         if self.checksums {
             let sums = Arc::new(Sums::new(part.chosen.tensors(shard)));
             source = source.tap(sums.clone());

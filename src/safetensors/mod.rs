@@ -56,8 +56,8 @@
 //! - a header longer than 100 MB, or than its file;
 //! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder, or more
 //!   than 10,000 files;
-//! - a folder whose index cannot be read, and a folder without an index that lacks a file of a numbered set
-//!   (`model-00002-of-00003.safetensors`).
+//! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that lacks a file
+//!   of a numbered set (`model-00002-of-00003.safetensors`).
 //!
 //! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory, its own
 //! bytes included; one that is accepted, at most five times, until it is read. Where the system has no memory for that,
@@ -66,7 +66,8 @@
 //! A file that was written to after it was opened (its length or its time of modification has changed) is refused by
 //! the next load, since its header may be wrong by now. If it is written to during a load, the load ends with an error
 //! in the place of the file's last tensor. A file that replaces an opened one under the same name is another file, and
-//! is not read.
+//! is not read. The first 256 files of a checkpoint stay open, so that they are loaded as they were, whatever their names
+//! mean by then. Those behind them are opened again when they are read: replaced by another file, they are refused.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
 //! terminal. Show them escaped (`{:?}`), as this crate's errors and events do.
@@ -102,6 +103,7 @@ mod tensor;
 use std::collections::{HashMap, HashSet, TryReserveError};
 use std::fmt::Display;
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -113,17 +115,20 @@ pub use self::shared::SharedLoad;
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 
-use self::header::HeaderKey;
+use self::header::{FRONT, HeaderKey, START};
 use self::load::Chosen;
 use self::sums::Hasher;
-use crate::copy::copier::Copier;
+use crate::copy::copier::{Copier, OpenAgain, read_error as unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
 /// Bytes that are read at a time for a checksum.
 const READ_BLOCK: usize = 1 << 20;
 
-/// One file or several, whose headers were read and checked. The files stay open; nothing is loaded yet.
+/// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
+const KEPT_OPEN: usize = 256;
+
+/// One file or several, whose headers were read and checked. Nothing is loaded yet.
 ///
 /// ```
 /// # let path = std::env::temp_dir().join(format!("pinpool-checkpoint-{}.safetensors", std::process::id()));
@@ -148,7 +153,8 @@ pub struct Checkpoint {
 /// One file.
 #[derive(Debug)]
 struct Shard {
-    file: Arc<File>,
+    /// `None`: it is opened again when it is read.
+    file: Option<Arc<File>>,
     /// The path as text, for messages.
     name: String,
     path: PathBuf,
@@ -162,9 +168,11 @@ struct Shard {
     metadata: Metadata,
 }
 
-/// What changes when a file is written to.
+/// What changes when a file is written to, and what tells it from any other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
+    /// The numbers of its file system and of the file there.
+    id: (u64, u64),
     len: u64,
     /// The time of the last modification: seconds and nanoseconds.
     modified: (i64, i64),
@@ -172,24 +180,39 @@ struct Stamp {
 
 impl Stamp {
     fn of(metadata: &fs::Metadata) -> Self {
-        Self { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) }
+        let (id, modified) = ((metadata.dev(), metadata.ino()), (metadata.mtime(), metadata.mtime_nsec()));
+        Self { id, len: metadata.len(), modified }
     }
 }
 
 impl Shard {
-    fn open(path: &Path) -> Result<Self> {
+    /// Opens the file that comes behind `before` others.
+    fn open(path: &Path, before: usize) -> Result<Self> {
         let name = path.display().to_string();
         let (file, metadata) = open_regular(path, &name)?;
         let stamp = Stamp::of(&metadata);
         let Header { tensors, metadata } = Header::of_file(&file, &name, stamp.len)?;
         let whole = side_by_side(&tensors);
-        let (file, path, tensors) = (Arc::new(file), path.to_owned(), Arc::new(tensors));
+        let file = (before < KEPT_OPEN).then(|| Arc::new(file));
+        let (path, tensors) = (path.to_owned(), Arc::new(tensors));
         Ok(Self { file, name, path, stamp, tensors, whole, metadata })
     }
 
-    /// An error if the file was written to since its header was read.
+    /// An error if the file was written to or, where it does not stay open, replaced since its header was read.
     fn unchanged(&self) -> Result<()> {
-        let now = Stamp::of(&self.file.metadata().map_err(|error| unread(&self.name, 0, &error))?);
+        let now = match &self.file {
+            Some(file) => file.metadata(),
+            None => fs::metadata(&self.path),
+        };
+        self.compare(&now.map_err(|error| unread(&self.name, 0, &error))?)
+    }
+
+    fn compare(&self, now: &fs::Metadata) -> Result<()> {
+        let now = Stamp::of(now);
+        if now.id != self.stamp.id {
+            let why = "another file has its name since it was opened; open the checkpoint again";
+            return Err(malformed(&self.name, why));
+        }
         if now.len < self.stamp.len {
             return Err(Error::Shrunk { what: self.name.clone(), end: now.len, len: self.stamp.len });
         }
@@ -198,6 +221,17 @@ impl Shard {
             return Err(malformed(&self.name, why));
         }
         Ok(())
+    }
+}
+
+impl OpenAgain for Shard {
+    fn open(&self) -> Result<Arc<File>> {
+        if let Some(file) = &self.file {
+            return Ok(file.clone());
+        }
+        let (file, metadata) = open_regular(&self.path, &self.name)?;
+        self.compare(&metadata)?;
+        Ok(Arc::new(file))
     }
 }
 
@@ -222,7 +256,14 @@ fn side_by_side(tensors: &[Tensor]) -> Option<(Range<u64>, usize)> {
 fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     let unread = |error: std::io::Error| unread(name, 0, &error);
     let no_file = || malformed(name, "it is no regular file");
-    if !fs::metadata(path).map_err(unread)?.is_file() {
+    let metadata = fs::metadata(path).map_err(|error| match fs::read_link(path) {
+        Ok(target) if error.kind() == ErrorKind::NotFound => {
+            let text = format!("it is a link to {}, which is missing; get it again", target.display());
+            unread(std::io::Error::new(error.kind(), text))
+        }
+        _ => unread(error),
+    });
+    if !metadata?.is_file() {
         return Err(no_file());
     }
     let file = File::open(path).map_err(unread)?;
@@ -231,8 +272,9 @@ fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, an index (`model.safetensors.index.json`) with the files that it names, or a
-    /// folder: the index in it, or else all of its `.safetensors` files.
+    /// Opens a `.safetensors` file, an index (any `.json` file) with the files that it names, or a folder: the index in
+    /// it (`*.safetensors.index.json`, with a variant too: `model.safetensors.index.fp16.json`), or else all of its
+    /// `.safetensors` files.
     ///
     /// # Errors
     /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or folder;
@@ -244,8 +286,10 @@ impl Checkpoint {
             FoundFiles::Index(index) => index,
         };
         // One path at a time, so that a missing file ends it: an index may name thousands of files.
-        let shards = index.files().iter().map(|file| Shard::open(&index.path(file)));
-        let mut shards: Vec<Shard> = shards.collect::<Result<_>>()?;
+        let shards =
+            index.files().iter().zip(0..).map(|(file, before)| Shard::open(&index.path(file), before));
+        let shards = shards.collect::<Result<_>>().map_err(|error| index.incomplete(path, error));
+        let mut shards: Vec<Shard> = shards?;
         // Tensors that the index does not name are left out.
         let mut count = 0;
         for (shard, file) in shards.iter_mut().zip(index.files()) {
@@ -274,7 +318,7 @@ impl Checkpoint {
         if paths.is_empty() {
             return Err(Error::Empty);
         }
-        paths.iter().map(|path| Shard::open(path.as_ref())).collect()
+        paths.iter().zip(0..).map(|(path, before)| Shard::open(path.as_ref(), before)).collect()
     }
 
     /// Lists all tensors by name.
@@ -363,18 +407,19 @@ impl Checkpoint {
     /// `None`: there is no tensor of this name.
     ///
     /// # Errors
-    /// [`Error::Read`]; [`Error::Shrunk`] for a file that has become shorter.
+    /// [`Error::Read`]; [`Error::Shrunk`] for a file that has become shorter; [`Error::Malformed`] for one of those that
+    /// do not [stay open](self#what-is-refused), if it was written to or replaced.
     pub fn file_checksum(&self, name: &str) -> Result<Option<u128>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
-        let range = shard.tensors[place as usize].range();
+        let (file, range) = (shard.open()?, shard.tensors[place as usize].range());
         let mut hasher = Hasher::default();
         let mut block = vec![0; (range.end - range.start).min(READ_BLOCK as u64) as usize];
         let mut at = range.start;
         while at < range.end {
             let part = (range.end - at).min(READ_BLOCK as u64) as usize;
-            shard.file.read_exact_at(&mut block[..part], at).map_err(|error| match error.kind() {
-                std::io::ErrorKind::UnexpectedEof => {
-                    let end = shard.file.metadata().map_or(at, |m| m.len());
+            file.read_exact_at(&mut block[..part], at).map_err(|error| match error.kind() {
+                ErrorKind::UnexpectedEof => {
+                    let end = file.metadata().map_or(at, |m| m.len());
                     Error::Shrunk { what: shard.name.clone(), end, len: shard.stamp.len }
                 }
                 _ => unread(&shard.name, at, &error),
@@ -386,8 +431,22 @@ impl Checkpoint {
     }
 }
 
-fn unread(what: &str, offset: u64, error: &std::io::Error) -> Error {
-    Error::Read { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+/// What a download leaves in the place of a file, by the file's first bytes. `None`: nothing that is known.
+fn stand_in(start: &[u8]) -> Option<String> {
+    if start.starts_with(b"version https://git-lfs") {
+        return Some(
+            "it is a Git LFS pointer in the place of the file; fetch the file itself: git lfs pull".into(),
+        );
+    }
+    let start = start.get(..START).unwrap_or(start);
+    let text = start.utf8_chunks().next()?.valid();
+    // A character may be cut off at the end. A length in eight bytes is no text: zeros are control characters.
+    let is_text = text.len() + 3 >= start.len().max(FRONT + 3)
+        && text.chars().all(|c| !c.is_control() || c.is_ascii_whitespace());
+    is_text.then(|| {
+        let shown = Shown(text.trim(), START);
+        format!("it is a text in the place of the file, and begins \"{shown}\"; get the file itself")
+    })
 }
 
 fn malformed(what: &str, why: impl Into<String>) -> Error {

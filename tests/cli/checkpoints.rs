@@ -1,8 +1,10 @@
 //! `pinpool load` of safetensors files, good ones and others.
 
 use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
-use super::{Files, load, refuses, squeeze, stdout, succeeds};
+use super::{Files, fails, load, refuses, squeeze, stdout, succeeds};
 
 /// A checkpoint of tensors with these lengths, and its bytes.
 pub fn checkpoint(lens: &[usize]) -> Vec<u8> {
@@ -53,6 +55,61 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     // What is wrong with it is told as for the files.
     std::os::unix::fs::symlink(files.path("gone"), &index).unwrap();
     refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
+}
+
+/// The bytes of the index itself are nothing to load.
+#[test]
+fn an_index_under_any_name_loads_what_it_names() {
+    for name in
+        ["model.safetensors.index.fp16.json", "diffusion_pytorch_model.safetensors.index.json", "own.json"]
+    {
+        let files = Files::new();
+        fs::write(files.path("1.safetensors"), checkpoint(&[100, 5000])).unwrap();
+        let index = files.path(name);
+        fs::write(&index, r#"{"weight_map":{"t.1":"1.safetensors"}}"#).unwrap();
+        let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
+        assert_eq!(report["bytes"], 5000, "{name}");
+    }
+}
+
+#[test]
+fn more_shards_than_may_be_open_are_loaded_and_checked() {
+    let files = Files::new();
+    for number in 1..=1433 {
+        // Their names differ in the number of the shard.
+        let bytes = String::from_utf8(checkpoint(&[70])).unwrap().replace("t.0", &format!("{number:03x}"));
+        fs::write(files.path(&format!("model-{number:05}-of-01433.safetensors")), bytes).unwrap();
+    }
+    let report = succeeds(limit_files(load([files.0.path()]).arg("--verify"), 1024), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&(1433 * 70).into(), &true.into()));
+    // Where the system opens too few, that is no fault of the command line.
+    fails(limit_files(&mut load([files.0.path()]), 40), "ulimit -n");
+}
+
+#[test]
+fn a_download_that_is_incomplete_is_told() {
+    let files = Files::new();
+    let link = files.path("2.safetensors");
+    std::os::unix::fs::symlink("../blobs/gone", &link).unwrap();
+    refuses(&mut load([&link]), "a link to ../blobs/gone, which is missing");
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"t.0":"1.safetensors","t.1":"2.safetensors"}}"#).unwrap();
+    refuses(&mut load([&index]), "2 of the 2 files");
+    refuses(&mut load([files.0.path()]), "2 of the 2 files");
+}
+
+/// Limits the files that the command may have open.
+fn limit_files(command: &mut Command, most: u64) -> &mut Command {
+    // SAFETY: between fork and exec only a system call is made, which is allowed there.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+            match libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    }
 }
 
 #[test]

@@ -173,7 +173,7 @@ fn what_cannot_be_obeyed_is_refused() {
     let missing = &files.path("missing");
     refuses(&mut load([missing]), "missing: No such file");
     refuses(&mut load([file, missing]), "missing: No such file");
-    let neither = "neither model.safetensors.index.json nor a file that ends in .safetensors";
+    let neither = "neither an index (*.safetensors.index.json) nor a file that ends in .safetensors";
     refuses(&mut load([files.0.path()]), neither);
     refuses(&mut load([Path::new("/dev/null")]), "not a regular file");
     for size in ["", "x", "64M", "12QiB", "-5", "1.5", "1..5MiB", "0", "99999999999999999999"] {

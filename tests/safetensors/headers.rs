@@ -140,6 +140,33 @@ fn lies_about_the_whole_are_refused() {
     assert!(Header::parse("it", &whole[..whole.len() - 41], len).is_err());
 }
 
+/// A format grows: what an older reader does not know is no damage.
+#[test]
+fn a_type_that_is_not_known_may_be_of_a_newer_format() {
+    for dtype in ["I4", "C128", "NF4", "F8_E4M3B11FNUZ", "f32"] {
+        let header = format!(r#"{{"a":{{"dtype":"{dtype}","shape":[4],"data_offsets":[0,4]}}}}"#);
+        let (named, why) = lie(&header, 4);
+        assert_eq!(named.as_deref(), Some("a"));
+        assert!(why.contains(&format!("\"{dtype}\"")) && why.contains("upgrade pinpool"), "{why}");
+        assert!(!why.contains("damaged") && !why.contains("mislead"), "{why}");
+    }
+}
+
+/// Some million tensors have so long a header.
+#[test]
+fn a_header_longer_than_the_format_allows_is_to_be_split() {
+    let mut start = 132_000_000_u64.to_le_bytes().to_vec();
+    start.extend_from_slice(br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"#);
+    let folder = Folder::new();
+    let path = folder.put("a.safetensors", &start);
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(140_000_000).unwrap();
+    for refused in [Header::parse("it", &start, 140_000_000).map(drop), Checkpoint::open(path).map(drop)] {
+        let why = refused.unwrap_err().to_string();
+        assert!(why.contains("132000000 bytes") && why.contains("the format allows 100000000"), "{why}");
+        assert!(why.contains("split it into several files") && !why.contains("no safetensors file"), "{why}");
+    }
+}
+
 #[test]
 fn shapes_of_more_axes_than_anybody_uses_are_refused() {
     let axes = |count: usize| {

@@ -72,6 +72,138 @@ fn an_index_that_lies_is_refused() {
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
 }
 
+/// As diffusers and transformers name them, with and without a variant.
+#[test]
+fn an_index_counts_under_any_name() {
+    for name in [
+        "model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors.index.json",
+        "model.safetensors.index.fp16.json",
+        "diffusion_pytorch_model.safetensors.fp16.index.json",
+        "model.fp16.safetensors.index.json",
+    ] {
+        let folder = Folder::new();
+        folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1), made("stale", "U8", &[3], 2)]));
+        // Another split of the same tensors, and JSON that is no index.
+        folder.put("other.safetensors", file(&[made("a", "U8", &[3], 3)]));
+        folder.put("config.json", "{}");
+        folder.put("model.safetensors.json", "{}");
+        let index = folder.put(name, r#"{"weight_map":{"a":"1.safetensors"}}"#);
+        for path in [&*index, folder.path()] {
+            let checkpoint = Checkpoint::open(path).unwrap();
+            assert_eq!(checkpoint.tensors().map(|t| t.name()).collect::<Vec<_>>(), ["a"], "{path:?}");
+        }
+        // One that leads nowhere is not done without.
+        std::fs::remove_file(&index).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("gone"), &index).unwrap();
+        let gone = Checkpoint::open(folder.path()).map(drop).unwrap_err();
+        assert!(matches!(&gone, Error::Read { what, .. } if what.ends_with(name)), "{gone}");
+    }
+}
+
+#[test]
+fn of_several_indexes_none_is_chosen() {
+    let folder = Folder::new();
+    let names = ["model.safetensors.index.fp16.json", "model.safetensors.index.json"];
+    for (name, shard) in names.into_iter().zip(["1.safetensors", "2.safetensors"]) {
+        folder.put(shard, file(&[made("a", "U8", &[3], 1)]));
+        folder.put(name, format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#));
+    }
+    refused(folder.path(), None, &names.join(", "));
+    refused(folder.path(), None, "give the path of the one to load");
+    for (name, shard) in names.into_iter().zip(["1.safetensors", "2.safetensors"]) {
+        let checkpoint = Checkpoint::open(folder.path().join(name)).unwrap();
+        assert!(checkpoint.files().all(|file| file.ends_with(shard)));
+    }
+}
+
+/// As some editors save it.
+#[test]
+fn an_index_may_begin_with_a_byte_order_mark() {
+    let folder = Folder::new();
+    folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
+    folder.put("model.safetensors.index.json", "\u{feff}{\"weight_map\":{\"a\":\"1.safetensors\"}}");
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 1);
+}
+
+#[test]
+fn a_file_in_this_folder_is_beside_the_index() {
+    let folder = Folder::new();
+    folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1), made("b", "U8", &[3], 1)]));
+    folder.put("2.safetensors", file(&[made("c", "U8", &[3], 2)]));
+    let map = r#"{"weight_map":{"a":"./1.safetensors","b":"1.safetensors","c":"./2.safetensors"}}"#;
+    let index = folder.put("model.safetensors.index.json", map);
+    let mut names: Vec<String> =
+        Checkpoint::open(&index).unwrap().tensors().map(|t| t.name().to_owned()).collect();
+    names.sort();
+    assert_eq!(names, ["a", "b", "c"]);
+    for outside in ["./../1.safetensors", "./", "./.", "./sub/1.safetensors", ".//etc/passwd"] {
+        folder.put("model.safetensors.index.json", format!(r#"{{"weight_map":{{"a":"{outside}"}}}}"#));
+        refused(&index, Some("a"), "no name of a file");
+    }
+}
+
+/// A download that has stopped half-way: files are missing, or are links to what is not there yet.
+#[test]
+fn what_is_missing_is_counted() {
+    let folder = Folder::new();
+    let shard = |number: usize| format!("model-{number:05}-of-00004.safetensors");
+    let path = |number: usize| folder.path().join(shard(number));
+    let map: Vec<String> = (1..=4).map(|number| format!(r#""t{number}":"{}""#, shard(number))).collect();
+    let index =
+        folder.put("model.safetensors.index.json", format!(r#"{{"weight_map":{{{}}}}}"#, map.join(",")));
+    folder.put(&shard(1), file(&[made("t1", "U8", &[3], 1)]));
+    folder.put(&shard(4), file(&[made("t4", "U8", &[3], 1)]));
+    std::os::unix::fs::symlink("../blobs/gone.incomplete", path(3)).unwrap();
+    let told = |number: usize, causes: &[&str]| {
+        for opened in [Checkpoint::open(&index), Checkpoint::open(folder.path())] {
+            let error = opened.map(drop).unwrap_err();
+            let is_it = matches!(&error, Error::Read { what, kind: std::io::ErrorKind::NotFound, .. }
+                if what.ends_with(&shard(number)));
+            assert!(is_it && causes.iter().all(|cause| error.to_string().contains(cause)), "{error}");
+        }
+    };
+    told(2, &["2 of the 4 files", "download is incomplete"]);
+    folder.put(&shard(2), file(&[made("t2", "U8", &[3], 1)]));
+    told(3, &["1 of the 4 files", "a link to ../blobs/gone.incomplete", "download is incomplete"]);
+    // The link by itself, and in a folder without an index.
+    std::fs::remove_file(&index).unwrap();
+    for path in [&*path(3), folder.path()] {
+        let error = Checkpoint::open(path).map(drop).unwrap_err();
+        assert!(
+            error.to_string().contains("a link to ../blobs/gone.incomplete, which is missing"),
+            "{error}"
+        );
+    }
+    for number in [2, 3] {
+        std::fs::remove_file(path(number)).unwrap();
+    }
+    refused(folder.path(), None, "2 of the 4 files");
+    refused(folder.path(), None, "model-00002-of-00004.safetensors is missing");
+}
+
+/// What downloads leave in the place of a file: its pointer in Git LFS, an error page, an error text.
+#[test]
+fn what_stands_in_for_a_file_is_told() {
+    let folder = Folder::new();
+    let pointer =
+        format!("version https://git-lfs.github.com/spec/v1\noid sha256:{:064}\nsize 4976698672\n", 0);
+    for name in ["model.safetensors", "model.safetensors.index.json"] {
+        for (text, told) in [
+            (&*pointer, "git lfs pull"),
+            ("<!DOCTYPE html><html><head><title>Not found</title></head></html>", "\"<!DOCTYPE html>"),
+            ("\n  <html lang=\"en\">", "<html"),
+            ("<?xml version=\"1.0\"?><Error><Code>AccessDenied</Code></Error>", "<?xml"),
+            ("Entry not found", "\"Entry not found\""),
+        ] {
+            let path = folder.put(name, text);
+            refused(&path, None, told);
+            let error = Checkpoint::open(&path).map(drop).unwrap_err().to_string();
+            assert!(!error.contains("header would have") && error.contains("in the place of"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_folder_without_an_index_is_all_of_its_files() {
     let folder = Folder::new();

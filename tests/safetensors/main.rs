@@ -8,6 +8,7 @@ mod gpu;
 mod headers;
 mod indexes;
 mod loading;
+mod many;
 mod memory;
 mod places;
 mod strange;

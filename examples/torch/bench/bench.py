@@ -24,7 +24,7 @@ MIB = 1 << 20
 def compile_loops():
     root = pathlib.Path(torch.__file__).resolve().parent
     out = pathlib.Path(tempfile.gettempdir()) / f"pinpool_hook_{torch.__version__}.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{root}/include", str(HERE / "hook.cpp"),
+    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-w", f"-I{root}/include", str(HERE / "hook.cpp"),
                f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-o", str(out)]
     if not out.exists() or out.stat().st_mtime < (HERE / "hook.cpp").stat().st_mtime:
         subprocess.run(command, check=True)

@@ -42,7 +42,7 @@ def shim(libdir, include):
     if not (root / "include/ATen/core/CachingHostAllocator.h").exists():
         raise RuntimeError(f"torch's headers are not in {root}/include: install torch from its wheel")
     command = [
-        compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-w",
+        compiler, "-std=c++20", "-O2", "-shared", "-fPIC", "-w",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{include}", f"-I{root}/include", str(SOURCE),
         f"-L{root}/lib", f"-L{libdir}", "-lc10", "-ltorch_cpu", "-lpinpool",

@@ -14,13 +14,14 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::source::{Sink, read_error, write_error};
 use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
+use crate::locks::Mutex;
 use crate::os::file::{
     Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
 };
@@ -59,6 +60,28 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
     fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
 }
 
+/// Opens a file again each time that it is read, for one of so many that they cannot all be open.
+pub(crate) trait OpenAgain: std::fmt::Debug + Send + Sync {
+    /// The file, which has to be the same each time.
+    fn open(&self) -> Result<Arc<File>>;
+}
+
+/// An open file.
+#[derive(Debug)]
+struct Opened {
+    file: Arc<File>,
+    /// For reading past the cache, if that can be had.
+    direct: OnceLock<Option<Arc<File>>>,
+}
+
+/// How a source comes to its file.
+#[derive(Debug)]
+enum Access {
+    Open(Arc<Opened>),
+    /// The file is open while a thread reads it.
+    Again(Arc<dyn OpenAgain>, Mutex<Weak<Opened>>),
+}
+
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
 ///
 /// # Files that change meanwhile
@@ -84,7 +107,7 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 /// ```
 #[derive(Debug)]
 pub struct FileSource {
-    file: Arc<File>,
+    access: Access,
     name: String,
     /// Bytes that the file had when it was opened.
     whole: u64,
@@ -92,8 +115,6 @@ pub struct FileSource {
     reading: Reading,
     /// The file system does not say what is cached.
     blind: AtomicBool,
-    /// For reading past the cache, if that can be had.
-    direct: OnceLock<Option<Arc<File>>>,
     tap: Option<Arc<dyn Tap>>,
 }
 
@@ -123,9 +144,35 @@ impl FileSource {
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
-        let (reading, direct, blind) = (Reading::Auto, OnceLock::new(), AtomicBool::new(false));
+        let direct = OnceLock::new();
         let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
-        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, tap: None })
+        Ok(Self::of(Access::Open(Arc::new(Opened { file, direct })), name, whole))
+    }
+
+    /// A file of `whole` bytes that is open only while it is read.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn again(file: Arc<dyn OpenAgain>, name: String, whole: u64) -> Self {
+        Self::of(Access::Again(file, Mutex::new(Weak::new())), name, whole)
+    }
+
+    fn of(access: Access, name: String, whole: u64) -> Self {
+        let (reading, blind) = (Reading::Auto, AtomicBool::new(false));
+        Self { access, name, whole, range: 0..whole, reading, blind, tap: None }
+    }
+
+    fn opened(&self) -> Result<Arc<Opened>> {
+        match &self.access {
+            Access::Open(opened) => Ok(opened.clone()),
+            Access::Again(file, last) => {
+                let mut last = last.lock();
+                if let Some(opened) = last.upgrade() {
+                    return Ok(opened);
+                }
+                let opened = Arc::new(Opened { file: file.open()?, direct: OnceLock::new() });
+                *last = Arc::downgrade(&opened);
+                Ok(opened)
+            }
+        }
     }
 
     /// Bytes that a file has.
@@ -237,9 +284,9 @@ impl FileSource {
         self.range.end
     }
 
-    fn direct(&self, counters: &Counters) -> Option<&File> {
-        let opened = self.direct.get_or_init(|| {
-            reopen_direct(&self.file)
+    fn direct<'a>(&self, opened: &'a Opened, counters: &Counters) -> Option<&'a File> {
+        let direct = opened.direct.get_or_init(|| {
+            reopen_direct(&opened.file)
                 .inspect_err(|error| {
                     Counters::add(&counters.direct_refused, 1);
                     crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "not read past the page cache");
@@ -247,7 +294,7 @@ impl FileSource {
                 .ok()
                 .map(Arc::new)
         });
-        opened.as_deref()
+        direct.as_deref()
     }
 
     /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
@@ -258,22 +305,23 @@ impl FileSource {
         buf: &mut PinnedBuf,
         counters: &Counters,
     ) -> Result<usize> {
+        let opened = &*self.opened()?;
         // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
         let lead = (at % PAGE as u64) as usize;
         buf.try_resize(lead, 0)?;
         let end = lead + len;
         if self.reading == Reading::Auto && !self.blind.load(Ordering::Relaxed) {
-            self.fill_cached(at - lead as u64, end, buf, counters)
+            self.fill_cached(opened, at - lead as u64, end, buf, counters)
                 .map_err(|e| self.unread(at, lead, buf, &e))?;
         }
         if self.reading != Reading::Buffered && end - buf.len() >= LEAST_DIRECT {
-            self.fill_direct(at - lead as u64, lead, end, buf, counters);
+            self.fill_direct(opened, at - lead as u64, lead, end, buf, counters);
         }
         while buf.len() < end {
             let (have, from) = (buf.len(), at + (buf.len() - lead) as u64);
             let spare = &mut buf.spare_capacity_mut()[..end - have];
-            match read_at(&self.file, spare, from) {
-                Ok(0) => return Err(self.shrunk(from)),
+            match read_at(&opened.file, spare, from) {
+                Ok(0) => return Err(self.shrunk(opened, from)),
                 Ok(read) => {
                     Counters::add(&counters.buffered, read);
                     advance(buf, read);
@@ -287,6 +335,7 @@ impl FileSource {
     /// As far as the page cache has it. `start` is the file's offset of the buffer's first byte.
     fn fill_cached(
         &self,
+        opened: &Opened,
         start: u64,
         end: usize,
         buf: &mut PinnedBuf,
@@ -295,7 +344,7 @@ impl FileSource {
         while buf.len() < end {
             let have = buf.len();
             let spare = &mut buf.spare_capacity_mut()[..end - have];
-            match read_cached(&self.file, spare, start + have as u64)? {
+            match read_cached(&opened.file, spare, start + have as u64)? {
                 Cached::Read(0) | Cached::Missing => break,
                 Cached::Read(read) => {
                     Counters::add(&counters.cached, read);
@@ -312,12 +361,20 @@ impl FileSource {
     }
 
     /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
-    fn fill_direct(&self, start: u64, lead: usize, end: usize, buf: &mut PinnedBuf, counters: &Counters) {
+    fn fill_direct(
+        &self,
+        opened: &Opened,
+        start: u64,
+        lead: usize,
+        end: usize,
+        buf: &mut PinnedBuf,
+        counters: &Counters,
+    ) {
         if self.blind.load(Ordering::Relaxed) && self.reading != Reading::Direct {
             // Most likely memory, such as tmpfs.
             return;
         }
-        let Some(direct) = self.direct(counters) else { return };
+        let Some(direct) = self.direct(opened, counters) else { return };
         // Back to a page: what the cache had of it is read again.
         let from = buf.len() / PAGE * PAGE;
         buf.truncate(from);
@@ -351,9 +408,9 @@ impl FileSource {
         read_error(&self.name, at + buf.len().saturating_sub(lead) as u64, error)
     }
 
-    fn shrunk(&self, end: u64) -> Error {
+    fn shrunk(&self, opened: &Opened, end: u64) -> Error {
         // Where it ends now, which may be far before this.
-        let end = self.file.metadata().map_or(end, |m| m.len().min(end));
+        let end = opened.file.metadata().map_or(end, |m| m.len().min(end));
         Error::Shrunk { what: self.name.clone(), end, len: self.range.end }
     }
 }

@@ -129,11 +129,13 @@ use std::sync::Arc;
 pub use self::collect::Collect;
 pub use self::config::{CopierBuilder, Priority};
 pub use self::feed::Feed;
-#[cfg(feature = "safetensors")]
-pub(crate) use self::file::Tap;
 pub use self::file::{FileSink, FileSource, Reading};
+#[cfg(feature = "safetensors")]
+pub(crate) use self::file::{OpenAgain, Tap};
 pub use self::job::Progress;
 pub use self::ranges::Piece;
+#[cfg(feature = "safetensors")]
+pub(crate) use self::source::read_error;
 pub use self::source::{Fill, Sink, Source};
 pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};

@@ -233,8 +233,16 @@ macro_rules! bytes_are_a_source {
 }
 bytes_are_a_source!(Vec<u8>, Box<[u8]>, Arc<[u8]>, Arc<Vec<u8>>, Bytes, &'static [u8]);
 
-pub(super) fn read_error(what: &str, offset: u64, error: &io::Error) -> Error {
-    Error::Read { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+pub(crate) fn read_error(what: &str, offset: u64, error: &io::Error) -> Error {
+    let (kind, text) = match error.raw_os_error() {
+        // These two have no stable kind of their own.
+        Some(libc::EMFILE | libc::ENFILE) => {
+            let text = format!("{error}; raise the limit on open files (ulimit -n), or close some");
+            (io::ErrorKind::QuotaExceeded, text)
+        }
+        _ => (error.kind(), error.to_string()),
+    };
+    Error::Read { what: what.into(), offset, kind, text }
 }
 
 pub(super) fn write_error(what: &str, offset: u64, error: &io::Error) -> Error {
