@@ -6,22 +6,36 @@
 
 use std::time::Duration;
 
-use pinpool::{Device, DeviceBuffer, Error, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceBuffer, DeviceSlice, Error, Pool, Stream, Unpinned, host};
 use tokio::task::JoinSet;
 
 const REQUESTS: usize = 200;
 const LEN: usize = 256 << 10;
 
-/// One request: its bytes go to the device and come back unchanged.
+/// The server's kernel, which inverts the bytes, submitted to the request's stream. On the host device a function of the
+/// CPU stands for it; on a GPU the server launches its own on the same stream, and this example does without.
+fn kernel(stream: &Stream, place: DeviceSlice) -> Result<(), Error> {
+    let invert = |_: &[&[u8]], writes: &mut [&mut [u8]]| writes[0].iter_mut().for_each(|b| *b = !*b);
+    if is_host(stream) { host::launch(stream, &[], &[place], invert).map(drop) } else { Ok(()) }
+}
+
+fn is_host(stream: &Stream) -> bool {
+    stream.device().name().starts_with("host")
+}
+
+/// One request: its bytes go to the device, through the kernel, and come back.
 async fn serve(pool: Pool, stream: Stream, memory: DeviceBuffer, request: usize) -> Result<(), Error> {
     // First come, first served. `Error::Timeout` says what the pool had: a server answers 503.
     let mut buf = pool.checkout_async(LEN).timeout(Duration::from_secs(5)).await?;
     buf.try_resize(LEN, request as u8)?;
     let place = memory.slice(request * LEN..(request + 1) * LEN)?;
     let mut buf = stream.upload(buf, &place)?.await?;
+    // In the stream's order: after the upload and before the download.
+    kernel(&stream, place.clone())?;
     buf.clear();
     let buf = stream.download(&place, buf)?.await?;
-    assert!(buf.iter().all(|&b| b == request as u8));
+    let expected = if is_host(&stream) { !(request as u8) } else { request as u8 };
+    assert!(buf.iter().all(|&b| b == expected));
     Ok(())
 }
 

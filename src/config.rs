@@ -9,7 +9,6 @@
 
 use crate::amount::amount;
 use crate::arena::MAX_EXTENT;
-use crate::device::HostAllocFlags;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
@@ -166,8 +165,9 @@ impl PoolBuilder {
         self
     }
 
-    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest to pin; on Ascend
-    /// [`Backing::HostAlloc`], which all devices have there. [Adopted](crate::Pool::adopt) memory comes on top of it.
+    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest to pin; [`Backing::HostAlloc`] on
+    /// Ascend, where all devices have it, and where the system cannot register memory (said once, by a warning of the
+    /// target `pinpool::region`). [Adopted](crate::Pool::adopt) memory comes on top of it.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.backing = Some(backing);
         self
@@ -323,11 +323,7 @@ impl PoolBuilder {
                 other.name()
             ));
         }
-        let allocates = self.devices[0].context().driver().allocates();
-        let backing = self.backing.unwrap_or(match allocates {
-            true => Backing::HostAlloc(HostAllocFlags::default()),
-            false => Backing::default(),
-        });
+        let backing = self.backing.unwrap_or_else(|| Backing::usual(&**self.devices[0].context().driver()));
         if let Some(kind) = backing.kind() {
             self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
         }
@@ -346,7 +342,7 @@ impl PoolBuilder {
                 unpinned: self.unpinned,
                 huge: self.huge_pages,
                 node: None,
-                backing,
+                backing: self.backing,
                 check_cgroups: self.check_cgroups,
             },
         })

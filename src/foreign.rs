@@ -1,9 +1,9 @@
 //! Foreign code: code that this crate calls and that is not part of it.
 //!
 //! A program embeds the pool, so the pool's calls run code of the program: `tracing` subscribers and `metrics`
-//! recorders, wakers, the drop of values that were lent or registered, sources and sinks, callbacks. Any of it may
-//! panic (also with a payload whose drop panics), block, or call back into the pool. No invariant of the crate rests on
-//! it.
+//! recorders, wakers, the drop of values that were lent or registered, sources and sinks, host functions, callbacks.
+//! Any of it may panic (also with a payload whose drop panics), block, or call back into the pool. No invariant of the
+//! crate rests on it.
 //!
 //! # The rule
 //!
@@ -585,7 +585,7 @@ impl Drop for Entered<'_> {
 }
 
 /// Whether foreign code may run at once: no deferral is active on this thread.
-fn may_call() -> bool {
+pub(crate) fn may_call() -> bool {
     cfg!(loom) || STATE.with(|state| state.deferrals.get() == 0)
 }
 

@@ -50,7 +50,7 @@
 //! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment, reserve and NUMA node; [`Pool::checkout_or_unpinned`] where plain memory is better than none |
 //! | choose the memory | [`PoolBuilder::backing`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
 //! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer; [`Stream::wait_for_copy`] to order other work behind a copy |
-//! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured |
+//! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
 //! | make many small copies | [`Copier::push`] from many threads: small pieces that go to the device together |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
 //! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
@@ -66,8 +66,8 @@
 //!
 //! # Calls into the program
 //!
-//! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources and sinks,
-//! [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
+//! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources and sinks, host
+//! functions, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
 //! call the crate. The rules:
 //!
 //! - **When it runs.** It runs under no lock of the crate, never between a driver's acceptance of work and the entry
@@ -162,6 +162,7 @@
 // | telemetry::stuck    | the report on buffers that have been out for long                                |        |
 // | pool                | the public face: trying, growing, waiting, ending                                | yes    |
 // | copy                | copies of buffers to devices and back; the copier                                | yes    |
+// | host                | the host device's page, and the functions that run on its streams                |        |
 // | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
@@ -191,6 +192,7 @@ mod escape;
 mod exit;
 mod foreign;
 mod freelist;
+pub mod host;
 mod locks;
 mod os;
 mod pool;
@@ -213,7 +215,6 @@ pub use device::HostAllocFlags;
 pub use device::family;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
-pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};
 pub use error::{
     AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, Shortage, SubmitError, Waited,

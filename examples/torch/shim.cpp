@@ -32,6 +32,7 @@ constexpr uint64_t kThreadCache = 32 << 20;
 struct Options {
   std::string device; // "": the device that is current when the pool is opened
   uint64_t capacity, initial, largest;
+  uint32_t backing;
 };
 
 // Constant-initialised and trivially destroyed: the deleter of a tensor that outlives everything reads it.
@@ -59,6 +60,7 @@ C10_NOINLINE pinpool_pool* open_pool() {
   wanted.initial = g_options->initial;
   wanted.largest = g_options->largest;
   wanted.thread_cache = kThreadCache;
+  wanted.backing = g_options->backing;
   wanted.name = "torch";
   pinpool_pool* pool = nullptr;
   auto status = pinpool_open(&wanted, &pool);
@@ -313,12 +315,12 @@ const char* pinpool_torch_error() {
 
 // Takes the place of torch's allocator. Not while another thread pins: torch's list of allocators has no lock.
 int pinpool_torch_install(
-    const char* device, uint64_t capacity, uint64_t initial, uint64_t largest, uint64_t wait_ms) {
+    const char* device, uint64_t capacity, uint64_t initial, uint64_t largest, uint64_t wait_ms, uint32_t backing) {
   return guarded(
       [&] {
         TORCH_CHECK(g_pool.load(std::memory_order_acquire) == nullptr, "the pool is open already: install once");
         TORCH_CHECK(pinpool_abi_version() == PINPOOL_ABI_VERSION, "libpinpool.so is not of the pinpool.h of the build");
-        *g_options = {device, capacity, initial, largest};
+        *g_options = {device, capacity, initial, largest, backing};
         g_wait_ms.store(wait_ms, std::memory_order_relaxed);
         if (g_ours == nullptr) {
           g_before = at::getHostAllocator(c10::kCUDA);

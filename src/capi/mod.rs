@@ -39,11 +39,12 @@ pub use status::*;
 
 use self::blocks::{Block, Blocks, Buf};
 use self::status::{Fault, status};
+use crate::device::HostAllocFlags;
 use crate::device::family::Family;
 use crate::device::handle::Device;
 use crate::error::Error;
 use crate::pool::{Pool, Request};
-use crate::region::Unpinned;
+use crate::region::{Backing, Unpinned};
 use crate::stream::Stream;
 
 /// The handle that is another stream on each thread.
@@ -83,7 +84,15 @@ pub struct pinpool_options {
     /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
     /// between 256 KiB and 64 MiB.
     pub thread_cache: u64,
+    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
+    /// does best.
+    pub backing: u32,
 }
+
+/// Memory of the system's, registered with the device (CUDA: `cuMemHostRegister`): the fastest to pin.
+pub const PINPOOL_BACKING_REGISTERED: u32 = 1;
+/// Memory that the device's driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`).
+pub const PINPOOL_BACKING_HOST_ALLOC: u32 = 2;
 
 /// A pool's numbers.
 #[repr(C)]
@@ -127,7 +136,7 @@ pub extern "C" fn pinpool_version() -> *const c_char {
 /// Opens the devices and builds a pool.
 ///
 /// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make no sense;
-/// `PINPOOL_EXHAUSTED` where the memory cannot be pinned.
+/// `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 ///
 /// # Safety
 /// `options` is null, for the defaults, or points to options whose texts end with a zero byte. `pool` can be written.
@@ -140,6 +149,8 @@ pub unsafe extern "C" fn pinpool_open(
         if pool.is_null() {
             return Err(Fault::Argument("pinpool_open: the place for the pool is null"));
         }
+        // SAFETY: the caller's, and not null.
+        unsafe { pool.write(std::ptr::null_mut()) };
         // SAFETY: all fields are numbers and pointers, which may be zero.
         let mut known_options: pinpool_options = unsafe { std::mem::zeroed() };
         if !options.is_null() {
@@ -172,11 +183,17 @@ pub unsafe extern "C" fn pinpool_open(
         if options.allow_unpinned != 0 {
             builder = builder.unpinned(Unpinned::Allow);
         }
+        builder = match options.backing {
+            0 => builder,
+            PINPOOL_BACKING_REGISTERED => builder.backing(Backing::Registered),
+            PINPOOL_BACKING_HOST_ALLOC => builder.backing(Backing::HostAlloc(HostAllocFlags::default())),
+            _ => return Err(Fault::Argument("options: .backing is 0 or a PINPOOL_BACKING_ number")),
+        };
         if let Some(name) = name {
             builder = builder.name(name);
         }
         let opened = Box::new(pinpool_pool { pool: builder.build()?, devices, blocks: Blocks::new() });
-        // SAFETY: the caller's, and not null.
+        // SAFETY: as above.
         unsafe { pool.write(Box::into_raw(opened)) };
         Ok(())
     })

@@ -18,6 +18,12 @@
 // The version of this interface. It changes when a program that was compiled with an older header could go wrong.
 #define PINPOOL_ABI_VERSION 1
 
+// Memory of the system's, registered with the device (CUDA: `cuMemHostRegister`): the fastest to pin.
+#define PINPOOL_BACKING_REGISTERED 1
+
+// Memory that the device's driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`).
+#define PINPOOL_BACKING_HOST_ALLOC 2
+
 // A pool of pinned memory.
 typedef struct pinpool_pool pinpool_pool;
 
@@ -47,6 +53,9 @@ typedef struct pinpool_options {
   // The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
   // between 256 KiB and 64 MiB.
   uint64_t thread_cache;
+  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
+  // does best.
+  uint32_t backing;
 } pinpool_options;
 
 // A pool's numbers.
@@ -112,7 +121,7 @@ const char *pinpool_version(void);
 // Opens the devices and builds a pool.
 //
 // `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make no sense;
-// `PINPOOL_EXHAUSTED` where the memory cannot be pinned.
+// `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 //
 // # Safety
 // `options` is null, for the defaults, or points to options whose texts end with a zero byte. `pool` can be written.

@@ -99,6 +99,9 @@ pub struct DoctorArgs {
     /// The trial uses several times as much memory.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub pin: Option<usize>,
+    /// Where page-locked memory comes from [default: whichever the device does best]
+    #[arg(long, value_enum)]
+    pub backing: Option<BackingArg>,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
@@ -127,6 +130,9 @@ pub struct LoadArgs {
     /// What to do when the system refuses to pin memory
     #[arg(long, value_enum, default_value_t = UnpinnedArg::Allow)]
     pub unpinned: UnpinnedArg,
+    /// Where page-locked memory comes from [default: whichever the device does best]
+    #[arg(long, value_enum)]
+    pub backing: Option<BackingArg>,
     /// Download everything again and compare its checksums with the file's
     #[arg(long)]
     pub verify: bool,
@@ -150,6 +156,9 @@ pub struct BenchArgs {
     /// memory
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
     pub size: Option<usize>,
+    /// Where page-locked memory comes from [default: whichever the device does best]
+    #[arg(long, value_enum)]
+    pub backing: Option<BackingArg>,
     /// Threads of the copier, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
@@ -164,6 +173,14 @@ pub enum UnpinnedArg {
     Refuse,
     /// Continue with memory that is not pinned, with a warning
     Allow,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackingArg {
+    /// Memory of the system's, registered with the device: the fastest to pin
+    Registered,
+    /// Memory that the device's driver allocates
+    HostAlloc,
 }
 
 /// Parses a size: whole bytes, or a number with a unit.

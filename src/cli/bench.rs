@@ -23,12 +23,12 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Stream, Unpinned,
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Request, Stream, Unpinned,
 };
 use serde_json::{Value, json};
 
 use super::amount::amount;
-use super::args::BenchArgs;
+use super::args::{BackingArg, BenchArgs};
 use super::spread::{each, spread};
 use super::{CliError, Result, doctor, of_device, sample};
 
@@ -97,7 +97,7 @@ fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<B
     // Each buffer is a whole number of pieces.
     let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     let set_up = |size| {
-        set_up(device, threads, size).map_err(|error| {
+        set_up(device, args.backing, threads, size).map_err(|error| {
             let (name, size, why) = (device.name(), amount(size), of_device(device, &error));
             // Smaller copies, or fewer threads, may do without what is short.
             let text = if error.is_retryable() {
@@ -145,11 +145,18 @@ fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
     }
 }
 
-fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Error> {
+fn set_up(
+    device: &Device,
+    backing: Option<BackingArg>,
+    threads: usize,
+    size: usize,
+) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
-    let link = (0..BUFFERS).map(|_| pinned(device, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
+    let link =
+        (0..BUFFERS).map(|_| pinned(device, backing, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
     let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
-    let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
+    let pool = super::pool(device, backing).capacity(share).initial(share);
+    let pool = pool.unpinned(Unpinned::Allow).build()?;
     pool.wait_pinned(None)?;
     let copier = Copier::builder(&pool, device).threads(threads).share(share).build()?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
@@ -168,9 +175,9 @@ fn set_up(device: &Device, threads: usize, size: usize) -> Result<BenchSetup, Er
 
 /// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the
 /// longest extent that a device can pin, and so the number of buffers in it, differs between devices.
-fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
+fn pinned(device: &Device, backing: Option<BackingArg>, len: usize) -> Result<(PinnedBuf, bool), Error> {
     let bytes = capacity(len)?;
-    let pool = Pool::builder(device).capacity(bytes).initial(bytes).extent(bytes);
+    let pool = super::pool(device, backing).capacity(bytes).initial(bytes).extent(bytes);
     let pool = pool.unpinned(Unpinned::Allow).build()?;
     let pinning = pool.wait_pinned(None)?;
     // No other thread uses this pool: a checkout that fails now would always fail.
@@ -457,7 +464,7 @@ mod tests {
     #[test]
     fn bytes_that_did_not_arrive_are_no_figure() {
         let device = Device::open("host").unwrap();
-        let mut setup = set_up(&device, 2, 1 << 20).unwrap();
+        let mut setup = set_up(&device, None, 2, 1 << 20).unwrap();
         for (figure, ..) in FIGURES {
             setup.once(figure, 1).unwrap();
             setup.once(figure, 2).unwrap();

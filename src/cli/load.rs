@@ -191,7 +191,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     let failed = |what: &str, error: &Error| CliError::Failed(format!("{what}: {error}"));
     // For nothing, nothing is pinned.
     let is_nothing = !sources.is_empty() && sources.iter().all(|source| source.len == 0);
-    let pool = Pool::builder(&device)
+    let pool = super::pool(&device, args.backing)
         .capacity(args.capacity)
         .initial(if is_nothing { 0 } else { args.capacity })
         .extent(extent)

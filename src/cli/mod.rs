@@ -40,7 +40,7 @@ use std::time::Duration;
 use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use pinpool::family::Family;
-use pinpool::{Device, Error};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder};
 use serde_json::{Value, json};
 
 /// A mismatch; a device that is missing; a device or a disk that fails; memory that cannot be had; a result that cannot
@@ -121,6 +121,16 @@ fn open_device(spec: &str) -> Result<Device> {
         let named = spec == "auto" || Family::of(spec).is_some();
         if named { CliError::Failed(text) } else { CliError::Usage(text) }
     })
+}
+
+/// The builder of a pool, with the backing that the command line names.
+fn pool(device: &Device, backing: Option<args::BackingArg>) -> PoolBuilder {
+    let builder = Pool::builder(device);
+    match backing {
+        None => builder,
+        Some(args::BackingArg::Registered) => builder.backing(Backing::Registered),
+        Some(args::BackingArg::HostAlloc) => builder.backing(Backing::HostAlloc(HostAllocFlags::default())),
+    }
 }
 
 /// The exit status of a subcommand. Prints its text, its object, in which `error` is the error or null, and the error.

@@ -9,6 +9,7 @@
 mod captured;
 pub mod copier;
 mod host;
+pub mod launch;
 mod overlap;
 
 use std::ops::{DerefMut, RangeBounds};

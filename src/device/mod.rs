@@ -287,7 +287,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Whether pools take memory that the driver allocates, where nothing else is asked for: that memory is the better
-    /// one here, or not all devices of the kind can use other memory.
+    /// one here, or not all devices of the kind can use other memory. Asked before each region is made, since a driver
+    /// may find out by a [`pin`](Self::pin) that is not supported.
     fn allocates(&self) -> bool {
         false
     }
@@ -304,7 +305,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Locks the pages of `base..base + len` (both multiples of the system's page size) and makes them known to the
-    /// device. On an error nothing is left locked.
+    /// device. On an error nothing is left locked. The crate itself has mapped them, privately and to be written to: so
+    /// an error that says no more than that these pages cannot be locked is of class
+    /// [`Transient`](crate::ErrorClass::Transient).
+    ///
+    /// # Errors
+    /// Among others [`Error::Unsupported`] where no memory can be locked that the driver did not allocate.
     ///
     /// # Safety
     /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.

@@ -164,8 +164,8 @@ impl Regions {
         let called = device.worker().call(move || {
             let AdoptedPiece { start, len } = { piece };
             let before = Instant::now();
-            // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unpinned.
-            let pinned = context.noting(unsafe { context.driver().pin(start, len) });
+            // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
+            let pinned = context.noting(unsafe { context.driver().register(start, len, false) });
             Ok((pinned, before.elapsed()))
         });
         let (pinned, took) = called.unwrap_or_else(|error| (Err(error), Duration::ZERO));
@@ -194,7 +194,7 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
         let unpinned = device.worker().call(move || {
             let AdoptedPiece { start, len } = { piece };
             // SAFETY: pinned once, unpinned once, and never handed out.
-            unsafe { context.driver().unpin(start, len) }
+            unsafe { context.driver().unregister(start, len) }
         });
         if let Err(error) = unpinned {
             device.holds().leaked(1);

@@ -174,8 +174,8 @@ pub(crate) struct RegionOptions {
     pub(crate) huge: HugePages,
     /// The NUMA node to take pages from.
     pub(crate) node: Option<u32>,
-    /// Where the memory comes from.
-    pub(crate) backing: Backing,
+    /// Where the memory comes from, if the program has said so.
+    pub(crate) backing: Option<Backing>,
     /// Whether the limits of control groups are looked at first.
     pub(crate) check_cgroups: bool,
 }
@@ -364,6 +364,11 @@ impl Regions {
         self.living().unwrap_or_else(|| self.context.clone())
     }
 
+    /// Whether memory of the driver's own takes the place of a mapping that could not be pinned with this error.
+    fn allocates_after(&self, context: &Context, error: Option<&Error>) -> bool {
+        matches!(error, Some(Error::Unsupported(_))) && self.kind(context).is_some()
+    }
+
     /// Whether another device takes over after this error.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
         // A mistake in this crate has the same class, but says nothing about the device, and would be made again.
@@ -396,11 +401,12 @@ impl Regions {
         let (regions, context) = (self.clone(), self.context());
         let device = context.clone();
         let span = crate::foreign::span!(INFO, target: "pinpool::region", "grow", device = context.name(), bytes = len);
+        let kind = self.kind(&context);
         device.worker().send(move || {
             // What a stepped device does must not depend on the machine.
             let check = regions.options.check_cgroups && !context.worker().is_inline();
             let room = if check { os::refuse_over_cgroups(len) } else { Ok(()) };
-            if let (Some(kind), Ok(())) = (regions.options.backing.kind(), &room) {
+            if let (Some(kind), Ok(())) = (kind, &room) {
                 let (serve, done) = (Box::new(serve), Box::new(done));
                 return regions.supply(Supply { context, len, came: 0, kind, last: None, serve, done, span });
             }
@@ -621,7 +627,7 @@ impl Regions {
             let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
             leaked(&context, unmapped);
         }
-        if self.goes_on_after(error.as_ref()) {
+        if self.goes_on_after(error.as_ref()) || self.allocates_after(&context, error.as_ref()) {
             // The next attempt is counted first, so that a waiter never sees that nothing is being made.
             self.pin(len - offset, serve, move |came, error| done(offset + came, error));
             return self.ended(len - offset, None, || ());

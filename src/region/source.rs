@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::{AGAIN, Extent, REGION_ALIGN, Region, RegionId, Regions, Unpinned, leaked, leave_room};
 use crate::device::context::Context;
-use crate::device::{HostAllocFlags, HostKind};
+use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Owned;
 use crate::os;
@@ -45,6 +45,9 @@ pub enum Backing {
     /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and other users of the
     /// driver wait less meanwhile.
     ///
+    /// Where the system cannot register memory (machines in confidential-computing mode), a pool with this backing is
+    /// refused, and one whose backing is not set takes [`HostAlloc`](Self::HostAlloc).
+    ///
     /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. On an Ascend device this backing
     /// has to be set explicitly; where the call is missing, building the pool returns an error that says so.
     #[default]
@@ -64,6 +67,14 @@ pub enum Backing {
 }
 
 impl Backing {
+    /// The backing where the program has named none.
+    pub(crate) fn usual(driver: &dyn Driver) -> Self {
+        match driver.allocates() {
+            true => Self::HostAlloc(HostAllocFlags::default()),
+            false => Self::default(),
+        }
+    }
+
     /// What the driver is to allocate; `None` for the pool's own mappings.
     pub(crate) fn kind(self) -> Option<HostKind> {
         match self {
@@ -115,9 +126,14 @@ pub(super) fn page() -> usize {
 }
 
 impl Regions {
+    /// What the driver is to allocate now; `None` for the pool's own mappings.
+    pub(super) fn kind(&self, context: &Context) -> Option<HostKind> {
+        self.options.backing.unwrap_or_else(|| Backing::usual(&**context.driver())).kind()
+    }
+
     /// Each region that is made for the pool starts on a multiple of this. (An adopted region starts on a page.)
     pub(crate) fn aligned(&self) -> usize {
-        if self.options.backing.kind().is_some() { page() } else { REGION_ALIGN }
+        if self.kind(&self.context).is_some() { page() } else { REGION_ALIGN }
     }
 
     /// Has the driver allocate the next extent, and leaves the rest to another job; without a region thread, all.
@@ -256,9 +272,13 @@ impl Region {
             let start = unsafe { self.base.add(extent.offset) };
             if extent.pinned {
                 leave_room(last);
-                let call = Instant::now();
-                // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-                let unpinned = unsafe { context.driver().unpin(start, extent.len) };
+                let (driver, call) = (context.driver(), Instant::now());
+                let unpinned = match self.source {
+                    // SAFETY: registered once, unregistered once, and nothing can reach it any more.
+                    RegionSource::AdoptedRegion(_) => unsafe { driver.unregister(start, extent.len) },
+                    // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
+                    _ => unsafe { driver.unpin(start, extent.len) },
+                };
                 last = Some((Instant::now(), call.elapsed()));
                 if let Err(error) = unpinned {
                     context.holds().leaked(1);

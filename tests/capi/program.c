@@ -42,24 +42,38 @@ static void versions(void) {
     CHECK(strchr(pinpool_version(), '.'));
 }
 
+/* A pool that was not opened is null, whatever was there before. */
+static void refuses(const pinpool_options *options, pinpool_status status) {
+    pinpool_pool *pool = (pinpool_pool *)&pool;
+    CHECK(pinpool_open(options, &pool) == status);
+    CHECK(pool == NULL);
+}
+
 static void wrong_options(void) {
     pinpool_pool *pool = NULL;
     pinpool_options options = {.size = 0};
     size_t wrong[] = {0, 1, sizeof(size_t), sizeof options - 1, sizeof options + sizeof(size_t), SIZE_MAX};
     for (int i = 0; i < 6; i++) {
         options.size = wrong[i];
-        CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
+        refuses(&options, PINPOOL_INVALID);
         CHECK(strstr(pinpool_last_error(), "sizeof"));
     }
     options = (pinpool_options){.size = sizeof options, .device = "toaster:0"};
-    CHECK(pinpool_open(&options, &pool) == PINPOOL_UNAVAILABLE);
+    refuses(&options, PINPOOL_UNAVAILABLE);
     CHECK(strstr(pinpool_last_error(), "toaster"));
     options.device = "\xff";
-    CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
+    refuses(&options, PINPOOL_INVALID);
     options = (pinpool_options){.size = sizeof options, .device = "host", .capacity = 1};
-    CHECK(pinpool_open(&options, &pool) == PINPOOL_INVALID);
+    refuses(&options, PINPOOL_INVALID);
     CHECK(pinpool_open(&options, NULL) == PINPOOL_INVALID);
-    CHECK(pool == NULL);
+    options = (pinpool_options){.size = sizeof options, .device = "host", .backing = 3};
+    refuses(&options, PINPOOL_INVALID);
+    CHECK(strstr(pinpool_last_error(), "PINPOOL_BACKING_"));
+    options.backing = PINPOOL_BACKING_HOST_ALLOC;
+    options.capacity = MIB;
+    options.allow_unpinned = 1;
+    CHECK(pinpool_open(&options, &pool) == PINPOOL_OK);
+    CHECK(pinpool_close(pool, 10000) == PINPOOL_OK);
 
     /* A program with an older header: the fields that it does not have are not read. */
     options = (pinpool_options){.size = offsetof(pinpool_options, capacity), .device = "host", .capacity = 1};

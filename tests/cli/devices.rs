@@ -43,6 +43,55 @@ fn files_go_to_a_gpu_and_back() {
     assert_eq!((&report["device"], &report["verified"]), (&"cuda:0".into(), &true.into()), "{report}");
 }
 
+/// `--backing` says where pinned memory comes from; without it the driver allocates where memory cannot be registered
+/// (`99:0`: as on a machine in confidential-computing mode).
+#[test]
+#[cfg(feature = "cuda")]
+fn the_backing_is_chosen_or_what_the_device_can_do() {
+    let Some(library) = doubles::library() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let files = Files::new();
+    let file = files.make("model", (1 << 20) + 77);
+    let file = file.to_str().unwrap();
+    let load = ["load", "--verify", "--unpinned", "refuse", "--capacity", "8MiB", "--chunk", "1MiB", file];
+    let bench = ["bench", "--size", "1MiB", "--threads", "2"];
+    let doctor = ["doctor", "--capacity", "8MiB"];
+    for command in [&load[..], &bench, &doctor] {
+        for (attributes, backing, registers, allocates) in [
+            ("", None, true, false),
+            ("", Some("registered"), true, false),
+            ("", Some("host-alloc"), false, true),
+            // Tried once.
+            ("99:0", None, true, true),
+            ("99:0", Some("host-alloc"), false, true),
+        ] {
+            let report = files.path("report");
+            let mut run = pinpool();
+            run.args(command).args(["--device", "cuda:0"]).env(doubles::PATH, &library);
+            run.env("PINPOOL_STANDIN_ATTRIBUTES", attributes).env("PINPOOL_STANDIN_REPORT", &report);
+            run.args(backing.map(|backing| format!("--backing={backing}")));
+            let output = run.output().unwrap();
+            let what =
+                format!("{command:?} {attributes} {backing:?}: {}{}", stdout(&output), stderr(&output));
+            // The doctor's findings on this machine do not matter here.
+            assert!(output.status.success() || command[0] == "doctor", "{what}");
+            let calls = std::fs::read_to_string(&report).unwrap();
+            let made = |name: &str| calls.contains(&format!("call {name} "));
+            let found = (made("cuMemHostRegister_v2"), made("cuMemHostAlloc"));
+            assert_eq!(found, (registers, allocates), "{what}");
+            std::fs::remove_file(&report).unwrap();
+        }
+    }
+    // A backing that was chosen is not changed.
+    let mut run = pinpool();
+    run.args(load).args(["--device", "cuda:0", "--backing", "registered"]).env(doubles::PATH, &library);
+    let output = run.env("PINPOOL_STANDIN_ATTRIBUTES", "99:0").output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("HostAlloc"), "{}", stderr(&output));
+}
+
 /// Runs the command on both Ascend devices, over the stand-in in each of these ways; then no rule was broken, nothing
 /// is left, and no call came after the device was closed. On a machine's own library only the command's own output
 /// counts.

@@ -25,6 +25,11 @@ pub fn refusals(on: &Subject) {
     assert_eq!(error, Error::TooSmall { need: 1000, have: 999 });
     assert_eq!(on.device.alloc(0).unwrap_err(), Error::ZeroLength);
     assert!(memory.slice(..).unwrap().slice(1..=1000).is_err());
+    let launched = pinpool::host::launch(&stream, &[], &[memory.slice(..).unwrap()], |_, _| ());
+    match on.device.name().starts_with("host") {
+        true => launched.unwrap().wait().unwrap(),
+        false => assert!(matches!(launched, Err(Error::Unsupported(_))), "{launched:?}"),
+    }
     // Nothing of that has harmed anything.
     stream.synchronize().unwrap();
     copier::all_back(on, &pool);

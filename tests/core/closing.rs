@@ -7,6 +7,8 @@ use std::time::Duration;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{CloseError, Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
 
+use crate::support::own_process;
+
 /// Longer than anything takes: what is waited for so long hangs the test.
 const FOREVER: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -225,4 +227,33 @@ fn a_stepped_device_is_moved_first() {
     assert_eq!(error.held_by().memory_bytes, 64);
     drop(memory);
     error.wait(Duration::ZERO).unwrap();
+}
+
+/// The names of the crate's threads in this process.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("pinpool-")).collect()
+}
+
+/// It gives back what still comes back. The device's other threads end.
+#[test]
+fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
+    own_process!();
+    let (node, device) = open();
+    let Bed { pool, stream, memory } = Bed::on(&device);
+    let bed = Bed { pool, stream, memory };
+    node.hang(0);
+    let out = bed.filled();
+    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+    node.kill(0);
+    drop(bed);
+    let error = device.close(Duration::from_millis(30)).unwrap_err();
+    assert!(!error.is_closed(), "{error}");
+    drop(out);
+    let error = error.wait(FOREVER).unwrap_err();
+    assert_eq!((error.held_by().pools[0].buffers, error.held_by().pools[0].quarantined), (1, 1), "{error}");
+    while threads() != ["pinpool-host:0"] {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -1,9 +1,10 @@
 //! The pool itself, on the host device: checkout and return, threads, requests that wait, growth and its limits,
-//! closing, and a fork.
+//! closing, host functions, and a fork.
 
 mod buffers;
 mod closing;
 mod fork;
+mod launch;
 mod limits;
 mod memlock;
 mod regressions;

@@ -22,3 +22,4 @@ mod standin;
 mod streams;
 #[path = "../support/mod.rs"]
 mod support;
+mod systems;

@@ -19,6 +19,8 @@ __all__ = ["Buffer", "buffer", "forget", "install", "stats", "trim"]
 
 # The versions of torch that the shim was tested with. The hook is no stable interface of torch's.
 TESTED = ("2.11",)
+# As in pinpool.h.
+BACKINGS = {None: 0, "registered": 1, "host_alloc": 2}
 _shim = None
 _library = None
 
@@ -30,7 +32,9 @@ class _Stats(ctypes.Structure):
     ]
 
 
-def install(capacity=None, device=None, *, initial=0, largest=0, wait=10.0, library=None, any_version=False):
+def install(
+    capacity=None, device=None, *, initial=0, largest=0, wait=10.0, backing=None, library=None, any_version=False
+):
     """Takes the place of torch's allocator of pinned memory.
 
     capacity: the bound on pinned bytes; a quarter of the machine's memory unless given.
@@ -39,6 +43,8 @@ def install(capacity=None, device=None, *, initial=0, largest=0, wait=10.0, libr
         capacity, between 256 MiB and 1 GiB.
     largest: the largest block that the pool serves, by which it grows at least; torch's own allocator serves larger
         ones. A little less than 256 MiB unless given.
+    backing: "registered" (the fastest to pin) or "host_alloc" (memory that the driver allocates); whichever the device
+        does best unless given.
     wait: how many seconds an allocation waits for memory that copies still use, before torch.OutOfMemoryError.
     library: the folder of libpinpool.so and pinpool.h; else $PINPOOL_LIBRARY, else what pkg-config says.
     any_version: also with a version of torch that the shim was not tested with.
@@ -53,6 +59,8 @@ def install(capacity=None, device=None, *, initial=0, largest=0, wait=10.0, libr
             "these, or try install(any_version=True), which compiles the shim against this version's headers, and run "
             "tests/test_torch.py before you rely on it"
         )
+    if backing not in BACKINGS:
+        raise ValueError(f"backing is one of {', '.join(map(repr, BACKINGS))}, and not {backing!r}")
     if _shim is None:
         folder, include = _build.find(library)
         library = os.path.join(folder, "libpinpool.so")
@@ -62,7 +70,8 @@ def install(capacity=None, device=None, *, initial=0, largest=0, wait=10.0, libr
     if capacity is None:
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     device = (device or "").encode()
-    if _shim.pinpool_torch_install(device, capacity, initial, largest, round(wait * 1000)) != 0:
+    wait_ms = round(wait * 1000)
+    if _shim.pinpool_torch_install(device, capacity, initial, largest, wait_ms, BACKINGS[backing]) != 0:
         raise RuntimeError(_shim.pinpool_torch_error().decode())
 
 
@@ -173,7 +182,7 @@ def _check(status):
 def _declare(shim):
     c = ctypes
     for name, result, arguments in (
-        ("install", c.c_int, [c.c_char_p] + [c.c_uint64] * 4),
+        ("install", c.c_int, [c.c_char_p] + [c.c_uint64] * 4 + [c.c_uint32]),
         ("error", c.c_char_p, []),
         ("use", None, [c.c_int]),
         ("pool", c.c_void_p, []),

@@ -292,8 +292,10 @@ def test_refusals():
         "torch.version.cuda = None; pinpool_torch.install()": "without CUDA",
         "torch.ones(3, pin_memory=True); pinpool_torch.install()": "install once",
         "pinpool_torch._build.find('/nowhere')": "cinstall",
+        "pinpool_torch.install(backing='hostalloc')": "host_alloc",
     }
-    out = scripts(*((f"try:\n    {text}\nexcept RuntimeError as error:\n    print(error)",) for text in cases))
+    out = scripts(*((f"try:\n    {text}\nexcept (RuntimeError, ValueError) as error:\n    print(error)",)
+                    for text in cases))
     assert all(wanted in text for wanted, text in zip(cases.values(), out)), out
 
 

@@ -57,7 +57,7 @@ use std::time::Duration;
 use pinpool::family::{By, FAMILIES, Family, Remedies, Vendor};
 use pinpool::{Device, Error};
 
-use super::args::DoctorArgs;
+use super::args::{BackingArg, DoctorArgs};
 use super::escape::text;
 use super::{CliError, EXIT_FAILED, exit};
 use environment::Environment;
@@ -138,6 +138,8 @@ struct Case<'a> {
     capacity: u64,
     /// Bytes to pin and copy for a trial.
     trial: u64,
+    /// Where the trial's page-locked memory comes from.
+    backing: Option<BackingArg>,
     /// The accelerator's family, if one was named on the command line, was opened, or shows on this machine.
     family: Option<&'static Family>,
 }
@@ -250,7 +252,8 @@ fn examine(system: &System, args: &DoctorArgs) -> Findings {
     let device = Device::open(spec);
     let family = accelerator(spec).or_else(|| accelerator(device.as_ref().map_or("", Device::name)));
     let family = family.or_else(|| if spec == "auto" { shown(system) } else { None });
-    let case = Case { system, environment: Environment::of(system), spec, device, capacity, trial, family };
+    let (environment, backing) = (Environment::of(system), args.backing);
+    let case = Case { system, environment, spec, device, capacity, trial, backing, family };
     let mut checks: Vec<Check> =
         CHECKS.map(|(name, check)| Check::new(&case.environment, name, check(&case))).into();
     let measured = probe::probe(&case, &mut checks);

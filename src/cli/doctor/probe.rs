@@ -17,7 +17,7 @@ use super::report::speed;
 use super::{Case, Check, Measured, PATIENCE, Verdict, link, of_vendor, parse};
 use crate::cli::amount::Amount;
 use crate::cli::spread::each;
-use crate::cli::{rate, room, sample, threads};
+use crate::cli::{pool, rate, room, sample, threads};
 
 /// The most bytes of one copy: enough for full speed, and far below the length of an extent.
 const LARGEST_COPY: usize = 16 << 20;
@@ -97,7 +97,7 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
     let bytes = case.trial as usize;
     let before = huge_bytes();
     let start = Instant::now();
-    let built = Pool::builder(device).capacity(bytes).initial(bytes).unpinned(Unpinned::Refuse).build();
+    let built = pool(device, case.backing).capacity(bytes).initial(bytes).unpinned(Unpinned::Refuse).build();
     let pinned = built.and_then(|pool| {
         let error = pool.wait_pinned(Some(PATIENCE))?.error;
         error.map_or(Ok((pool, start.elapsed())), Err)

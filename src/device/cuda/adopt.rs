@@ -20,10 +20,11 @@
 //! among them (CUDA C++ Programming Guide, "Implicit Synchronization" and "Per-thread Default Stream").
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
-use super::{Cuda, CudaCurrent, check, memory, numa_node, stream};
+use super::{Cuda, CudaCurrent, batch, check, memory, numa_node, stream};
 use crate::device::confined::Confined;
 use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
@@ -82,7 +83,9 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         device,
         context,
         primary: false,
+        host_batches: batch::shares_addresses(api, device),
         batches: Mutex::default(),
+        allocates: AtomicBool::new(false),
         kernels: OnceLock::new(),
         ending: Ending::new(),
     };

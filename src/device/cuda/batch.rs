@@ -15,6 +15,11 @@
 //!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 //!
+//! The call takes addresses and no kinds of memory. Where registered memory has another address on the device than on the
+//! host (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is an illegal one there, and the device
+//! is lost (sglang issue 40232). The calls for one copy and for a rectangle say which side is host memory, and the driver
+//! translates. So there each copy from or to the host is a call of its own.
+//!
 //! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
 //! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100.
 //! While nine threads moved 3.5 GiB in calls of 64 copies of 16 KiB, the device was lost in 15 of 15 runs; with calls
@@ -26,14 +31,18 @@
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
+use std::ffi::c_int;
 
-use super::api::{CUdeviceptr, CUmemcpyAttributes, CudaCode};
+use super::api::{CUdevice, CUdeviceptr, CUmemcpyAttributes, CudaApi, CudaCode};
 use super::{Cuda, rows, stream};
 use crate::device::{Driver, StreamHandle, Transfer};
 use crate::error::{Error, Result};
 
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order, not earlier.
 const IN_STREAM_ORDER: i32 = 1;
+
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+const CAN_USE_HOST_POINTER: c_int = 91;
 
 /// Copies of one call at most.
 const MOST: usize = 64;
@@ -46,6 +55,15 @@ struct Lists {
     targets: Vec<CUdeviceptr>,
     sources: Vec<CUdeviceptr>,
     lengths: Vec<usize>,
+}
+
+/// Whether registered memory has the same address on the device as on the host.
+pub(super) fn shares_addresses(api: &CudaApi, device: CUdevice) -> bool {
+    let mut shares: c_int = 0;
+    // SAFETY: writes a number.
+    let code = unsafe { api.device_attribute.call(&raw mut shares, CAN_USE_HOST_POINTER, device) };
+    // A driver that does not know the question is older than systems where the answer is no.
+    code != CudaCode::SUCCESS || shares != 0
 }
 
 thread_local! {
@@ -64,7 +82,7 @@ impl Lists {
             |transfer: &&Transfer| matches!(transfer, Transfer::Upload { len, .. } if *len < SHORT);
         let long = transfers.iter().filter(|transfer| !is_short(transfer));
         for transfer in transfers.iter().filter(is_short).chain(long) {
-            // All addresses are one space (driver API manual, "Unified Addressing").
+            // All addresses are one space (driver API manual, "Unified Addressing"), or all of these are the device's.
             let (source, target, len) = match *transfer {
                 Transfer::Upload { src, dst, len } => (src.expose_provenance() as u64, dst.0, len),
                 Transfer::Download { src, dst, len } => (src.0, dst.expose_provenance() as u64, len),
@@ -134,9 +152,15 @@ impl Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
-        // A batch of one would cost more than a copy. A copy from host to host is made by a host function.
+        // A copy from host to host is made by a host function.
+        let may_join = |transfer: &Transfer| match transfer {
+            Transfer::Upload { .. } | Transfer::Download { .. } => self.host_batches,
+            Transfer::OnDevice { .. } => true,
+            Transfer::OnHost { .. } => false,
+        };
+        // A batch of one would cost more than a copy.
         let batched = transfers.len() > 1
-            && !transfers.iter().any(|transfer| matches!(transfer, Transfer::OnHost { .. }))
+            && transfers.iter().all(may_join)
             // SAFETY: the caller's promise, handed on.
             && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
                 match &said {

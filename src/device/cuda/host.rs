@@ -16,15 +16,20 @@
 //! The driver says little about why it refuses: code 1 stands for a range that is not mapped, for one that cannot be
 //! written to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and
 //! its like on newer kernels; memory file systems do), and for memory that the driver allocated. The error lists the
-//! remedies.
+//! remedies. Of memory that the crate has mapped itself none of that can be true. Drivers say 1 of it, too, where pages
+//! cannot be pinned at the moment, and the same call succeeds later (sglang issues 7666 and 39744, 1Cat-vLLM 598).
+//!
+//! On machines in confidential-computing mode `cuMemHostRegister` always answers 801, and `cuMemHostAlloc` works (vLLM
+//! issue 55428).
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
 
 use super::api::CudaCode;
 use super::{Cuda, check};
 use crate::device::{HostAllocFlags, HostKind};
-use crate::error::{DeviceError, Error, Result};
+use crate::error::{DeviceError, Error, ErrorClass, Result};
 
 /// cuda.h: CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process.
 const REGISTER_PORTABLE: u32 = 1;
@@ -71,6 +76,33 @@ impl Cuda {
         // SAFETY: the caller promises that the range is mapped, and stays so.
         let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
         self.said("cuMemHostRegister", code).map_err(|error| advise(error, remedy(code, read_only)))
+    }
+
+    /// Registers memory that the crate has mapped itself.
+    ///
+    /// # Safety
+    /// As for `host_register`.
+    pub(super) unsafe fn host_pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: the caller promises that the range is mapped, and stays so.
+        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, REGISTER_PORTABLE) };
+        self.said("cuMemHostRegister", code).map_err(|error| match (code, advise(error, pin_remedy(code))) {
+            (INVALID_VALUE, Error::Device(error)) => {
+                Error::Device(DeviceError { class: ErrorClass::Transient, ..error })
+            }
+            (NOT_SUPPORTED, error) => {
+                // Relaxed: a thread that does not see it yet asks the driver once more.
+                if !self.allocates.swap(true, Ordering::Relaxed) {
+                    crate::foreign::warn!(
+                        target: "pinpool::region", device = &*self.name, %error,
+                        "host memory cannot be registered here: pools whose backing is not set take memory that the \
+                         driver allocates (Backing::HostAlloc)"
+                    );
+                }
+                Error::Unsupported(error.to_string())
+            }
+            (_, error) => error,
+        })
     }
 
     /// # Safety
@@ -156,6 +188,17 @@ impl Cuda {
                     .then_some("the memory is not pinned for this device; copy the buffer instead"),
             )
         })
+    }
+}
+
+/// The remedy where pinning memory of the crate's own is refused with that code.
+fn pin_remedy(code: CudaCode) -> Option<&'static str> {
+    match code {
+        INVALID_VALUE => Some(
+            "the system could not pin these pages: memory is short, fragmented or being moved; try again, pin less in one \
+             call (PoolBuilder::extent), or go on without (Unpinned::Allow)",
+        ),
+        code => remedy(code, false),
     }
 }
 

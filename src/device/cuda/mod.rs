@@ -52,6 +52,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -96,8 +97,12 @@ pub(crate) struct Cuda {
     pools: bool,
     /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
+    /// Whether batches of copies can have addresses of host memory: see [`batch`].
+    host_batches: bool,
     /// Held while a batch of copies is submitted: see [`batch`].
     batches: Mutex<()>,
+    /// Whether registering host memory was found not to be supported.
+    allocates: AtomicBool,
     /// The kernels that spread and collect, or why there are none; empty until they were asked for.
     kernels: OnceLock<Result<spread::Kernels>>,
     ending: Ending,
@@ -146,7 +151,9 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         numa_node,
         pools,
         primary: true,
+        host_batches: batch::shares_addresses(api, device),
         batches: Mutex::default(),
+        allocates: AtomicBool::new(false),
         kernels: OnceLock::new(),
         ending: Ending::new(),
     }))
@@ -354,9 +361,13 @@ impl Driver for Cuda {
         pci_address(self.api, self.device)
     }
 
+    fn allocates(&self) -> bool {
+        self.allocates.load(Ordering::Relaxed)
+    }
+
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         // SAFETY: the caller promises that the range is mapped, and stays so.
-        unsafe { self.host_register(base, len, false) }
+        unsafe { self.host_pin(base, len) }
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {

@@ -8,15 +8,16 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::Refusal;
 use super::fault::{Call, Failure};
 use super::memory::HostPlace;
 use super::node::{HostNode, Node};
-use super::stream::{Freeing, Promise, StreamJob, StreamTicket, StreamWork};
+use super::stream::{Freeing, HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
 use super::unit::HostUnit;
+use super::{HostFunction, Refusal};
 use crate::device::holds::Last;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{AddressFault, Error, ErrorClass, Result};
+use crate::foreign::Owned;
 use crate::os;
 
 /// Numbers drivers. Each stream has the number of the driver that created it.
@@ -24,7 +25,7 @@ static DRIVERS: AtomicU64 = AtomicU64::new(1);
 
 /// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were not destroyed end
 /// without running what they have queued.
-pub(super) struct HostDriver {
+pub(crate) struct HostDriver {
     node: Arc<Node>,
     unit: Arc<HostUnit>,
     id: u64,
@@ -141,6 +142,25 @@ impl HostDriver {
                 Ok(StreamJob::OnHost { src, dst, len })
             }
         }
+    }
+
+    /// Queues a function of the program's. Ranges of device memory are named by their addresses and lengths.
+    pub(crate) fn launch(
+        &self,
+        stream: StreamHandle,
+        reads: &[(DevicePtr, usize)],
+        writes: &[(DevicePtr, usize)],
+        function: Owned<HostFunction>,
+    ) -> Result<()> {
+        let call = Call::Launch;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let find = |ranges: &[(DevicePtr, usize)]| -> Result<Vec<HostPlace>> {
+            ranges.iter().map(|(ptr, len)| self.place(call, *ptr, *len)).collect()
+        };
+        let kernel = HostKernel { reads: find(reads)?, writes: find(writes)?, function };
+        self.unit.submit(call, &stream, StreamWork::Launch(kernel), twist == Twist::Stall)?;
+        self.leave(call, twist)
     }
 
     /// Whole pages, as a range of addresses.

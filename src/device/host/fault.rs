@@ -53,6 +53,8 @@ pub enum Call {
     Copy,
     /// Copies, and waits for the copy.
     CopyBlocking,
+    /// Queues a host function ([`launch`](crate::host::launch)).
+    Launch,
     /// Creates an event.
     CreateEvent,
     /// Destroys an event.
@@ -67,7 +69,7 @@ pub enum Call {
 
 impl Call {
     /// Every kind of call, for tests that go through all of them.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Pin,
         Self::Unpin,
         Self::AllocateHost,
@@ -82,6 +84,7 @@ impl Call {
         Self::DestroyStream,
         Self::Copy,
         Self::CopyBlocking,
+        Self::Launch,
         Self::CreateEvent,
         Self::DestroyEvent,
         Self::Record,
@@ -107,6 +110,7 @@ impl Call {
             Self::DestroyStream => "destroy_stream",
             Self::Copy => "copy",
             Self::CopyBlocking => "copy_blocking",
+            Self::Launch => "launch",
             Self::CreateEvent => "create_event",
             Self::DestroyEvent => "destroy_event",
             Self::Record => "record",
@@ -124,6 +128,7 @@ impl Call {
             self,
             Self::Copy
                 | Self::CopyBlocking
+                | Self::Launch
                 | Self::AllocateOn
                 | Self::FreeOn
                 | Self::Record

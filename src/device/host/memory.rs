@@ -159,6 +159,11 @@ pub(super) struct HostPlace {
 }
 
 impl HostPlace {
+    /// Bytes.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     pub(super) fn is_absent(&self) -> bool {
         self.allocation.is_absent()
     }

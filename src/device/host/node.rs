@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
 
-use crate::locks::Mutex;
+use crate::locks::{Condvar, Mutex};
 
 use super::fault::{Call, Failure, Fault, FaultBook};
 use super::stream::{CopyOutcome, HostStream, Random, Scratch, StreamNext, StreamTicket};
@@ -16,11 +17,40 @@ use super::{HostConfig, Refusal};
 use crate::device::HostKind;
 use crate::error::Result;
 
-/// What a node without threads keeps between steps.
+/// How a node without threads is stepped: by one thread at a time, so that operations run one at a time. The turn to do
+/// so is no lock, since an operation may be a function of the program's, which may call the crate.
 #[derive(Debug)]
 struct Stepper {
-    random: Random,
-    scratch: Scratch,
+    random: Mutex<Random>,
+    /// The thread whose turn it is.
+    thread: Mutex<Option<ThreadId>>,
+    over: Condvar,
+}
+
+impl Stepper {
+    /// Waits for the turn. `None`: this thread has it, and is running a host function.
+    fn turn(&self) -> Option<Turn<'_>> {
+        let this = std::thread::current().id();
+        let mut thread = self.thread.lock();
+        while let Some(other) = *thread {
+            if other == this {
+                return None;
+            }
+            self.over.wait(&mut thread);
+        }
+        *thread = Some(this);
+        Some(Turn(self))
+    }
+}
+
+/// The turn to step a node, until this is dropped.
+struct Turn<'a>(&'a Stepper);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.thread.lock() = None;
+        self.0.over.notify_one();
+    }
 }
 
 /// What the devices of a node share.
@@ -32,17 +62,19 @@ pub(super) struct Node {
     pins: Mutex<BTreeMap<usize, (usize, u32)>>,
     /// Host memory that devices allocated, by its start: end, the device, the kind.
     blocks: Mutex<BTreeMap<usize, (usize, u32, HostKind)>>,
-    /// Held while an operation runs, so that operations run one at a time. `None`: the node has threads.
-    stepper: Option<Mutex<Stepper>>,
+    /// `None`: the node has threads.
+    stepper: Option<Stepper>,
 }
 
 impl Node {
     fn new(config: &HostConfig) -> Arc<Self> {
         let capacity = config.capacity();
         let units = (0..config.devices).map(|ordinal| HostUnit::new(ordinal, capacity, config));
-        let stepper = config
-            .stepped
-            .map(|seed| Mutex::new(Stepper { random: Random::new(seed), scratch: Scratch::default() }));
+        let stepper = config.stepped.map(|seed| Stepper {
+            random: Mutex::new(Random::new(seed)),
+            thread: Mutex::default(),
+            over: Condvar::new(),
+        });
         Arc::new(Self {
             units: units.collect(),
             faults: FaultBook::default(),
@@ -67,25 +99,25 @@ impl Node {
     /// Runs one operation of a device and stream of the seed's choice.
     pub(super) fn step(&self) -> bool {
         let Some(stepper) = &self.stepper else { return false };
-        let mut stepper = stepper.lock();
-        let Stepper { random, scratch } = &mut *stepper;
+        let Some(_turn) = stepper.turn() else { return false };
         let mut ready: Vec<_> = self.units().map(|unit| (&**unit, unit.runnable())).collect();
         ready.retain(|(_, streams)| !streams.is_empty());
         if ready.is_empty() {
             return false;
         }
-        let (unit, streams) = &ready[random.below(ready.len() as u64) as usize];
-        let stream = &streams[random.below(streams.len() as u64) as usize];
-        matches!(stream.step(*unit, scratch), StreamNext::Ready)
+        let choose = |of: usize| stepper.random.lock().below(of as u64) as usize;
+        let (unit, streams) = &ready[choose(ready.len())];
+        let stream = &streams[choose(streams.len())];
+        matches!(stream.step(*unit, &mut Scratch::default()), StreamNext::Ready)
     }
 
     fn step_stream(&self, ordinal: u32, nth: usize) -> bool {
         let (Some(stepper), Some(unit)) = (&self.stepper, self.unit(ordinal)) else { return false };
-        let mut stepper = stepper.lock();
+        let Some(_turn) = stepper.turn() else { return false };
         let runnable = unit.runnable();
         runnable
             .get(nth)
-            .is_some_and(|stream| matches!(stream.step(&**unit, &mut stepper.scratch), StreamNext::Ready))
+            .is_some_and(|stream| matches!(stream.step(&**unit, &mut Scratch::default()), StreamNext::Ready))
     }
 
     /// Waits for an operation of the stream. On a stepped node it runs everything that must come before it.
@@ -99,13 +131,21 @@ impl Node {
         let outcome = match &self.stepper {
             None => ticket.wait(),
             Some(stepper) => {
-                let scratch = &mut stepper.lock().scratch;
-                let mut turn = Arc::clone(stream);
+                let (turn, mut scratch) = (stepper.turn(), Scratch::default());
+                let mut step = |stream: &HostStream| match &turn {
+                    Some(_) if crate::foreign::may_call() => stream.step(unit, &mut scratch),
+                    // The caller puts foreign code off while its memory is lent. Here no other thread makes the copy, so
+                    // nothing is lent before its turn, and a host function may run.
+                    Some(_) => crate::foreign::lifted(|| stream.step(unit, &mut scratch)),
+                    // The host function that made this call has not returned.
+                    None => StreamNext::Held,
+                };
+                let mut next = Arc::clone(stream);
                 loop {
                     if let Some(outcome) = ticket.outcome() {
                         break outcome;
                     }
-                    turn = match turn.step(unit, scratch) {
+                    next = match step(&next) {
                         StreamNext::Ready => Arc::clone(stream),
                         // A circle is impossible: an operation waits only for one that was submitted earlier.
                         StreamNext::Behind(other, _) => other,
@@ -122,7 +162,8 @@ impl Node {
             CopyOutcome::Done => Ok(()),
             CopyOutcome::Lost if !unit.is_alive() => Err(unit.lost(Call::CopyBlocking)),
             CopyOutcome::Lost => {
-                let text = "the stream is hung, stalled or waits for one that is; the copy was taken out of its queue";
+                let text = "the stream is hung, stalled, in the midst of a host function, or waits for one that is; the copy was taken out of \
+                            its queue";
                 Err(unit.error(Call::CopyBlocking, Refusal::transient(text)))
             }
         }
@@ -240,7 +281,7 @@ pub struct HostUsage {
 
 /// A machine with host devices. Clones are the same machine.
 ///
-/// The [module's page](super) says what its devices do. All methods may be called from any thread. In the child of a
+/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child of a
 /// fork they do nothing, and report nothing.
 ///
 /// ```

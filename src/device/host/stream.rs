@@ -18,8 +18,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use crate::foreign::{self, Owned};
 use crate::locks::{Condvar, Mutex, MutexGuard};
 
+use super::HostFunction;
 use super::memory::{Birth, HostPlace, STRIPE};
 
 /// Bytes that a copy moves between two checks that its device is alive.
@@ -149,6 +151,53 @@ fn parts(
     Ok(())
 }
 
+/// A function of the program's, and the device memory whose bytes it gets, its ranges checked.
+#[derive(Debug)]
+pub(super) struct HostKernel {
+    pub(super) reads: Vec<HostPlace>,
+    pub(super) writes: Vec<HostPlace>,
+    pub(super) function: Owned<HostFunction>,
+}
+
+impl HostKernel {
+    /// Calls the function with copies of the bytes, and writes back those that it may write. So the function never
+    /// shares memory with a copy of another stream, and it runs under no lock: not under `running` either, so that a
+    /// device can be killed while the function waits for something.
+    fn run(self, stream: &HostStream, unit: &dyn StreamDevice) -> Result<(), Stopped> {
+        let Self { reads, writes, function } = self;
+        if reads.iter().chain(&writes).any(HostPlace::is_absent) {
+            return Err(Stopped::Absent);
+        }
+        let fetch = |places: &[HostPlace]| -> Result<Vec<Vec<u8>>, Stopped> {
+            let fetch_one = |place: &HostPlace| {
+                let mut bytes = vec![0; place.len()];
+                parts(bytes.len(), PART, false, stream, unit, |at, n| {
+                    // SAFETY: `at + n` is at most the length of the vector, which nothing else uses.
+                    unsafe { place.read(at, bytes.as_mut_ptr().add(at), n) }
+                })
+                .map(|()| bytes)
+            };
+            places.iter().map(fetch_one).collect()
+        };
+        let (read, mut written) = (fetch(&reads)?, fetch(&writes)?);
+        let returned =
+            foreign::call("a host function on a stream panicked: the device memory stays as it was", || {
+                let read: Vec<&[u8]> = read.iter().map(Vec::as_slice).collect();
+                let mut written: Vec<&mut [u8]> = written.iter_mut().map(Vec::as_mut_slice).collect();
+                function.into_inner()(&read, &mut written);
+            });
+        if returned.is_none() {
+            return Ok(());
+        }
+        writes.iter().zip(&written).try_for_each(|(place, bytes)| {
+            parts(bytes.len(), PART, false, stream, unit, |at, n| {
+                // SAFETY: `at + n` is at most the length of the vector, which nothing writes any more.
+                unsafe { place.write(at, bytes.as_ptr().add(at), n) }
+            })
+        })
+    }
+}
+
 /// What the runner of a stream keeps between operations.
 #[derive(Debug, Default)]
 pub(super) struct Scratch(Vec<u8>);
@@ -228,6 +277,7 @@ impl Drop for Freeing {
 #[derive(Debug)]
 pub(super) enum StreamWork {
     Copy { job: StreamJob, promise: Option<Promise> },
+    Launch(HostKernel),
     Allocate(Birth),
     Free(Freeing),
     Record { slot: u32, number: u64 },
@@ -465,41 +515,46 @@ impl HostStream {
         scratch: &mut Scratch,
     ) {
         let Some(Operation { position, work, .. }) = queue.operations.pop_front() else { return };
-        let job = match work {
-            StreamWork::Copy { job, promise } => {
-                queue.busy = Some(job.host_ranges());
-                let ran = MutexGuard::unlocked(queue, || job.run(self, unit, scratch));
-                queue.busy = None;
-                if let Err(stopped) = ran {
-                    // The operation does not count as ended, so nothing behind it can look complete.
-                    MutexGuard::unlocked(queue, || {
-                        if matches!(stopped, Stopped::Absent) {
-                            unit.kill(
-                                "a queued copy was to use device memory that had been freed, or was not yet \
-                                 allocated in its stream's order",
-                            );
-                        }
-                        drop((job, promise));
-                    });
-                    return;
-                }
-                Some((job, promise))
+        let mut job = None;
+        let ran = match work {
+            StreamWork::Copy { job: copy, promise } => {
+                queue.busy = Some(copy.host_ranges());
+                let ran = MutexGuard::unlocked(queue, || copy.run(self, unit, scratch));
+                job = Some((copy, promise));
+                ran
+            }
+            StreamWork::Launch(kernel) => {
+                queue.busy = Some([0..0, 0..0]);
+                MutexGuard::unlocked(queue, || kernel.run(self, unit))
             }
             StreamWork::Record { slot, number } => {
                 unit.record(slot, number);
-                None
+                Ok(())
             }
             StreamWork::Allocate(birth) => {
                 birth.come();
-                None
+                Ok(())
             }
             StreamWork::Free(freeing) => {
                 // Not under the lock: this may be the last reference to the memory, which is then freed here.
                 MutexGuard::unlocked(queue, || drop(freeing));
-                None
+                Ok(())
             }
-            StreamWork::Wait { .. } => None,
+            StreamWork::Wait { .. } => Ok(()),
         };
+        queue.busy = None;
+        if let Err(stopped) = ran {
+            // The operation does not count as ended, so nothing behind it can look complete.
+            return MutexGuard::unlocked(queue, || {
+                if matches!(stopped, Stopped::Absent) {
+                    unit.kill(
+                        "a queued operation was to use device memory that had been freed, or was not yet allocated in \
+                         its stream's order",
+                    );
+                }
+                drop(job);
+            });
+        }
         // Release: pairs with the acquire in `has_reached`. A thread that sees the position sees everything up to it.
         self.over.store(position, Ordering::Release);
         let mut woken = Vec::new();
@@ -543,7 +598,7 @@ impl HostStream {
     }
 }
 
-/// Random delays before copies.
+/// Random delays before copies and host functions.
 #[derive(Debug)]
 pub(super) struct Delays {
     pub(super) max: Duration,
@@ -570,12 +625,11 @@ pub(super) fn serve(unit: &dyn StreamDevice, stream: &Arc<HostStream>, mut delay
                 }
             }
             StreamNext::Ready => {
-                let is_copy = queue
-                    .operations
-                    .front()
-                    .is_some_and(|first| matches!(first.work, StreamWork::Copy { .. }));
+                let moves_bytes = queue.operations.front().is_some_and(|first| {
+                    matches!(first.work, StreamWork::Copy { .. } | StreamWork::Launch(_))
+                });
                 match &mut delays {
-                    Some(delays) if is_copy && delayed != position => {
+                    Some(delays) if moves_bytes && delayed != position => {
                         delayed = position;
                         // The loop looks again after that: the device may have been hung or killed meanwhile.
                         delay(stream, &mut queue, delays);

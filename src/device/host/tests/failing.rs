@@ -67,6 +67,10 @@ fn every_call_fails_as_told_and_does_nothing() {
                     Call::DestroyStream => rig.driver.destroy_stream(stream),
                     Call::Copy => rig.try_upload(stream, &host, memory),
                     Call::CopyBlocking => rig.upload_blocking(stream, &host, memory),
+                    Call::Launch => {
+                        let driver = rig.driver.as_any().downcast_ref::<HostDriver>().unwrap();
+                        driver.launch(stream, &[], &[], Owned::new(Box::new(|_, _| ())))
+                    }
                     Call::CreateEvent => rig.driver.create_event().map(drop),
                     Call::DestroyEvent => rig.driver.destroy_event(event),
                     Call::Record => rig.driver.record(event, stream),

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::ErrorClass;
+use crate::foreign::Owned;
 
 /// Host memory that copies use while the test still has it. The tests read and write it only while no copy does.
 struct Host(Box<[UnsafeCell<u8>]>);

@@ -153,6 +153,27 @@ rules! {
         says!(d, 0, "cuStreamSynchronize", stream);
         assert!(d.stand_in.report().violations.iter().all(|found| found.starts_with("BAT-6 ")));
     }
+
+    /// Calls that say which side is host memory take the host's address all the same.
+    bat_7_the_devices_address_where_it_is_another (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 5));
+        d.registers(0, &mut bytes);
+        if d.is_stand_in() {
+            d.stand_in.attribute(91, 0);
+        }
+        let there = made!(d, "cuMemHostGetDevicePointer_v2", bytes.as_ptr(), 0);
+        assert_eq!(there == bytes.as_ptr() as usize, !d.is_stand_in());
+        d.batch(0, &Lists(vec![memory, memory + 64], vec![there, there + 64], vec![64; 2]), stream);
+        d.downloads(0, &mut bytes, memory, stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        if !d.is_stand_in() {
+            says!(d, 0, "cuMemHostUnregister", bytes.as_mut_ptr());
+            return;
+        }
+        d.batch(0, &Lists::new(memory, &bytes, 2, 64), stream);
+        d.broken(&["BAT-7"]);
+        says!(d, 700, "cuStreamSynchronize", stream);
+    }
 }
 
 rules! {

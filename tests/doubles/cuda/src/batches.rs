@@ -74,8 +74,18 @@ struct Batch {
 }
 
 impl World {
+    /// Whether the device has this memory at another address than the host.
+    fn is_elsewhere(&self, place: Place) -> bool {
+        let Place::Host(at) = place else { return false };
+        self.hosts.shift() > 0 && self.registered.iter().any(|(start, len)| (*start..start + len).contains(&at))
+    }
+
     /// A place by its address: all are one space.
     fn place(&self, address: u64) -> Place {
+        let shifted = (address as usize).wrapping_sub(self.hosts.shift());
+        if self.is_elsewhere(Place::Host(shifted)) {
+            return Place::Host(shifted);
+        }
         let device = self.blocks.range(..=address).next_back();
         // Made-up addresses of this device or another begin there.
         let made_up = address >= 0x7f00_0000_0000_0000;
@@ -130,6 +140,14 @@ impl World {
                 std::slice::from_raw_parts(lengths, count),
             )
         };
+        let hosts = |list: &[u64]| list.iter().any(|at| self.is_elsewhere(Place::Host(*at as usize)));
+        if hosts(targets) || hosts(sources) {
+            let context = self.current(name)?;
+            let text = format!("{name} with the host's address of registered memory");
+            let _: Outcome = self.violate("BAT-7", text, 0);
+            self.kill(context, ILLEGAL_ADDRESS);
+            return Ok(());
+        }
         let mut copies = Vec::new();
         let refused = (0..count).find_map(|at| {
             let (src, dst, len) = (self.place(sources[at]), self.place(targets[at]), lengths[at]);

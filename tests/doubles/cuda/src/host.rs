@@ -20,6 +20,10 @@ const READ_ONLY: u32 = 8;
 const CAN_MAP_HOST_MEMORY: i32 = 19;
 const UNIFIED_ADDRESSING: i32 = 41;
 const CONCURRENT_MANAGED_ACCESS: i32 = 89;
+/// 0 under WSL2: the device has registered memory at another address.
+const CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: i32 = 91;
+/// 0 here: a machine in confidential-computing mode. (What a driver says there is not known; it refuses to register.)
+const HOST_REGISTER_SUPPORTED: i32 = 99;
 const READ_ONLY_REGISTER: i32 = 113;
 
 struct Host {
@@ -76,9 +80,20 @@ impl Hosts {
     pub fn attribute(&self, attribute: i32) -> Option<i32> {
         let usual = match attribute {
             CAN_MAP_HOST_MEMORY | UNIFIED_ADDRESSING | CONCURRENT_MANAGED_ACCESS | READ_ONLY_REGISTER => 1,
+            CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM | HOST_REGISTER_SUPPORTED => 1,
             _ => return None,
         };
         Some(self.attributes.get(&attribute).copied().unwrap_or(usual))
+    }
+
+    /// Gives all devices another value of an attribute.
+    pub fn set_attribute(&mut self, attribute: i32, value: i32) {
+        self.attributes.insert(attribute, value);
+    }
+
+    /// How far the device's addresses of registered memory are from the host's.
+    pub fn shift(&self) -> usize {
+        if self.lacks(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) { 1 << 52 } else { 0 }
     }
 
     fn lacks(&self, attribute: i32) -> bool {
@@ -107,6 +122,9 @@ impl World {
     pub fn may_register(&mut self, start: usize, len: usize, flags: u32) -> Outcome {
         if flags & !15 != 0 {
             return self.violate("HST-7", format!("cuMemHostRegister with flags {flags:#x}"), INVALID_VALUE);
+        }
+        if self.hosts.lacks(HOST_REGISTER_SUPPORTED) {
+            return Err(NOT_SUPPORTED);
         }
         let read_only = flags & READ_ONLY != 0;
         if read_only && self.hosts.lacks(READ_ONLY_REGISTER) {
@@ -241,8 +259,9 @@ unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
         if !registered && !allocated {
             return w.violate("HST-4", format!("{at:#x}"), INVALID_VALUE);
         }
+        let shift = if registered { w.hosts.shift() } else { 0 };
         // SAFETY: as above.
-        unsafe { write(w, NAME, address, at as u64) }
+        unsafe { write(w, NAME, address, (at + shift) as u64) }
     })
 }
 
@@ -250,6 +269,6 @@ unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
 #[unsafe(no_mangle)]
 extern "C" fn standin_attribute(attribute: c_int, value: c_int) {
     if let Some(world) = world().as_mut() {
-        world.hosts.attributes.insert(attribute, value);
+        world.hosts.set_attribute(attribute, value);
     }
 }

@@ -91,6 +91,7 @@
 //! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in no fixed order |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | BAT-6 | submits batches on one context from two threads at once (drivers then lose the device now and then) | they run |
+//! | BAT-7 | names registered memory in a batch by the host's address where the device has another | the context is lost: 700 |
 //! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | KER-1 | loads a module without pinpool's two kernels | 218 |
 //! | KER-2 | names a module or function that does not exist, or no more | 400 |
@@ -153,7 +154,8 @@
 //! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
 //! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
 //! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
-//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
+//! in stream order), `PINPOOL_STANDIN_ATTRIBUTES` (`number:value`, with commas between them, as `standin_attribute` takes
+//! them: `91:0` is a system like WSL2, `99:0` a machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
 //! `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older drivers have fewer calls.

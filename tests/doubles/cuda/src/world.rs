@@ -255,6 +255,13 @@ impl World {
         self.next = self.next.max(0x5eed_0000);
         self.next_address = self.next_address.max(0x7f00_0000_0000_0000);
         self.random = 0x9e37_79b9_7f4a_7c15;
+        for pair in std::env::var("PINPOOL_STANDIN_ATTRIBUTES").unwrap_or_default().split(',') {
+            if let Some((Ok(attribute), Ok(value))) =
+                pair.split_once(':').map(|(attribute, value)| (attribute.parse(), value.parse()))
+            {
+                self.hosts.set_attribute(attribute, value);
+            }
+        }
         if let Ok(fault) = std::env::var("PINPOOL_STANDIN_FAIL") {
             let parts: Vec<&str> = fault.split(':').collect();
             if let [call, nth, code] = parts[..] {

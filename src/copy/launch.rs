@@ -1,0 +1,72 @@
+//! Functions of the program's in the order of a host device's stream.
+
+use crate::buffer::InFlight;
+use crate::device::DevicePtr;
+use crate::device::host::{HostDriver, HostFunction};
+use crate::device::memory::DeviceSlice;
+use crate::error::{Error, Result};
+use crate::foreign::Owned;
+use crate::stream::Stream;
+use crate::stream::timeline::Resource;
+
+/// Runs a function of the program's on a stream of a host device, in the stream's order, with the bytes of device
+/// memory: it is to the host device what a kernel is to a GPU. The [module's page](crate::host) has an example.
+///
+/// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call returns when the function
+/// is queued. It runs once, on a thread of the crate's, after everything that was submitted to the stream before; what
+/// is submitted later comes after it. The handle tells when it has run, and may be dropped. The device memory stays
+/// allocated until then.
+///
+/// - **Bytes.** Both lists are copies: taken when the function's turn has come, and those of `writes` are written back
+///   as a whole when it has returned. As with kernels, the order between streams is the program's to make
+///   ([`Stream::wait_for`]): where another stream writes the same memory meanwhile, either's bytes may be found there
+///   afterwards, and there is no data race in the process. Where ranges of `writes` overlap, the later one wins.
+/// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device memory stays as it
+///   was, the handle says that the function is over, and the stream goes on.
+/// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.
+/// - **Waiting.** The function may block, call the pool, and wait for other streams. It must not wait for its own stream,
+///   which waits for it: with threads that never ends, and a stepped device refuses it, as it does all waiting in such
+///   a function.
+///
+/// # Errors
+/// [`Error::Unsupported`] for a stream of another kind of device; [`Error::WrongDevice`] for memory of another device; a
+/// lost device. The function is dropped then; after an error of the device it may run all the same.
+pub fn launch<F>(
+    stream: &Stream,
+    reads: &[DeviceSlice],
+    writes: &[DeviceSlice],
+    function: F,
+) -> Result<InFlight<()>>
+where
+    F: FnOnce(&[&[u8]], &mut [&mut [u8]]) + Send + 'static,
+{
+    let function: Owned<HostFunction> = Owned::new(Box::new(function));
+    let own = |slices: &[DeviceSlice]| -> Result<Vec<DeviceSlice>> {
+        slices.iter().map(|slice| stream.own(slice)).collect()
+    };
+    let (reads, writes) = (own(reads)?, own(writes)?);
+    let (timeline, context) = (stream.timeline(), stream.timeline().context());
+    let Some(driver) = context.driver().as_any().downcast_ref::<HostDriver>() else {
+        return Err(Error::Unsupported(format!(
+            "a host function on a stream of {}: only streams of host devices run them; launch a kernel there",
+            context.name()
+        )));
+    };
+    let mut entries = Vec::with_capacity(1 + reads.len() + writes.len());
+    for slice in reads.iter().chain(&writes) {
+        slice.admit(timeline.stream())?;
+    }
+    // The first entry stands for the function, and the others keep its memory.
+    for memory in std::iter::once(None).chain(reads.iter().chain(&writes).map(Some)) {
+        let begun = timeline.begin(Resource::Object(Box::new(())), memory.map(DeviceSlice::allocation));
+        entries.push(begun.map_err(|(error, _)| error)?);
+    }
+    let ranges = |slices: &[DeviceSlice]| -> Vec<(DevicePtr, usize)> {
+        slices.iter().map(|slice| (slice.ptr(), slice.len())).collect()
+    };
+    let queued = driver.launch(timeline.stream(), &ranges(&reads), &ranges(&writes), function);
+    let queued = context.noting(queued);
+    // All of them are covered by an event after the function.
+    let seq = entries.into_iter().map(|entry| entry.commit()).max().unwrap_or(0);
+    queued.map(|()| InFlight::new(stream.ticket(seq), (), None))
+}

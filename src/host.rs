@@ -1,0 +1,77 @@
+//! The host device: a device whose memory and streams are the host's own.
+//!
+//! It has two uses. On a machine without an accelerator it is a working device: each stream is a thread that copies at
+//! the speed of `memcpy`, and a program written for pinned memory and streams runs unchanged. In tests it is the worst
+//! device that the rules allow: on demand it copies as late as it may, lets streams overtake each other, refuses calls,
+//! hangs and dies. A server that embeds this crate can test its own code with it.
+//!
+//! # Kernels
+//!
+//! A server's kernels are imitated by functions of the program: [`launch`] queues one on a stream, where it runs in
+//! order with the copies, and gets the bytes of device memory. So a server has the same shape here as on a GPU.
+//!
+//! ```
+//! # use pinpool::{Device, Pool, Unpinned, host};
+//! # let device = Device::open("host")?;
+//! # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+//! let (stream, x, y) = (device.stream()?, device.alloc(3)?, device.alloc(3)?);
+//! let mut input = pool.checkout(3)?;
+//! input.extend_from_slice(b"abc");
+//! let input = stream.upload(input, &x)?;
+//! drop(host::launch(&stream, &[x.slice(..)?], &[y.slice(..)?], |reads, writes| {
+//!     writes[0].iter_mut().zip(reads[0]).for_each(|(y, x)| *y = x.to_ascii_uppercase());
+//! })?);
+//! let output = stream.download(&y, pool.checkout(3)?)?.wait()?;
+//! assert_eq!(*output, *b"ABC");
+//! # input.wait()?;
+//! # Ok::<(), pinpool::Error>(())
+//! ```
+//!
+//! # Nodes
+//!
+//! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses [`HostNode::system`]. Tests
+//! make nodes of their own with [`HostNode::new`], which share nothing with that one nor with each other, and open
+//! their devices by [`Device::on`](crate::Device::on). Devices of a node are counted from 0 and are named `host:0`,
+//! `host:1` and so on.
+//!
+//! # With threads
+//!
+//! By default each stream has an operating system thread (`pinpool-host-N`) that runs the stream's operations in order
+//! and sleeps when there are none. [`HostConfig::late`] makes the threads wait for a random time before each copy, so
+//! that copies of other streams come first, and code that does not wait for an event reads bytes that are not written
+//! yet.
+//!
+//! # Stepped
+//!
+//! With [`HostConfig::stepped`] there are no threads. Operations stay queued until [`HostNode::step`] or
+//! [`HostNode::step_stream`] runs one; a copy reads its source and writes its target then and not before. The same seed
+//! and the same calls give the same order, so a failing test can be run again.
+//!
+//! A blocking copy runs the operations before it on its stream, and those of other streams that it must wait for. If it
+//! cannot, because something is hung or stalled, the copy is taken out of the queue and fails with class
+//! [`Transient`](crate::ErrorClass::Transient). (With threads it waits until the device is resumed.)
+//!
+//! # Host memory
+//!
+//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the range: two ranges that
+//! overlap are refused, two that share a page are not. Host memory that the device allocates is a mapping of its own,
+//! locked unless it is managed memory. The device sees all host memory at the host's own addresses.
+//!
+//! # Failing
+//!
+//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns how
+//!   many calls a scenario makes, and can repeat it with each of them failing once.
+//! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
+//! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
+//!   failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more.
+//!   Every later call fails with that class, with two exceptions: giving host pages and device memory back succeeds,
+//!   and really gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
+//!   [`HostNode::live`] comes to zero.
+//! - A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators die
+//!   of an illegal address. So does one that runs on memory in a stream's order before that stream has come to the
+//!   allocation.
+//!
+//! A question about a device that the node does not have is answered with zero, and a command to it does nothing.
+
+pub use crate::copy::launch::launch;
+pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

@@ -1,0 +1,195 @@
+//! Systems where registering host memory is not what it is elsewhere: those that refuse it for a moment or for good,
+//! and those where the device has registered memory at another address (WSL2).
+
+use std::sync::{Arc, Mutex};
+
+use pinpool::{
+    Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, PoolBuilder, Unpinned,
+};
+
+use crate::support::bytes;
+use crate::support::doubles::gpu::filled;
+use crate::support::doubles::{HANG, StandIn, on_stand_in};
+
+/// `CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` and `HOST_REGISTER_SUPPORTED`, as the stand-in knows them.
+const SAME_ADDRESS: i32 = 91;
+const REGISTERS: i32 = 99;
+
+const PAGE: usize = 64 << 10;
+
+fn calls(d: &StandIn, name: &str) -> u64 {
+    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+fn small(device: &Device) -> PoolBuilder {
+    Pool::builder(device).capacity(8 * PAGE).region(4 * PAGE).extent(2 * PAGE)
+}
+
+fn round_trip(pool: &Pool, device: &Device) {
+    let (stream, memory, sent) = (device.stream().unwrap(), device.alloc(5000).unwrap(), bytes(3, 5000));
+    drop(stream.upload(filled(pool, &sent), &memory).unwrap());
+    let landing = pool.checkout_timeout(5000, HANG).unwrap();
+    assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
+}
+
+/// What the drivers say of pages that they cannot pin now: 2, and also 1, which of a program's memory means another
+/// thing.
+#[test]
+fn a_passing_refusal_to_pin_is_no_wrong_argument() {
+    on_stand_in("a_passing_refusal_to_pin_is_no_wrong_argument", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        for code in [1, 2] {
+            let refuse = || d.fail("cuMemHostRegister_v2", 1, code, false);
+            refuse();
+            let error = small(&device).build().unwrap_err();
+            assert_eq!(error.class(), ErrorClass::Transient, "{error}");
+            if code == 1 {
+                let text = error.to_string();
+                assert!(
+                    text.contains("could not pin these pages") && text.contains("Unpinned::Allow"),
+                    "{text}"
+                );
+                assert!(!text.contains("register_read_only"), "{text}");
+            }
+            refuse();
+            let pool = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
+            assert_eq!(pool.stats().unpinned_bytes, 2 * PAGE);
+            round_trip(&pool, &device);
+            drop(pool);
+            // The next attempt may come through.
+            round_trip(&small(&device).build().unwrap(), &device);
+        }
+        d.fail("cuMemHostRegister_v2", 1, 1, false);
+        let refused = device.register(bytes(1, 100)).unwrap_err();
+        assert_eq!(refused.error.class(), ErrorClass::Argument);
+        assert!(refused.error.to_string().contains("register_read_only"), "{}", refused.error);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+/// Places of `block` that are no rectangle, so that their copies would be a batch.
+fn scattered(memory: &pinpool::DeviceBuffer, block: usize, count: usize, len: usize) -> Vec<DeviceSlice> {
+    let place = |i: usize| (block * count + i) * 2 * len + (i * i * 64) % len;
+    (0..count).map(|i| memory.slice(place(i)..place(i) + len).unwrap()).collect()
+}
+
+/// Moves bytes in every way that names host memory. `same`: whether the device has registered memory at its address.
+fn every_way(d: &StandIn, device: &Device, same: bool) {
+    const COUNT: usize = 20;
+    const LEN: usize = 4096;
+    let pool = Pool::builder(device).capacity(16 << 20).build().unwrap();
+    // Without a ring every page goes from where it is.
+    let copier = Copier::builder(&pool, device).ring(0).build().unwrap();
+    let memory = device.alloc(4 * 2 * COUNT * LEN + LEN).unwrap();
+    let buf = filled(&pool, b"x");
+    assert_eq!(buf.device_address(device).unwrap() == buf.as_ptr().addr() as u64, same);
+    let before = calls(d, "cuMemcpyBatchAsync");
+    let places = |block| scattered(&memory, block, COUNT, LEN);
+    let sent: Vec<Vec<u8>> = (0..4).map(|block| bytes(block, COUNT * LEN)).collect();
+    let blocks = (0..4).map(|block| (filled(&pool, &sent[block]), places(block)));
+    let blocks: Vec<PinnedBuf> = copier.upload_pages(blocks.collect()).unwrap().wait().unwrap();
+    let landings = blocks.into_iter().enumerate().map(|(block, mut buf)| {
+        buf.fill(0);
+        (places(block), buf)
+    });
+    let came = copier.download_pages(landings.collect()).unwrap().wait().unwrap();
+    assert!(came.iter().zip(&sent).all(|(came, sent)| **came == **sent));
+    assert_eq!(calls(d, "cuMemcpyBatchAsync") > before, same);
+    // Staged pieces, with a ring and without, and plain copies.
+    for copier in [copier, Copier::builder(&pool, device).build().unwrap()] {
+        let pieces: Vec<(&[u8], DeviceSlice)> = sent[1].chunks(LEN).zip(places(0)).collect();
+        copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+        let mut back = vec![0; COUNT * LEN];
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            places(0).into_iter().zip(back.chunks_mut(LEN)).collect();
+        copier.download_pieces(&mut targets).unwrap();
+        assert!(back == sent[1]);
+    }
+    round_trip(&pool, device);
+}
+
+/// As under WSL2. A batch names memory by addresses alone, so none may have the host's.
+#[test]
+fn batches_never_have_addresses_that_the_device_does_not_know() {
+    on_stand_in("batches_never_have_addresses_that_the_device_does_not_know", |d| {
+        for same in [true, false] {
+            d.attribute(SAME_ADDRESS, same.into());
+            let device = Device::open("cuda:0").unwrap();
+            every_way(d, &device, same);
+            assert_eq!(device.lost(), None);
+            device.close(HANG).unwrap();
+            assert_eq!(d.report().violations, Vec::<String>::new());
+        }
+    });
+}
+
+/// The warnings of one target, counted.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == "pinpool::region" && *metadata.level() == tracing::Level::WARN
+    }
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Line(String);
+        impl tracing::field::Visit for Line {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0 += &format!("{field}={value:?} ");
+            }
+        }
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        self.0.lock().unwrap().push(line.0);
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// As on machines in confidential-computing mode.
+#[test]
+fn where_memory_cannot_be_registered_the_driver_allocates_it() {
+    on_stand_in("where_memory_cannot_be_registered_the_driver_allocates_it", |d| {
+        d.attribute(REGISTERS, 0);
+        let warnings = Warnings::default();
+        tracing::subscriber::set_global_default(warnings.clone()).unwrap();
+        let device = Device::open("cuda:0").unwrap();
+        // What grows later falls back as what is there at the start does.
+        for initial in [0, 2 * PAGE, 7 * PAGE] {
+            let pool = small(&device).initial(initial).reserve("own", PAGE).build().unwrap();
+            round_trip(&pool, &device);
+            let all: Vec<PinnedBuf> =
+                (0..3).map(|_| pool.checkout_timeout(2 * PAGE - 4096, HANG).unwrap()).collect();
+            assert!(all.iter().all(PinnedBuf::is_pinned));
+            let stats = pool.stats();
+            assert_eq!((stats.unpinned_bytes, stats.pinned_bytes > 6 * PAGE), (0, true), "{stats:?}");
+            drop(all);
+            pool.check().unwrap();
+            pool.trim(0);
+            drop(pool);
+        }
+        // The driver was asked once, and the program told once.
+        assert_eq!(calls(d, "cuMemHostRegister_v2"), 1);
+        let said = warnings.0.lock().unwrap().clone();
+        assert!(said.len() == 1 && said[0].contains("Backing::HostAlloc"), "{said:?}");
+        // A backing that was chosen is not changed, and the error says what to choose.
+        for policy in [Unpinned::Refuse, Unpinned::Allow] {
+            let chosen = small(&device).backing(Backing::Registered).unpinned(policy).build().unwrap_err();
+            assert!(
+                matches!(&chosen, Error::Unsupported(text) if text.contains("Backing::HostAlloc")),
+                "{chosen}"
+            );
+        }
+        let refused = device.register(bytes(1, 100)).unwrap_err();
+        assert!(refused.error.to_string().contains("Backing::HostAlloc"), "{}", refused.error);
+        assert!(refused.memory.is_some());
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
