@@ -318,7 +318,8 @@ pub enum Error {
     )]
     Internal(&'static str),
     /// The deadline passed before the wait was over. The field has the time waited, and where a pool was waited for,
-    /// what there was in the pool. The time is no less than the call was told to
+    /// what there was in the pool; of a copier's transfer ([`Copier::with_timeout`](crate::Copier::with_timeout)) how far it
+    /// had come, and what it waited for. The time is no less than the call was told to
     /// wait, except on a [stepped](crate::host) device, where a wait ends as soon as nothing can move any more. Remedy:
     /// a later deadline; where a pool was waited for, the same as for [`Exhausted`](Self::Exhausted).
     #[error("timed out after {0}")]
@@ -644,19 +645,21 @@ impl fmt::Display for Shortage {
 pub struct Waited {
     /// The time waited.
     pub time: Duration,
+    /// Of a transfer: which one, how far it had come, and what it waited for, as a text.
+    pub transfer: Option<Box<str>>,
     /// Where a pool was waited for: the pool, and what there was in it.
     pub shortage: Option<Box<Shortage>>,
 }
 
 impl Waited {
     pub(crate) fn for_memory(time: Duration, shortage: Shortage) -> Self {
-        Self { time, shortage: Some(Box::new(shortage)) }
+        Self { time, transfer: None, shortage: Some(Box::new(shortage)) }
     }
 }
 
 impl From<Duration> for Waited {
     fn from(time: Duration) -> Self {
-        Self { time, shortage: None }
+        Self { time, transfer: None, shortage: None }
     }
 }
 
@@ -700,6 +703,9 @@ impl fmt::Debug for Waited {
 impl fmt::Display for Waited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.time)?;
+        if let Some(transfer) = &self.transfer {
+            write!(f, ": {}", shown(transfer))?;
+        }
         let Some(shortage) = &self.shortage else { return Ok(()) };
         write!(f, " (capacity {}; {shortage}", amount(shortage.capacity))?;
         if let Some(growth) = &shortage.growth {
@@ -749,9 +755,7 @@ impl Error {
     /// its own alone, which began later than the time that the deadline counts from.
     pub(crate) fn waited(self, since: Instant) -> Self {
         match self {
-            Self::Timeout(Waited { shortage, .. }) => {
-                Self::Timeout(Waited { time: since.elapsed(), shortage })
-            }
+            Self::Timeout(waited) => Self::Timeout(Waited { time: since.elapsed(), ..waited }),
             other => other,
         }
     }

@@ -1,9 +1,10 @@
-//! The system calls on files: reading at an offset into uninitialised memory, reading only what the page cache has,
-//! and reading past the page cache.
+//! The system calls on files: reading at an offset into uninitialised memory, asking what the page cache has, and reading
+//! past the page cache.
 //!
-//! *What the cache has.* `preadv2` with `RWF_NOWAIT` reads bytes that are in the page cache, and stops before bytes
-//! that the disk would have to deliver. So reading and asking are one call, and the answer cannot be outdated when it
-//! is used.
+//! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore` marks them in a mapping
+//! that nobody touches. Neither has any other effect. A read that does not wait (`preadv2` with `RWF_NOWAIT`) is no
+//! question: before it answers that bytes are missing, the kernel starts to read them ahead. The kernel tells only who
+//! owns the file or may write to it: others have every page called cached by `mincore`.
 //!
 //! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
 //! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
@@ -14,15 +15,12 @@ use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 
-/// The result of [`read_cached`].
+/// How much of a range the page cache has: [`cached`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cached {
-    /// This many bytes were read; 0: the file ends here.
-    Read(usize),
-    /// The next byte is not in the page cache.
-    Missing,
-    /// The file system does not tell.
-    Unknown,
+    All,
+    Part,
+    Nothing,
 }
 
 #[cfg(target_os = "linux")]
@@ -57,28 +55,76 @@ mod linux {
         }
     }
 
-    /// Reads at an offset, only what the page cache has.
-    pub(crate) fn read_cached(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<Cached> {
-        let at = position(at)?;
-        let part = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
-        loop {
-            // SAFETY: one part, which lives for the call; the kernel writes at most its length to memory that is
-            // borrowed mutably meanwhile.
-            let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const part, 1, at, libc::RWF_NOWAIT) };
-            if let Ok(read) = usize::try_from(read) {
-                return Ok(Cached::Read(read));
-            }
-            let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::EINTR) => {}
-                Some(libc::EAGAIN) => return Ok(Cached::Missing),
-                // The file system, the kernel or a sandbox does not support the call.
-                Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EPERM) => {
-                    return Ok(Cached::Unknown);
-                }
-                _ => return Err(error),
-            }
+    /// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
+    pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
+        let page = crate::os::page_size() as u64;
+        let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
+        let (first, last) = (at / page, (end - 1) / page);
+        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
+        let counted = if is_overlay(file) { None } else { cachestat(file, at, len as u64) };
+        let cached = counted.or_else(|| mincore(file, first, last))?;
+        Some(match cached {
+            0 => Cached::Nothing,
+            cached if cached > last - first => Cached::All,
+            _ => Cached::Part,
+        })
+    }
+
+    fn is_overlay(file: &File) -> bool {
+        let mut told = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+        // SAFETY: the kernel writes the struct, for which all zeros are valid too.
+        let told = unsafe {
+            libc::fstatfs(file.as_raw_fd(), told.as_mut_ptr());
+            told.assume_init()
+        };
+        told.f_type as u64 == libc::OVERLAYFS_SUPER_MAGIC as u64
+    }
+
+    /// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file system
+    /// does not support it, or the process may not know.
+    pub(super) fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
+        /// The call's number, on all architectures that number new calls alike.
+        const CACHESTAT: libc::c_long = 451;
+        if cfg!(not(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))) {
+            return None;
         }
+        // The kernel's `cachestat_range` and `cachestat`, of which the first is the number of cached pages.
+        let (range, mut counts) = ([at, len], [0_u64; 5]);
+        // SAFETY: the kernel reads the range and writes the counts.
+        let said = unsafe {
+            libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0 as libc::c_uint)
+        };
+        (said == 0).then_some(counts[0])
+    }
+
+    /// The same of the pages from `first` to `last`. `None`: the file cannot be mapped.
+    pub(super) fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
+        /// Pages of a mapping.
+        const WINDOW: usize = 1024;
+        let page = crate::os::page_size();
+        let (mut marks, mut cached) = ([0_u8; WINDOW], 0);
+        for first in (first..=last).step_by(WINDOW) {
+            let pages = WINDOW.min((last - first + 1) as usize);
+            let at = i64::try_from(first * page as u64).ok()?;
+            // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
+            // its pages.
+            let said = unsafe {
+                let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
+                let map =
+                    libc::mmap64(std::ptr::null_mut(), pages * page, read, shared, file.as_raw_fd(), at);
+                if map == libc::MAP_FAILED {
+                    return None;
+                }
+                let said = libc::mincore(map, pages * page, marks.as_mut_ptr());
+                libc::munmap(map, pages * page);
+                said
+            };
+            if said != 0 {
+                return None;
+            }
+            cached += marks[..pages].iter().filter(|mark| **mark & 1 == 1).count() as u64;
+        }
+        Some(cached)
     }
 
     /// Writes all bytes at an offset.
@@ -133,8 +179,8 @@ mod other {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub(crate) fn read_cached(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<Cached> {
-        Ok(Cached::Unknown)
+    pub(crate) fn cached(_: &File, _: u64, _: usize) -> Option<Cached> {
+        None
     }
 
     pub(crate) fn write_all_at(_: &File, _: &[u8], _: u64) -> io::Result<()> {
@@ -179,10 +225,36 @@ mod tests {
         assert_eq!(text(&into[..5]), b"world");
         assert_eq!(read_at(&file, &mut into, 12).unwrap(), 0);
         assert!(read_at(&file, &mut into, u64::MAX).is_err());
-        match read_cached(&file, &mut into, 7).unwrap() {
-            Cached::Read(read) => assert_eq!(text(&into[..read]), &b"world"[..read]),
-            Cached::Missing | Cached::Unknown => {}
+    }
+
+    #[test]
+    fn both_questions_have_one_answer_and_no_effect() {
+        let mut file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        file.write_all(&vec![7; 300 * 4096 + 5]).unwrap();
+        let ask = |first: u64, last: u64| {
+            let asked = mincore(&file, first, last);
+            let counted = cachestat(&file, first * 4096, (last - first + 1) * 4096);
+            assert!(counted.is_none() || counted == asked, "{counted:?} {asked:?}");
+            asked
+        };
+        assert_eq!((ask(0, 300), ask(7, 7)), (Some(301), Some(1)));
+        assert_eq!(cached(&file, 5, 300 * 4096), Some(Cached::All));
+        assert_eq!(cached(&file, 300 * 4096, 3 * 4096), Some(Cached::Part), "it ends before");
+        assert_eq!((cached(&file, 400 * 4096, 1), cached(&file, 0, 0)), (Some(Cached::Nothing), None));
+        assert_eq!(cached(&file, u64::MAX, 1), None);
+        file.sync_all().unwrap();
+        // SAFETY: advice about a file that is open.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        if ask(0, 300) != Some(0) {
+            // A file system in memory.
+            return;
         }
+        for _ in 0..3 {
+            assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Nothing));
+            assert_eq!(ask(0, 300), Some(0), "what was asked for is not read ahead");
+        }
+        assert_eq!(read_at(&file, &mut [MaybeUninit::uninit(); 8], 200 * 4096).unwrap(), 8);
+        assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Part));
     }
 
     #[test]

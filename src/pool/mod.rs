@@ -667,6 +667,12 @@ impl Pool {
         WeakPool(Arc::downgrade(&self.0))
     }
 
+    /// What there is for a request that is not served, as its error. Does not try.
+    pub(crate) fn shortage(&self, request: Request<'_>) -> Error {
+        let short = |plan: RequestPlan<'_>| plan.store.central.exhausted(request.len).of_pool(self.name());
+        self.plan(&[request]).map_or_else(|error| error, short)
+    }
+
     /// Whether the pool serves the device of this context.
     pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
         self.0.main.central.config().serves.contains(&context.id())

@@ -27,7 +27,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::header::Tensor;
 use super::shared::SharedLoad;
@@ -88,6 +88,9 @@ pub struct Loader<'a> {
     given: BTreeMap<u64, u64>,
     checksums: bool,
     reading: Reading,
+    timeout: Option<Duration>,
+    /// The end of that, once the load has started.
+    deadline: Option<Instant>,
 }
 
 impl<'a> Loader<'a> {
@@ -103,6 +106,8 @@ impl<'a> Loader<'a> {
             given: BTreeMap::new(),
             checksums: false,
             reading: Reading::Auto,
+            timeout: None,
+            deadline: None,
         }
     }
 
@@ -185,6 +190,14 @@ impl<'a> Loader<'a> {
         self
     }
 
+    /// The load ends within `timeout` of its start, whatever it waits for: then the first tensor that is not on the device
+    /// is [`Error::Timeout`]. It says, as [`Copier::with_timeout`] does, how far the file had come, what was waited for, and
+    /// what happens to what is under way. Tensors that have arrived by then come out before. Default: the copier's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
     /// Starts the load. The tensors come out of the returned [`Loading`], in the order of the files (but for those that
     /// come [`first`](Self::first)); dropping it cancels the rest.
     ///
@@ -236,6 +249,7 @@ impl<'a> Loader<'a> {
 
     fn start_into(mut self, loading: &mut Loading, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<()> {
         crate::os::check_fork()?;
+        self.deadline = self.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
         }
@@ -399,7 +413,9 @@ impl<'a> Loader<'a> {
             Error::Piece { cause, .. } => *cause,
             error => error,
         };
-        part.transfer = Some(self.copier.upload_file_ranges(source, pieces).map_err(of_block)?);
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let copier = left.map_or_else(|| self.copier.clone(), |left| self.copier.with_timeout(left));
+        part.transfer = Some(copier.upload_file_ranges(source, pieces).map_err(of_block)?);
         Ok(())
     }
 
@@ -580,6 +596,12 @@ struct LoadPart {
     bytes: u64,
 }
 
+impl Drop for LoadPart {
+    fn drop(&mut self) {
+        self.transfer.iter().for_each(Transfer::cancel);
+    }
+}
+
 impl LoadPart {
     fn new(shard: &Arc<Shard>, chosen: Chosen, places: Places, bytes: u64) -> Self {
         let shard = shard.clone();
@@ -643,7 +665,8 @@ impl LoadPart {
 /// # Errors
 /// Of each item: [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the
 /// cause ([`Error::Read`] and [`Error::Shrunk`] with file and offset, [`Error::Transfer`] with the error of the pool or
-/// the device); [`Error::Cancelled`]; [`Error::Malformed`] in the place of the last tensor of a file that was
+/// the device); [`Error::Cancelled`]; [`Error::Timeout`] after the load's [deadline](Loader::timeout);
+/// [`Error::Malformed`] in the place of the last tensor of a file that was
 /// written to meanwhile, whose other tensors may then be wrong; [`Error::Forked`].
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
@@ -747,17 +770,19 @@ impl Loading {
         self.parts.iter().filter_map(|part| part.transfer.as_ref()).for_each(Transfer::cancel);
     }
 
-    /// A handle that cancels the load from another thread.
+    /// A handle that looks at the load and cancels it, for another thread.
     #[must_use]
     pub fn canceller(&self) -> LoadCanceller {
         let transfers = self.parts.iter().filter_map(|part| part.transfer.as_ref());
-        LoadCanceller { cancellers: transfers.map(Transfer::canceller).collect() }
+        let cancellers = transfers.map(Transfer::canceller).collect();
+        let (before, landed_before) = (self.done_before, self.contiguous_before);
+        LoadCanceller { cancellers, before, landed_before, total: self.total, since: self.since }
     }
 
     /// Cancels all transfers that are left, and then waits for each until the device is done with it.
     fn cancel_and_wait(&mut self) {
         self.cancel();
-        self.parts.drain(..).filter_map(|part| part.transfer).for_each(Transfer::settle);
+        self.parts.drain(..).filter_map(|mut part| part.transfer.take()).for_each(Transfer::settle);
     }
 
     /// The next tensor. The thread waits for it, or, with `cx`, the task does. The last tensor of a file comes out when
@@ -813,7 +838,13 @@ impl Loading {
         let missing = missing.map(|index| clean(part.shard.tensors[index as usize].name(), NAME).into());
         let last = last.map_err(|error| match (error, missing) {
             // Those are of the load or of the file, and not of a tensor.
-            (error @ (Error::Cancelled { .. } | Error::Malformed { .. } | Error::Forked), _) => error,
+            (
+                error @ (Error::Cancelled { .. }
+                | Error::Timeout(_)
+                | Error::Malformed { .. }
+                | Error::Forked),
+                _,
+            ) => error,
             (cause, Some(tensor)) => {
                 let (landed, total) = (self.count - self.left(), self.count);
                 Error::Tensor { tensor, landed, total, cause: cause.into() }
@@ -878,24 +909,53 @@ impl std::fmt::Debug for Loading {
     }
 }
 
-/// Cancels a load, from any thread: [`Loading::canceller`]. It keeps neither the load nor its memory alive.
+/// Looks at a load and cancels it, from any thread, also while another one waits for a tensor: [`Loading::canceller`]. It
+/// keeps neither the load nor its memory alive.
 ///
 /// ```
 /// use pinpool::safetensors::{LoadCanceller, Loading};
 ///
-/// fn cancel_later(loading: &Loading) -> std::thread::JoinHandle<()> {
-///     let canceller: LoadCanceller = loading.canceller();
-///     std::thread::spawn(move || canceller.cancel())
+/// /// Shows how far a load has come, until it is over.
+/// fn show(loading: &Loading) -> std::thread::JoinHandle<()> {
+///     let load: LoadCanceller = loading.canceller();
+///     std::thread::spawn(move || {
+///         while !load.progress().over {
+///             println!("{} of {} bytes", load.progress().done, load.progress().total);
+///             std::thread::sleep(std::time::Duration::from_millis(100));
+///         }
+///     })
 /// }
 /// ```
 #[derive(Clone, Debug)]
 pub struct LoadCanceller {
+    /// Of the files that had not ended, and the bytes of the others: all, and those before which none is missing.
     cancellers: Vec<Canceller>,
+    before: u64,
+    landed_before: u64,
+    total: u64,
+    since: Instant,
 }
 
 impl LoadCanceller {
     /// Cancels the load, like [`Loading::cancel`].
     pub fn cancel(&self) {
         self.cancellers.iter().for_each(Canceller::cancel);
+    }
+
+    /// How far the load has come, as [`Loading::progress`] says it. It is over when all of its transfers are, whether or not
+    /// their tensors have come out.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let (mut done, mut landed, mut whole, mut over) = (self.before, self.landed_before, true, true);
+        let mut elapsed = Duration::ZERO;
+        for progress in self.cancellers.iter().map(Canceller::progress) {
+            done += progress.done;
+            whole = whole && progress.done == progress.total;
+            landed += if whole { progress.total } else { 0 };
+            over = over && progress.over;
+            elapsed = elapsed.max(progress.elapsed);
+        }
+        let elapsed = if over { elapsed } else { self.since.elapsed() };
+        Progress::of(done, self.total, elapsed, landed, over)
     }
 }

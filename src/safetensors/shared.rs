@@ -5,14 +5,22 @@
 //! A load gives its tensors out in its own order, to one thread at a time. So of the threads that wait one takes the
 //! load, and asks for one tensor after the other, without a lock; the others wait until a tensor has come out. The load
 //! is put back after each tensor: the next thread goes on.
+//!
+//! A task takes the load only for as long as a poll of it takes. The load's waker is then one that wakes all tasks that
+//! wait. A task that found the load taken is woken when the load is put back, since nothing has polled for it.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::future::poll_fn;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
+
+use futures_core::Stream as _;
 
 use super::load::{LoadCanceller, Loading};
 use super::tensor::DeviceTensor;
-use crate::copy::copier::may_wait;
+use crate::copy::copier::{Progress, may_wait};
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 use crate::locks::{Condvar, Mutex};
 
 /// A load for many threads: [`Loading::share`]. Each waits for the tensors that it needs, by name, while the others are
@@ -51,13 +59,46 @@ struct SharedState {
     tensors: HashMap<Box<str>, Option<DeviceTensor>>,
     /// What the load ended with.
     ended: Option<Error>,
+    /// Tasks that wait: those that the load wakes, and those that found it taken.
+    tasks: Vec<Arc<Task>>,
+    missed: Vec<Arc<Task>>,
+}
+
+impl SharedState {
+    /// What there is of a tensor. `None`: it is to be waited for.
+    fn found(&mut self, name: &str) -> Option<Result<Option<DeviceTensor>>> {
+        match self.tensors.get(name) {
+            None => Some(Ok(None)),
+            Some(Some(_)) => Some(Ok(self.tensors.remove(name).flatten())),
+            Some(None) => self.ended.clone().map(Err),
+        }
+    }
+}
+
+/// The load's waker, for tasks. It does not keep the load, which has it.
+struct WakesTasks(Weak<Shared>);
+
+impl Wake for WakesTasks {
+    fn wake(self: Arc<Self>) {
+        let Some(shared) = self.0.upgrade() else { return };
+        let mut state = shared.state.lock();
+        let tasks = [std::mem::take(&mut state.tasks), std::mem::take(&mut state.missed)];
+        drop(state);
+        tasks.into_iter().flatten().for_each(Task::wake_shared);
+    }
 }
 
 impl SharedLoad {
     pub(super) fn new(loading: Loading) -> Self {
         let tensors = loading.names().map(|name| (name.into(), None)).collect();
         let canceller = loading.canceller();
-        let state = SharedState { loading: Some(loading), tensors, ended: None };
+        let state = SharedState {
+            loading: Some(loading),
+            tensors,
+            ended: None,
+            tasks: Vec::new(),
+            missed: Vec::new(),
+        };
         Self(Arc::new(Shared { state: Mutex::new(state), moved: Condvar::new(), canceller }))
     }
 
@@ -71,13 +112,8 @@ impl SharedLoad {
         crate::os::check_fork()?;
         let mut state = self.0.state.lock();
         loop {
-            match state.tensors.get(name) {
-                None => return Ok(None),
-                Some(Some(_)) => return Ok(state.tensors.remove(name).flatten()),
-                Some(None) => {}
-            }
-            if let Some(error) = &state.ended {
-                return Err(error.clone());
+            if let Some(found) = state.found(name) {
+                return found;
             }
             may_wait()?;
             let Some(loading) = state.loading.take() else {
@@ -85,8 +121,44 @@ impl SharedLoad {
                 continue;
             };
             drop(state);
-            Turn { shared: &self.0, loading: Some(loading) }.next();
+            let mut turn = Turn { shared: &self.0, loading: Some(loading) };
+            let next = turn.loading.as_mut().and_then(Loading::next_blocking);
+            turn.put(next);
             state = self.0.state.lock();
+        }
+    }
+
+    /// The same for a task, which is not blocked, on any runtime. A future that is dropped has taken nothing.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take), but for [`Error::Unsupported`].
+    pub async fn take_async(&self, name: &str) -> Result<Option<DeviceTensor>> {
+        poll_fn(|cx| self.poll_take(cx, name)).await
+    }
+
+    fn poll_take(&self, cx: &Context<'_>, name: &str) -> Poll<Result<Option<DeviceTensor>>> {
+        crate::os::check_fork()?;
+        // Before the lock: cloning a waker is foreign code.
+        let task = Arc::new(Task::of(cx.waker()));
+        let waker = Waker::from(Arc::new(WakesTasks(Arc::downgrade(&self.0))));
+        loop {
+            let mut state = self.0.state.lock();
+            if let Some(found) = state.found(name) {
+                return Poll::Ready(found);
+            }
+            let loading = state.loading.take();
+            let list = if loading.is_some() { &mut state.tasks } else { &mut state.missed };
+            if !list.iter().any(|other| other.will_wake(cx.waker())) {
+                list.push(task.clone());
+            }
+            drop(state);
+            let Some(mut loading) = loading else { return Poll::Pending };
+            let next = std::pin::Pin::new(&mut loading).poll_next(&mut Context::from_waker(&waker));
+            let turn = Turn { shared: &self.0, loading: Some(loading) };
+            match next {
+                Poll::Ready(next) => turn.put(next),
+                Poll::Pending => return Poll::Pending,
+            }
         }
     }
 
@@ -94,6 +166,12 @@ impl SharedLoad {
     #[must_use]
     pub fn left(&self) -> usize {
         self.0.state.lock().tensors.len()
+    }
+
+    /// How far the load has come: [`LoadCanceller::progress`]. Waits for no thread that waits for a tensor.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        self.0.canceller.progress()
     }
 
     /// Cancels the load, as [`Loading::cancel`] does.
@@ -109,9 +187,8 @@ struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// Waits for the next tensor.
-    fn next(mut self) {
-        let next = self.loading.as_mut().and_then(Loading::next_blocking);
+    /// The load has given a tensor, or has ended: whoever waits looks.
+    fn put(self, next: Option<Result<DeviceTensor>>) {
         let mut state = self.shared.state.lock();
         match next {
             Some(Ok(tensor)) => {
@@ -123,13 +200,19 @@ impl Turn<'_> {
             Some(Err(error)) => state.ended = Some(error),
             None => state.ended = Some(Error::Closed),
         }
+        let tasks = std::mem::take(&mut state.tasks);
+        state.missed.extend(tasks);
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.shared.state.lock().loading = self.loading.take();
+        let mut state = self.shared.state.lock();
+        state.loading = self.loading.take();
+        let missed = std::mem::take(&mut state.missed);
+        drop(state);
         self.shared.moved.notify_all();
+        missed.into_iter().for_each(Task::wake_shared);
     }
 }
 

@@ -24,7 +24,7 @@
 //! | `pinpool::region` | `grow` | INFO | device, bytes | pinning of memory for a pool, until all of it is pinned or the system gives no more |
 //! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's region thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
-//! | `pinpool::copier` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds, and error if it failed | a transfer of a [`Copier`](crate::Copier), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, nor have the calls for many pieces, buffers or pages |
+//! | `pinpool::copier` | `transfer` | INFO from 16 MiB, below DEBUG | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds, and error if it failed | a transfer of a [`Copier`](crate::Copier), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, nor have the calls for many pieces, buffers or pages |
 //!
 //! # Events to act on
 //!

@@ -15,6 +15,7 @@ mod strange;
 #[path = "../support/mod.rs"]
 mod support;
 mod trouble;
+mod waiting;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unused_imports, unused_macros, reason = "each executable uses a part of it")]
 
+pub mod cold;
 pub mod doubles;
 pub mod exits;
 pub mod kernels;

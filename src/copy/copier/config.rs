@@ -24,7 +24,7 @@ const SHALLOW: usize = 2;
 const MOST_DEPTH: usize = 1 << 10;
 /// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
 /// is room for a table.
-const BESIDE: usize = 3 * PAGE;
+pub(super) const BESIDE: usize = 3 * PAGE;
 /// Bytes of pinned memory and of device memory that a copier uses at most.
 const SHARE: usize = 256 << 20;
 const RING: usize = 64 << 20;

@@ -10,6 +10,7 @@ use std::io::{self, Read, Write};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use super::engine::Engine;
 use super::job::{Chunk, Cursor, Cut, Job, Needs, Progress, Work};
@@ -71,7 +72,7 @@ struct Segment {
 /// What the workers see of a feed.
 pub(super) struct Fed {
     memory: DeviceSlice,
-    /// Bytes of all chunks but the last.
+    /// Bytes of a chunk at most.
     chunk: usize,
     /// Segments that were sent, by the indices of their chunks, until a worker takes them.
     ready: Mutex<BTreeMap<usize, Segment>>,
@@ -89,9 +90,11 @@ impl Work for Fed {
         Needs::Nothing
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+    fn cut(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
         let from = cursor.at.from;
-        let bytes = self.chunk.min(usize::try_from(cursor.left).unwrap_or(usize::MAX));
+        let sent = self.ready.lock().get(&cursor.chunks).map(|segment| segment.buf.len());
+        // One that was sent is there until its chunk is prepared.
+        let bytes = sent.unwrap_or(usize::try_from(cursor.left).unwrap_or(usize::MAX));
         finish(cursor, Cut { piece: 0, from: from + bytes }, bytes, Some(usize::MAX))
     }
 
@@ -229,8 +232,7 @@ impl Feed {
             }
             let ended = self.job.ended();
             self.current = if self.chunks == ended {
-                let segments = &self.engine().segments;
-                let buf = segments.pool.checkout(segments.request())?;
+                let buf = self.engine().segments.wait(self.job.deadline).map_err(|error| self.late(error))?;
                 Some(Segment { buf, counts: false })
             } else {
                 self.try_more()?
@@ -240,6 +242,15 @@ impl Feed {
             }
         }
         Ok(())
+    }
+
+    /// The error of a wait for a segment, whose deadline is the job's.
+    fn late(&self, error: Error) -> Error {
+        if !matches!(error, Error::Timeout(_)) {
+            return error;
+        }
+        self.job.expire(|| Some(self.engine().segments.shortage()));
+        self.job.stopped_with()
     }
 
     /// The same for a task.
@@ -253,10 +264,21 @@ impl Feed {
             let ended = self.job.ended();
             if self.chunks == ended {
                 let segments = &self.copier.engine().segments;
-                let place = self.place.get_or_insert_with(|| segments.ask_pool());
-                let buf = ready!(Pin::new(place).poll(cx));
-                self.place = None;
-                self.current = Some(Segment { buf: buf?, counts: false });
+                let any = if self.place.is_none() { segments.try_any()? } else { None };
+                let buf = match any {
+                    Some(buf) => buf,
+                    None => {
+                        let timeout = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+                        let place = self.place.get_or_insert_with(|| match self.job.deadline {
+                            Some(deadline) => segments.ask_pool().timeout(timeout(deadline)),
+                            None => segments.ask_pool(),
+                        });
+                        let short = ready!(Pin::new(place).poll(cx));
+                        self.place = None;
+                        segments.or_longer(short.map_err(|error| self.late(error))?)?
+                    }
+                };
+                self.current = Some(Segment { buf, counts: false });
                 break;
             }
             // The waker first: a chunk that ends after the look wakes the task.
@@ -273,7 +295,9 @@ impl Feed {
     /// Bytes of the chunk that is being filled.
     fn chunk(&self) -> usize {
         let left = self.work.memory.len() as u64 - self.sent;
-        self.work.chunk.min(usize::try_from(left).unwrap_or(usize::MAX))
+        let room = |segment: &Segment| self.engine().segments.room(&segment.buf);
+        let room = self.current.as_ref().map_or(usize::MAX, room);
+        self.work.chunk.min(room).min(usize::try_from(left).unwrap_or(usize::MAX))
     }
 
     /// Puts bytes into the segment, and sends it when it is full. How many were taken.

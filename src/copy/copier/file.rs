@@ -1,9 +1,9 @@
 //! Files as sources and sinks.
 //!
 //! Bytes in the page cache are copied from there into a segment. All others are read past the cache straight into the
-//! segment, which starts on a page for that: so a load of a model does not push everything else out of memory. Each
-//! chunk is first read with the flag that gives only what is cached; where that stops, the rest is read past the cache.
-//! Where the file system does not know the flag, or refuses reads past the cache, ordinary reads take their place.
+//! segment, which starts on a page for that: so a load of a model does not push everything else out of memory. For each
+//! chunk the system is asked once what it has cached; of a chunk that it has in part, stretch by stretch. Where the system
+//! does not tell, or refuses reads past the cache, ordinary reads take their place.
 //!
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
 //! becomes shorter is an error with the place where it ends now.
@@ -13,7 +13,6 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::source::{Sink, read_error, write_error};
@@ -22,14 +21,12 @@ use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::locks::Mutex;
-use crate::os::file::{
-    Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
-};
+use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen, reopen_direct, write_all_at};
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
-/// Less than this is read through the cache in any case.
-const LEAST_DIRECT: usize = 256 << 10;
+/// Of a chunk that is cached in part, stretches of so many bytes are read from the cache if they are cached as a whole.
+const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].
 ///
@@ -43,12 +40,14 @@ const LEAST_DIRECT: usize = 256 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Bytes in the page cache are read from there; the rest is read past the cache.
+    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it is.
+    /// Linux tells what is cached to processes that own the file or may write to it; where it does not tell, this is
+    /// [`Buffered`](Self::Buffered).
     #[default]
     Auto,
-    /// By ordinary reads, through the page cache.
+    /// By ordinary reads, through the page cache, which has the bytes afterwards.
     Buffered,
-    /// Past the page cache (`O_DIRECT`), where the file system can.
+    /// Past the page cache (`O_DIRECT`), where the file system can; else by ordinary reads.
     Direct,
 }
 
@@ -113,8 +112,6 @@ pub struct FileSource {
     whole: u64,
     range: Range<u64>,
     reading: Reading,
-    /// The file system does not say what is cached.
-    blind: AtomicBool,
     tap: Option<Arc<dyn Tap>>,
 }
 
@@ -156,8 +153,7 @@ impl FileSource {
     }
 
     fn of(access: Access, name: String, whole: u64) -> Self {
-        let (reading, blind) = (Reading::Auto, AtomicBool::new(false));
-        Self { access, name, whole, range: 0..whole, reading, blind, tap: None }
+        Self { access, name, whole, range: 0..whole, reading: Reading::Auto, tap: None }
     }
 
     fn opened(&self) -> Result<Arc<Opened>> {
@@ -309,55 +305,48 @@ impl FileSource {
         // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
         let lead = (at % PAGE as u64) as usize;
         buf.try_resize(lead, 0)?;
-        let end = lead + len;
-        if self.reading == Reading::Auto && !self.blind.load(Ordering::Relaxed) {
-            self.fill_cached(opened, at - lead as u64, end, buf, counters)
-                .map_err(|e| self.unread(at, lead, buf, &e))?;
-        }
-        if self.reading != Reading::Buffered && end - buf.len() >= LEAST_DIRECT {
-            self.fill_direct(opened, at - lead as u64, lead, end, buf, counters);
-        }
+        let (start, end) = (at - lead as u64, lead + len);
         while buf.len() < end {
-            let (have, from) = (buf.len(), at + (buf.len() - lead) as u64);
-            let spare = &mut buf.spare_capacity_mut()[..end - have];
-            match read_at(&opened.file, spare, from) {
-                Ok(0) => return Err(self.shrunk(opened, from)),
-                Ok(read) => {
-                    Counters::add(&counters.buffered, read);
-                    advance(buf, read);
+            let (is_cached, until) = self.stretch(opened, start, buf.len(), end);
+            let is_direct = match self.reading {
+                Reading::Auto => is_cached == Some(false),
+                Reading::Buffered => false,
+                Reading::Direct => true,
+            };
+            if is_direct {
+                self.fill_direct(opened, start, lead, until, buf, counters);
+            }
+            let counter = if is_cached == Some(true) { &counters.cached } else { &counters.buffered };
+            while buf.len() < until {
+                let (have, from) = (buf.len(), start + buf.len() as u64);
+                match read_at(&opened.file, &mut buf.spare_capacity_mut()[..until - have], from) {
+                    Ok(0) => return Err(self.shrunk(opened, from)),
+                    Ok(read) => {
+                        Counters::add(counter, read);
+                        advance(buf, read);
+                    }
+                    Err(error) => return Err(read_error(&self.name, from, &error)),
                 }
-                Err(error) => return Err(self.unread(at, lead, buf, &error)),
             }
         }
         Ok(lead)
     }
 
-    /// As far as the page cache has it. `start` is the file's offset of the buffer's first byte.
-    fn fill_cached(
-        &self,
-        opened: &Opened,
-        start: u64,
-        end: usize,
-        buf: &mut PinnedBuf,
-        counters: &Counters,
-    ) -> io::Result<()> {
-        while buf.len() < end {
-            let have = buf.len();
-            let spare = &mut buf.spare_capacity_mut()[..end - have];
-            match read_cached(&opened.file, spare, start + have as u64)? {
-                Cached::Read(0) | Cached::Missing => break,
-                Cached::Read(read) => {
-                    Counters::add(&counters.cached, read);
-                    advance(buf, read);
-                }
-                Cached::Unknown => {
-                    // Relaxed: a hint.
-                    self.blind.store(true, Ordering::Relaxed);
-                    break;
-                }
-            }
+    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts
+    /// and is told. `start` is the file's offset of the buffer's first byte.
+    fn stretch(&self, opened: &Opened, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
+        let ask = |from: usize, to: usize| cached(&opened.file, start + from as u64, to - from);
+        let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
+        if told != Some(Cached::Part) {
+            return (told.map(|told| told == Cached::All), end);
         }
-        Ok(())
+        let next = |from: usize| ((from / STRETCH + 1) * STRETCH).min(end);
+        let is_cached = |from: usize| ask(from, next(from)) == Some(Cached::All);
+        let (first, mut until) = (is_cached(have), next(have));
+        while until < end && is_cached(until) == first {
+            until = next(until);
+        }
+        (Some(first), until)
     }
 
     /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
@@ -370,12 +359,8 @@ impl FileSource {
         buf: &mut PinnedBuf,
         counters: &Counters,
     ) {
-        if self.blind.load(Ordering::Relaxed) && self.reading != Reading::Direct {
-            // Most likely memory, such as tmpfs.
-            return;
-        }
         let Some(direct) = self.direct(opened, counters) else { return };
-        // Back to a page: what the cache had of it is read again.
+        // Back to a page: what is there of it is read again.
         let from = buf.len() / PAGE * PAGE;
         buf.truncate(from);
         let until = end.next_multiple_of(PAGE);
@@ -402,10 +387,6 @@ impl FileSource {
             // In a segment that is large enough this cannot fail.
             let _ = buf.try_resize(lead, 0);
         }
-    }
-
-    fn unread(&self, at: u64, lead: usize, buf: &PinnedBuf, error: &io::Error) -> Error {
-        read_error(&self.name, at + buf.len().saturating_sub(lead) as u64, error)
     }
 
     fn shrunk(&self, opened: &Opened, end: u64) -> Error {

@@ -14,7 +14,8 @@
 //!
 //! Pushes of several callers can be one job: a *shared* one. None of these callers can cancel it.
 //!
-//! A job has one lock. No other lock of the crate is taken under it, but a lane's when a chunk of pushes is taken.
+//! A job has one lock. No other lock of the crate is taken under it, but a lane's when a chunk of pushes is taken, and a
+//! feed's when one of its chunks is.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -26,12 +27,14 @@ use std::time::{Duration, Instant};
 use super::config::Priority;
 use super::packing::{Content, Packing};
 use super::trace::Trace;
+use crate::amount::Amount;
 use crate::device::memory::Allocation;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Waited};
 use crate::foreign::Task;
 use crate::stream::timeline::{Quarantined, Retain};
 use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
+use crate::timer::Planned;
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -117,9 +120,9 @@ pub(super) trait Work: Send + Sync {
         Needs::Segment
     }
 
-    /// Cuts the next chunk, for a worker that has a segment or not, and moves the cursor behind it. Called under the
-    /// job's lock: runs no foreign code.
-    fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk;
+    /// Cuts the next chunk, for a worker whose segment has room for so many bytes, or that has none, and moves the cursor
+    /// behind it. Called under the job's lock: runs no foreign code.
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk;
 
     /// Lays a chunk out, and fills it if it is on its way to the device. `job`: its own job.
     ///
@@ -273,6 +276,8 @@ pub(super) struct Plan {
     pub(super) fed: bool,
     /// Its span, if that has begun.
     pub(super) trace: Option<Trace>,
+    /// How long it may take.
+    pub(super) timeout: Option<Duration>,
 }
 
 /// See the module's page.
@@ -285,6 +290,7 @@ pub(super) struct Job {
     pub(super) may_block: bool,
     pub(super) is_pulled: bool,
     pub(super) is_shared: bool,
+    pub(super) deadline: Option<Instant>,
     since: Instant,
     body: Body,
     state: Mutex<JobState>,
@@ -317,6 +323,10 @@ struct JobState {
     /// The error of the first chunk that failed, by its place.
     error: Option<(usize, Error)>,
     cancelled: bool,
+    /// Its deadline has passed: the error, unless all has arrived nevertheless.
+    late: Option<Error>,
+    /// What the timer does at the deadline.
+    alarm: Option<Planned>,
     /// Closed before the job counts as over. Taken by the thread that ends the job.
     trace: Option<Trace>,
     ending: bool,
@@ -329,7 +339,7 @@ struct JobState {
 
 impl JobState {
     fn is_stopped(&self) -> bool {
-        self.error.is_some() || self.cancelled
+        self.error.is_some() || self.cancelled || self.late.is_some()
     }
 
     fn may_take(&self) -> bool {
@@ -372,8 +382,8 @@ impl Told {
 
 impl Job {
     pub(super) fn new(plan: Plan, body: Body) -> Arc<Self> {
-        let Plan { direction, priority, total, name, memories, fed, spans: _, trace } = plan;
-        let left = if fed { 0 } else { total };
+        let Plan { direction, priority, total, name, memories, fed, spans: _, trace, timeout } = plan;
+        let (since, left) = (Instant::now(), if fed { 0 } else { total });
         let (may_block, is_pulled, is_shared) = {
             let work = body.work();
             // SAFETY: a lender waits from here on.
@@ -395,7 +405,8 @@ impl Job {
             may_block,
             is_pulled,
             is_shared,
-            since: Instant::now(),
+            deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
+            since,
             body,
             state: Mutex::new(state),
             last: Arc::default(),
@@ -431,9 +442,9 @@ impl Job {
         state.may_take().then(|| unsafe { self.work() }.needs(&state.cursor))
     }
 
-    /// Takes the next chunk, for a worker that has a segment or not, and has seen that the chunk needs this. Its taker
-    /// prepares it.
-    pub(super) fn take(&self, has_segment: bool, seen: Needs) -> Option<Chunk> {
+    /// Takes the next chunk, for a worker whose segment has so much room, or that has none, and has seen that the chunk
+    /// needs this. Its taker prepares it.
+    pub(super) fn take(&self, room: Option<usize>, seen: Needs) -> Option<Chunk> {
         let mut state = self.state.lock();
         if !state.may_take() {
             return None;
@@ -442,10 +453,10 @@ impl Job {
         let work = unsafe { self.work() };
         // Another worker may have taken the chunk that this one has looked at, and have left one that does need a segment.
         let needs = work.needs(&state.cursor);
-        if !has_segment && needs != Needs::Nothing && needs != seen {
+        if room.is_none() && needs != Needs::Nothing && needs != seen {
             return None;
         }
-        let chunk = work.cut(&mut state.cursor, has_segment);
+        let chunk = work.cut(&mut state.cursor, room);
         if self.is_shared {
             // Known now.
             state.total = state.cursor.cut;
@@ -528,6 +539,60 @@ impl Job {
         }
     }
 
+    /// Has the job end at its deadline. `short`: what its pool lacks for a segment.
+    pub(super) fn end_in_time(self: &Arc<Self>, short: impl FnOnce() -> Option<Error> + Send + 'static) {
+        let (Some(deadline), job) = (self.deadline, Arc::downgrade(self)) else { return };
+        let alarm = crate::timer::at_time(deadline, move || {
+            if let Some(job) = job.upgrade() {
+                job.expire(short);
+            }
+        });
+        let mut state = self.state.lock();
+        if state.over.is_none() {
+            state.alarm = alarm;
+            return;
+        }
+        drop(state);
+        alarm.into_iter().for_each(crate::timer::cancel);
+    }
+
+    /// The deadline has passed: no further chunk is taken. Chunks under way go on to their end.
+    pub(super) fn expire(&self, short: impl FnOnce() -> Option<Error>) {
+        let state = self.state.lock();
+        if state.over.is_some() || state.is_stopped() {
+            return;
+        }
+        let is_idle = state.active == 0 && !state.held;
+        let what = match &*state {
+            JobState { held: true, .. } => "earlier transfers that use the same device memory",
+            JobState { preparing: 1.., .. } if self.may_block => {
+                "what is read, a call of which has not returned"
+            }
+            JobState { active: 1.., .. } => "chunks that are under way",
+            JobState { open: true, .. } => "further bytes of its caller, or a segment for them",
+            _ => "a segment of the pool, or the transfers before it",
+        };
+        let (done, total) = (state.done, state.total);
+        drop(state);
+        let name = self.name.as_deref().unwrap_or("pieces");
+        let transfer = format!(
+            "{} of {} of {name} had arrived, and the transfer waited for {what}",
+            Amount(done),
+            Amount(total)
+        );
+        // The pool's lock is taken, so without this one.
+        let shortage = match if is_idle { short() } else { None } {
+            Some(Error::Exhausted { shortage, .. }) => shortage,
+            _ => None,
+        };
+        let waited = Waited { transfer: Some(transfer.into()), shortage, ..self.since.elapsed().into() };
+        let mut state = self.state.lock();
+        if state.over.is_none() {
+            state.late = Some(Error::Timeout(waited));
+            self.settle(state);
+        }
+    }
+
     // --- fed jobs ----------------------------------------------------------------------------------------------------
 
     /// The caller has brought so many bytes more. `false`: the job has stopped, and no worker takes them.
@@ -571,9 +636,11 @@ impl Job {
             state.over = Some(self.since.elapsed());
             let _ = self.last.set(self.progress_of(&state));
         }
-        let after = if state.over.is_some() { state.after.take() } else { None };
+        let is_over = state.over.is_some();
+        let (after, alarm) = if is_over { (state.after.take(), state.alarm.take()) } else { (None, None) };
         let told = state.told();
         drop(state);
+        alarm.into_iter().for_each(crate::timer::cancel);
         if let Some(after) = after {
             after();
         }
@@ -629,6 +696,9 @@ impl Job {
     fn how(&self, state: &JobState) -> Result<()> {
         match &state.error {
             Some((_, error)) => Err(error.clone()),
+            None if state.done < state.total && state.late.is_some() => {
+                Err(state.late.clone().unwrap_or(Error::Closed))
+            }
             None if state.done < state.total => {
                 let what = self.name.as_deref().unwrap_or("pieces").to_owned();
                 Err(Error::Cancelled { what, done: state.done, total: state.total })

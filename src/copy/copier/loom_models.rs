@@ -146,7 +146,7 @@ impl Memory {
 }
 
 impl Work for Memory {
-    fn cut(&self, cursor: &mut Cursor, _has_segment: bool) -> Chunk {
+    fn cut(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
         let end = Cut { piece: cursor.at.piece + 1, from: 0 };
         finish(cursor, end, 1, None)
     }
@@ -169,7 +169,7 @@ impl Work for Memory {
 
 fn plan(direction: Direction, total: u64) -> Plan {
     let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
-    Plan { direction, priority, total, name, memories, spans, fed: false, trace: None }
+    Plan { direction, priority, total, name, memories, spans, fed: false, trace: None, timeout: None }
 }
 
 /// A job of two chunks, and a worker that takes what it finds of it.
@@ -179,7 +179,7 @@ fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread:
     let job = Job::new(plan(direction, 2), body);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
-        while let Some(chunk) = worker.take(false, Needs::Nothing) {
+        while let Some(chunk) = worker.take(None, Needs::Nothing) {
             step();
             // SAFETY: the chunk was taken and has not ended.
             let touch = || unsafe { worker.work() }.drain(&chunk, &[]);
@@ -355,7 +355,7 @@ impl Work for Combined {
         Needs::Nothing
     }
 
-    fn cut(&self, cursor: &mut Cursor, _has_segment: bool) -> Chunk {
+    fn cut(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
         let chunk = self.lane.close(self.number).expect("a chunk is closed once");
         self.going.begin(Priority::Bulk);
         cursor.left = chunk.len() as u64;
@@ -423,7 +423,7 @@ impl Pushing {
     }
 
     fn take(&self, job: &Job, copying: impl FnOnce()) {
-        let Some(chunk) = job.take(false, Needs::Nothing) else { return };
+        let Some(chunk) = job.take(None, Needs::Nothing) else { return };
         job.prepared();
         if self.found.lock().len() == 2 {
             self.both.notify();

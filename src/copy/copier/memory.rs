@@ -174,7 +174,8 @@ impl Copier {
     /// What is known of a transfer before it starts.
     pub(super) fn plan(&self, direction: Direction, survey: Survey, name: Option<Cow<'static, str>>) -> Plan {
         let Survey { bytes: total, memories, spans, .. } = survey;
-        Plan { direction, priority: self.priority, total, name, memories, spans, fed: false, trace: None }
+        let (priority, fed, trace) = (self.priority, false, None);
+        Plan { direction, priority, total, name, memories, spans, fed, trace, timeout: self.timeout }
     }
 
     /// Runs a job of work that the caller lends, until `until` holds. The calling thread helps.
@@ -206,6 +207,8 @@ impl Copier {
         if !spans.is_empty() {
             self.engine().order(&job, spans);
         }
+        let engine = Arc::downgrade(self.engine());
+        job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
         job
     }
 

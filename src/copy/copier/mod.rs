@@ -60,6 +60,15 @@
 //! any stream after the end was seen finds the bytes there. The same holds for [a part](Transfer::wait_landed) that was
 //! seen to have arrived.
 //!
+//! # A pool that others hold
+//!
+//! A copier with segments goes on with those while the pool has no more, and few short ones. One without any takes the longest free range that
+//! there is, with chunks as short as that, down to 4 KiB; and where there is none, it waits in the pool's queue like any
+//! other request, and goes on with the first 20 KiB that come back in one piece. So it needs no long range where others
+//! have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB: free segments between those
+//! that somebody holds, in a run of one size, are none. Beside a cache that holds the whole pool for good, a transfer waits
+//! for good, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
+//!
 //! # Priorities
 //!
 //! Bulk transfers leave room for others: at most [`depth`](CopierBuilder::depth) of their copies are in flight in each
@@ -125,6 +134,7 @@ mod way;
 mod worker;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use self::collect::Collect;
 pub use self::config::{CopierBuilder, Priority};
@@ -194,6 +204,7 @@ pub(crate) fn may_wait() -> Result<()> {
 pub struct Copier {
     handle: Arc<Handle>,
     priority: Priority,
+    timeout: Option<Duration>,
 }
 
 /// What keeps the threads from ending.
@@ -251,7 +262,7 @@ impl Copier {
     }
 
     fn start(engine: Arc<Engine>) -> Self {
-        Self { handle: Arc::new(Handle(engine)), priority: Priority::Bulk }
+        Self { handle: Arc::new(Handle(engine)), priority: Priority::Bulk, timeout: None }
     }
 
     fn engine(&self) -> &Arc<Engine> {
@@ -261,7 +272,42 @@ impl Copier {
     /// A handle to the same copier whose transfers have this priority. The first handle's have [`Priority::Bulk`].
     #[must_use]
     pub fn with_priority(&self, priority: Priority) -> Self {
-        Self { handle: self.handle.clone(), priority }
+        Self { priority, ..self.clone() }
+    }
+
+    /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait for:
+    /// memory of the pool, earlier transfers, the rate, a source. The first handle's have no deadline.
+    ///
+    /// At the deadline no further chunk is begun, and the transfer ends with [`Error::Timeout`](crate::Error::Timeout),
+    /// whose text says how far it had come and what it waited for. Chunks that are under way come first, since a copy that
+    /// a device has begun cannot be called back: so what was lent is safe when the call, or the wait for the handle, is
+    /// over, and all memory is back. A source or sink that does not return, or a device that hangs, keeps the transfer
+    /// until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends
+    /// well. What is on the device after the error is undefined, but for the bytes before [`Progress::landed_to`].
+    ///
+    /// Slices of up to 64 KiB that go by a single call of the driver, and pushes, have no deadline.
+    ///
+    /// ```
+    /// # use pinpool::{Copier, Device, Error, Pool, Unpinned};
+    /// # use std::time::Duration;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+    /// let copier = Copier::builder(&pool, &device).build()?;
+    /// let memory = device.alloc(4 << 20)?;
+    /// let request = copier.with_timeout(Duration::from_millis(20));
+    /// # pool.wait_pinned(None)?;
+    /// # let tier: Vec<_> = std::iter::from_fn(|| pool.try_checkout(4000).ok()).collect();
+    /// // Others hold the whole pool, and give nothing back.
+    /// match request.upload_slice(&vec![7; 4 << 20], &memory) {
+    ///     Err(Error::Timeout(waited)) => println!("timed out after {waited}"),
+    ///     other => panic!("{other:?}"),
+    /// }
+    /// # drop(tier);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self.clone() }
     }
 
     /// For copies of your own on streams of your own, which the copier does not know of: while the guard is held, bulk

@@ -196,8 +196,8 @@ impl<S: Side> Work for Paged<S> {
         Needs::Nothing
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        self.pages.cut(self.ramp.next(cursor), cursor)
+    fn cut(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
+        self.pages.cut(self.ramp.next(cursor, None), cursor)
     }
 
     fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {

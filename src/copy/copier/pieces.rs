@@ -58,12 +58,12 @@ impl Ramp {
         Self { most, least: least.max(most / 4), hands: 1 }
     }
 
-    /// Bytes of the next chunk's segment that are used.
-    pub(super) fn next(&self, cursor: &Cursor) -> usize {
+    /// Bytes of the next chunk's segment that are used, where it has so much room.
+    pub(super) fn next(&self, cursor: &Cursor, room: Option<usize>) -> usize {
         let Self { most, least, hands } = *self;
         let growing = least + (most - least) / hands * cursor.chunks.min(hands);
         let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
-        even.clamp(least, growing.min(most).max(least))
+        even.clamp(least, growing.min(most).max(least)).min(room.unwrap_or(usize::MAX))
     }
 }
 
@@ -238,8 +238,8 @@ impl<F: Fn(usize) -> Piece> Borrowed<F> {
 }
 
 impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        let most = self.ramp.next(cursor);
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        let most = self.ramp.next(cursor, room);
         cut(self.count, &self.get, |_| true, anywhere, most, cursor)
     }
 
@@ -529,10 +529,10 @@ impl<S: Side> Work for Buffers<S> {
         }
     }
 
-    fn cut(&self, cursor: &mut Cursor, has_segment: bool) -> Chunk {
-        let most = self.ramp.next(cursor);
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        let most = self.ramp.next(cursor, room);
         let needs = self.needs(cursor);
-        if has_segment && needs != Needs::Nothing {
+        if room.is_some() && needs != Needs::Nothing {
             let (get, fits) = (|n: usize| self.pieces[n], |piece: &Piece| !self.stays(piece));
             return cut(self.pieces.len(), get, fits, anywhere, most, cursor);
         }
@@ -595,7 +595,7 @@ mod tests {
         let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };
         let mut lens = Vec::new();
         while cursor.left > 0 {
-            lens.push(ramp.next(&cursor).min(cursor.left as usize));
+            lens.push(ramp.next(&cursor, None).min(cursor.left as usize));
             cursor.chunks += 1;
             cursor.left -= lens.last().map_or(0, |len| *len as u64);
         }

@@ -326,7 +326,7 @@ impl Work for Pushed {
         Needs::Nothing
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+    fn cut(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
         let Place { priority, lane, number } = self.place;
         let filling = self.pushes.lanes[priority as usize][lane].close(number);
         let bytes = filling.as_ref().map_or(0, |filling| filling.bytes);
@@ -468,8 +468,8 @@ impl Copier {
                 Some(job) if waits => _ = engine.wait(&job, Instant::now().checked_add(AGAIN), Job::is_over),
                 Some(_) => return Err(segments.exhausted()),
                 // As a feed's first segment: the lane waits in the pool's queue, since it has none of its own to wait for.
-                None if waits => return Ok((segments.pool.checkout(segments.request())?, false)),
-                None => return Ok((segments.pool.try_checkout(segments.request())?, false)),
+                None if waits => return Ok((segments.pool.checkout(segments.full())?, false)),
+                None => return Ok((segments.pool.try_checkout(segments.full())?, false)),
             }
         }
     }
@@ -502,6 +502,7 @@ impl Copier {
             spans: Vec::new(),
             fed: false,
             trace: None,
+            timeout: None,
         };
         let job = self.job(plan, Body::Owned(work.clone()));
         let weak = Arc::downgrade(engine);

@@ -131,8 +131,8 @@ impl Ranges {
         Chunk { at: self.offset(chunk.start), landed_to: self.landed_to(chunk.end), ..chunk }
     }
 
-    fn cut(&self, cursor: &mut Cursor) -> Chunk {
-        let bytes = self.ramp.next(cursor);
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        let bytes = self.ramp.next(cursor, room);
         // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
         let on_page = |n: usize, end: usize| {
             let at = self.pieces[n].at;
@@ -196,8 +196,8 @@ impl<S: Source> Work for FromSource<S> {
         unsafe { self.source.get() }.is_ok_and(|source| source.may_block(KEY))
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        self.ranges.cut(cursor)
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        self.ranges.cut(cursor, room)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -235,8 +235,8 @@ impl<S: Sink> Work for ToSink<S> {
         unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(KEY))
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        self.ranges.cut(cursor)
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        self.ranges.cut(cursor, room)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -275,8 +275,8 @@ impl Work for Pulled {
         true
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
-        self.0.cut(cursor)
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+        self.0.cut(cursor, room)
     }
 
     fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
@@ -323,10 +323,10 @@ impl Work for FromFile {
         true
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: bool) -> Chunk {
+    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
         let (start, pieces) = (cursor.at, &self.ranges.pieces);
         let at = self.ranges.offset(start);
-        let len = (self.ranges.ramp.next(cursor) / PAGE * PAGE).max(PAGE) as u64;
+        let len = (self.ranges.ramp.next(cursor, room) / PAGE * PAGE).max(PAGE) as u64;
         // The next chunk starts on a page.
         let most = (at - at % PAGE as u64).saturating_add(len);
         let (mut cut, mut end, mut bytes) = (start, at, 0);

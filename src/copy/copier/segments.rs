@@ -8,22 +8,30 @@
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
 //! Otherwise it asks again from time to time.
+//!
+//! Where the pool is cut up by buffers that others hold for long, it may never have a range of a segment's length again.
+//! So a copier without any segment takes the longest range that there is, and waits for the shortest that is of use
+//! ([`LEAST`]). One with segments takes a short one at each such time: what has them may be blocked. A chunk is no longer
+//! than its segment has room for. A short segment returns to the pool behind its chunk: the next one is to be longer, if it
+//! can.
 
 use std::future::Future as _;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::config::{Priority, Settings};
+use super::config::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::device::handle::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shortage};
 use crate::locks::Mutex;
 use crate::pool::{Checkout, Pool, Request};
 use crate::segment::PAGE;
 
 /// After the pool had none, it is asked again when so much time has passed.
 const RETRY: Duration = Duration::from_millis(1);
+/// Bytes of a segment at least: the chunk has a page.
+const LEAST: usize = PAGE + BESIDE;
 
 /// How many of so many segments transfers of a priority use.
 pub(super) fn usable(segments: usize, priority: Priority) -> usize {
@@ -60,8 +68,18 @@ impl Segments {
         Self { pool, device, len, most, state: Mutex::default() }
     }
 
-    pub(super) fn request(&self) -> Request<'_> {
-        Request::new(self.len).align(PAGE).near(&self.device)
+    fn request(&self, len: usize) -> Request<'_> {
+        Request::new(len).align(PAGE).near(&self.device)
+    }
+
+    /// A segment that is not short.
+    pub(super) fn full(&self) -> Request<'_> {
+        self.request(self.len)
+    }
+
+    /// Bytes that a chunk may have in this segment.
+    pub(super) fn room(&self, segment: &PinnedBuf) -> usize {
+        segment.capacity().min(self.len) - BESIDE
     }
 
     /// How many are in use.
@@ -111,21 +129,25 @@ impl Segments {
     fn ask(&self, asked: Option<Checkout>, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut asked = match asked {
             Some(asked) => asked,
-            None => match self.pool.try_checkout(self.request()) {
-                Err(Error::Exhausted { .. }) => {
+            None => match self.pool.try_checkout(self.full()) {
+                Err(Error::Exhausted { shortage, .. }) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
-                    if !waits || state.used > 1 || state.waiting.is_some() {
+                    let is_busy = !waits || state.used > 1 || state.waiting.is_some();
+                    if is_busy {
                         state.retry = Instant::now().checked_add(RETRY);
-                        return Ok(None);
                     }
                     drop(state);
+                    let short = if waits { self.shorter(shortage.as_deref(), LEAST)? } else { None };
+                    if is_busy || short.is_some() {
+                        return Ok(short);
+                    }
                     self.ask_pool()
                 }
                 got => return got.map(Some),
             },
         };
-        let got = look(&mut asked);
+        let got = self.look(&mut asked);
         if matches!(got, Ok(None)) {
             let before = self.state.lock().waiting.replace(asked);
             drop(before);
@@ -133,14 +155,73 @@ impl Segments {
         got
     }
 
+    /// The longest segment that the pool had when it was short, if that is no shorter than `least`.
+    fn shorter(&self, shortage: Option<&Shortage>, least: usize) -> Result<Option<PinnedBuf>> {
+        // A segment of whole pages, with its header.
+        let len = shortage.map_or(0, |shortage| shortage.largest.min(self.len)).saturating_sub(32);
+        if len < least {
+            return Ok(None);
+        }
+        match self.pool.try_checkout(self.request(len)) {
+            Err(Error::Exhausted { .. }) => Ok(None),
+            got => got.map(Some),
+        }
+    }
+
+    /// A segment of any length, if the pool has one now.
+    pub(super) fn try_any(&self) -> Result<Option<PinnedBuf>> {
+        self.longest(LEAST)
+    }
+
+    /// The longest segment that the pool has now and that is no shorter than `least`.
+    fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
+        match self.pool.try_checkout(self.full()) {
+            Err(Error::Exhausted { shortage, .. }) => self.shorter(shortage.as_deref(), least),
+            got => got.map(Some),
+        }
+    }
+
+    /// What was waited for has come, and is as short as can be: a longer one, if there is any by now.
+    pub(super) fn or_longer(&self, short: PinnedBuf) -> Result<PinnedBuf> {
+        Ok(self.longest(short.capacity() + PAGE)?.unwrap_or(short))
+    }
+
+    /// Whether what was asked for has come. No task is woken when it does: workers ask while there is work.
+    pub(super) fn look(&self, asked: &mut Checkout) -> Result<Option<PinnedBuf>> {
+        match Pin::new(asked).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(got) => self.or_longer(got?).map(Some),
+            Poll::Pending => Ok(None),
+        }
+    }
+
     /// There is none now.
     pub(super) fn exhausted(&self) -> Error {
         Error::Exhausted { len: self.len, capacity: self.pool.room().0, growth: None, shortage: None }
     }
 
-    /// Waits in the pool's queue for a segment that does not count.
+    /// Waits in the pool's queue for the shortest segment. What comes is to be exchanged: [`or_longer`](Self::or_longer).
     pub(super) fn ask_pool(&self) -> Checkout {
-        self.pool.checkout_async(self.request()).unbounded()
+        self.pool.checkout_async(self.request(LEAST)).unbounded()
+    }
+
+    /// Waits for a segment that does not count.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> Result<PinnedBuf> {
+        if let Some(buf) = self.try_any()? {
+            return Ok(buf);
+        }
+        let request = self.request(LEAST);
+        let short = match deadline {
+            None => self.pool.checkout(request),
+            Some(deadline) => {
+                self.pool.checkout_timeout(request, deadline.saturating_duration_since(Instant::now()))
+            }
+        };
+        self.or_longer(short?)
+    }
+
+    /// What the pool lacks for a segment, as the error of a request.
+    pub(super) fn shortage(&self) -> Error {
+        self.pool.shortage(self.request(LEAST))
     }
 
     /// No chunk uses it any more.
@@ -148,7 +229,12 @@ impl Segments {
         buf.clear();
         let mut state = self.state.lock();
         state.used -= 1;
-        state.free.push(buf);
+        if buf.capacity() >= self.len {
+            state.free.push(buf);
+            return;
+        }
+        drop(state);
+        drop(buf);
     }
 
     /// One that was in use has returned to the pool by itself, or will.
@@ -162,14 +248,6 @@ impl Segments {
         let left = (std::mem::take(&mut state.free), state.waiting.take());
         drop(state);
         drop(left);
-    }
-}
-
-/// Whether what was asked for has come. No task is woken when it does: workers ask while there is work.
-pub(super) fn look(asked: &mut Checkout) -> Result<Option<PinnedBuf>> {
-    match Pin::new(asked).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(got) => got.map(Some),
-        Poll::Pending => Ok(None),
     }
 }
 

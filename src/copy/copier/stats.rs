@@ -31,8 +31,8 @@ pub struct CopierStats {
     pub cached_bytes: u64,
     /// Bytes of files that were read past the page cache.
     pub direct_bytes: u64,
-    /// Bytes of files that were read in the ordinary way, because the file system does not tell what is cached, or
-    /// refuses reads past the cache, or there were too few bytes for that.
+    /// Bytes of files that were read in the ordinary way: that was asked for, or the system does not tell what is cached,
+    /// or refuses reads past the cache.
     pub buffered_bytes: u64,
     /// Files that could not be opened for reading past the cache, or failed to be read so.
     pub direct_refused: u64,

@@ -4,6 +4,9 @@
 //! ends the transfer fills it in and closes it, before any waiter hears of the end. The span is never entered: workers
 //! move the chunks of many transfers by turns, and a chunk is too small for a span. Subscribers are foreign code, so they
 //! are called under no lock.
+//!
+//! A server that answers each request with a transfer would fill its log with their spans: those of less than [`LARGE`]
+//! are for debugging.
 
 use std::time::Duration;
 
@@ -14,6 +17,19 @@ use super::job::Direction;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::foreign::{self, Span};
+
+/// Bytes from which a transfer's span is an INFO one.
+const LARGE: u64 = 16 << 20;
+
+/// Makes the span at a level.
+macro_rules! transfer {
+    ($level:ident, $($field:ident),*) => {
+        foreign::span!(
+            $level, target: "pinpool::copier", "transfer", $($field,)*
+            outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
+        )
+    };
+}
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
 #[derive(Clone, Debug)]
@@ -36,10 +52,10 @@ impl Trace {
             Priority::Foreground => "foreground",
         };
         let what = &*clean(what, TEXT);
-        Self(foreign::span!(
-            INFO, target: "pinpool::copier", "transfer", device, direction, priority, bytes, what,
-            outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
-        ))
+        Self(match bytes {
+            LARGE.. => transfer!(INFO, device, direction, priority, bytes, what),
+            _ => transfer!(DEBUG, device, direction, priority, bytes, what),
+        })
     }
 
     /// It is over, after so many bytes.

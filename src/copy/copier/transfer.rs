@@ -81,7 +81,8 @@ impl<T> Transfer<T> {
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of
-    /// [`Error::Transfer`] where a source, sink or slice is copied; [`Error::Cancelled`] after a [`cancel`](Self::cancel)
+    /// [`Error::Transfer`] where a source, sink or slice is copied; [`Error::Timeout`] after the transfer's deadline
+    /// ([`Copier::with_timeout`]); [`Error::Cancelled`] after a [`cancel`](Self::cancel)
     /// that came in time; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), where the
     /// wait could never end: the transfer goes on then; [`Error::Forked`].
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {

@@ -33,7 +33,6 @@ use super::lent::Lent;
 use super::packing::{Content, Host, Packed, Packing, transfer};
 use super::ring::{IDLE, Slot, Take};
 use super::scheduler::{Takes as _, Woken};
-use super::segments::look;
 use super::spreader::Entry;
 use super::stats::Counters;
 use super::way::Way;
@@ -369,7 +368,8 @@ impl<'a> Worker<'a> {
         if segment.is_none() && (needs == Needs::Segment || is_better) {
             return false;
         }
-        match (job.take(segment.is_some(), needs), segment) {
+        let room = segment.as_ref().map(|(buf, _)| self.engine.segments.room(buf));
+        match (job.take(room, needs), segment) {
             (Some(chunk), segment) => self.prepare(job, chunk, segment),
             (None, segment) => {
                 match segment {
@@ -398,9 +398,13 @@ impl<'a> Worker<'a> {
         if self.owned.iter().any(|owned| !owned.counts) {
             return Ok(segments.take_more(job.priority)?.map(|buf| (buf, true)));
         }
-        let got = look(self.place.get_or_insert_with(|| segments.ask_pool()));
-        if !matches!(got, Ok(None)) {
-            self.place = None;
+        let got = match &mut self.place {
+            Some(place) => segments.look(place),
+            None => segments.try_any(),
+        };
+        match got {
+            Ok(None) => _ = self.place.get_or_insert_with(|| segments.ask_pool()),
+            _ => self.place = None,
         }
         Ok(got?.map(|buf| (buf, false)))
     }

@@ -8,7 +8,7 @@ use pinpool::Error;
 use pinpool::copier::{FileSink, FileSource, Piece, Reading};
 
 use super::{Rig, pattern};
-use crate::support::skip;
+use crate::support::{cold, own_process, skip};
 
 #[test]
 fn files_go_up_in_every_way_of_reading() {
@@ -286,5 +286,103 @@ fn a_target_can_be_waited_for_until_it_is_on_the_disk() {
         Error::Write { what, offset: 7, .. } => assert_eq!(what, "null"),
         other => panic!("{other}"),
     }
+    rig.all_is_back();
+}
+
+/// A file on a disk that says how much of it is read. `None`: there is none here.
+fn disk_file(bytes: &[u8]) -> Option<tempfile::NamedTempFile> {
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(bytes).unwrap();
+    if cold::counts(file.as_file(), file.path()) {
+        return Some(file);
+    }
+    skip!("what is read below {} is not counted, or not past the page cache", env!("CARGO_TARGET_TMPDIR"));
+    None
+}
+
+/// What else is read meanwhile: what the file system itself looks up.
+const BESIDE: u64 = 256 << 10;
+
+#[test]
+fn a_cold_file_is_read_once_and_only_buffered_reading_fills_the_page_cache() {
+    own_process!();
+    let rig = Rig::plain();
+    let copier = rig.builder().chunk(1 << 20).share(8 << 20).build().unwrap();
+    let bytes = pattern((24 << 20) + 1234, 9);
+    let Some(file) = disk_file(&bytes) else { return };
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let load = |reading| {
+        let before = (cold::read_bytes(), copier.stats());
+        let source = FileSource::open(file.path()).unwrap().reading(reading);
+        copier.upload_file(source, &memory).unwrap().wait().unwrap();
+        let (read, stats) = (cold::read_bytes() - before.0, copier.stats());
+        assert!(copier.download_vec(&memory).unwrap() == bytes, "{reading:?}");
+        (read, stats.cached_bytes - before.1.cached_bytes, stats.direct_bytes - before.1.direct_bytes)
+    };
+    let (len, pages) = (bytes.len() as u64, bytes.len().div_ceil(4096));
+    for reading in [Reading::Auto, Reading::Direct] {
+        let (read, cached, direct) = load(reading);
+        assert!(read <= len + BESIDE, "{reading:?}: {read} bytes of {len} were read");
+        assert_eq!((cached, direct, cold::cached_pages(file.as_file())), (0, len, 0), "{reading:?}");
+    }
+    let (read, ..) = load(Reading::Buffered);
+    assert!(read <= len + BESIDE, "{read} bytes of {len} were read");
+    assert_eq!(cold::cached_pages(file.as_file()), pages);
+    // What the cache has is read from there, also before it is on the disk.
+    assert_eq!(load(Reading::Auto), (0, len, 0));
+    file.as_file().set_len(0).unwrap();
+    std::fs::write(file.path(), &bytes).unwrap();
+    let (read, cached, direct) = load(Reading::Auto);
+    assert!(read <= BESIDE, "{read} bytes were read");
+    assert_eq!((cached, direct), (len, 0));
+    rig.all_is_back();
+}
+
+#[test]
+fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache() {
+    own_process!();
+    let rig = Rig::plain();
+    let copier = rig.builder().chunk(4 << 20).share(15 << 20).build().unwrap();
+    let bytes = pattern(24 << 20, 10);
+    let Some(file) = disk_file(&bytes) else { return };
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    // Whole chunks of it, and a part of one.
+    std::os::unix::fs::FileExt::read_exact_at(file.as_file(), &mut vec![0; 10 << 20], 5 << 20).unwrap();
+    let warm = cold::cached_pages(file.as_file());
+    let before = cold::read_bytes();
+    let source = FileSource::open(file.path()).unwrap();
+    copier.upload_file(source, &memory).unwrap().wait().unwrap();
+    let (read, stats) = (cold::read_bytes() - before, copier.stats());
+    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert_eq!(cold::cached_pages(file.as_file()), warm);
+    let cold_bytes = bytes.len() as u64 - (warm * 4096) as u64;
+    assert!(
+        read <= cold_bytes + (1 << 20),
+        "{read} bytes were read, {cold_bytes} were not cached: {stats:?}"
+    );
+    assert_eq!(stats.cached_bytes + stats.direct_bytes, bytes.len() as u64, "{stats:?}");
+    rig.all_is_back();
+}
+
+#[test]
+fn short_ranges_of_a_cold_file_are_read_alone() {
+    own_process!();
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern(24 << 20, 11);
+    let Some(file) = disk_file(&bytes) else { return };
+    // As the small tensors of a large checkpoint lie.
+    let (len, count) = (5000, 24);
+    let memory = rig.device.alloc(len * count).unwrap();
+    let place = |n: usize| (n << 20) + 70_001;
+    let piece = |n: usize| Piece::new(place(n) as u64, memory.slice(n * len..(n + 1) * len).unwrap());
+    let before = cold::read_bytes();
+    let source = FileSource::open(file.path()).unwrap();
+    copier.upload_file_ranges(source, (0..count).map(piece).collect()).unwrap().wait().unwrap();
+    let read = cold::read_bytes() - before;
+    assert!(read <= (count * (len + 2 * 4096)) as u64 + BESIDE, "{read} bytes were read for {}", len * count);
+    assert_eq!(cold::cached_pages(file.as_file()), 0);
+    let expected: Vec<u8> = (0..count).flat_map(|n| bytes[place(n)..place(n) + len].to_vec()).collect();
+    assert!(copier.download_vec(&memory).unwrap() == expected);
     rig.all_is_back();
 }

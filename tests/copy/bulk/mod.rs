@@ -7,6 +7,7 @@ mod feeds;
 mod files;
 mod manners;
 mod memory;
+mod scarce;
 mod shapes;
 mod trouble;
 mod waiting;

@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use std::io;
 use std::time::{Duration, Instant};
 
+use pinpool::Error;
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::host::HostConfig;
-use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
 
@@ -36,12 +36,6 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::yield_now();
     }
-}
-
-/// All that the pool has left. A worker that found no chunk for a segment may return it shortly after a transfer has
-/// ended: a test that counts on an empty pool calls `all_is_back` first.
-fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
-    std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect()
 }
 
 #[test]
@@ -77,7 +71,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     copier.upload_slice(&bytes, &memory[0]).unwrap();
     rig.all_is_back();
-    let all = all_of(&rig);
+    let all = rig.emptied();
     let first = copier.download_collect(&memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
     let second = copier.upload(bytes.clone(), &memory[1]).unwrap();
@@ -90,7 +84,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
     // A worker in the queue, and a task that waits.
     rig.all_is_back();
-    let all = all_of(&rig);
+    let all = rig.emptied();
     let first = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
     let mut feed = copier.feed(&memory[1]).unwrap();
@@ -121,7 +115,7 @@ fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back
     let mut feed = copier.feed(&memory[1]).unwrap();
     feed.push_blocking(&bytes[..10]).unwrap();
     for upload in [false, true] {
-        let all = all_of(&rig);
+        let all = rig.emptied();
         let third = rig.device.alloc(200_000).unwrap();
         let waits: Box<dyn FnOnce() -> bool> = if upload {
             let load = copier.upload(bytes.clone(), &third).unwrap();
@@ -152,7 +146,7 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
             rig.all_is_back();
             let mut pinned = rig.pool.checkout(200_000).unwrap();
             pinned.try_extend_from_slice(&bytes).unwrap();
-            let all = all_of(&rig);
+            let all = rig.emptied();
             let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             let (download, upload) = match up {
                 false => {
@@ -223,7 +217,7 @@ fn who_waits_for_the_pool_keeps_his_place() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
     let copier = rig.builder().threads(2).build().unwrap();
     let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
-    let all = all_of(&rig);
+    let all = rig.emptied();
     let load = copier.upload(bytes.clone(), &memory).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
     // Longer than a waiter waits at a time.
@@ -302,7 +296,7 @@ fn a_task_is_looked_after_while_all_workers_are_busy() {
         let (told, hears) = std::sync::mpsc::channel::<()>();
         let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
-        let all = all_of(&rig);
+        let all = rig.emptied();
         let mut feed = copier.feed(&memory[1]).unwrap();
         // The watcher sleeps.
         std::thread::sleep(Duration::from_millis(50));
@@ -338,7 +332,7 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
-    let all: Vec<PinnedBuf> = std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect();
+    let all = rig.emptied();
     let wire = copier.upload_pinned(pinned.unwrap(), &place).unwrap();
     let mut feed = copier.feed(&memory[1]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
@@ -368,7 +362,7 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
     let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
     let mut feed = copier.feed(&memory[0]).unwrap();
     feed.push_blocking(&[7; 1000]).unwrap();
-    let all = all_of(&rig);
+    let all = rig.emptied();
     let busy = copier.download_collect(&memory[1]).unwrap();
     let (done, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -399,7 +393,7 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     // The only worker, with a segment.
     let slow = copier.upload(Told(64 << 10, hears), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
-    let all = all_of(&rig);
+    let all = rig.emptied();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {

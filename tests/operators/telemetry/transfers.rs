@@ -33,7 +33,7 @@ fn ended(fields: &[&str]) -> Record {
     let [span] = &found[..] else { panic!("{} transfers: {found:#?}", found.len()) };
     let mut names = [&BEGUN[..], fields].concat();
     names.sort_unstable();
-    assert_eq!((span.level, span.names()), (Level::INFO, names));
+    assert_eq!((span.level, span.names()), (Level::DEBUG, names));
     assert!(span.closed, "{span:?}");
     assert_eq!((span.field("device"), span.field("bytes")), ("host:0", "1048576"));
     assert!(span.field("seconds").parse::<f64>().unwrap() >= 0.0, "{span:?}");
@@ -60,6 +60,22 @@ fn what_came_through() {
     assert!(back.iter().all(|byte| *byte == 7));
     let span = ended(&["copied_bytes", "outcome", "seconds"]);
     assert_eq!((span.field("direction"), span.field("priority")), ("download", "foreground"));
+}
+
+/// A server logs at INFO: what it moves for each request is no news, and a load is.
+#[test]
+fn only_a_large_transfer_is_told_at_info() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let memory = bench.device.alloc(16 << 20).unwrap();
+    let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
+    for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
+        clear();
+        copier.download_vec(memory.slice(..len)).unwrap();
+        let found = spans("pinpool::copier", "transfer");
+        assert_eq!(found.iter().map(|span| span.level).collect::<Vec<_>>(), [level], "{len}");
+    }
 }
 
 /// Gives some of its bytes, and then none.

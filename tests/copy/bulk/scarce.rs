@@ -1,0 +1,351 @@
+//! Transfers by a pool that others hold: what is free in shorter pieces than a chunk is used, and a deadline ends what
+//! finds none.
+
+use std::borrow::Cow;
+use std::io::{self, Write};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use pinpool::copier::{FileSink, FileSource, Fill, Source};
+use pinpool::host::HostConfig;
+use pinpool::{Copier, DeviceBuffer, Error, PinnedBuf, Request, Waited};
+
+use super::{Rig, block_on, pattern};
+
+/// Longer than anything takes.
+const HANG: Duration = Duration::from_secs(20);
+const PAGE: usize = 4096;
+const CHUNK: usize = 256 << 10;
+const BYTES: usize = (1 << 20) + 77;
+
+/// A copier of chunks that are longer than the pieces below.
+fn copier(rig: &Rig) -> Copier {
+    rig.builder().chunk(CHUNK).share(2 << 20).build().unwrap()
+}
+
+/// All memory of a pool, in buffers that lie side by side, so that each that is given back is a piece of its own.
+fn taken(rig: &Rig, pages: usize) -> Vec<PinnedBuf> {
+    let of = |pages: usize| {
+        let request = Request::new(pages * PAGE - 32).align(PAGE).long_lived();
+        std::iter::from_fn(move || rig.pool.try_checkout(request).ok())
+    };
+    let mut all: Vec<PinnedBuf> = of(pages).collect();
+    all.extend(of(1));
+    assert_eq!(rig.pool.stats().free_bytes, 0);
+    all
+}
+
+type Form = fn(&Copier, &DeviceBuffer, &[u8]) -> Result<(), Error>;
+
+/// Each kind of call, which puts the bytes there or gets them back.
+const FORMS: [(&str, Form); 11] = [
+    ("upload_slice", |copier, memory, bytes| copier.upload_slice(bytes, memory)),
+    ("upload", |copier, memory, bytes| Ok(drop(copier.upload(bytes.to_vec(), memory)?.wait()?))),
+    ("upload in a task", |copier, memory, bytes| Ok(drop(block_on(copier.upload(bytes.to_vec(), memory)?)?))),
+    ("upload_pieces", |copier, memory, bytes| {
+        let (most, rest) = bytes.split_at(BYTES / 1000 * 1000);
+        let mut pieces = vec![(rest, memory.slice(most.len()..)?)];
+        for (n, piece) in most.chunks(1000).enumerate() {
+            pieces.push((piece, memory.slice(n * 1000..)?));
+        }
+        Ok(copier.upload_pieces(&pieces)?.wait()?)
+    }),
+    ("upload_file", |copier, memory, bytes| {
+        let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        file.write_all(bytes).unwrap();
+        file.as_file().sync_all().unwrap();
+        Ok(drop(copier.upload_file(FileSource::open(file.path())?, memory)?.wait()?))
+    }),
+    ("upload_read", |copier, memory, bytes| copier.upload_read(&mut &bytes[..], memory).map(drop)),
+    ("a feed in a task", |copier, memory, bytes| {
+        let mut feed = copier.feed(memory)?;
+        block_on(feed.push(bytes))?;
+        block_on(feed.finish()).map(drop)
+    }),
+    ("download_slice", |copier, memory, bytes| {
+        let mut back = vec![0; BYTES];
+        copier.download_slice(memory, &mut back).map(|()| assert!(back == bytes))
+    }),
+    ("download_pieces", |copier, memory, bytes| {
+        let mut back = vec![0; BYTES];
+        let mut pieces = Vec::new();
+        for (n, piece) in back.chunks_mut(1000).enumerate() {
+            pieces.push((memory.slice(n * 1000..n * 1000 + piece.len())?, piece));
+        }
+        copier.download_pieces(&mut pieces).map(|()| assert!(back == bytes))
+    }),
+    ("download_write", |copier, memory, bytes| {
+        let mut back = Vec::new();
+        copier.download_write(memory, &mut back).map(|_| assert!(back == bytes))
+    }),
+    ("download", |copier, memory, bytes| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out");
+        copier.download(memory, FileSink::create(&path)?)?.wait()?;
+        assert!(std::fs::read(path).unwrap() == bytes);
+        Ok(())
+    }),
+];
+
+/// Runs every form, one after the other, and looks at how it ended. A form that does not end ends the test.
+fn every_form(rig: &Rig, copier: &Copier, ended: fn(&str, Result<(), Error>)) {
+    let bytes = pattern(BYTES, 1);
+    let memory = rig.device.alloc(BYTES).unwrap();
+    let stream = rig.device.stream().unwrap();
+    stream.upload_blocking(&bytes, &memory).unwrap();
+    std::thread::scope(|scope| {
+        for (name, form) in FORMS {
+            let (done, is_done) = mpsc::channel::<()>();
+            let (stream, copier, memory, bytes) = (&stream, &copier, &memory, &bytes);
+            scope.spawn(move || {
+                if !name.starts_with("download") {
+                    stream.upload_blocking(&vec![0; BYTES], memory).unwrap();
+                }
+                let said = form(copier, memory, bytes);
+                // Without the copier, which is what is tested.
+                let mut back = vec![0; BYTES];
+                stream.download_blocking(memory, &mut back).unwrap();
+                assert!(said.is_err() || back == *bytes, "{name}");
+                ended(name, said);
+                stream.upload_blocking(bytes, memory).unwrap();
+                drop(done);
+            });
+            if is_done.recv_timeout(HANG) == Err(mpsc::RecvTimeoutError::Timeout) {
+                // The scope would wait for it.
+                eprintln!("{name} does not end: {:?}", rig.pool.stats());
+                std::process::abort();
+            }
+        }
+    });
+}
+
+fn all_forms_end(rig: &Rig, copier: &Copier) {
+    every_form(rig, copier, |name, said| said.unwrap_or_else(|error| panic!("{name}: {error}")));
+}
+
+#[test]
+fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    for pages in [5, 16, 50] {
+        let mut all = taken(&rig, pages);
+        // Every third of them is free.
+        let mut number = 0;
+        all.retain(|_| {
+            number += 1;
+            number % 3 > 0
+        });
+        let stats = rig.pool.stats();
+        assert!(stats.largest_free_bytes < CHUNK && stats.free_bytes > 1 << 20, "{stats:?}");
+        all_forms_end(&rig, &copier);
+        drop(all);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn one_short_piece_that_comes_back_moves_every_transfer() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    let mut all = taken(&rig, 16);
+    let piece = all.swap_remove(all.len() / 2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // The first form waits in the pool's queue by then.
+            while rig.pool.stats().waiting == 0 {
+                std::thread::yield_now();
+            }
+            drop(piece);
+        });
+        all_forms_end(&rig, &copier);
+    });
+    drop(all);
+    rig.all_is_back();
+}
+
+/// When the pool has long pieces again, chunks are long again: short ones cost speed.
+#[test]
+fn a_copier_that_has_used_short_pieces_goes_back_to_long_ones() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    let bytes = pattern(8 << 20, 2);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let chunks = |copier: &Copier| {
+        let before = copier.stats().chunks;
+        copier.upload_slice(&bytes, &memory).unwrap();
+        copier.stats().chunks - before
+    };
+    let usual = chunks(&copier);
+    let mut all = taken(&rig, 16);
+    all.swap_remove(all.len() / 2);
+    assert!(chunks(&copier) > 3 * usual);
+    drop(all);
+    assert!(chunks(&copier) < 2 * usual);
+    rig.all_is_back();
+}
+
+/// What is blocked has a segment, so the copier is not without any.
+#[test]
+fn a_blocked_source_keeps_no_other_transfer_from_short_pieces() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    let memory = rig.device.alloc(BYTES).unwrap();
+    let mut all = taken(&rig, 16);
+    let pieces = all.len() / 2;
+    drop((all.swap_remove(pieces), all.swap_remove(pieces / 2)));
+    // A single chunk.
+    let (tell, _, source) = Told::new(1000);
+    let blocked = copier.upload(source, &memory).unwrap();
+    let since = Instant::now();
+    while rig.pool.stats().free_bytes > 16 * PAGE {
+        assert!(since.elapsed() < HANG, "it has no segment");
+        std::thread::yield_now();
+    }
+    all_forms_end(&rig, &copier);
+    drop(tell);
+    blocked.wait().unwrap();
+    drop(all);
+    rig.all_is_back();
+}
+
+// --- deadlines -------------------------------------------------------------------------------------------------------
+
+const SOON: Duration = Duration::from_millis(30);
+
+/// The error of a transfer whose deadline has passed.
+fn late(said: Result<(), Error>) -> Waited {
+    match said {
+        Err(Error::Timeout(waited)) => {
+            assert!(waited.time >= SOON, "{waited}");
+            waited
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_deadline_ends_every_transfer_that_finds_no_memory() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    let all = taken(&rig, 16);
+    every_form(&rig, &copier.with_timeout(SOON), |name, said| {
+        let waited = late(said);
+        let text = waited.to_string();
+        let shortage = waited.shortage.expect("it says what there was in the pool");
+        assert_eq!((shortage.free, shortage.largest), (0, 0), "{name}: {text}");
+        for word in ["of 1.0 MiB of", "a segment", &shortage.pool] {
+            assert!(text.contains(word), "{name}: {text} lacks {word}");
+        }
+    });
+    assert_eq!(rig.pool.stats().waiting, 0, "its place in the queue is given up");
+    drop(all);
+    // Nothing is lost, and a deadline that does not pass changes nothing.
+    rig.all_is_back();
+    all_forms_end(&rig, &copier.with_timeout(10 * HANG));
+    rig.all_is_back();
+}
+
+/// Gives bytes when it is told to, and says when it is dropped.
+#[derive(Debug)]
+struct Told(Mutex<mpsc::Receiver<()>>, usize, #[allow(dead_code, reason = "kept")] Arc<()>);
+
+impl Told {
+    fn new(len: usize) -> (mpsc::Sender<()>, Weak<()>, Self) {
+        let ((tell, told), kept) = (mpsc::channel(), Arc::new(()));
+        (tell, Arc::downgrade(&kept), Self(Mutex::new(told), len, kept))
+    }
+}
+
+impl Source for Told {
+    fn len(&self) -> u64 {
+        self.1 as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "what is told".into()
+    }
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        // An error: the test is over.
+        let _ = self.0.lock().unwrap().recv();
+        into.push(&vec![1; into.remaining()]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_deadline_says_what_was_waited_for() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(2).build().unwrap();
+    let in_time = copier.with_timeout(SOON);
+    let memory = [(); 2].map(|()| rig.device.alloc(BYTES).unwrap());
+    let (tell, _, source) = Told::new(BYTES);
+    let first = copier.upload(source, &memory[0]).unwrap();
+    // Behind another transfer.
+    let waited = late(in_time.upload_slice(&vec![2; BYTES], &memory[0]));
+    assert!(waited.to_string().contains("earlier transfers that use the same device memory"), "{waited}");
+    assert_eq!(waited.shortage, None);
+    // The rate.
+    copier.set_rate(Some(1));
+    let waited = late(in_time.upload_slice(&vec![2; BYTES], &memory[1]));
+    assert!(waited.to_string().contains("bytes in memory"), "{waited}");
+    copier.set_rate(None);
+    drop(tell);
+    first.wait().unwrap();
+    // A source that does not return is waited for: it is lent, and has its place in a segment.
+    let (tell, _, source) = Told::new(BYTES);
+    let slow = in_time.upload(source, &memory[1]).unwrap();
+    let refused = slow.wait_timeout(5 * SOON).unwrap_err();
+    let slow = refused.buffer.expect("it is not over");
+    drop(tell);
+    let refused = slow.wait().unwrap_err();
+    assert!(refused.buffer.is_some(), "the source comes back");
+    let waited = late(Err(refused.error));
+    assert!(waited.to_string().contains("what is told had arrived"), "{waited}");
+    assert!(waited.to_string().contains("a call of which has not returned"), "{waited}");
+    rig.all_is_back();
+}
+
+#[test]
+fn a_deadline_ends_what_nobody_waits_for() {
+    let rig = Rig::new(HostConfig::new(), 4 << 20);
+    let copier = copier(&rig);
+    let memory = rig.device.alloc(BYTES).unwrap();
+    let all = taken(&rig, 16);
+    let (_tell, alive, source) = Told::new(BYTES);
+    drop(copier.with_timeout(SOON).upload(source, &memory).unwrap());
+    let since = Instant::now();
+    while alive.strong_count() > 0 {
+        assert!(since.elapsed() < HANG, "it has its source still");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(since.elapsed() >= SOON / 2);
+    // What waits behind it goes on.
+    drop(all);
+    copier.upload_slice(&vec![3; BYTES], &memory).unwrap();
+    rig.all_is_back();
+}
+
+/// What the device has begun cannot be called back.
+#[test]
+fn chunks_under_way_at_the_deadline_are_waited_for() {
+    let slow = HostConfig::new().late(Duration::from_millis(100), 11);
+    let rig = Rig::new(slow, 16 << 20);
+    let copier = rig.builder().depth(1).build().unwrap();
+    let memory = rig.device.alloc(BYTES).unwrap();
+    let begun = late(copier.with_timeout(SOON).upload_slice(&vec![1; BYTES], &memory));
+    assert!(begun.to_string().contains("under way"), "{begun}");
+    let stats = rig.pool.stats();
+    assert_eq!(stats.in_flight_bytes, 0, "when the call returns: {stats:?}");
+    rig.all_is_back();
+    // The last chunk is on its way when the deadline passes, and all bytes arrive.
+    let stream = rig.device.stream().unwrap();
+    copier
+        .with_timeout(SOON)
+        .upload_pieces(&[(&[7; 4096], memory.slice(..).unwrap())])
+        .unwrap()
+        .wait()
+        .unwrap();
+    let mut back = vec![0; 4096];
+    stream.download_blocking(memory.slice(..4096), &mut back).unwrap();
+    assert_eq!(back, [7; 4096]);
+}
