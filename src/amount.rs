@@ -18,6 +18,26 @@ pub fn amount(bytes: usize) -> Amount {
     Amount(bytes as u64)
 }
 
+/// Displays the first number of bytes, which a message sets beside the second one.
+pub struct Beside(pub u64, pub u64);
+
+/// A number of bytes as a message shows it that sets it beside `other`: byte by byte where the two differ and would
+/// read alike.
+pub fn beside(bytes: usize, other: usize) -> Beside {
+    Beside(bytes as u64, other as u64)
+}
+
+impl Display for Beside {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self(bytes, other) = *self;
+        // In the larger one's unit, and to the decimal that a rounded amount has.
+        let one = 1_u64 << (10 * (bytes.max(other).max(1).ilog2() / 10));
+        let tenths = |n: u64| (n as f64 / one as f64 * 10.0).round();
+        let alike = bytes != other && tenths(bytes) == tenths(other);
+        if alike { write!(f, "{bytes} bytes") } else { Amount(bytes).fmt(f) }
+    }
+}
+
 impl Display for Amount {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let bytes = self.0;
@@ -34,7 +54,7 @@ impl Display for Amount {
 
 #[cfg(test)]
 mod tests {
-    use super::Amount;
+    use super::{Amount, beside};
 
     #[test]
     fn whole_units_are_exact_and_others_say_that_they_are_not() {
@@ -55,5 +75,16 @@ mod tests {
         ] {
             assert_eq!(Amount(bytes).to_string(), text, "{bytes}");
         }
+    }
+
+    #[test]
+    fn amounts_that_would_read_alike_are_told_in_bytes() {
+        let shown = |a, b| [beside(a, b).to_string(), beside(b, a).to_string()];
+        assert_eq!(shown(1 << 20, (1 << 20) - 32), ["1048576 bytes", "1048544 bytes"]);
+        assert_eq!(shown(5_000_000, 5_000_001), ["5000000 bytes", "5000001 bytes"]);
+        assert_eq!(shown(1 << 20, 1 << 20), ["1 MiB", "1 MiB"]);
+        assert_eq!(shown(1 << 20, 2 << 20), ["1 MiB", "2 MiB"]);
+        assert_eq!(shown(0, 4096), ["0 bytes", "4 KiB"]);
+        assert_eq!(shown(5_000_000, 1 << 40), ["4.8 MiB", "1 TiB"]);
     }
 }

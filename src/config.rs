@@ -7,7 +7,7 @@
 //! An option is a field of `PoolBuilder`, its default in `new`, a setter with documentation, a line in `plan`, and a
 //! field of `PoolPlan`.
 
-use crate::amount::amount;
+use crate::amount::{amount, beside};
 use crate::arena::MAX_EXTENT;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -259,8 +259,8 @@ impl PoolBuilder {
         if capacity == 0 {
             return wrong(format!(
                 "a capacity of {} is less than one page ({})",
-                amount(self.capacity),
-                amount(page)
+                beside(self.capacity, page),
+                beside(page, self.capacity)
             ));
         }
         let mut left = capacity;

@@ -344,8 +344,10 @@ impl CudarcStream {
 
     /// The length, in bytes, of a slice of this stream's context.
     fn bytes<T>(&self, slice: &impl DeviceSlice<T>) -> Result<usize> {
-        if slice.stream().context().cu_ctx() != self.theirs.context().cu_ctx() {
-            return Err(Error::WrongDevice { device: self.ours.device().name().into() });
+        let context = slice.stream().context();
+        if context.cu_ctx() != self.theirs.context().cu_ctx() {
+            let of = format!("cuda:{}", context.ordinal());
+            return Err(Error::wrong_memory(&of, self.ours.device().name()));
         }
         match slice.len() * size_of::<T>() {
             0 => Err(Error::Empty),

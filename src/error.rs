@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::amount::{Amount, amount};
+use crate::amount::{Beside, amount, beside};
 use crate::escape::text as shown;
 
 /// A result whose error is this crate's [`Error`], unless another is named.
@@ -35,7 +35,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// fn advice(error: &Error) -> &'static str {
 ///     match error.class() {
 ///         ErrorClass::Transient => "try again later",
-///         ErrorClass::DeviceLost | ErrorClass::Shutdown => "restart the process",
+///         ErrorClass::DeviceLost | ErrorClass::DriverShutdown => "restart the process",
+///         ErrorClass::Closed | ErrorClass::Cancelled => "nothing: the program ended it",
 ///         _ => "change the call",
 ///     }
 /// }
@@ -45,18 +46,24 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum ErrorClass {
     /// This call cannot succeed as it was made. Nothing was lost and nothing else is affected. The same call fails
-    /// again.
+    /// again. In a server the mistake is mostly its own and not its client's: look at the variant before the client is
+    /// told so ([`Error::TooLong`], for a length that the client chose).
     Argument,
     /// The stream is being captured into a graph, and the call cannot be part of it. Only this call is affected. It may
     /// succeed outside the capture.
     Capture,
     /// A condition that may pass: out of memory, not ready, timed out. The same call may succeed later.
     Transient,
+    /// The program has shut the pool down ([`Pool::shutdown`](crate::Pool::shutdown)). No call of that pool's succeeds
+    /// any more, and nothing is wrong with this one.
+    Closed,
+    /// The program has cancelled this transfer. Nothing is wrong, and the same transfer may be started again.
+    Cancelled,
     /// The device (or the stream, after [`Error::Internal`]) cannot be used until the process ends. Everything in
     /// flight there is quarantined, and later calls fail at once.
     DeviceLost,
     /// The driver is shutting down, since the process ends. Memory is leaked and not touched.
-    Shutdown,
+    DriverShutdown,
 }
 
 /// A driver call that failed. Part of [`Error::Device`].
@@ -92,13 +99,13 @@ impl fmt::Display for DeviceError {
         let Self { device, call, code, text, class } = self;
         write!(f, "{}: {call} failed with {code} ({})", shown(device), shown(text))?;
         match class {
-            ErrorClass::Argument => Ok(()),
+            ErrorClass::Argument | ErrorClass::Closed | ErrorClass::Cancelled => Ok(()),
             ErrorClass::Capture => write!(f, "; the stream is being captured, submit outside the capture"),
             ErrorClass::Transient => write!(f, "; the call may succeed later"),
             ErrorClass::DeviceLost => {
                 write!(f, "; the device is lost until the process ends, open another one")
             }
-            ErrorClass::Shutdown => write!(f, "; the driver is shutting down"),
+            ErrorClass::DriverShutdown => write!(f, "; the driver is shutting down"),
         }
     }
 }
@@ -188,14 +195,15 @@ pub enum AddressFault {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A buffer of length zero was asked for. Remedy: ask for at least one byte.
-    #[error("a segment of 0 bytes was asked for; ask for at least 1")]
+    /// A buffer, or device memory, of length zero was asked for. Remedy: ask for at least one byte.
+    #[error("0 bytes were asked for; ask for at least 1")]
     ZeroLength,
-    /// The length is more than any segment of this pool can have. Remedy: a larger
-    /// [capacity](crate::PoolBuilder::capacity), larger [extents](crate::PoolBuilder::extent), or several buffers.
+    /// The length is more than any segment of this pool can have. A segment takes 32 bytes more of the pool than it
+    /// gives. Remedy: a larger [capacity](crate::PoolBuilder::capacity), larger
+    /// [extents](crate::PoolBuilder::extent), or several buffers.
     #[error(
-        "{} are more than one segment can hold ({}); raise the capacity, configure larger extents, or split the request",
-        amount(*len), amount(*largest)
+        "{} are more than one segment can hold ({}; it needs 32 bytes more than it holds); raise the capacity, \
+         configure larger extents, or split the request", beside(*len, *largest), beside(*largest, *len)
     )]
     TooLong {
         /// Bytes asked for.
@@ -261,7 +269,7 @@ pub enum Error {
     /// or raise the capacity. [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error(
         "the pool has no room for {} now (capacity {}{}); wait, return buffers, or raise the capacity{}",
-        amount(*len), amount(*capacity), .shortage.as_ref().map_or_else(String::new, |s| format!("; {s}")),
+        beside(*len, *capacity), beside(*capacity, *len), .shortage.as_ref().map_or_else(String::new, |s| format!("; {s}")),
         .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
     )]
     Exhausted {
@@ -289,7 +297,7 @@ pub enum Error {
     /// Memory that was to be adopted has no whole page in it. Remedy: a larger piece, or one that starts on a page.
     #[error(
         "{} of memory to adopt have no whole page of {} in them; give a larger piece, or one that starts on a page",
-        amount(*len), amount(*page)
+        beside(*len, *page), beside(*page, *len)
     )]
     NoWholePage {
         /// Bytes to adopt.
@@ -301,7 +309,7 @@ pub enum Error {
     /// raise the capacity.
     #[error(
         "{} of memory to adopt are more than the {} that the capacity of {} has left; trim the pool, or raise the \
-         capacity", amount(*len), amount(*room), amount(*capacity)
+         capacity", beside(*len, *room), beside(*room, *len), amount(*capacity)
     )]
     OverCapacity {
         /// Bytes to adopt.
@@ -328,7 +336,7 @@ pub enum Error {
     /// quarantined bytes are in the way. Remedy: a larger capacity, or less at once.
     #[error(
         "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
-        amount(*len), amount(*capacity), of_which_quarantined(*quarantined)
+        beside(*len, *capacity), beside(*capacity, *len), of_which_quarantined(*quarantined)
     )]
     Impossible {
         /// Bytes asked for.
@@ -351,17 +359,22 @@ pub enum Error {
          opened, or start another program"
     )]
     Forked,
-    /// The buffer belongs to a pool that does not serve this device, or the device memory or the stream is another
-    /// device's. Copies between devices are not made, with or without peer access. Remedy: name the device to
-    /// [`PoolBuilder::device`](crate::PoolBuilder::device), or use memory and streams of one device together.
+    /// A buffer's pool does not serve this device, or device memory, a stream or a registered value is another
+    /// device's. Copies between devices are not made, with or without peer access. Remedy: `remedy`, which depends on
+    /// what it is.
     #[error(
-        "{} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
-         streams with those of the same device only",
-        shown(device)
+        "{what} of {} cannot be used with {}: {remedy}",
+        if of == device { format!("another opening of {}", shown(of)) } else { shown(of).to_string() }, shown(device)
     )]
     WrongDevice {
         /// The device that was to use it.
         device: String,
+        /// What cannot be used there: a pool or a buffer of one, device memory, a stream, or a registered value.
+        what: &'static str,
+        /// The device that it belongs to; for a pool, the devices that it serves, with commas.
+        of: String,
+        /// What to do instead.
+        remedy: &'static str,
     },
     /// The stream belongs to another context than the device works in. Remedy: adopt it with the device of its own
     /// context (`adopt_context` in the modules `cuda` and `acl` gives it).
@@ -443,12 +456,22 @@ pub enum Error {
         "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"
     )]
     StaleToken,
-    /// There is nothing to copy: nothing was written to the buffer, the range is empty, or a list has no entries.
-    /// Remedy: write to the buffer first (`extend_from_slice`, `assume_written` after a kernel).
-    #[error("nothing to copy: the range is empty")]
+    /// There is nothing to copy: the range is empty, or a list has no entries. Remedy: name some bytes.
+    #[error("nothing to copy: the range, or the list, is empty; name at least one byte")]
     Empty,
+    /// No byte of the buffer was written yet, so there is nothing to copy from it: a buffer has the bytes that were
+    /// written to it, and none at first. Remedy: write to it first (`extend_from_slice`, [`std::io::Write`],
+    /// `bytes::BufMut`), or say how many bytes were written by other means
+    /// ([`set_len`](crate::PinnedBuf::set_len), [`assume_written`](crate::PinnedBuf::assume_written) after a kernel).
+    #[error(
+        "no byte of the buffer was written yet, so there is nothing to copy; write to it first (extend_from_slice, Write, \
+         BufMut), or say what was written by other means (set_len, or assume_written after a kernel)"
+    )]
+    Unwritten,
     /// A range does not lie within the thing that it is a range of. Remedy: a range within `0..len`.
-    #[error("range {start}..{end} is outside of {len} bytes")]
+    #[error(
+        "range {start}..{end} {} {len} bytes", if start > end { "ends before it begins, in" } else { "is outside of" }
+    )]
     OutOfRange {
         /// First byte.
         start: usize,
@@ -570,7 +593,7 @@ pub enum Error {
     /// The transfer was cancelled before its end, and its target is incomplete. Remedy: start it again.
     #[error(
         "the transfer of {} was cancelled after {} of {}; start it again for all of it",
-        shown(what), Amount(*done), Amount(*total)
+        shown(what), Beside(*done, *total), Beside(*total, *done)
     )]
     Cancelled {
         /// The file, or the name of another source or target.
@@ -728,6 +751,36 @@ impl Error {
         self
     }
 
+    /// [`WrongDevice`](Self::WrongDevice) of a pool, or a buffer of one, that serves the devices `of`.
+    #[cold]
+    pub(crate) fn wrong_pool(what: &'static str, of: String, device: &str) -> Self {
+        let remedy = "name that device to the pool too (PoolBuilder::device), or use a pool that serves it";
+        Self::WrongDevice { device: device.to_owned(), what, of, remedy }
+    }
+
+    /// [`WrongDevice`](Self::WrongDevice) of device memory.
+    #[cold]
+    pub(crate) fn wrong_memory(of: &str, device: &str) -> Self {
+        let remedy =
+            "copy on a stream or a copier of the memory's own device; between devices, by way of the host";
+        Self::WrongDevice { device: device.to_owned(), what: "device memory", of: of.to_owned(), remedy }
+    }
+
+    /// [`WrongDevice`](Self::WrongDevice) of a stream.
+    #[cold]
+    pub(crate) fn wrong_stream(of: &str, device: &str) -> Self {
+        let remedy =
+            "only streams and transfers of one device are ordered behind each other; wait on the host";
+        Self::WrongDevice { device: device.to_owned(), what: "a stream", of: of.to_owned(), remedy }
+    }
+
+    /// [`WrongDevice`](Self::WrongDevice) of a registered value.
+    #[cold]
+    pub(crate) fn wrong_family(of: &str, device: &str) -> Self {
+        let remedy = "register the value with a device of that family (Device::register)";
+        Self::WrongDevice { device: device.to_owned(), what: "a registered value", of: of.to_owned(), remedy }
+    }
+
     /// [`TooSmall`](Self::TooSmall), unless so many bytes fit.
     #[inline]
     pub(crate) fn unless_fits(need: usize, have: usize) -> Result<()> {
@@ -769,6 +822,8 @@ impl Error {
                 cause.class()
             }
             Self::Capturing { .. } => ErrorClass::Capture,
+            Self::Closed => ErrorClass::Closed,
+            Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::Internal(_) => ErrorClass::DeviceLost,
             // Too many files are open.
             Self::Read { kind: std::io::ErrorKind::QuotaExceeded, .. }
@@ -791,7 +846,7 @@ impl Error {
     /// Whether the device cannot be used until the process ends.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
-        matches!(self.class(), ErrorClass::DeviceLost | ErrorClass::Shutdown)
+        matches!(self.class(), ErrorClass::DeviceLost | ErrorClass::DriverShutdown)
     }
 }
 
@@ -823,7 +878,7 @@ impl From<Error> for std::io::Error {
 /// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
 /// let empty = pool.checkout(4096)?; // nothing is written to it
 /// let refused = stream.upload(empty, &memory).expect_err("there is nothing to copy");
-/// assert_eq!(refused.error, Error::Empty);
+/// assert_eq!(refused.error, Error::Unwritten);
 /// let mut buf = refused.buffer.expect("the driver was not called");
 /// buf.extend_from_slice(b"hello");
 /// stream.upload(buf, &memory)?.wait()?; // `?` makes an `Error` of it, and drops the buffer

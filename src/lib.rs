@@ -56,8 +56,9 @@
 //! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
+//! | serve from tasks | [`Pool::checkout_async`]; the handles of copies are futures; `operations.md` (Async servers) lists the calls that block |
 //! | end | [`Pool::trim`], [`Pool::shutdown`]; [`Device::close`] waits until the driver has everything back. Dropping never waits, and buffers that are out stay usable |
-//! | handle errors | [`Error::class`] |
+//! | handle errors | [`Error::class`]; `examples/async_server.rs` has an HTTP status for each class |
 //! | test | [`host`], a device that can be told to be late, to fail, to hang and to die |
 //!
 //! The manual is in the folder `docs` of the repository and of the package: `operations.md` (setting up a machine,
@@ -101,6 +102,14 @@
 //! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics`; with `safetensors` |
 //!
 //! The host device is always there. Features are additive.
+//!
+//! # Public dependencies
+//!
+//! Types and traits of these crates are part of the interface. Another major version of one of them is a breaking
+//! change of this crate: `bytes` 1 ([`PinnedBuf`] is a `BufMut`, `Bytes` a source of a copier), `bytemuck` 1 (bounds of
+//! typed views), `stable_deref_trait` 1 ([`StableDeref`], a bound of what is registered or adopted); with the feature
+//! `cudarc` that crate's 0.19, with `safetensors` that crate's 0.8 (`Dtype`) and `futures-core` 0.3 (a load is a
+//! `Stream`). Spans and events go to `tracing` 0.1, metrics to the recorder of `metrics` 0.24.
 //!
 //! CUDA was tested on H200 GPUs and on a stand-in driver. Ascend was tested on a stand-in library alone, written from
 //! CANN's documentation, since no hardware was at hand; the module `acl::hardware` says how to test it there.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::PinnedBuf;
+use super::{BUFFER, PinnedBuf};
 use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
@@ -35,9 +35,9 @@ use crate::stream::timeline::{Joint, Quarantined, Resource, Retain};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
-    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; borrowed and plain memory is copied by `upload_blocking`"
+    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; a `StreamBuf` becomes a `PinnedBuf` by `wait`; borrowed and plain memory is copied by `Stream::upload_blocking`, `Copier::upload_slice` and `Copier::upload_pieces`"
 )]
-pub trait Lend: sealed::Lend {}
+pub trait Lend: sealed::Sealed {}
 
 impl Lend for PinnedBuf {}
 impl Lend for Arc<PinnedBuf> {}
@@ -46,7 +46,7 @@ impl Lend for () {}
 pub(crate) mod sealed {
     use super::{DeviceContext, Key, Resource, Result};
 
-    pub trait Lend: Sized + Send + Sync + Unpin {
+    pub trait Sealed: Sized + Send + Sync + Unpin {
         /// What is handed to the timeline.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -69,14 +69,14 @@ pub(crate) mod sealed {
         fn descriptor(&self, _: Key) -> *const u8 {
             std::ptr::null()
         }
-        /// Whether this device may use the value.
+        /// [`Error::WrongDevice`](crate::Error::WrongDevice), unless this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn serves(&self, context: &DeviceContext, _: Key) -> bool;
+        fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()>;
     }
 }
 
-impl sealed::Lend for PinnedBuf {
+impl sealed::Sealed for PinnedBuf {
     #[inline]
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
@@ -125,12 +125,12 @@ impl sealed::Lend for PinnedBuf {
 
     #[inline]
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.segment.central().config().serves.contains(&context.id())
+    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
+        self.segment.central().config().check_serves(BUFFER, context)
     }
 }
 
-impl sealed::Lend for Arc<PinnedBuf> {
+impl sealed::Sealed for Arc<PinnedBuf> {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Object(Box::new(SharedBuf(self.clone())))
@@ -139,12 +139,12 @@ impl sealed::Lend for Arc<PinnedBuf> {
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.segment.central().config().serves.contains(&context.id())
+    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
+        self.segment.central().config().check_serves(BUFFER, context)
     }
 }
 
-impl sealed::Lend for () {
+impl sealed::Sealed for () {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Object(Box::new(()))
@@ -153,8 +153,8 @@ impl sealed::Lend for () {
         &[]
     }
     #[allow(private_interfaces)]
-    fn serves(&self, _: &DeviceContext, _: Key) -> bool {
-        true
+    fn check_serves(&self, _: &DeviceContext, _: Key) -> Result<()> {
+        Ok(())
     }
 }
 

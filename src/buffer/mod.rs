@@ -58,6 +58,9 @@ pub use registered::Registered;
 pub use stream::StreamBuf;
 pub use unpinned::{HostBuf, UnpinnedBuf};
 
+/// What [`Error::WrongDevice`](crate::Error::WrongDevice) calls a buffer.
+const BUFFER: &str = "a buffer from a pool";
+
 /// A host-ready buffer of page-locked memory: the CPU alone uses it, no device work is outstanding.
 ///
 /// It has a fixed capacity, exactly the length that was asked for, and starts out empty, like a `bytes::BytesMut`. Only
@@ -83,6 +86,24 @@ pub use unpinned::{HostBuf, UnpinnedBuf};
 /// buf.try_extend_from(&[1.0_f32, 2.0])?;
 /// assert_eq!(buf.view::<f32>()?, [1.0, 2.0]);
 /// assert!(buf.try_resize(1001, 0).is_err());
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+///
+/// The body of an HTTP answer is made of it without a copy. The buffer returns to the pool when the server has sent the
+/// body and drops it:
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let mut buf = pool.checkout(1000)?;
+/// buf.extend_from_slice(b"answer");
+/// let body = bytes::Bytes::from_owner(buf); // bytes 1.9 or later
+/// let rest = body.slice(2..);
+/// drop(body);
+/// assert!(*rest == *b"swer" && pool.stats().checked_out_bytes > 0);
+/// drop(rest);
+/// assert_eq!(pool.stats().checked_out_bytes, 0);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub struct PinnedBuf {
@@ -213,9 +234,7 @@ impl PinnedBuf {
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let (context, central) = (device.context(), self.segment.central());
         crate::os::check_fork()?;
-        if !central.config().serves.contains(&context.id()) {
-            return Err(Error::WrongDevice { device: device.name().into() });
-        }
+        central.config().check_serves(BUFFER, context)?;
         context.alive()?;
         let at = self.segment.base();
         if central.is_managed(at) {
@@ -433,7 +452,7 @@ unsafe impl BufMut for PinnedBuf {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::sealed::Lend;
+    use super::sealed::Sealed;
     use crate::sealed::KEY;
     use crate::{Device, Pool, Unpinned};
 

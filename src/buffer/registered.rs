@@ -246,9 +246,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
         crate::os::check_fork()?;
-        if !self.is_for(context) {
-            return Err(Error::WrongDevice { device: device.name().into() });
-        }
+        self.check_family(context)?;
         context.alive()?;
         context.noting(context.driver().device_address(self.0.range.base))
     }
@@ -274,9 +272,13 @@ impl<T: Send + Sync + 'static> Registered<T> {
         }
     }
 
-    /// Whether the device of this context may use it: registered memory serves all devices of a family.
-    fn is_for(&self, context: &DeviceContext) -> bool {
-        context.driver().family() == self.0.context.driver().family()
+    /// [`Error::WrongDevice`], unless the device of this context may use it: registered memory serves all devices of a
+    /// family.
+    fn check_family(&self, context: &DeviceContext) -> Result<()> {
+        if context.driver().family() == self.0.context.driver().family() {
+            return Ok(());
+        }
+        Err(Error::wrong_family(self.0.context.name(), context.name()))
     }
 }
 
@@ -358,7 +360,7 @@ impl<S> fmt::Debug for RegisteredShare<S> {
 impl<T> Lend for Registered<T> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
 impl<T> Lend for Arc<Registered<T>> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
 
-impl<T> sealed::Lend for Registered<T>
+impl<T> sealed::Sealed for Registered<T>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
@@ -370,12 +372,12 @@ where
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.is_for(context)
+    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
+        self.check_family(context)
     }
 }
 
-impl<T> sealed::Lend for Arc<Registered<T>>
+impl<T> sealed::Sealed for Arc<Registered<T>>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
@@ -387,7 +389,7 @@ where
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.is_for(context)
+    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
+        self.check_family(context)
     }
 }

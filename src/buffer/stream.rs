@@ -29,6 +29,7 @@ use crate::stream::timeline::{Resource, Timeline};
 /// }
 /// # Ok::<(), pinpool::Error>(())
 /// ```
+#[must_use = "a copy of its stream takes it; dropped, it goes back to where it was"]
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
     kind: Readiness,

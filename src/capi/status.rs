@@ -61,8 +61,8 @@ impl Fault {
             Self::Of(error) => match error.class() {
                 ErrorClass::Transient => PINPOOL_EXHAUSTED,
                 ErrorClass::Capture => PINPOOL_CAPTURING,
-                ErrorClass::DeviceLost | ErrorClass::Shutdown => PINPOOL_LOST,
-                ErrorClass::Argument => PINPOOL_INVALID,
+                ErrorClass::DeviceLost | ErrorClass::DriverShutdown => PINPOOL_LOST,
+                ErrorClass::Argument | ErrorClass::Closed | ErrorClass::Cancelled => PINPOOL_INVALID,
             },
         }
     }

@@ -68,6 +68,7 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::arena::Arena;
+use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::freelist::cache::Put;
 use crate::freelist::{
@@ -110,10 +111,29 @@ pub(crate) struct CentralConfig {
     pub(crate) step: usize,
     /// Ignore the clock where it would decide something, so that a seed reproduces a run.
     pub(crate) timeless: bool,
-    /// The devices served, by [`crate::device::context::Context::id`].
-    pub(crate) serves: Vec<u64>,
+    /// The devices served, by [`crate::device::context::Context::id`], with their names.
+    pub(crate) serves: Vec<(u64, Arc<str>)>,
     /// Every checkout is entered in the ledger. Then `thread_cache` is 0, and thread caches hold nothing.
     pub(crate) track: bool,
+}
+
+impl CentralConfig {
+    /// [`Error::WrongDevice`] about `what`, a pool or a buffer of one, unless the pool serves the device.
+    #[inline]
+    pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
+        if self.serves(device.id()) { Ok(()) } else { Err(self.does_not_serve(what, device.name())) }
+    }
+
+    #[inline]
+    pub(crate) fn serves(&self, context: u64) -> bool {
+        self.serves.iter().any(|(id, _)| *id == context)
+    }
+
+    #[cold]
+    pub(crate) fn does_not_serve(&self, what: &'static str, device: &str) -> Error {
+        let names: Vec<&str> = self.serves.iter().map(|(_, name)| &**name).collect();
+        Error::wrong_pool(what, names.join(", "), device)
+    }
 }
 
 /// See the head of this module.

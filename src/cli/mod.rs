@@ -21,6 +21,7 @@
 
 // This and `escape` are the library's own files, which are not part of its public interface.
 #[path = "../amount.rs"]
+#[allow(dead_code, reason = "the command sets no amounts side by side")]
 mod amount;
 pub mod args;
 pub mod bench;

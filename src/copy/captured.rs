@@ -26,7 +26,6 @@ use crate::buffer::{Lend, PinnedBuf};
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result, SubmitError};
-use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::{Quarantined, Resource, Retain};
 
@@ -191,11 +190,7 @@ impl Stream {
     ) -> Result<GraphBuf<B>, SubmitError<B>> {
         let checked = self.own(dst).and_then(|dst| {
             self.usable_for(&src)?;
-            // Asked once: a value of the caller's may answer otherwise the next time.
-            let bytes = src.bytes(KEY);
-            if bytes.is_empty() {
-                return Err(Error::Empty);
-            }
+            let bytes = super::written(&src)?;
             Error::unless_fits(bytes.len(), dst.len())?;
             dst.is_there()?;
             Ok((Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() }, dst))

@@ -5,7 +5,7 @@
 
 use std::ops::RangeBounds;
 
-use super::{Landing, OUTSIDE};
+use super::{Landing, OUTSIDE, written};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
 use crate::device::memory::bounds;
@@ -24,7 +24,7 @@ impl Stream {
     /// synchronization behavior": "fully synchronous with respect to the host").
     ///
     /// # Errors
-    /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
+    /// With both buffers: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
     /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as
     /// for [`upload`](Self::upload).
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
@@ -39,7 +39,7 @@ impl Stream {
     /// Copies a part of what was written to `src`.
     ///
     /// # Errors
-    /// As for [`copy_host`](Self::copy_host), and [`Error::OutOfRange`].
+    /// As for [`copy_host`](Self::copy_host), and [`Error::OutOfRange`], [`Error::Empty`].
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host_part<B: Lend, L: Landing>(
         &self,
@@ -49,8 +49,7 @@ impl Stream {
     ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         let checked = (|| {
             self.may_use(&src)?;
-            // Asked once: a value of the caller's may answer otherwise the next time.
-            let all = src.bytes(KEY);
+            let all = written(&src)?;
             let (start, end) = bounds(part, all.len())?;
             let (dst, capacity) = landing.target(self, KEY)?;
             let len = end - start;

@@ -183,7 +183,7 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-        /// As for [`Lend`](crate::buffer::sealed::Lend).
+        /// As for [`Lend`](crate::buffer::sealed::Sealed).
         #[doc(hidden)]
         fn descriptor(&self, _: Key) -> *const u8 {
             std::ptr::null()
@@ -210,11 +210,11 @@ mod landing {
         }
         #[inline]
         fn descriptor(&self, _: Key) -> *const u8 {
-            crate::buffer::sealed::Lend::descriptor(self, KEY)
+            crate::buffer::sealed::Sealed::descriptor(self, KEY)
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
+            (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
         }
         unsafe fn filled(mut self, written: usize, _: Key) -> Option<Self> {
             // SAFETY: the caller's word.
@@ -254,12 +254,21 @@ mod landing {
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
+            (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
         }
         unsafe fn filled(self, _: usize, _: Key) -> Option<Self> {
             Some(self)
         }
     }
+}
+
+/// The bytes that were written to a buffer. (Asked once: a value of the caller's may answer otherwise the next time.)
+///
+/// # Errors
+/// [`Error::Unwritten`] where there are none.
+fn written<B: Lend>(src: &B) -> Result<&[u8]> {
+    let bytes = src.bytes(KEY);
+    if bytes.is_empty() { Err(Error::Unwritten) } else { Ok(bytes) }
 }
 
 impl Stream {
@@ -268,7 +277,7 @@ impl Stream {
     /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
+    /// With the buffer: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
     /// [`Error::Capturing`] (use [`upload_captured`](Self::upload_captured)), a lost device. With `buffer: None` what
     /// the driver said; the buffer then returns to its pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
@@ -278,7 +287,7 @@ impl Stream {
     /// Copies a part of what was written to `src`.
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`].
+    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`], [`Error::Empty`].
     pub fn upload_part<B: Lend>(
         &self,
         src: B,
@@ -288,8 +297,7 @@ impl Stream {
         let checked = (|| {
             let dst = self.own(dst)?;
             self.may_use(&src)?;
-            // Asked once: a value of the caller's may answer otherwise the next time.
-            let all = src.bytes(KEY);
+            let all = written(&src)?;
             let (start, end) = bounds(part, all.len())?;
             let bytes = &all[start..end];
             Error::unless_fits(bytes.len(), dst.len())?;
@@ -505,15 +513,10 @@ impl Stream {
         copy.precede(self)
     }
 
-    /// Whether this stream's copies can use a buffer.
+    /// [`Error::WrongDevice`], unless this stream's copies can use a buffer.
     #[inline]
     fn may_use(&self, buf: &impl Lend) -> Result<()> {
-        if buf.serves(self.timeline().context(), KEY) { Ok(()) } else { Err(self.wrong_device()) }
-    }
-
-    #[cold]
-    fn wrong_device(&self) -> Error {
-        Error::WrongDevice { device: self.device().name().into() }
+        buf.check_serves(self.timeline().context(), KEY)
     }
 
     fn ticket(&self, seq: u64) -> Ticket {
@@ -524,7 +527,8 @@ impl Stream {
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
         let slice = range.get(KEY)?.clone();
-        if slice.is_of(self.timeline().context()) { Ok(slice) } else { Err(self.wrong_device()) }
+        slice.check_is_of(self.timeline().context())?;
+        Ok(slice)
     }
 
     /// # Safety

@@ -141,7 +141,7 @@ impl Context {
         self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
     }
 
-    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or [`ErrorClass::Shutdown`] the
+    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or [`ErrorClass::DriverShutdown`] the
     /// device is lost for good.
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
@@ -182,7 +182,7 @@ impl Drop for Context {
         let events = std::mem::take(self.events.get_mut());
         // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
         // called.
-        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::Shutdown);
+        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
         if ended || events.is_empty() || crate::os::forked() {
             return;
         }

@@ -39,6 +39,9 @@ pub struct HeldPool {
     pub name: String,
     /// Whether there are handles to the pool. If not, buffers that came from it keep its memory.
     pub open: bool,
+    /// Whether there are handles to the pool, and it was [shut down](crate::Pool::shutdown): the handles keep the device
+    /// open all the same.
+    pub shut_down: bool,
     /// The number of its buffers that are checked out or in flight, quarantined ones included.
     pub buffers: u64,
     /// The number of its buffers that are quarantined: they never come back, since the device cannot be shown to be

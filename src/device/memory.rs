@@ -88,7 +88,7 @@ impl Drop for Allocation {
         let (context, ptr) = (self.context.clone(), self.ptr);
         self.context.worker().send(move || {
             // A driver that has shut down must not be called.
-            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::Shutdown);
+            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
             let freed = match origin {
                 AllocationOrigin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
@@ -113,6 +113,11 @@ impl Drop for Allocation {
 /// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceBuffer::slice), and those
 /// that copies in flight hold. Dropping a handle never blocks. The contents are undefined until a copy has written
 /// them.
+///
+/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped, with a request that
+/// was cancelled, may still read or write it. What uses the memory next must come after that copy: on the same
+/// stream, on one that [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has
+/// been awaited. (`examples/async_server.rs` gives each slot of memory a stream of its own.)
 ///
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned};
@@ -377,8 +382,13 @@ impl DeviceSlice {
     }
 
     /// Whether this is memory of that very device.
-    pub(crate) fn is_of(&self, context: &Arc<Context>) -> bool {
-        Arc::ptr_eq(&self.allocation.context, context)
+    /// [`Error::WrongDevice`], unless it is memory of this device.
+    #[inline]
+    pub(crate) fn check_is_of(&self, context: &Arc<Context>) -> Result<()> {
+        if Arc::ptr_eq(&self.allocation.context, context) {
+            return Ok(());
+        }
+        Err(Error::wrong_memory(self.device(), context.name()))
     }
 }
 

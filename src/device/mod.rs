@@ -55,7 +55,7 @@
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
 //! 10. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
-//!     [`Shutdown`](crate::ErrorClass::Shutdown). The exit waits for calls that are under way (`gate`, [`crate::exit`]).
+//!     [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`, [`crate::exit`]).
 
 #![allow(unsafe_code)]
 

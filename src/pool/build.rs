@@ -22,7 +22,7 @@ impl Store {
             largest: plan.options.extent.min(capacity) - 32,
             step,
             timeless: devices[0].context().driver().stepped().is_some(),
-            serves: devices.iter().map(|d| d.context().id()).collect(),
+            serves: devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
             track: plan.track,
         };
         let central = CentralPool::new(config, Some(regions.clone()));
@@ -157,9 +157,11 @@ impl Tenant for Resident {
     fn holds(&self, context: u64) -> Option<HeldPool> {
         let open = self.pool.0.strong_count() > 0;
         let centrals = self.centrals.iter().filter_map(Weak::upgrade);
+        let name = self.name.clone();
         let mut held =
-            HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
+            HeldPool { name, open, shut_down: false, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
         for central in centrals.filter(|central| open || central.keeps(context)) {
+            held.shut_down |= open && central.closed();
             held.buffers = held.buffers.saturating_add(central.outstanding());
             let snapshot = central.snapshot();
             held.quarantined += snapshot.quarantined_segments;

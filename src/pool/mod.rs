@@ -357,9 +357,7 @@ impl Pool {
         let timeline = stream.timeline();
         let own = (timeline.context().id(), stream.device().name());
         let request = Request { near: request.near.or(Some(own)), ..request };
-        if !self.0.main.central.config().serves.contains(&timeline.context().id()) {
-            return Err(Error::WrongDevice { device: stream.device().name().into() });
-        }
+        self.check_serves(timeline.context())?;
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
         if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(ready(fresh.into()));
@@ -427,7 +425,7 @@ impl Pool {
     /// The store on the node of a device. `None`: the pool does not serve it.
     fn near(&self, context: u64) -> Option<&Store> {
         let other = self.0.nodes.iter().find(|node| node.0.contains(&context)).map(|node| &node.1);
-        let main = || self.0.main.central.config().serves.contains(&context).then_some(&self.0.main);
+        let main = || self.0.main.central.config().serves(context).then_some(&self.0.main);
         other.or_else(main)
     }
 
@@ -489,7 +487,7 @@ impl Pool {
         let store = match near {
             None => main,
             Some((near, name)) => {
-                self.near(near).ok_or_else(|| Error::WrongDevice { device: name.into() })?
+                self.near(near).ok_or_else(|| main.central.config().does_not_serve("a pool", name))?
             }
         };
         let Some(name) = reserve else { return Ok(RequestPlan { first: None, store, wants: place(store)? }) };
@@ -596,7 +594,7 @@ impl Pool {
         }
         // Another device of the pool may have been lost before, for a reason of its own.
         let mut lost = self.0.devices.iter().filter_map(Device::lost);
-        lost.find(|lost| lost.class() == ErrorClass::Shutdown).unwrap_or(error)
+        lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
     }
 
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
@@ -673,9 +671,9 @@ impl Pool {
         self.plan(&[request]).map_or_else(|error| error, short)
     }
 
-    /// Whether the pool serves the device of this context.
-    pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
-        self.0.main.central.config().serves.contains(&context.id())
+    /// [`Error::WrongDevice`], unless the pool serves the device of this context.
+    pub(crate) fn check_serves(&self, context: &crate::device::context::Context) -> Result<()> {
+        self.0.main.central.config().check_serves("a pool", context)
     }
 
     /// The central pools of all stores.
@@ -754,6 +752,10 @@ impl fmt::Debug for WeakPool {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("devices", &self.0.devices).field("stats", &self.stats()).finish()
+        f.debug_struct("Pool")
+            .field("name", &self.name())
+            .field("devices", &self.0.devices)
+            .field("stats", &self.stats())
+            .finish()
     }
 }

@@ -106,6 +106,7 @@ pub struct PoolStats {
 /// assert!(shutdown.drained, "{} buffers are still out", shutdown.outstanding);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
+#[must_use = "it says whether buffers are still out"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shutdown {

@@ -374,9 +374,7 @@ impl<'a> Loader<'a> {
     /// The part of a place of the caller's that a tensor needs.
     fn place(&mut self, tensor: &Tensor, slice: &DeviceSlice) -> Result<DeviceSlice> {
         let device = self.copier.device();
-        if !slice.is_of(device.context()) {
-            return Err(Error::WrongDevice { device: device.name().into() });
-        }
+        slice.check_is_of(device.context())?;
         let len = usize::try_from(tensor.len()).unwrap_or(usize::MAX);
         if slice.len() < len {
             return Err(Error::TooSmall { need: len, have: slice.len() });

@@ -113,6 +113,7 @@ pub use self::header::{Header, Metadata, Tensor};
 pub use self::load::{BlockingTensors, LoadCanceller, Loader, Loading};
 pub use self::shared::SharedLoad;
 pub use self::tensor::{DeviceTensor, device_checksums};
+#[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
 use self::header::{FRONT, HeaderKey, START};

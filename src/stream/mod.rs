@@ -149,7 +149,7 @@ impl Stream {
     /// [`wait_for`](Self::wait_for) with the other stream's timeline.
     pub(crate) fn follow(&self, other: &Arc<Timeline>) -> Result<()> {
         if !Arc::ptr_eq(self.timeline.context(), other.context()) {
-            return Err(Error::WrongDevice { device: self.device.name().into() });
+            return Err(Error::wrong_stream(other.context().name(), self.device.name()));
         }
         self.timeline.usable()?;
         // The driver would spoil the capture, or draw the stream that is not captured into it.

@@ -219,10 +219,14 @@ pub struct ErrorCounts {
     pub capture: u64,
     /// Errors of [`ErrorClass::Transient`]: out of memory, timed out.
     pub transient: u64,
+    /// Errors of [`ErrorClass::Closed`]: the program had shut the pool down.
+    pub closed: u64,
+    /// Errors of [`ErrorClass::Cancelled`]: the program had cancelled it.
+    pub cancelled: u64,
     /// Errors of [`ErrorClass::DeviceLost`]: the call lost the device, or found it lost.
     pub device_lost: u64,
-    /// Errors of [`ErrorClass::Shutdown`]: the driver was shutting down.
-    pub shutdown: u64,
+    /// Errors of [`ErrorClass::DriverShutdown`]: the driver was shutting down.
+    pub driver_shutdown: u64,
 }
 
 impl ErrorCounts {
@@ -234,21 +238,23 @@ impl ErrorCounts {
 
     /// The counts with the names of their classes, as the label `class` of the metrics has them.
     #[must_use]
-    pub fn by_class(&self) -> [(&'static str, u64); 5] {
-        let Self { argument, capture, transient, device_lost, shutdown } = *self;
+    pub fn by_class(&self) -> [(&'static str, u64); 7] {
+        let Self { argument, capture, transient, closed, cancelled, device_lost, driver_shutdown } = *self;
         [
             ("argument", argument),
             ("capture", capture),
             ("transient", transient),
+            ("closed", closed),
+            ("cancelled", cancelled),
             ("device_lost", device_lost),
-            ("shutdown", shutdown),
+            ("driver_shutdown", driver_shutdown),
         ]
     }
 }
 
 /// Errors by class, counted by many threads. (The standard library's atomics, and not loom's: no protocol reads them.)
 #[derive(Debug, Default)]
-pub(crate) struct ErrorTally([std::sync::atomic::AtomicU64; 5]);
+pub(crate) struct ErrorTally([std::sync::atomic::AtomicU64; 7]);
 
 impl ErrorTally {
     pub(crate) fn note(&self, error: &Error) {
@@ -256,17 +262,19 @@ impl ErrorTally {
             ErrorClass::Argument => 0,
             ErrorClass::Capture => 1,
             ErrorClass::Transient => 2,
-            ErrorClass::DeviceLost => 3,
-            ErrorClass::Shutdown => 4,
+            ErrorClass::Closed => 3,
+            ErrorClass::Cancelled => 4,
+            ErrorClass::DeviceLost => 5,
+            ErrorClass::DriverShutdown => 6,
         };
         // Relaxed, here and below: a sum, from which no thread concludes anything.
         self.0[at].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn read(&self) -> ErrorCounts {
-        let [argument, capture, transient, device_lost, shutdown] =
+        let [argument, capture, transient, closed, cancelled, device_lost, driver_shutdown] =
             std::array::from_fn(|i| self.0[i].load(Ordering::Relaxed));
-        ErrorCounts { argument, capture, transient, device_lost, shutdown }
+        ErrorCounts { argument, capture, transient, closed, cancelled, device_lost, driver_shutdown }
     }
 }
 

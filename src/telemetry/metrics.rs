@@ -235,7 +235,7 @@ table! {
     FallbackBytes: Counter, [pinpool.unpinned_fallback.bytes.total], Bytes, [pool],
         "Bytes of plain buffers given out in place of pinned ones.";
     Errors: Counter, [pinpool.errors.total], Count, [pool, class],
-        "Checkouts that ended with an error, by its class: argument, capture, transient, device_lost, shutdown.";
+        "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
     HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
         "How long buffers were out; of a sample, one in eight of those that no cache served.";

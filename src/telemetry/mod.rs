@@ -97,7 +97,7 @@
 //! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |
-//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by its class: argument, capture, transient, device_lost, shutdown |
+//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown |
 //! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
 //! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight of those that no cache served |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |

@@ -12,6 +12,7 @@
 //! completes between two readings may still be listed, or be listed without its stream.
 
 use std::cmp::Reverse;
+use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -124,7 +125,7 @@ pub struct Awaited {
 ///     format!("{} bytes, {} for {age:?}, tag {:?}, from {from}", buffer.granted, buffer.state.name(), buffer.tag)
 /// }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[non_exhaustive]
 pub struct StuckBuffer {
     /// Its descriptor and since when it is out. By these a sampler recognises a checkout that it has logged, and tells
@@ -150,6 +151,24 @@ pub struct StuckBuffer {
     pub tag: Option<&'static str>,
     /// The place in the program that checked it out, if its checkout was recorded.
     pub site: Option<&'static Location<'static>>,
+}
+
+impl fmt::Debug for StuckBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { known_by: _, granted, requested, age, exact, state, awaited, long_lived, tag, site } =
+            self;
+        f.debug_struct("StuckBuffer")
+            .field("granted", granted)
+            .field("requested", requested)
+            .field("age", age)
+            .field("exact", exact)
+            .field("state", state)
+            .field("awaited", awaited)
+            .field("long_lived", long_lived)
+            .field("tag", tag)
+            .field("site", &site.map(ToString::to_string))
+            .finish()
+    }
 }
 
 /// All buffers that have been out for at least `threshold`, oldest first.

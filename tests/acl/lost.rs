@@ -109,11 +109,11 @@ fn a_library_that_others_end_is_left_alone() {
         let memory = device.alloc(10_000).unwrap();
         stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap().wait().unwrap();
         crate::says!(server, 0, "aclFinalize");
-        // The first call returns an error of class `Shutdown`; every later one fails at once.
+        // The first call returns an error of class `DriverShutdown`; every later one fails at once.
         let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
-        assert_eq!(refused.error.class(), ErrorClass::Shutdown, "{}", refused.error);
+        assert_eq!(refused.error.class(), ErrorClass::DriverShutdown, "{}", refused.error);
         until("the device is known to be lost", || device.lost().is_some());
-        assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::Shutdown);
+        assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::DriverShutdown);
         // A thread of the crate may have been in the middle of a call.
         let mut calls = stand_in.report().calls;
         until("calls under way have returned", || {

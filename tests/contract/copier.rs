@@ -189,7 +189,7 @@ pub(super) fn buffers(on: &Subject) {
         let mut wrong = bufs();
         wrong.push((pool.checkout(10).unwrap(), other.slice(..10).unwrap()));
         let refused = copier.upload_buffers(wrong).unwrap_err();
-        assert_eq!(at_fault(&refused.error, 250), Error::Empty);
+        assert_eq!(at_fault(&refused.error, 250), Error::Unwritten);
         assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(251));
         let mut short = landings(5);
         short[3].1 = pool.checkout(7).unwrap();

@@ -234,7 +234,7 @@ pub fn adopting_refused(on: &Subject) {
         adopted => assert_eq!(adopted.unwrap().len, 7 * PAGE),
     }
     pool.check().unwrap();
-    pool.shutdown(HANG);
+    assert!(pool.shutdown(HANG).drained);
     let refused = pool.adopt(vec![5; 2 * PAGE]).unwrap_err();
     assert_eq!((refused.error, refused.memory), (Error::Closed, Some(vec![5; 2 * PAGE])));
 }

@@ -16,7 +16,7 @@ pub fn refusals(on: &Subject) {
     let backwards = stream.upload_part(full(), 20..10, &memory);
     assert_eq!(refusal(backwards, &sent), outside(20, 10, 2000));
     assert_eq!(refusal(stream.upload_part(full(), 5..5, &memory), &sent), Error::Empty);
-    assert_eq!(refusal(stream.upload(pool.checkout(8).unwrap(), &memory), &[]), Error::Empty);
+    assert_eq!(refusal(stream.upload(pool.checkout(8).unwrap(), &memory), &[]), Error::Unwritten);
     assert_eq!(refusal(stream.download(memory.slice(3..3), full()), &sent), Error::Empty);
     let landing = pool.checkout(999).unwrap();
     let error = refusal(stream.download(&memory, landing), &[]);

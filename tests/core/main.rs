@@ -1,8 +1,10 @@
 //! The pool itself, on the host device: checkout and return, threads, requests that wait, growth and its limits,
 //! closing, host functions, and a fork.
 
+mod async_server;
 mod buffers;
 mod closing;
+mod errors;
 mod fork;
 mod launch;
 mod limits;

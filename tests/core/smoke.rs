@@ -1,7 +1,7 @@
 //! The main path, end to end, on the production host device and on a stepped one.
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Pool};
+use pinpool::{Device, Pool, Unpinned};
 
 #[test]
 fn a_buffer_goes_to_the_device_and_back() {
@@ -130,4 +130,22 @@ fn a_claim_may_outlast_the_work_that_it_waits_for() {
         buf = pool.try_checkout(LEN).unwrap();
         buf.extend_from_slice(&[7; LEN]);
     }
+}
+
+/// A capacity is a bound and no request: nothing but the start is pinned or made ready for it.
+#[test]
+fn a_capacity_beyond_the_machine_takes_what_is_used_alone() {
+    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let builder = |capacity| Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow);
+    let pool = builder(1 << 40).initial(8 << 20).build().unwrap();
+    let taken = || pool.stats().pinned_bytes + pool.stats().unpinned_bytes;
+    assert_eq!((taken(), pool.stats().capacity_bytes), (8 << 20, 1 << 40));
+    drop(pool.checkout(1 << 20).unwrap());
+    assert_eq!(taken(), 8 << 20);
+    pool.check().unwrap();
+    let pool = builder(usize::MAX).initial(0).region(4 << 20).build().unwrap();
+    assert!(usize::MAX - pool.stats().capacity_bytes < 1 << 20);
+    drop(pool.checkout(1 << 20).unwrap());
+    assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 4 << 20);
+    pool.check().unwrap();
 }

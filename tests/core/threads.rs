@@ -635,7 +635,7 @@ fn pools_may_go_while_buffers_are_out() {
                 });
             }
             if round % 2 == 0 {
-                pool.shutdown(Duration::ZERO);
+                let _ = pool.shutdown(Duration::ZERO);
             }
             drop(pool);
         });

@@ -285,7 +285,7 @@ fn the_driver_may_end_before_the_pool() {
         let flight = stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap();
         d.fail("cuEventQuery", 1, 4, false);
         let error = flight.wait().unwrap_err();
-        assert_eq!(error.class(), ErrorClass::Shutdown, "{error}");
+        assert_eq!(error.class(), ErrorClass::DriverShutdown, "{error}");
         assert!(device.lost().is_some());
         // What was in flight is leaked; nothing waits for it, and nothing calls a driver that is not there.
         drop((pool, stream, memory, device));

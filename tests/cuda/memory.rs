@@ -226,11 +226,11 @@ fn a_driver_that_has_ended_is_not_called_for_host_memory() {
         let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
         let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
         d.fail("cuMemAlloc_v2", 1, 4, false);
-        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::Shutdown);
+        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverShutdown);
         let before = d.report();
         drop((one, registered, allocated, managed));
         // The worker comes to this last.
-        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::Shutdown));
+        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::DriverShutdown));
         let after = d.report();
         let of = |report: &Report| {
             ["cuMemHostUnregister", "cuMemFreeHost", "cuMemFree_v2"].map(|name| calls(report, name))

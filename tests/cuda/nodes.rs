@@ -127,7 +127,7 @@ fn what_cannot_be_near_is_refused() {
         let (first, second) = both();
         let alone = Pool::builder(&first).capacity(MIB).build().unwrap();
         let error = alone.checkout(Request::new(100).near(&second)).unwrap_err();
-        assert!(matches!(&error, Error::WrongDevice { device } if device == "cuda:1"), "{error}");
+        assert!(matches!(&error, Error::WrongDevice { device, .. } if device == "cuda:1"), "{error}");
         let pool = builder(&first, &second).reserve("urgent", 64 << 10).build().unwrap();
         let mixed = [Request::new(100).near(&first), Request::new(100).near(&second)];
         assert!(matches!(pool.checkout_many(&mixed, None), Err(Error::Config(_))));

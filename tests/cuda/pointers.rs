@@ -466,7 +466,7 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         d.0.fail("cuPointerGetAttributes", 1, 4, false);
         // SAFETY: refused.
         let refusal = unsafe { device.raw_memory(plain.address(), 64, ()) }.unwrap_err();
-        assert_eq!(refusal.error.class(), ErrorClass::Shutdown);
+        assert_eq!(refusal.error.class(), ErrorClass::DriverShutdown);
         drop((plain, ordered, raw));
         // The owner is dropped last, and by then the others have had their turn.
         until("the owner goes", || gone.lock().unwrap().is_some());

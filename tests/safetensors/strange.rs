@@ -105,7 +105,7 @@ fn every_error_shows_what_others_said_in_plain_characters() {
         Error::MemLock { wanted: 1, limit: evil() },
         Error::OutOfMemory { wanted: 1, text: evil() },
         Error::Exhausted { len: 1, capacity: 1, growth: Some(lost.clone()), shortage: None },
-        Error::WrongDevice { device: evil() },
+        Error::WrongDevice { device: evil(), what: "a stream", of: evil(), remedy: "" },
         Error::WrongContext { device: evil() },
         Error::WrongThread { device: evil() },
         Error::Unordered { device: evil() },

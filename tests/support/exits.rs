@@ -113,7 +113,7 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
             let ended = child.status.and_then(|status| status.code()) == Some(way.status());
             // Only the error of a call that came after the exit began.
             let errors = child.stdout.lines().filter_map(|line| line.strip_prefix("late: "));
-            let refused = errors.clone().all(|error| error.starts_with("Shutdown: "));
+            let refused = errors.clone().all(|error| error.starts_with("DriverShutdown: "));
             if !ended || !meant || late > 0 || !refused {
                 let errors: Vec<_> = errors.collect();
                 wrong.push(format!(
@@ -240,7 +240,7 @@ fn run(way: Way, number: u64, device: &str) {
         let sent = busy.stream.upload(buf, busy.memory.slice(..1000).expect("a range")).expect("an upload");
         drop(sent);
         busy.drop_large();
-        busy.pool.shutdown(Duration::from_secs(5));
+        let _ = busy.pool.shutdown(Duration::from_secs(5));
         println!("ending now");
         return;
     }

@@ -621,7 +621,7 @@ impl World {
             Op::Close { sure } => {
                 if sure == 99 {
                     self.moves();
-                    self.pool.shutdown(Duration::ZERO);
+                    let _ = self.pool.shutdown(Duration::ZERO);
                 }
             }
         }

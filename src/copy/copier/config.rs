@@ -158,9 +158,7 @@ impl CopierBuilder {
 
     fn settings(&self) -> Result<Settings> {
         let wrong = |text: String| Err(Error::Config(text));
-        if !self.pool.serves(self.device.context()) {
-            return Err(Error::WrongDevice { device: self.device.name().into() });
-        }
+        self.pool.check_serves(self.device.context())?;
         let is_stepped = self.device.context().driver().stepped().is_some();
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let within = |what: &str, value: Option<usize>, most: usize| match value {

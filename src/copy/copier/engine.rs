@@ -19,7 +19,7 @@ use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::worker::{Holdings, Worker};
-use crate::buffer::sealed::Lend;
+use crate::buffer::sealed::Sealed;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
@@ -425,7 +425,7 @@ impl Engine {
         let begin = |resource, memory| timeline.begin(resource, memory).map_err(|(error, _)| error);
         let (first, mut flight) = match host {
             Host::Segment(buf) => {
-                let first = begin(Lend::lend(&buf, KEY), one)?;
+                let first = begin(Sealed::lend(&buf, KEY), one)?;
                 (first, Flight::Segment(InFlight::new(ticket, buf, written)))
             }
             Host::Lent(lent) => {

@@ -6,7 +6,7 @@
 use std::sync::{Arc, OnceLock};
 
 use crate::buffer::PinnedBuf;
-use crate::buffer::sealed::Lend;
+use crate::buffer::sealed::Sealed;
 use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::stream::timeline::{Quarantined, Retain, RetainedResource};
@@ -44,8 +44,8 @@ pub(super) struct Lent {
 impl Lent {
     /// Lends a buffer of the copier's, which nothing asks for any more.
     pub(super) fn add(&mut self, buf: PinnedBuf) {
-        self.retained.push(RetainedResource::of(Lend::lend(&buf, KEY)));
-        Lend::abandon(buf, KEY);
+        self.retained.push(RetainedResource::of(Sealed::lend(&buf, KEY)));
+        Sealed::abandon(buf, KEY);
     }
 }
 

@@ -18,7 +18,7 @@ use super::worker::Worker;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
 use crate::copy::places::Sealed as _;
-use crate::copy::{DeviceRange, Landing, Places};
+use crate::copy::{DeviceRange, Landing, Places, written};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
@@ -230,8 +230,8 @@ impl Copier {
     /// into segments of the pool where it has any to spare. The buffers are lent until the handle gives them back.
     ///
     /// # Errors
-    /// Before anything is copied, with all buffers: [`Error::Piece`] with the buffer's number and [`Error::Empty`] (a
-    /// buffer without bytes), [`Error::TooSmall`] or [`Error::WrongDevice`]; [`Error::Forked`], a lost device.
+    /// Before anything is copied, with all buffers: [`Error::Piece`] with the buffer's number and [`Error::Unwritten`],
+    /// [`Error::TooSmall`] or [`Error::WrongDevice`]; [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the buffers come back")]
     pub fn upload_buffers<B: Lend + 'static>(
         &self,
@@ -274,10 +274,7 @@ impl Copier {
                     let memory = S::beside(given);
                     let checked = looked.and_then(|(host, have)| {
                         let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
-                        match have {
-                            0 if S::DIRECTION == Direction::Up => return Err(Error::Empty),
-                            _ => Error::unless_fits(len, have)?,
-                        }
+                        Error::unless_fits(len, have)?;
                         survey.add(engine, memory, len)?;
                         pieces.push(Piece::new(host, len, memory));
                         Ok(())
@@ -298,7 +295,7 @@ impl Copier {
     /// [`Registered`](crate::Registered)) from where it is, in chunks that leave room for others.
     ///
     /// # Errors
-    /// With the value: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`] also for a buffer of a pool that
+    /// With the value: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`] also for a buffer of a pool that
     /// does not serve the device, a bad range, a lost device.
     pub fn upload_pinned<B>(&self, value: B, dst: impl DeviceRange) -> Result<Transfer<B>, SubmitError<B>>
     where
@@ -309,7 +306,8 @@ impl Copier {
         let checked = engine
             .stream(Direction::Up, Priority::Foreground)
             .may_use(&value)
-            .and_then(|()| self.target(dst, value.bytes(KEY).len() as u64));
+            .and_then(|()| written(&value))
+            .and_then(|bytes| self.target(dst, bytes.len() as u64));
         let (dst, value) = SubmitError::unless(checked, value)?;
         let name = Some("pinned memory".into());
         let started = self.pages::<Up<B, _>>(vec![(value, dst)], Survey::ordered(), name);
@@ -327,10 +325,8 @@ impl Copier {
     pub(super) fn own_ref<'a>(&self, range: &'a impl DeviceRange) -> Result<&'a DeviceSlice> {
         crate::os::check_fork()?;
         let slice = range.get(KEY)?;
-        if slice.is_of(self.device().context()) {
-            return Ok(slice);
-        }
-        Err(Error::WrongDevice { device: self.device().name().into() })
+        slice.check_is_of(self.device().context())?;
+        Ok(slice)
     }
 
     /// As many bytes at its front.
@@ -352,7 +348,8 @@ impl Copier {
     ///
     /// # Errors
     /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Empty`] (a block
-    /// without places: an empty `Vec`), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::WrongDevice`];
+    /// without places: an empty `Vec`), [`Error::Unwritten`], [`Error::TooSmall`] (fewer bytes than its places have) or
+    /// [`Error::WrongDevice`];
     /// [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(

@@ -17,8 +17,8 @@ use super::lent::Lent;
 use super::packing::{Content, Packed, Packing, Piece, Run, copy_out, unpack};
 use super::way::IN_PLACE;
 use crate::buffer::Lend;
-use crate::buffer::sealed::Lend as _;
-use crate::copy::Landing;
+use crate::buffer::sealed::Sealed as _;
+use crate::copy::{Landing, written};
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::sealed::KEY;
@@ -118,9 +118,7 @@ impl Survey {
             self.at = *at;
             return Ok(());
         }
-        if !memory.is_of(engine.device.context()) {
-            return Err(Error::WrongDevice { device: engine.device.name().into() });
-        }
+        memory.check_is_of(engine.device.context())?;
         engine.admit(memory)?;
         self.at = self.memories.len();
         self.known.insert(number, self.at);
@@ -334,8 +332,7 @@ impl<B: Lend, M: Send> Side for Up<B, M> {
 
     fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
         stream.may_use(value)?;
-        // Asked once: a value of the caller's may answer otherwise the next time.
-        let bytes = value.bytes(KEY);
+        let bytes = written(value)?;
         Ok((bytes.as_ptr().cast_mut(), bytes.len()))
     }
 

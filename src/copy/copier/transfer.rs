@@ -188,7 +188,7 @@ impl<T> Transfer<T> {
     pub fn order(&self, stream: &Stream) -> Result<()> {
         crate::os::check_fork()?;
         if stream.device().context().id() != self.engine().device.context().id() {
-            return Err(Error::WrongDevice { device: self.engine().device.name().into() });
+            return Err(Error::wrong_stream(stream.device().name(), self.engine().device.name()));
         }
         self.finish()?;
         self.job.outcome().unwrap_or(Ok(()))

@@ -61,7 +61,7 @@ impl AclCode {
             300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Transient,
             // Not initialised (any more), and no current context: a call that needs one has set it, so the program has
             // finalised the library or reset the device by force.
-            100_001 | 107_002 => ErrorClass::Shutdown,
+            100_001 | 107_002 => ErrorClass::DriverShutdown,
             107_024..=107_034 | 107_036 | 107_038 | 107_045 | 507_903 => ErrorClass::Capture,
             // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts, exceptions and traps of
             // every kind of core; set-up; copies and messages between host and device; memory and links of the
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(class(code), ErrorClass::Capture, "{code}");
         }
         for code in [100_001, 107_002] {
-            assert_eq!(class(code), ErrorClass::Shutdown, "{code}");
+            assert_eq!(class(code), ErrorClass::DriverShutdown, "{code}");
         }
     }
 

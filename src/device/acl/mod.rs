@@ -290,7 +290,7 @@ impl Acl {
             return Ok(());
         }
         let error = failed(self.api, &self.name, call, code);
-        if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::Shutdown) {
+        if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::DriverShutdown) {
             let _ = self.lost.set(error.clone());
         }
         Err(Error::Device(error))
@@ -307,7 +307,7 @@ impl Acl {
                 call: "a call",
                 code: AclCode::UNINITIALIZED.0.into(),
                 text: gate::ENDING.into(),
-                class: ErrorClass::Shutdown,
+                class: ErrorClass::DriverShutdown,
             })
         })
     }
@@ -317,7 +317,7 @@ impl Acl {
         let pass = self.alive()?;
         AclCurrent::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
             if let Error::Device(error) = error {
-                if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::Shutdown) {
+                if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::DriverShutdown) {
                     let _ = self.lost.set(error.clone());
                 }
             }

@@ -99,7 +99,7 @@ impl CudaCode {
             // ready; a launch that waited too long for a capture to go on.
             2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Transient,
             // Not initialised, and deinitialised: a process that ends, or the child of a fork.
-            3 | 4 => ErrorClass::Shutdown,
+            3 | 4 => ErrorClass::DriverShutdown,
             900..=908 => ErrorClass::Capture,
             // Memory and link errors of the hardware, a destroyed context, every error that ends a kernel, and the loss
             // of the service between the process and the device.
@@ -369,7 +369,7 @@ mod tests {
         for code in [900, 901, 905, 907, 908] {
             assert_eq!(class(code), ErrorClass::Capture, "{code}");
         }
-        assert_eq!(class(4), ErrorClass::Shutdown);
+        assert_eq!(class(4), ErrorClass::DriverShutdown);
     }
 
     #[test]

@@ -264,7 +264,7 @@ mod tests {
         };
         assert_eq!(concludes(Ok(())), (true, vec![]));
         assert_eq!(concludes(Err(error(ErrorClass::DeviceLost))), (true, vec![0, 1]));
-        assert_eq!(concludes(Err(error(ErrorClass::Shutdown))), (true, vec![0, 1]));
+        assert_eq!(concludes(Err(error(ErrorClass::DriverShutdown))), (true, vec![0, 1]));
         assert_eq!(concludes(Err(error(ErrorClass::Argument))), (false, vec![]));
     }
 

@@ -99,8 +99,12 @@ impl fmt::Display for HeldBy {
             part(true, format!("it was lost, and what it had may be leaked ({error})"));
         }
         part(self.leaked > 0, format!("{} things could not be given back (the log names each)", self.leaked));
-        for HeldPool { name, open, buffers, quarantined, quarantined_bytes } in &self.pools {
-            let open = if *open { "open, " } else { "" };
+        for HeldPool { name, open, shut_down, buffers, quarantined, quarantined_bytes } in &self.pools {
+            let open = match (open, shut_down) {
+                (_, true) => "shut down, handles left, ",
+                (true, false) => "open, ",
+                (false, false) => "",
+            };
             let never = match quarantined {
                 0 => String::new(),
                 n => {
@@ -151,6 +155,8 @@ struct Unclosed {
     held: HeldBy,
     /// Whether the last driver call was made.
     ended: bool,
+    /// Whether nothing is left but what never comes back.
+    hopeless: bool,
 }
 
 impl CloseError {
@@ -184,7 +190,7 @@ impl CloseError {
 
 impl fmt::Debug for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Unclosed { watch, held, ended } = &*self.0;
+        let Unclosed { watch, held, ended, hopeless: _ } = &*self.0;
         f.debug_struct("CloseError")
             .field("device", &watch.name)
             .field("held_by", held)
@@ -195,12 +201,18 @@ impl fmt::Debug for CloseError {
 
 impl fmt::Display for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Unclosed { watch, held, ended } = &*self.0;
+        let Unclosed { watch, held, ended, hopeless } = &*self.0;
         if *ended {
-            write!(f, "{} is closed, but not everything was given back: {held}", watch.name)
-        } else {
-            write!(f, "{} is still open: {held}; drop what came from it, or wait longer", watch.name)
+            return write!(f, "{} is closed, but not everything was given back: {held}", watch.name);
         }
+        let remedy = match (held.forked, hopeless) {
+            (true, _) => "only that process can close it",
+            (false, true) => {
+                "this never comes back: waiting changes nothing, it stays until the process ends"
+            }
+            (false, false) => "drop what came from it, or wait longer",
+        };
+        write!(f, "{} is still open: {held}; {remedy}", watch.name)
     }
 }
 
@@ -239,7 +251,8 @@ impl HeldWatch {
     }
 
     fn failed(self, held: HeldBy, ended: bool) -> CloseError {
-        CloseError(Box::new(Unclosed { watch: self, held, ended }))
+        let hopeless = held.is_hopeless(self.holds.has_quarantined());
+        CloseError(Box::new(Unclosed { watch: self, held, ended, hopeless }))
     }
 
     fn wait(self, timeout: Duration) -> Result<(), CloseError> {
@@ -297,8 +310,8 @@ impl Device {
     /// for the others'. [`Device::open`] may open the device again at any time. Where the device is still open, that
     /// gives another handle to it, and this call waits for that one too.
     ///
-    /// The call blocks the thread. On threads of this crate, in a waker, and in the drop of an owner that was left with
-    /// the crate, it does not wait. On a [stepped](crate::host) device it first runs what is queued, and then waits
+    /// The call blocks the thread: a task makes it on another one (tokio's `spawn_blocking`). On threads of this crate,
+    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait. On a [stepped](crate::host) device it first runs what is queued, and then waits
     /// only for calls that other threads are making.
     ///
     /// # Ordering

@@ -13,7 +13,7 @@ use crate::locks::Mutex;
 use super::look::Stillness;
 use super::{EVENT_TRIES, Resource, complete_segment};
 use crate::buffer::InFlight;
-use crate::buffer::sealed::Lend;
+use crate::buffer::sealed::Sealed;
 use crate::device::confined::Confined;
 use crate::device::handle::Device;
 use crate::device::hooked::Hooked;
@@ -430,7 +430,7 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     // A hold on two streams that could be entered on one only.
     let before = pool.stats().quarantined_bytes;
     let buf = pool.checkout(100).unwrap();
-    let Resource::Segment(segment) = Lend::lend(&buf, KEY) else { panic!("not a segment") };
+    let Resource::Segment(segment) = Sealed::lend(&buf, KEY) else { panic!("not a segment") };
     let joint = crate::buffer::joint(&buf, 2);
     let (flight, word) = (InFlight::joint(buf, 2), segment.descriptor().word());
     joint.give_up();

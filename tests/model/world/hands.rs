@@ -108,7 +108,7 @@ impl World<'_> {
                     _ => refuse(stream.upload(buf, &memory)),
                 };
                 match (misuse, &error) {
-                    (Misuse::Empty, Error::Empty) => self.tally.note("refused: empty"),
+                    (Misuse::Empty, Error::Unwritten) => self.tally.note("refused: empty"),
                     (Misuse::Range, Error::OutOfRange { .. }) => self.tally.note("refused: out of range"),
                     (Misuse::Small, Error::TooSmall { .. }) => self.tally.note("refused: too small"),
                     (Misuse::Memory, Error::WrongDevice { .. }) => self.tally.note("refused: wrong device"),

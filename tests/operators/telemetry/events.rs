@@ -48,7 +48,7 @@ fn shut_down_with_buffers_out() {
     record();
     let bench = Bench::stepped(|builder| builder.name("leaky"));
     let buf = bench.pool.checkout(100).unwrap();
-    bench.pool.shutdown(Duration::ZERO);
+    assert!(!bench.pool.shutdown(Duration::ZERO).drained);
     let fields = ["outstanding", "pool", "quarantined_bytes"];
     let left = event("pinpool::pool::outstanding", Level::ERROR, &fields);
     assert_eq!((left.field("pool"), left.field("outstanding")), ("leaky", "1"));

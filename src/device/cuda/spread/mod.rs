@@ -77,7 +77,7 @@ impl Cuda {
         // Not inside of the lock: the calls of the driver may block.
         if self.kernels.get().is_none() {
             let loaded = self.try_load().map_err(|error| match error.class() {
-                ErrorClass::DeviceLost | ErrorClass::Shutdown => error,
+                ErrorClass::DeviceLost | ErrorClass::DriverShutdown => error,
                 _ => Error::Unsupported(format!(
                     "{} does without kernels that spread bytes: {error}",
                     self.name

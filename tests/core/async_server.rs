@@ -1,0 +1,88 @@
+//! What the example of an async server promises to those who copy it.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Device, Error, Pool, Unpinned};
+use tokio::sync::Mutex;
+
+use example::{STATUS, Slot, answer, answered, serve};
+
+#[path = "../../examples/async_server.rs"]
+mod example;
+
+#[test]
+fn each_class_of_errors_has_a_status() {
+    let device = Device::open("host").unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let classes = pool.stats().errors.by_class().map(|(name, _)| name.replace('_', ""));
+    assert_eq!(STATUS.map(|(class, ..)| format!("{class:?}").to_lowercase()), classes);
+    let status = |error: &Error| answer(error).0;
+    assert_eq!(status(&pool.checkout(0).unwrap_err()), 400);
+    assert_eq!(status(&pool.checkout(1 << 20).unwrap_err()), 413);
+    let held = pool.checkout(900_000).unwrap();
+    assert_eq!(status(&pool.try_checkout(900_000).unwrap_err()), 503);
+    drop(held);
+    assert!(pool.shutdown(Duration::from_secs(20)).drained);
+    assert_eq!(status(&pool.checkout(1).unwrap_err()), 503, "a server that goes down blames no client");
+    assert_eq!(status(&Error::Cancelled { what: "x".into(), done: 0, total: 1 }), 499);
+    assert_eq!(status(&Error::StaleToken), 500);
+}
+
+#[test]
+fn the_server_serves_and_ends() {
+    example::main().unwrap();
+}
+
+/// Copies run at any time that their stream's order allows, so the upload of a request that went away is often still to run
+/// when the next request has the slot.
+#[test]
+fn a_slot_is_not_written_by_a_request_that_went_away() {
+    let late = HostConfig::new().memory(64 << 20).late(Duration::from_millis(1), 7);
+    let device = Device::on(&HostNode::new(late).unwrap(), 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let slot = Arc::new(Mutex::new(Slot::new(&device).unwrap()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let _entered = runtime.enter();
+    let serve = |byte: u8| serve(pool.clone(), slot.clone(), vec![byte; 1000]);
+    for round in 0..100 {
+        {
+            let mut gone = pin!(serve(255));
+            let _ = gone.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        }
+        let answer = runtime.block_on(serve(round)).unwrap();
+        assert!(answer.iter().all(|&byte| byte == answered(&device, round)), "round {round}");
+        assert!(pool.stats().checked_out_bytes > 0, "the answer's body is the buffer");
+    }
+    assert!(pool.shutdown(Duration::from_secs(20)).drained);
+}
+
+/// The list for clippy in the manual; a name in it that does not exist would guard nothing.
+#[test]
+fn the_calls_that_the_manual_lists_as_blocking_exist() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manual = std::fs::read_to_string(root.join("docs/operations.md")).unwrap();
+    let paths = manual.lines().filter_map(|line| line.trim().strip_prefix("{ path = \"")?.split('"').next());
+    let (mut folders, mut source) = (vec![root.join("src")], String::new());
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            match entry.is_dir() {
+                true => folders.push(entry),
+                false => source += &std::fs::read_to_string(entry).unwrap(),
+            }
+        }
+    }
+    let mut count = 0;
+    for (kind, name) in paths.filter_map(|path| path.strip_prefix("pinpool::")?.rsplit_once("::")) {
+        let kind = kind.rsplit("::").next().unwrap();
+        for wanted in [format!("pub struct {kind}"), format!("pub fn {name}")] {
+            assert!(source.contains(&wanted), "{wanted}");
+        }
+        count += 1;
+    }
+    assert!(count >= 30, "{count}");
+}

@@ -1,0 +1,222 @@
+//! What errors say, and what class they have: what is wrong, whose it is, and the remedy of that very case.
+
+use std::time::Duration;
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Copier, Device, Error, ErrorClass, Pool, Stream, Unpinned};
+
+const LEN: usize = 4096;
+const SOON: Duration = Duration::from_secs(20);
+
+/// Two devices of one node, with a pool for the first.
+struct Pair {
+    node: HostNode,
+    first: Device,
+    second: Device,
+    pool: Pool,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+        let (first, second) = (Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap());
+        let pool = Pool::builder(&first).name("errors").capacity(1 << 20).unpinned(Unpinned::Allow);
+        let pool = pool.build().unwrap();
+        Self { node, first, second, pool }
+    }
+
+    fn stream(&self) -> Stream {
+        self.first.stream().unwrap()
+    }
+
+    fn copier(&self) -> Copier {
+        Copier::builder(&self.pool, &self.first).threads(1).build().unwrap()
+    }
+}
+
+/// The text has all of these.
+fn says(error: impl Into<Error>, words: &[&str]) {
+    let error = error.into();
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{word:?} is missing: {text}");
+    }
+}
+
+#[test]
+fn the_end_of_a_pool_and_of_a_transfer_are_no_mistakes_of_the_call() {
+    let pair = Pair::new();
+    assert!(pair.pool.shutdown(SOON).drained);
+    let closed = pair.pool.checkout(LEN).unwrap_err();
+    assert_eq!(closed, Error::Closed);
+    let cancelled = Error::Cancelled { what: "weights".into(), done: 1, total: 2 };
+    for error in [&closed, &cancelled] {
+        assert_ne!(error.class(), ErrorClass::Argument, "{error}");
+        assert!(!error.is_retryable() && !error.is_device_lost(), "{error}");
+    }
+    assert_eq!((closed.class(), cancelled.class()), (ErrorClass::Closed, ErrorClass::Cancelled));
+    let errors = pair.pool.stats().errors;
+    assert_eq!((errors.closed, errors.total()), (1, 1), "{errors:?}");
+}
+
+/// A size in KiB or MiB that is rounded to what another one of the message is would say that both are the same.
+#[test]
+fn sizes_that_would_read_alike_are_told_in_bytes() {
+    let pair = Pair::new();
+    says(pair.pool.checkout(1 << 20).unwrap_err(), &["1048576 bytes", "1048544 bytes", "32 bytes more"]);
+    let held = pair.pool.checkout(LEN).unwrap();
+    says(pair.pool.try_checkout((1 << 20) - 32).unwrap_err(), &["1048544 bytes", "1048576 bytes"]);
+    drop(held);
+    for (a, b) in
+        [(5_000_001, 5_000_000), ((1 << 30) + 1, 1 << 30), (1 << 20, (1 << 20) - 32), (65_535, 65_536)]
+    {
+        let both = [format!("{a} bytes"), format!("{b} bytes")];
+        let both = both.each_ref().map(String::as_str);
+        says(Error::TooLong { len: a, largest: b }, &both);
+        says(Error::OverCapacity { len: a, room: b, capacity: 1 << 40 }, &both);
+        says(Error::NoWholePage { len: a, page: b }, &both);
+        says(Error::Cancelled { what: "x".into(), done: a as u64, total: b as u64 }, &both);
+    }
+    // Those that do not read alike are told in the usual units.
+    says(Error::TooLong { len: 3 << 20, largest: (2 << 20) - 32 }, &["3 MiB", "2.0 MiB"]);
+}
+
+/// The commonest mistake of a beginner: a buffer has the bytes that were written to it, and at first it has none.
+#[test]
+fn a_buffer_without_a_written_byte_is_called_that() {
+    let pair = Pair::new();
+    let (stream, copier) = (pair.stream(), pair.copier());
+    let memory = pair.first.alloc(LEN).unwrap();
+    let slice = || memory.slice(..).unwrap();
+    let fresh = || pair.pool.checkout(LEN).unwrap();
+    let mut errors: Vec<Error> = vec![
+        stream.upload(fresh(), &memory).unwrap_err().into(),
+        stream.upload(std::sync::Arc::new(fresh()), &memory).unwrap_err().into(),
+        stream.upload_part(fresh(), ..100, &memory).unwrap_err().into(),
+        stream.copy_host(fresh(), fresh()).unwrap_err().error,
+        copier.upload_pinned(fresh(), &memory).unwrap_err().error,
+    ];
+    errors.push(copier.upload_buffers(vec![(fresh(), slice())]).unwrap_err().error);
+    errors.push(copier.upload_pages(vec![(fresh(), vec![slice()])]).unwrap_err().error);
+    for error in errors {
+        says(
+            error,
+            &["no byte of the buffer was written", "extend_from_slice", "Write", "BufMut", "set_len"],
+        );
+    }
+    // An empty range of a buffer that was written is another thing.
+    let mut written = fresh();
+    written.extend_from_slice(&[1; 10]);
+    let error = stream.upload_part(written, 5..5, &memory).unwrap_err().error;
+    assert_eq!(error, Error::Empty);
+    says(error, &["the range"]);
+}
+
+/// Whose the thing is, whose was wanted, and the remedy of that case and of no other.
+#[test]
+fn a_thing_of_another_device_is_named_with_both_devices() {
+    let pair = Pair::new();
+    let full = || {
+        let mut buf = pair.pool.checkout(LEN).unwrap();
+        buf.extend_from_slice(&[1; LEN]);
+        buf
+    };
+    let (here, there) = (pair.stream(), pair.second.stream().unwrap());
+    let (near, far) = (pair.first.alloc(LEN).unwrap(), pair.second.alloc(LEN).unwrap());
+    let copier = pair.copier();
+
+    // The buffer, or its pool: `there` works for host:1, the pool for host:0.
+    let of_pool: Vec<Error> = vec![
+        there.upload(full(), &far).unwrap_err().into(),
+        there.download(&far, full()).unwrap_err().error,
+        there.hold(full()).unwrap_err().into(),
+        pair.pool.checkout_on(&there, LEN).unwrap_err(),
+        pair.pool.checkout(pinpool::Request::new(LEN).near(&pair.second)).unwrap_err(),
+        full().device_address(&pair.second).unwrap_err(),
+        Copier::builder(&pair.pool, &pair.second).build().unwrap_err(),
+    ];
+    for error in of_pool {
+        says(error.clone(), &["pool of host:0", "with host:1", "PoolBuilder::device"]);
+        assert!(!error.to_string().contains("memory of"), "{error}");
+    }
+
+    // The device memory.
+    let of_memory: Vec<Error> = vec![
+        here.upload(full(), &far).unwrap_err().into(),
+        here.download(&far, full()).unwrap_err().error,
+        here.copy(&far, &near).unwrap_err(),
+        here.upload_blocking(&[1; LEN], &far).unwrap_err(),
+        copier.upload_slice(&[1; LEN], &far).unwrap_err(),
+        copier.upload_pieces(&[(&[1; LEN][..], far.slice(..).unwrap())]).map(drop).unwrap_err(),
+    ];
+    for error in of_memory {
+        says(error.clone(), &["device memory of host:1", "with host:0"]);
+        assert!(!error.to_string().contains("PoolBuilder"), "{error}");
+    }
+
+    // The stream.
+    let sent = copier.upload_pinned(full(), &near).unwrap();
+    let of_stream = [here.wait_for(&there).unwrap_err(), sent.order(&there).unwrap_err()];
+    for error in of_stream {
+        says(error.clone(), &["stream of host:1", "with host:0"]);
+        assert!(!error.to_string().contains("PoolBuilder"), "{error}");
+    }
+    sent.wait().unwrap();
+}
+
+/// Waiting is a remedy only where something can still come back.
+#[test]
+fn a_lost_device_is_closed_with_a_text_that_tells_no_one_to_wait() {
+    let pair = Pair::new();
+    let (stream, memory) = (pair.stream(), pair.first.alloc(LEN).unwrap());
+    let mut buf = pair.pool.checkout(LEN).unwrap();
+    buf.extend_from_slice(&[1; LEN]);
+    pair.node.hang(0);
+    let flight = stream.upload(buf, &memory).unwrap();
+    pair.node.kill(0);
+    assert!(flight.wait().is_err());
+    let Pair { first, pool, .. } = pair;
+    drop((stream, memory, pool));
+    let error = first.close(SOON).unwrap_err();
+    assert!(!error.is_closed() && error.held_by().lost.is_some(), "{error:?}");
+    let text = error.to_string();
+    assert!(!text.contains("wait longer") && !text.contains("drop what"), "{text}");
+    assert!(text.contains("waiting changes nothing") && text.contains("until the process ends"), "{text}");
+}
+
+#[test]
+fn a_pool_that_was_shut_down_is_not_called_open() {
+    let pair = Pair::new();
+    let (buf, name) = (pair.pool.checkout(LEN).unwrap(), pair.pool.name().to_owned());
+    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
+    assert!(text.contains(&format!("the pool {name} (open, 1 buffers out)")), "{text}");
+    assert!(!pair.pool.shutdown(Duration::ZERO).drained);
+    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
+    assert!(text.contains(&format!("the pool {name} (shut down, handles left, 1 buffers out)")), "{text}");
+    drop(buf);
+    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
+    assert!(text.contains(&format!("the pool {name} (shut down, handles left, 0 buffers out)")), "{text}");
+}
+
+#[test]
+fn a_pool_and_a_stuck_buffer_print_what_helps() {
+    let pair = Pair::new();
+    let buf = pair.pool.checkout(pinpool::Request::new(LEN).tag("kv")).unwrap();
+    let text = format!("{:?}", pair.pool);
+    assert!(text.starts_with(&format!("Pool {{ name: {:?}, devices: ", pair.pool.name())), "{text}");
+    let stuck = pair.pool.stuck(Duration::ZERO);
+    let text = format!("{stuck:?}");
+    assert!(text.starts_with("[StuckBuffer { ") && text.contains("state: CheckedOut"), "{text}");
+    assert!(!text.contains("known_by") && !text.contains("Instant"), "{text}");
+    drop(buf);
+}
+
+#[test]
+fn a_range_that_is_turned_round_is_not_called_too_long() {
+    let pair = Pair::new();
+    let memory = pair.first.alloc(LEN).unwrap();
+    #[expect(clippy::reversed_empty_ranges, reason = "that is the misuse")]
+    says(memory.slice(20..10).unwrap_err(), &["20..10 ends before it begins"]);
+    says(memory.slice(10..LEN + 1).unwrap_err(), &["10..4097 is outside of 4096 bytes"]);
+    says(pair.first.alloc(0).unwrap_err(), &["0 bytes were asked for"]);
+}
