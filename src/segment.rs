@@ -197,6 +197,14 @@ impl Class {
         STRIDES[self.0 as usize] as usize
     }
 
+    /// The pages that runs for `count` segments of this class take. Whole runs have the class's shape, and the last one has
+    /// the pages that its segments need.
+    pub(crate) fn pages_of(self, count: usize) -> usize {
+        let Shape { pages, segments } = self.shape();
+        let (runs, rest) = (count / segments as usize, count % segments as usize);
+        runs.saturating_mul(pages as usize).saturating_add((rest * self.stride()).div_ceil(PAGE))
+    }
+
     /// The shape of one run of this class.
     #[must_use]
     pub fn shape(self) -> Shape {

@@ -58,6 +58,46 @@ impl Arena {
         found >= count
     }
 
+    /// Whether [`Arena::take_tightly`] would serve all of these now, one after the other. Works on a copy of the set of free
+    /// runs.
+    pub(crate) fn serves_all(&self, takes: impl IntoIterator<Item = (Placement, usize)>) -> bool {
+        let mut free = self.free.clone();
+        let mut listed = vec![0; CLASSES];
+        for (_, run) in &self.runs {
+            if let Some(class) = run.class {
+                listed[class.index()] += run.list.len() as usize;
+            }
+        }
+        takes.into_iter().all(|(placement, count)| {
+            let (mut pages, align) = placement.fresh_pages();
+            if let Placement::Class(class) = placement {
+                let listed = &mut listed[class.index()];
+                if *listed == 0 {
+                    let longest = free.last().map_or(0, |f| f.0 as usize);
+                    pages = class.pages_of(count).min(class.shape().pages as usize).min(longest);
+                    *listed = pages * PAGE / class.stride();
+                    if *listed == 0 {
+                        return false;
+                    }
+                } else {
+                    pages = 0;
+                }
+                *listed -= 1;
+            }
+            if pages == 0 {
+                return true;
+            }
+            let pages = pages as u32;
+            let starts = |run: &(u32, u32, u32)| Some((*run, self.aligned_start(*run, pages, align)?));
+            let Some((run, start)) = free.range((pages, 0, 0)..).find_map(starts) else { return false };
+            let (len, extent, first) = run;
+            free.remove(&run);
+            let left = [(start - first, first), (first + len - start - pages, start + pages)];
+            free.extend(left.into_iter().filter(|left| left.0 > 0).map(|(len, at)| (len, extent, at)));
+            true
+        })
+    }
+
     /// Whether a placement could be served if `cached(class)` segments of each class came back from the caches. `false`
     /// is certain. `true` is not, since it is not known which runs the cached segments belong to.
     pub(crate) fn could_reclaim(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {

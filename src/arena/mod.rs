@@ -163,6 +163,8 @@ pub(crate) struct Arena {
     watched: Vec<u32>,
     /// Idle runs are dissolved at once.
     eager: bool,
+    /// Something got free outside of windows. The queue sets it back.
+    pub(crate) gained: bool,
     total: usize,
     unpinned: usize,
     cut: usize,
@@ -194,6 +196,7 @@ impl Arena {
             windows: Slab::new(),
             watched: vec![0; CLASSES],
             eager: false,
+            gained: false,
             total: 0,
             unpinned: 0,
             cut: 0,
@@ -269,12 +272,13 @@ impl Arena {
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. Where no free run is
-    /// as long as the class's shape, it takes the longest free run, if that holds a segment.
-    fn cut_run(&mut self, class: Class) -> Option<u32> {
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The run has the
+    /// class's shape, or only the pages for `most` segments. Where no free run is as long, it takes the longest free run,
+    /// if that holds a segment.
+    fn cut_run(&mut self, class: Class, most: usize) -> Option<u32> {
         let stride = class.stride();
         let longest = self.free.last().map_or(0, |f| f.0);
-        let pages = class.shape().pages.min(longest);
+        let pages = class.pages_of(most).min(class.shape().pages as usize).min(longest as usize) as u32;
         let segments = pages as usize * PAGE / stride;
         if segments == 0 {
             return None;
@@ -367,7 +371,7 @@ impl Arena {
     pub(crate) fn take_batch(&mut self, class: Class, count: u32) -> Chain {
         let number = match self.partial[class.index()].first() {
             Some(&(_, _, number)) => number,
-            None => match self.cut_run(class) {
+            None => match self.cut_run(class, usize::MAX) {
                 Some(number) => number,
                 None => return Chain::new(),
             },
@@ -401,6 +405,17 @@ impl Arena {
             Placement::Class(class) => self.take_batch(class, 1).pop(),
             Placement::Pages { span, align } => self.take_alone(span, align),
         }
+    }
+
+    /// [`Arena::take`] for the first of `count` segments of a placement that are taken one after the other: a run that is
+    /// cut for them is no longer than they need.
+    pub(crate) fn take_tightly(&mut self, placement: Placement, count: usize) -> Option<NonNull<Descriptor>> {
+        if let Placement::Class(class) = placement {
+            if self.partial[class.index()].is_empty() {
+                self.cut_run(class, count)?;
+            }
+        }
+        self.take(placement)
     }
 
     /// Takes a single segment. Its run has a tail where that is worth a descriptor.
@@ -492,6 +507,7 @@ impl Arena {
         }
         // SAFETY: as above.
         unsafe { run.list.push(descriptor) };
+        self.gained = true;
         if !run.frayed {
             run.frayed = true;
             self.frayed.insert(number);

@@ -37,6 +37,7 @@ impl Arena {
         if !pinned {
             self.unpinned += len;
         }
+        self.gained = true;
         self.insert_free(extent, 0, pages);
     }
 
@@ -164,7 +165,10 @@ impl Arena {
         }
         match window {
             Some(id) => self.insert_held(id, extent, first, pages),
-            None => self.insert_free(extent, first, pages),
+            None => {
+                self.gained = true;
+                self.insert_free(extent, first, pages);
+            }
         }
     }
 

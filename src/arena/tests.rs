@@ -888,11 +888,10 @@ fn a_range_is_withheld_again_unless_a_run_crosses_its_edges() {
 fn quarantined_segments_divide_an_extent() {
     let mut arena = arena(&[64]);
     let held = [5, 10, 7].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
-    assert_eq!(arena.whole_ranges(), [range(0, 64)]);
+    assert_eq!(arena.choose_window(64, 1), Some(range(0, 64)));
     quarantine(&mut arena, held[1]);
-    assert_eq!(arena.whole_ranges(), [range(0, 5), range(15, 64)]);
-    quarantine(&mut arena, held[0]);
-    assert_eq!(arena.whole_ranges(), [range(15, 64)]);
+    assert_eq!(arena.choose_window(49, 1), Some(range(15, 64)));
+    assert_eq!(arena.choose_window(50, 1), None);
 }
 
 #[test]

@@ -515,29 +515,6 @@ impl Arena {
         PageRange { extent, first, end }
     }
 
-    /// The ranges between quarantined segments, for a request that no single range can serve. Runs that have a
-    /// quarantined segment are left out.
-    pub(crate) fn whole_ranges(&self) -> Vec<PageRange> {
-        let mut ranges = Vec::new();
-        for (extent, e) in &self.extents {
-            let mut first = 0;
-            let mut stuck: Vec<(u32, u32)> = e
-                .stuck
-                .iter()
-                .map(|number| &self.runs[*number as usize])
-                .map(|run| (run.first, run.first + run.pages))
-                .collect();
-            stuck.sort_unstable();
-            for (from, end) in stuck.into_iter().chain([(e.pages, e.pages)]) {
-                if from > first {
-                    ranges.push(PageRange { extent: extent as u32, first, end: from });
-                }
-                first = end;
-            }
-        }
-        ranges
-    }
-
     /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out: when they are free, the
     /// regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would be
     /// needed.

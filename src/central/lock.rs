@@ -61,13 +61,6 @@ impl CentralPool {
         }
         locked
     }
-
-    /// Serves the queue once, and settles what is withheld. Returns the wakes that follow.
-    fn turn(&self, core: &mut Core) -> Vec<Wake> {
-        core.serve();
-        self.settle(core);
-        std::mem::take(&mut core.wakes)
-    }
 }
 
 impl Locked<'_> {

@@ -8,7 +8,8 @@
 //! Requests of one size class wait for the same segments, so they are served strictly in order. The first of them has a
 //! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window of
 //! its own as long as the memory outside of all windows lasts, and waits for an earlier window's end otherwise. Several
-//! buffers of one request are granted together or not at all.
+//! buffers of one request are granted together or not at all. Where no range is long enough for all of them, the request
+//! has several windows.
 //!
 //! # Costs
 //!
@@ -16,9 +17,11 @@
 //! logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at the waiters.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
-//! The caller makes them after it has released the lock.
+//! The guard of the lock makes them after the unlock.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Bound;
 use std::ptr::NonNull;
 use std::sync::Weak;
@@ -96,8 +99,33 @@ pub(crate) enum WaitOutcome<G = Grant> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Size {
     Class(u8),
-    /// The pages that the largest of the request's buffers needs, whether there are several, and the alignment.
-    Pages(u32, bool, usize),
+    /// The pages that a single buffer needs, and their alignment.
+    Pages(u32, usize),
+    /// Several buffers: a number that requests for the same sizes share.
+    Several(u64),
+}
+
+impl Size {
+    fn of(wants: &[Want]) -> Self {
+        match wants {
+            [Want { placement: Placement::Class(class), .. }] => Self::Class(class.index() as u8),
+            [want] => {
+                let (pages, align) = want.placement.fresh_pages();
+                Self::Pages(u32::try_from(pages).unwrap_or(u32::MAX), align)
+            }
+            several => {
+                let need = |want: &Want| match want.placement {
+                    Placement::Class(class) => (class.index(), 0, 1),
+                    Placement::Pages { span, align } => (CLASSES, span.div_ceil(PAGE), align),
+                };
+                let mut needs: Vec<_> = several.iter().map(need).collect();
+                needs.sort_unstable();
+                let mut hasher = DefaultHasher::new();
+                needs.hash(&mut hasher);
+                Self::Several(hasher.finish())
+            }
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -176,14 +204,7 @@ impl WaitQueue {
 
     /// Adds a waiter at the end. Returns its key.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
-        let size = match &wants[..] {
-            [Want { placement: Placement::Class(class), .. }] => Size::Class(class.index() as u8),
-            wants => {
-                let fresh = wants.iter().map(|w| w.placement.fresh_pages());
-                let (pages, align) = fresh.fold((1, 1), |a, b| (a.0.max(b.0), a.1.max(b.1)));
-                Size::Pages(u32::try_from(pages).unwrap_or(u32::MAX), wants.len() > 1, align)
-            }
-        };
+        let size = Size::of(&wants);
         if let Size::Class(class) = size {
             self.awaited[usize::from(class)] += 1;
         }
@@ -211,7 +232,7 @@ impl WaitQueue {
 
     /// Whether a waiter may have a window: of several for the same class the first.
     fn chooses(&self, size: Size, number: u64) -> bool {
-        matches!(size, Size::Pages(..)) || self.first(size) == Some(number)
+        !matches!(size, Size::Class(_)) || self.first(size) == Some(number)
     }
 
     /// Whether a waiter is not behind another of the same class.
@@ -443,37 +464,45 @@ impl WaitQueue {
         let mut best: Option<(u64, Size)> = None;
         let mut from = (Size::Class(0), 0);
         while let Some(&(size, number)) = self.sizes.range(from..).next() {
+            from = (size, u64::MAX);
             let could = match size {
                 Size::Class(class) => {
                     Class::new(class.into()).is_some_and(|class| arena.could_take(Placement::Class(class)))
                 }
                 // These come in the order of their pages.
-                Size::Pages(pages, ..) if pages as usize > largest => break,
+                Size::Pages(pages, _) if pages as usize > largest => {
+                    from = (Size::Several(0), 0);
+                    false
+                }
                 Size::Pages(..) => true,
+                Size::Several(_) => {
+                    self.wants(self.order[&number]).iter().all(|want| arena.could_take(want.placement))
+                }
             };
             if could && best.is_none_or(|best| number < best.0) && !not.contains(&size) {
                 best = Some((number, size));
             }
-            from = (size, u64::MAX);
         }
         best.map(|(number, size)| (self.order[&number], size))
     }
 }
 
-/// The pages that a window for these wants must have, and the alignment of the first.
+/// The pages that a window for these wants must have, and the alignment of the first. For several buffers these are the
+/// pages that [`take_tightly`] takes, and those that alignments may cost.
 pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     if let [want] = wants {
         return want.placement.fresh_pages();
     }
-    let mut small = [0; CLASSES];
+    let mut segments = [0; CLASSES];
     let mut pages = 0usize;
     for want in wants {
         match want.placement {
-            Placement::Class(class) => small[class.index()] += class.stride(),
+            Placement::Class(class) => segments[class.index()] += 1,
             Placement::Pages { span, align } => pages = pages.saturating_add(span.div_ceil(PAGE) + align - 1),
         }
     }
-    (small.iter().fold(pages, |pages, bytes| pages.saturating_add(bytes.div_ceil(PAGE))), 1)
+    let of_classes = Class::all().zip(segments).map(|(class, count)| class.pages_of(count));
+    (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
 /// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
@@ -494,21 +523,53 @@ fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descripto
 
 /// Takes a segment for each of `wants`, or none at all.
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
-    let mut grants = Vec::with_capacity(wants.len());
-    for want in wants {
-        match take_one(arena, want.placement) {
-            Some(descriptor) => grants.push(Grant { descriptor, len: want.len }),
-            None => {
-                for grant in grants {
-                    // SAFETY: just taken: alive, in no list, its state still HOST, and no other thread has seen it.
-                    // It is from outside of all windows.
-                    let _ = unsafe { arena.give(grant.descriptor) };
-                }
-                return None;
-            }
-        }
+    let mut taken: Vec<_> = wants.iter().map_while(|want| take_one(arena, want.placement)).collect();
+    if taken.len() < wants.len() {
+        give_all(arena, taken);
+        taken = if wants.len() > 1 { take_tightly(arena, wants)? } else { return None };
     }
-    Some(grants)
+    Some(wants.iter().zip(taken).map(|(want, descriptor)| Grant { descriptor, len: want.len }).collect())
+}
+
+/// [`take_all`] of whatever is free: takes the longest segments first, and cuts no run that is longer than they need. (A
+/// run of its class's shape takes pages that another of the wants may need, and makes two pieces of what is free.)
+fn take_tightly(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
+    arena.release_idle();
+    arena.shorten_runs();
+    let mut taken = Vec::with_capacity(wants.len());
+    for (i, count) in by_need(wants) {
+        let Some(descriptor) = arena.take_tightly(wants[i].placement, count) else {
+            give_all(arena, taken.into_iter().map(|(_, descriptor)| descriptor).collect());
+            return None;
+        };
+        taken.push((i, descriptor));
+    }
+    taken.sort_unstable_by_key(|(i, _)| *i);
+    Some(taken.into_iter().map(|(_, descriptor)| descriptor).collect())
+}
+
+/// The order in which wants are taken tightly: the index of each, and how many of the same placement are left with it.
+fn by_need(wants: &[Want]) -> Vec<(usize, usize)> {
+    let mut order: Vec<usize> = (0..wants.len()).collect();
+    order.sort_by_key(|i| match wants[*i].placement {
+        Placement::Class(class) => (Reverse(class.stride().div_ceil(PAGE)), Reverse(1), class.index()),
+        Placement::Pages { span, align } => (Reverse(span.div_ceil(PAGE)), Reverse(align), CLASSES),
+    });
+    let alike = order.chunk_by(|a, b| wants[*a].placement == wants[*b].placement);
+    alike.flat_map(|alike| alike.iter().copied().zip((1..=alike.len()).rev())).collect()
+}
+
+/// Whether what is free outside of windows serves all of `wants`.
+pub(super) fn serves_all(arena: &Arena, wants: &[Want]) -> bool {
+    arena.serves_all(by_need(wants).into_iter().map(|(i, count)| (wants[i].placement, count)))
+}
+
+fn give_all(arena: &mut Arena, taken: Vec<NonNull<Descriptor>>) {
+    for descriptor in taken {
+        // SAFETY: just taken: alive, in no list, its state still HOST, and no other thread has seen it. It is from
+        // outside of all windows.
+        let _ = unsafe { arena.give(descriptor) };
+    }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -611,6 +672,34 @@ mod tests {
         let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
         assert_eq!(window_pages(&[aligned]), (3, 8));
         assert_eq!(window_pages(&[aligned, want(SMALL), want(SMALL)]), (3 + 7 + 3, 1));
+    }
+
+    #[test]
+    fn what_a_window_has_serves_what_it_is_for() {
+        let mut seed = 1u64;
+        let mut below = |n: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) as usize % n
+        };
+        for _ in 0..3000 {
+            let mut wants = Vec::new();
+            for _ in 0..1 + below(8) {
+                let most = [300, 5000, 100_000, 400_000][below(4)];
+                let align = if below(3) == 0 { 64 << below(9) } else { 64 };
+                let len = 1 + below(most);
+                let want = Want { len, placement: Placement::of(len, align).unwrap() };
+                let alike = if below(3) == 0 { 1 + below(70) } else { 1 };
+                wants.extend(vec![want; alike]);
+            }
+            let (pages, align) = window_pages(&wants);
+            let (mut arena, first) = (Arena::new(), (1 + below(4)) * align);
+            let base = NonNull::new(std::ptr::without_provenance_mut((4096 + first) * PAGE)).unwrap();
+            // SAFETY: the arena only does arithmetic on the address.
+            unsafe { arena.add_extent(RegionId(0), base, pages * PAGE, true) };
+            assert!(serves_all(&arena, &wants), "{wants:?}");
+            let grants = take_all(&mut arena, &wants).unwrap_or_else(|| panic!("{pages} pages: {wants:?}"));
+            assert!(grants.iter().zip(&wants).all(|(grant, want)| grant.len == want.len));
+        }
     }
 
     #[test]

@@ -7,7 +7,14 @@
 //!
 //! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a class
 //! has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
-//! everybody, from thread caches as always.
+//! everybody, from thread caches as always. What is free outside of windows when the lock is let go serves no waiter:
+//! the guard of the lock sees to that (`lock`).
+//!
+//! # Looks
+//!
+//! Returns do not look at everything that a new request would find: segments that are cached, pages behind the last used
+//! segment of a run, and pages beside a window that make a longer range of it. So as long as a request waits, the timer
+//! looks at the queue after pauses that double, up to [`MOST_PATIENCE`], and takes all of these.
 //!
 //! # Fences
 //!
@@ -25,7 +32,7 @@
 //! # Windows that do not empty
 //!
 //! A window to which nothing came back for a while is exchanged for another, if there is one: some thread may keep a
-//! buffer in it for ever. Each further exchange for the same request takes twice as long, so that at last a window stays
+//! buffer in it for ever. So are the windows of a request that has several. Each further exchange for the same request takes twice as long, so that at last a window stays
 //! for longer than any buffer in it is kept.
 //!
 //! A request that no present region can serve waits for regions to be replaced: then whole regions are withheld for it,
@@ -39,7 +46,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::growth::{growth_failure, least};
-use super::queue::{Size, take_all, window_pages};
+use super::queue::{Size, serves_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
 use crate::arena::{PageRange, WindowId};
 use crate::error::{Error, Result, Shortage, Waited};
@@ -112,6 +119,8 @@ pub(super) struct Windows {
     none_for: Option<usize>,
     /// A waiter may find a window, or needs a fence.
     wanted: bool,
+    /// A window ended: what was free in it may serve others.
+    ended: bool,
     /// A waiter came for which no memory was being pinned.
     uncovered: bool,
     /// When windows are looked at next, and whether that is planned.
@@ -129,6 +138,7 @@ impl Default for Windows {
             fenced: Vec::new(),
             none_for: None,
             wanted: false,
+            ended: false,
             uncovered: false,
             patience: PATIENCE,
             planned: false,
@@ -157,7 +167,7 @@ impl CentralPool {
             return Err(Error::QueueFull { limit: most });
         }
         core.stats.waits += 1;
-        let need = window_pages(&wants).0;
+        let (need, several) = (window_pages(&wants).0, wants.len() > 1);
         let class = match &wants[..] {
             [Want { placement: Placement::Class(class), .. }] => Some(*class),
             _ => None,
@@ -168,7 +178,8 @@ impl CentralPool {
         core.windows.wanted |= match class {
             Some(class) => core.queue.awaited(class) == 1,
             None => {
-                core.arena.window_count() < MOST_WINDOWS && core.windows.none_for.is_none_or(|n| need < n)
+                let none = !several && core.windows.none_for.is_some_and(|none| need >= none);
+                core.arena.window_count() < MOST_WINDOWS && !none
             }
         };
         // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
@@ -197,8 +208,20 @@ impl CentralPool {
         !self.fence.meets(class, base)
     }
 
+    /// Serves the queue, and chooses windows, after a change. Returns the wakes that follow.
+    pub(super) fn turn(&self, core: &mut Core) -> Vec<Wake> {
+        loop {
+            core.windows.ended = false;
+            core.serve();
+            self.settle(core);
+            if core.pending || !core.windows.ended {
+                return std::mem::take(&mut core.wakes);
+            }
+        }
+    }
+
     /// Lifts fences, raises others, and chooses windows, as the queue needs it.
-    pub(super) fn settle(&self, core: &mut Core) {
+    fn settle(&self, core: &mut Core) {
         self.settle_windows(core);
         // At the end: what is due from here on is due for the next call.
         if let Some(pause) = core.pause_of_growth() {
@@ -221,7 +244,9 @@ impl CentralPool {
         } else {
             self.lift(core);
         }
-        if self.config.timeless && core.arena.window_count() > 0 {
+        if !core.timeless {
+            core.plan_look();
+        } else {
             core.windows.ticks += 1;
             if core.windows.ticks >= TICKS {
                 core.windows.ticks = 0;
@@ -281,7 +306,18 @@ impl CentralPool {
         core: &Core,
         cached: impl Fn(Class) -> bool,
     ) -> std::result::Result<(), String> {
-        if core.pending || core.growing > 0 && !core.windows.uncovered {
+        if core.pending {
+            return Ok(());
+        }
+        let mut at = None;
+        while let Some((key, size, _)) = core.queue.after(at) {
+            let wants = core.queue.wants(key);
+            if serves_all(&core.arena, wants) {
+                return Err(format!("a request waits that what is free can serve: {wants:?}"));
+            }
+            at = Some((size, u64::MAX));
+        }
+        if core.growing > 0 && !core.windows.uncovered {
             return Ok(());
         }
         for class in listed() {
@@ -297,13 +333,6 @@ impl CentralPool {
             let seen = [&words[0], &words[1]].map(|at| at.load(Ordering::Relaxed) as usize);
             if core.arena.window_addresses(id).is_some_and(|(first, end)| seen != [first, end]) {
                 return Err(format!("window {id} is at {seen:x?} for returns, and elsewhere"));
-            }
-        }
-        if let Some((key, _)) = core.queue.next(&core.arena, &[]) {
-            let wants = core.queue.wants(key);
-            let single = wants.len() == 1 && wants[0].placement.fresh_pages().1 == 1;
-            if single {
-                return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
         }
         Ok(())
@@ -322,27 +351,29 @@ impl CentralPool {
         });
     }
 
-    /// Exchanges the windows that gave nothing back since the last look for others.
+    /// Serves what a new request would be served with, and exchanges the windows that gave nothing back since the last look
+    /// for others.
     fn choose_again(&self, core: &mut Core) {
-        // Returns do not look for what is free behind the last used segments of runs.
-        if core.arena.shorten_runs() {
+        // Returns look neither for what is cached, nor for what lies behind the last used segments of runs, nor for what
+        // got free beside a window and makes a longer range of it.
+        self.reclaim_all(core);
+        core.arena.shorten_runs();
+        core.serve();
+        while !core.pending && core.grant_any_withheld() {
             core.serve();
         }
         let mut again = Vec::new();
         for key in core.queue.owners() {
-            let [window] = core.queue.windows(key) else { continue };
-            let (index, out) = (window.index(), core.arena.out_of(*window));
-            let seen = &mut core.windows.seen[index];
+            let windows = core.queue.windows(key);
+            let out = windows.iter().map(|window| core.arena.out_of(*window)).sum();
+            let seen = &mut core.windows.seen[windows[0].index()];
             *seen = if seen.0 == out { (out, seen.1 + 1) } else { (out, 0) };
-            let moves = core.queue.moves(key).min(20);
-            if core.windows.seen[index].1 >= 1 << moves && core.other_range(key).is_some() {
+            if seen.1 >= 1 << core.queue.moves(key).min(20) && !core.queue.replaces(key) {
                 again.push(key);
             }
         }
         core.windows.patience = (core.windows.patience * 2).min(MOST_PATIENCE);
-        if again.is_empty() {
-            core.plan_look();
-        } else {
+        if !again.is_empty() {
             self.arrange(core, &again);
         }
     }
@@ -556,9 +587,17 @@ impl Core {
                     return;
                 }
                 turns -= 1;
-                if !self.grant(key) {
-                    not.push(size);
+                // What was withheld for a waiter that is served may be what others wait for.
+                let ends = !self.queue.windows(key).is_empty();
+                match self.grant(key) {
+                    true if ends => not.clear(),
+                    true => {}
+                    false => not.push(size),
                 }
+            }
+            if self.grant_together() {
+                not.clear();
+                continue;
             }
             let Some(head) = self.queue.head_key() else { break };
             if self.growing > 0 || self.grow_for_head() {
@@ -569,6 +608,7 @@ impl Core {
             if self.leaving > 0 || self.anything_out() {
                 break;
             }
+            not.clear();
             if self.grant_withheld(head) {
                 continue;
             }
@@ -627,6 +667,7 @@ impl Core {
             self.arena.release_window(*window);
         }
         if !windows.is_empty() {
+            self.windows.ended = true;
             self.windows.none_for = None;
             self.windows.wanted |= self.queue.any_unplaced();
         }
@@ -652,6 +693,25 @@ impl Core {
         let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
         self.end(key, WaitOutcome::Granted(grants));
         true
+    }
+
+    /// What got free outside of windows may serve a request for several buffers together with what is withheld for it: the
+    /// first such request. (All others are tried when windows are looked at again.)
+    fn grant_together(&mut self) -> bool {
+        if !std::mem::take(&mut self.arena.gained) || self.arena.window_count() == 0 {
+            return false;
+        }
+        let several = |key: &usize| self.queue.wants(*key).len() > 1 && !self.queue.replaces(*key);
+        let Some(key) = self.queue.owners().into_iter().find(several) else { return false };
+        let bytes = sum(self.queue.wants(key).iter().map(|w| w.placement.bytes()));
+        let granted = bytes <= self.arena.bytes().free && self.grant_withheld(key);
+        self.arena.gained = granted;
+        granted
+    }
+
+    /// Serves one waiter from what is withheld for it and what is free outside of windows together.
+    fn grant_any_withheld(&mut self) -> bool {
+        self.queue.owners().into_iter().any(|key| !self.queue.replaces(key) && self.grant_withheld(key))
     }
 
     /// A segment of a class (`None`: one that had a run of its own) came back to a window: serves the waiter if that is
@@ -709,6 +769,7 @@ impl Core {
             }
             _ => {
                 ids.iter().for_each(|id| self.windows.seen[id.index()] = (0, 0));
+                self.windows.ended = true;
                 self.windows.none_for = None;
                 self.windows.wanted |= self.queue.any_unplaced();
             }
@@ -740,8 +801,7 @@ impl Core {
             if !self.queue.keeps_waiting(key) || !self.queue.windows(key).is_empty() {
                 continue;
             }
-            let wants = self.queue.wants(key);
-            let ((need, align), several) = (window_pages(wants), wants.len() > 1);
+            let wants = self.queue.wants(key).to_vec();
             if let Some(ranges) = self.ranges_to_replace(key, left) {
                 let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
                 self.queue.place(key, windows);
@@ -749,28 +809,44 @@ impl Core {
                 self.replace(key);
                 continue;
             }
-            if self.windows.none_for.is_some_and(|none| need >= none) {
-                continue;
-            }
-            if let Some(range) = self.arena.choose_window(need, align) {
-                let window = self.arena.withhold(range, need, align);
-                self.queue.place(key, vec![window]);
-                if several || self.arena.is_complete(window) {
-                    self.grant_withheld(key);
-                }
-                continue;
-            }
-            let ranges = if several && left == MOST_WINDOWS { self.arena.whole_ranges() } else { Vec::new() };
-            if ranges.is_empty() || ranges.len() > left {
-                self.windows.none_for = Some(need);
-                continue;
-            }
-            // No single range can serve the request, so the whole pool is withheld for it.
-            let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
+            let Some(windows) = self.withhold_for(&wants, left) else { continue };
+            let complete = windows.iter().any(|window| self.arena.is_complete(*window));
             self.queue.place(key, windows);
-            self.grant_withheld(key);
+            if wants.len() > 1 || complete {
+                self.grant_withheld(key);
+            }
         }
-        self.plan_look();
+    }
+
+    /// Withholds a range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` windows
+    /// at most. `None`: there are not as many ranges.
+    fn withhold_for(&mut self, wants: &[Want], most: usize) -> Option<Vec<WindowId>> {
+        let (need, align) = window_pages(wants);
+        let none_for = self.windows.none_for;
+        if most > 0 && none_for.is_none_or(|none| need < none) {
+            if let Some(range) = self.arena.choose_window(need, align) {
+                return Some(vec![self.arena.withhold(range, need, align)]);
+            }
+            // Where so many pages were in one piece, the aligned ones would be among them.
+            let all = need.saturating_add(align - 1);
+            self.windows.none_for = Some(none_for.map_or(all, |none| none.min(all)));
+        }
+        let (first, second) = wants.split_at(wants.len() / 2);
+        if first.is_empty() {
+            return None;
+        }
+        let mut windows = self.withhold_for(first, most)?;
+        // What is found out beside these windows holds no longer than they.
+        let none_for = self.windows.none_for;
+        match self.withhold_for(second, most - windows.len()) {
+            Some(more) => windows.extend(more),
+            None => {
+                windows.iter().for_each(|window| self.arena.release_window(*window));
+                self.windows.none_for = none_for;
+                return None;
+            }
+        }
+        Some(windows)
     }
 
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
@@ -813,38 +889,36 @@ impl Core {
         }
     }
 
-    /// The range that a waiter would choose in place of its window.
-    fn other_range(&self, key: usize) -> Option<PageRange> {
-        let (need, align) = window_pages(self.queue.wants(key));
-        self.arena.choose_window(need, align)
-    }
-
-    /// Exchanges the windows of waiters. Nothing is cached.
+    /// Exchanges the windows of waiters, where there are others. Nothing is cached.
     fn exchange(&mut self, keys: &[usize]) {
         for key in keys {
-            if !self.queue.keeps_waiting(*key) {
+            if !self.queue.keeps_waiting(*key) || self.queue.windows(*key).is_empty() {
                 continue;
             }
-            let [window] = self.queue.windows(*key) else { continue };
-            let window = *window;
-            let Some(range) = self.other_range(*key) else { continue };
-            let (need, align) = window_pages(self.queue.wants(*key));
-            // The old one goes first, so that there is room for the new one among the windows; what this frees is
-            // beside the new range.
-            let _ = self.queue.displace(*key);
+            let wants = self.queue.wants(*key).to_vec();
+            let ((need, align), before) = (window_pages(&wants), self.windows.none_for);
+            // The others are chosen beside the present ones. But a single one is withheld after the present one has
+            // ended, so that there is room for it among the windows; what this frees is beside the new range.
+            let others = if let Some(range) = self.arena.choose_window(need, align) {
+                self.displace(*key);
+                self.arena.release_idle();
+                vec![self.arena.withhold(range, need, align)]
+            } else {
+                let Some(others) = self.withhold_for(&wants, MOST_WINDOWS - self.arena.window_count()) else {
+                    self.windows.none_for = before;
+                    continue;
+                };
+                self.displace(*key);
+                others
+            };
             self.queue.moved(*key);
-            self.windows.seen[window.index()] = (0, 0);
-            self.arena.release_window(window);
-            self.arena.release_idle();
-            let again = self.arena.withhold(range, need, align);
-            self.queue.place(*key, vec![again]);
-            self.windows.none_for = None;
+            self.queue.place(*key, others);
         }
     }
 
-    /// Plans the next look at the windows, if there are any and there is a clock.
+    /// Plans the next look at the windows.
     fn plan_look(&mut self) {
-        if self.arena.window_count() > 0 && !self.timeless && !self.windows.planned {
+        if !self.windows.planned {
             self.windows.planned = true;
             self.wakes.push(Wake::Choose(self.me.clone(), self.windows.patience));
         }

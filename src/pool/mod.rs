@@ -147,6 +147,11 @@ impl Pool {
     /// that what is free cannot serve has a range of memory withheld for it, its *window*, and is served when that is
     /// empty. It takes nothing else from other requests: these are served from the rest of the pool meanwhile.
     ///
+    /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may do the same, or what
+    /// is free may be withheld for a large request that waits for just the buffer that is kept. A program that needs
+    /// several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with a
+    /// deadline and gives back what it has.
+    ///
     /// # Errors
     /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`]; [`Error::Config`] for an unknown reserve;
     ///   [`Error::WrongDevice`] for [`Request::near`] a device that the pool does not serve.

@@ -6,6 +6,8 @@
 //! scripted (`scripted`): every call of the device failing in every way, among others. At the end the run prints how
 //! often each transition was taken, and fails if one never was.
 //!
+//! Beside it, with threads and a clock, requests of all forms that wait (`liveness`).
+//!
 //! With `PINPOOL_SUBSCRIBER=panics` a subscriber panics meanwhile, and every waker once it has noted its call.
 //!
 //! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
@@ -13,6 +15,7 @@
 
 #![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
 
+mod liveness;
 mod ops;
 mod scripted;
 #[path = "../support/mod.rs"]

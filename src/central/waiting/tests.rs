@@ -64,7 +64,15 @@ fn windows(central: &CentralPool) -> usize {
 /// The address of the only window.
 fn window(central: &CentralPool) -> (usize, usize) {
     assert_eq!(windows(central), 1);
-    central.core.lock().arena.window_addresses(0).unwrap()
+    window_addresses(central, 0)
+}
+
+fn window_addresses(central: &CentralPool, id: usize) -> (usize, usize) {
+    central.core.lock().arena.window_addresses(id).unwrap()
+}
+
+fn at(grant: &Grant) -> usize {
+    base(grant).addr().get()
 }
 
 #[test]
@@ -205,24 +213,26 @@ fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
 fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
     let central = pool(&[16], false);
     let _held = out(&central, pages(16));
-    let mut core = central.core.lock();
-    core.choose();
-    assert!(core.wakes.is_empty(), "there is no window");
-    let key = core.queue.join(vec![pages(16)], Wake::Thread(thread::current()));
-    core.choose();
-    core.choose();
-    assert!(matches!(&core.wakes[..], [Wake::Choose(_, PATIENCE)]));
-    (core.windows.planned, core.timeless) = (false, true);
-    core.choose();
-    assert_eq!(core.wakes.len(), 1);
-    core.windows.planned = true;
-    drop(core);
-    change(&central);
-    assert_eq!(central.core.lock().windows.ticks, 0, "calls are not counted where there is a clock");
+    central.turn(&mut central.core.lock());
+    assert!(!central.core.lock().windows.planned, "nothing waits");
+    let key = central.core.lock().queue.join(vec![pages(16)], Wake::Thread(thread::current()));
+    let turn = |core: &mut Core| central.turn(core).len();
+    assert_eq!([(); 2].map(|()| turn(&mut central.core.lock())), [1, 0]);
+    {
+        let mut core = central.core.lock();
+        (core.windows.planned, core.timeless) = (false, true);
+        assert_eq!((turn(&mut core), core.windows.ticks), (0, 1));
+        core.timeless = false;
+        assert_eq!(
+            (turn(&mut core), core.windows.ticks),
+            (1, 1),
+            "calls are not counted where there is a clock"
+        );
+    }
     // The timer looks, on its own thread.
     CentralPool::choose_later(central.weak(), Duration::ZERO);
     let end = Instant::now() + Duration::from_secs(20);
-    while central.core.lock().windows.planned {
+    while central.core.lock().windows.patience == PATIENCE {
         assert!(Instant::now() < end, "no look is made");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -309,19 +319,19 @@ fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
 
 #[test]
 fn several_buffers_are_served_from_all_windows_and_all_runs() {
-    for extents in [MOST_WINDOWS, MOST_WINDOWS + 1] {
+    for extents in [2, MOST_WINDOWS + 1] {
         let central = pool(&vec![4; extents], true);
         let held: Vec<_> = (0..extents).map(|_| out(&central, pages(4))).collect();
         let key = join(&central, &[pages(3), pages(3)]);
-        if extents > MOST_WINDOWS {
-            assert_eq!((windows(&central), central.core.lock().windows.ticks), (0, 0));
-        } else {
-            assert_eq!(windows(&central), MOST_WINDOWS, "the whole pool is withheld");
-            back(&central, held[0]);
-            assert!(central.waits(key));
-            back(&central, held[1]);
-            assert_eq!(granted(&central, key).len(), 2);
-        }
+        assert_eq!(windows(&central), 2, "a range for each");
+        let mut ranges = [0, 1].map(|id| window_addresses(&central, id).0);
+        ranges.sort_unstable();
+        let inside: Vec<_> = held.into_iter().filter(|grant| ranges.contains(&at(grant))).collect();
+        assert_eq!(inside.iter().map(at).collect::<Vec<_>>(), ranges);
+        back(&central, inside[0]);
+        assert!(central.waits(key));
+        back(&central, inside[1]);
+        assert_eq!(granted(&central, key).len(), 2);
     }
     // The segments are cached, and there is no free page.
     let central = pool(&[2], true);
@@ -437,4 +447,47 @@ fn memory_that_goes_back_to_the_runs_serves_who_waits() {
         assert_eq!((cached(), central.waits(key)), (0, false), "{way}");
         central.check(|_, _| ()).unwrap();
     }
+}
+
+#[test]
+fn several_buffers_are_served_when_what_their_runs_take_is_free() {
+    // Three runs of 65 pages, of which no segment fills the last page.
+    let central = pool(&[230], true);
+    let held = [(); 2].map(|()| out(&central, small(256 << 10)));
+    let key = join(&central, &[small(256 << 10); 3]);
+    let _beside = out(&central, pages(35));
+    held.into_iter().for_each(|grant| back(&central, grant));
+    assert_eq!(granted(&central, key).len(), 3);
+
+    // What is free serves all of them, and not in the order in which they are named and in runs of the usual length.
+    let central = pool(&[150], true);
+    let held = out(&central, pages(150));
+    let aligned = Want { len: 132, placement: Placement::of(132, 1024).unwrap() };
+    let key = join(&central, &[small(4096), small(79_689), aligned, small(261_297), small(4096)]);
+    back(&central, held);
+    assert_eq!(granted(&central, key).len(), 5);
+
+    // Segments of runs, without a free page, and outside of the window.
+    let central = pool(&[4, 2], true);
+    let held: Vec<_> = (0..7).map(|_| out(&central, small(2000))).collect();
+    let _rest = out(&central, pages(2));
+    let key = join(&central, &[small(2000); 2]);
+    let (first, end) = window(&central);
+    let beside = held.into_iter().filter(|grant| !(first..end).contains(&(at(grant) + 2112 - 1)));
+    beside.take(2).for_each(|grant| back(&central, grant));
+    assert_eq!(granted(&central, key).len(), 2);
+}
+
+#[test]
+fn a_request_for_several_buffers_keeps_no_other_of_its_size_waiting() {
+    let central = pool(&[64, 64], true);
+    let held = [(); 2].map(|()| out(&central, pages(64)));
+    let keys = [3, 2].map(|n| join(&central, &vec![pages(20); n]));
+    // 44 pages are free where neither has a window.
+    let (first, end) = window_addresses(&central, 1);
+    let owner = central.core.lock().queue.windows(keys[0])[0].index();
+    assert!(owner == 0 && first < end);
+    back(&central, held[1]);
+    assert_eq!(keys.map(|key| central.waits(key)).iter().filter(|waits| **waits).count(), 1);
+    central.check(|_, _| ()).unwrap();
 }

@@ -1,0 +1,343 @@
+//! Liveness: nothing waits that what is free could serve, and each wait is told its deadline.
+//!
+//! Random requests of all forms: one buffer of a class, of whole pages, aligned; several together; with deadlines, and
+//! cancelled. Beside them returns, trims and growth. [`Pool::check`] must find nothing after any step: it looks for
+//! waiters that what is free outside of windows could serve. At the end some buffers stay out. After the longest pause
+//! between two looks at the queue the oracle is that *a request that waits, made anew, is not served at once* either.
+//!
+//! `PINPOOL_LIVENESS_SECONDS=N` runs for N seconds, and `PINPOOL_SEED=N` begins with another seed.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::{CheckoutMany, Device, Error, PinnedBuf, Pool, Request, Unpinned};
+
+/// More than the longest pause between two looks at a pool's queue, one second, on a machine that is busy.
+const PAUSE: Duration = Duration::from_millis(2200);
+/// Pools that are brought into a state and then left alone together.
+const POOLS: u64 = 24;
+const STEPS: usize = 60;
+const CAPACITY: usize = 4 << 20;
+
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % n as u64) as usize
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    fn request(&mut self, largest: usize) -> Request<'static> {
+        let len = match self.below(5) {
+            0 => 1 + self.below(500),
+            1 => 4096,
+            2 => 1 + self.below(largest / 32),
+            3 => 1 + self.below(largest / 8),
+            _ => 1 + self.below(largest),
+        };
+        let request = Request::new(len);
+        if self.one_in(4) { request.align(1 << (6 + self.below(9))) } else { request }
+    }
+
+    /// One request, or several together.
+    fn requests(&mut self, largest: usize) -> Vec<Request<'static>> {
+        let several = self.one_in(2);
+        let n = if several { 2 + self.below(4) } else { 1 };
+        match several && self.one_in(3) {
+            true => vec![self.request(largest); n],
+            false => (0..n).map(|_| self.request(largest)).collect(),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+struct Wait {
+    future: CheckoutMany,
+    requests: Vec<Request<'static>>,
+    woken: Arc<Woken>,
+    deadline: Option<Instant>,
+}
+
+impl Wait {
+    fn poll(&mut self) -> Poll<pinpool::Result<Vec<PinnedBuf>>> {
+        let waker = Waker::from(self.woken.clone());
+        Pin::new(&mut self.future).poll(&mut Context::from_waker(&waker))
+    }
+
+    fn is_woken(&self) -> bool {
+        self.woken.0.load(Ordering::SeqCst)
+    }
+}
+
+/// A pool, and what a program does with it on one thread.
+struct Program {
+    seed: u64,
+    random: Random,
+    pool: Pool,
+    held: Vec<PinnedBuf>,
+    waits: Vec<Wait>,
+    log: Vec<String>,
+}
+
+impl Program {
+    fn new(seed: u64, device: &Device) -> Self {
+        let mut random = Random::new(seed);
+        let region = [1 << 20, 2 << 20, 4 << 20][random.below(3)];
+        let initial = if random.one_in(3) { region } else { CAPACITY };
+        let cache = [0, 256 << 10, 1 << 20][random.below(3)];
+        let builder = Pool::builder(device).capacity(CAPACITY).region(region).initial(initial);
+        let pool = builder.thread_cache(cache).unpinned(Unpinned::Allow).build().unwrap();
+        pool.wait_pinned(None).unwrap();
+        let log = vec![format!("regions of {region}, {initial} at first, a thread cache of {cache}")];
+        Self { seed, random, pool, held: Vec::new(), waits: Vec::new(), log }
+    }
+
+    fn step(&mut self) {
+        match self.random.below(11) {
+            0..=2 => {
+                let requests = self.random.requests(400_000);
+                let got = self.pool.checkout_many(&requests, Some(Duration::ZERO));
+                self.note(if got.is_ok() { "take" } else { "take in vain" }, &requests);
+                self.held.extend(got.into_iter().flatten());
+            }
+            3..=5 if !self.held.is_empty() => {
+                let buf = self.held.swap_remove(self.random.below(self.held.len()));
+                self.log.push(format!("return {} at {:p}", buf.capacity(), buf.as_ptr()));
+            }
+            6 | 7 => {
+                let requests = self.random.requests(400_000);
+                let mut future = self.pool.checkout_many_async(&requests);
+                let timeout =
+                    self.random.one_in(4).then(|| Duration::from_millis(self.random.below(300) as u64));
+                let deadline = timeout.map(|timeout| Instant::now() + timeout);
+                if let Some(timeout) = timeout {
+                    future = future.timeout(timeout);
+                }
+                self.note(if timeout.is_some() { "wait with a deadline" } else { "wait" }, &requests);
+                let mut wait = Wait { future, requests, woken: Arc::default(), deadline };
+                match wait.poll() {
+                    Poll::Pending => self.waits.push(wait),
+                    Poll::Ready(got) => self.held.extend(got.into_iter().flatten()),
+                }
+            }
+            8 if !self.waits.is_empty() => {
+                let wait = self.waits.swap_remove(self.random.below(self.waits.len()));
+                self.note("cancel", &wait.requests);
+            }
+            9 => self.poll_woken(),
+            10 => {
+                let trimmed = self.pool.trim(self.random.below(CAPACITY));
+                self.log.push(format!("trim {trimmed}"));
+            }
+            _ => {}
+        }
+        self.check();
+    }
+
+    fn note(&mut self, what: &str, requests: &[Request<'_>]) {
+        self.log.push(format!("{what} {}", named(requests)));
+    }
+
+    fn check(&self) {
+        if let Err(violation) = self.pool.check() {
+            self.fail(&violation.to_string());
+        }
+    }
+
+    fn fail(&self, what: &str) -> ! {
+        panic!("seed {}: {what}\n{:#?}\n{:?}", self.seed, self.log, self.pool.stats());
+    }
+
+    fn poll_woken(&mut self) {
+        let mut waits = std::mem::take(&mut self.waits);
+        waits.retain_mut(|wait| {
+            if !wait.is_woken() {
+                return true;
+            }
+            let Poll::Ready(got) = wait.poll() else { return true };
+            self.note(if got.is_ok() { "granted" } else { "refused" }, &wait.requests);
+            self.held.extend(got.into_iter().flatten());
+            false
+        });
+        self.waits = waits;
+    }
+
+    /// Buffers come back, in the order of their addresses or another, until few are left or much is free.
+    fn return_most(&mut self) {
+        let few = self.random.below(4);
+        let needed: usize = self.waits.iter().flat_map(|wait| &wait.requests).map(bytes).sum();
+        let order = self.random.below(3);
+        self.held.sort_by_key(|buf| buf.as_ptr().addr());
+        if order == 1 {
+            self.held.reverse();
+        }
+        while self.held.len() > few && self.pool.stats().free_bytes < needed + needed / 2 + (64 << 10) {
+            let at = if order == 2 { self.random.below(self.held.len()) } else { 0 };
+            let buf = self.held.remove(at);
+            self.log.push(format!("at last, return {} at {:p}", buf.capacity(), buf.as_ptr()));
+            drop(buf);
+            self.check();
+        }
+    }
+
+    /// After the pause.
+    fn judge(&mut self) {
+        self.check();
+        for wait in &self.waits {
+            if wait.deadline.is_some() && !wait.is_woken() {
+                self.fail(&format!("not told its deadline: {}", named(&wait.requests)));
+            }
+        }
+        self.poll_woken();
+        self.check();
+        if self.waits.is_empty() {
+            return;
+        }
+        let wait = self.waits.swap_remove(self.random.below(self.waits.len()));
+        let requests = wait.requests;
+        drop(wait.future);
+        // What was withheld for it may have served another, and what was withheld for that may serve it now.
+        if self.waits.iter().any(Wait::is_woken) {
+            return;
+        }
+        if self.pool.checkout_many(&requests, Some(Duration::ZERO)).is_ok() {
+            self.fail(&format!("it has waited, and is served when made anew: {}", named(&requests)));
+        }
+    }
+}
+
+fn bytes(request: &Request<'_>) -> usize {
+    request.segment_bytes().unwrap()
+}
+
+fn named(requests: &[Request<'_>]) -> String {
+    requests.iter().map(|request| format!("{}, ", bytes(request))).collect()
+}
+
+fn seconds(default: u64) -> Duration {
+    Duration::from_secs(super::variable("PINPOOL_LIVENESS_SECONDS", default))
+}
+
+#[test]
+fn a_request_that_waits_is_not_served_when_made_anew() {
+    let device = Device::open("host").unwrap();
+    let (end, mut seed) = (Instant::now() + seconds(1), super::variable("PINPOOL_SEED", 1) * 1_000_000);
+    loop {
+        let mut programs: Vec<_> = (seed..seed + POOLS).map(|seed| Program::new(seed, &device)).collect();
+        seed += POOLS;
+        for program in &mut programs {
+            (0..STEPS).for_each(|_| program.step());
+            program.return_most();
+        }
+        std::thread::sleep(PAUSE);
+        let waiting = programs.iter().map(|program| program.waits.len()).sum::<usize>();
+        assert!(waiting > 0, "nothing waits");
+        programs.iter_mut().for_each(Program::judge);
+        if Instant::now() >= end {
+            return;
+        }
+    }
+}
+
+/// How long a request may wait while others, none of which keeps its buffers for long, are granted so many.
+const LONG: Duration = Duration::from_secs(3);
+const MANY: u64 = 3000;
+
+/// A thread's wait: since when, in milliseconds since the beginning, and how many grants there were then. 0: none.
+#[derive(Default)]
+struct Waiting {
+    since: AtomicU64,
+    grants: AtomicU64,
+}
+
+#[test]
+fn no_request_starves_beside_others_that_come_and_go() {
+    let device = Device::open("host").unwrap();
+    let (begin, end) = (Instant::now(), Instant::now() + seconds(2));
+    let mut seed = super::variable("PINPOOL_SEED", 1) * 1000;
+    while Instant::now() < end {
+        seed += 1;
+        let mut random = Random::new(seed);
+        let cache = [0, 256 << 10][random.below(2)];
+        let pool = Pool::builder(&device).capacity(2 << 20).thread_cache(cache).unpinned(Unpinned::Allow);
+        let pool = pool.build().unwrap();
+        // Often all requests are for one size, and two threads ask for several such buffers.
+        let same = random.one_in(2).then(|| Request::new(1 + random.below(280_000)));
+        let waiting: Vec<Waiting> = (0..8).map(|_| Waiting::default()).collect();
+        let (grants, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for (nth, waiting) in waiting.iter().enumerate() {
+                let (pool, grants, stop) = (&pool, &grants, &stop);
+                scope.spawn(move || {
+                    let mut random = Random::new(seed * 100 + nth as u64);
+                    let usual = match same {
+                        Some(request) => vec![request; if nth < 2 { 2 + random.below(2) } else { 1 }],
+                        None => random.requests(250_000),
+                    };
+                    while !stop.load(Ordering::SeqCst) {
+                        let requests = if same.is_none() && random.one_in(4) {
+                            random.requests(250_000)
+                        } else {
+                            usual.clone()
+                        };
+                        waiting.grants.store(grants.load(Ordering::SeqCst), Ordering::SeqCst);
+                        waiting.since.store(1 + begin.elapsed().as_millis() as u64, Ordering::SeqCst);
+                        let timeout =
+                            random.one_in(4).then(|| Duration::from_micros(random.below(2000) as u64));
+                        let got = pool.checkout_many(&requests, timeout);
+                        waiting.since.store(0, Ordering::SeqCst);
+                        assert!(timeout.is_some() || got.is_ok(), "{got:?}");
+                        assert!(matches!(got, Ok(_) | Err(Error::Timeout(_))), "{got:?}");
+                        grants.fetch_add(u64::from(got.is_ok()), Ordering::SeqCst);
+                        if random.one_in(2) {
+                            std::thread::sleep(Duration::from_micros(random.below(300) as u64));
+                        }
+                        drop(got);
+                        if random.one_in(50) {
+                            pool.trim(random.below(2 << 20));
+                        }
+                    }
+                });
+            }
+            let round = (Instant::now() + Duration::from_secs(10)).min(end);
+            while Instant::now() < round {
+                std::thread::sleep(Duration::from_millis(10));
+                let granted = grants.load(Ordering::SeqCst);
+                for waits in &waiting {
+                    let (since, before) =
+                        (waits.since.load(Ordering::SeqCst), waits.grants.load(Ordering::SeqCst));
+                    let long = since > 0 && begin.elapsed() > LONG + Duration::from_millis(since);
+                    if long && granted > before + MANY {
+                        stop.store(true, Ordering::SeqCst);
+                        panic!("seed {seed}: a request starves; {} others were granted", granted - before);
+                    }
+                }
+            }
+            stop.store(true, Ordering::SeqCst);
+        });
+        pool.check().unwrap();
+        assert_eq!(pool.stats().waiting, 0);
+    }
+}
