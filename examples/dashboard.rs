@@ -28,7 +28,6 @@ use axum::http::header;
 use axum::routing::get;
 use clap::Parser;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
-use metrics_util::MetricKindMask;
 use pinpool::telemetry::{Histogram, Sampler, Sampling};
 use pinpool::{Device, Pool, Unpinned};
 
@@ -69,10 +68,9 @@ impl Telemetry {
     pub(crate) fn install(pool: &Pool, interval: Duration) -> Result<Self, AnyError> {
         // Without bounds the exporter makes summaries, which cannot be added up over servers. With the library's bounds
         // the exporter counts each duration in the same bucket as the library does.
-        // With a timeout, pools and streams that are gone leave the answers.
-        let timeout = (10 * interval).max(Duration::from_secs(60));
+        // A timeout for idle metrics would take away what the server itself counts rarely, or sets but once as `PEAK`. What
+        // is gone of pinpool's reads zero.
         let handle = PrometheusBuilder::new()
-            .idle_timeout(MetricKindMask::ALL, Some(timeout))
             .set_buckets_for_metric(Matcher::Prefix("pinpool".into()), &Histogram::bounds_seconds())?
             .install_recorder()?;
         let sampling = Sampler::new(pool).stuck_after(Duration::from_secs(30)).spawn(interval)?;

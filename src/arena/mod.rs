@@ -54,6 +54,7 @@ mod tests;
 mod visit;
 mod windows;
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 
@@ -174,6 +175,8 @@ pub(crate) struct Arena {
     /// Bytes of the segments in the runs' lists, and of these the bytes in windows.
     free_slot_bytes: usize,
     held_slot_bytes: usize,
+    /// See [`take_peak`](Self::take_peak). A cell, since whoever takes it changes nothing that a waiter could have.
+    peak: Cell<usize>,
     /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
     /// run equals no later one.
     generation: u64,
@@ -204,6 +207,7 @@ impl Arena {
             held_pages: 0,
             free_slot_bytes: 0,
             held_slot_bytes: 0,
+            peak: Cell::new(0),
             generation: 0,
         }
     }
@@ -376,7 +380,19 @@ impl Arena {
                 None => return Chain::new(),
             },
         };
-        self.take_from(number, class, count)
+        let chain = self.take_from(number, class, count);
+        self.peak.set(self.peak.get().max(self.taken()));
+        chain
+    }
+
+    /// Bytes that were taken and did not come back.
+    fn taken(&self) -> usize {
+        self.total - self.cut - self.free_pages * PAGE - self.free_slot_bytes
+    }
+
+    /// The most bytes that were taken at a time since the call before, or ever.
+    pub(crate) fn take_peak(&self) -> usize {
+        self.peak.replace(self.taken())
     }
 
     fn take_from(&mut self, number: u32, class: Class, count: u32) -> Chain {
@@ -403,7 +419,11 @@ impl Arena {
     pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         match placement {
             Placement::Class(class) => self.take_batch(class, 1).pop(),
-            Placement::Pages { span, align } => self.take_alone(span, align),
+            Placement::Pages { span, align } => {
+                let taken = self.take_alone(span, align);
+                self.peak.set(self.peak.get().max(self.taken()));
+                taken
+            }
         }
     }
 

@@ -142,6 +142,11 @@ impl CentralPool {
         }
     }
 
+    /// The most bytes that were in use or cached at a time since the call before, or since the pool was built.
+    pub(crate) fn take_peak(&self) -> usize {
+        self.lock().arena.take_peak()
+    }
+
     /// How long requests waited for memory, and how long timed buffers were out.
     pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
         let core = self.lock();

@@ -96,7 +96,7 @@ pub struct DoctorArgs {
     pub capacity: usize,
     /// The memory to pin and copy for a trial, 1MiB at least [default: 64MiB, or the capacity if less]
     ///
-    /// The trial uses several times as much memory.
+    /// The trial uses four times as much memory, and half of what is left at most.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub pin: Option<usize>,
     /// Where page-locked memory comes from [default: whichever the device does best]
@@ -118,9 +118,9 @@ pub struct LoadArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// The most memory that the pool may pin, such as 64MiB
-    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
-    pub capacity: usize,
+    /// The most memory that the pool may pin, such as 64MiB [default: 256MiB, or a quarter of what is left if less]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub capacity: Option<usize>,
     /// Bytes copied at a time
     #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
     pub chunk: usize,
@@ -139,9 +139,9 @@ pub struct LoadArgs {
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
-    /// The sample's size, where no file is given
-    #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = size, conflicts_with = "files")]
-    pub sample: usize,
+    /// The sample's size, where no file is given [default: 1GiB, or a quarter of what is left if less]
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "files")]
+    pub sample: Option<usize>,
 }
 
 #[derive(Debug, clap::Args)]

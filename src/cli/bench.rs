@@ -109,14 +109,14 @@ fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<B
         })
     };
     let Some(over) = over else {
-        return set_up(whole(args.size.unwrap_or(LEAST_SIZE))).map_err(|(_, error)| error);
+        let size = whole(args.size.unwrap_or(LEAST_SIZE));
+        // Where the control group's limit is in the way, the kernel would end a process of the group.
+        return match doctor::left() {
+            Some(left) if left / (SIZES_TAKEN as u64) < size as u64 => Err(no_room(left as usize, size)),
+            _ => set_up(size).map_err(|(_, error)| error),
+        };
     };
-    let most = affordable(doctor::available()).map_err(|room| {
-        let (room, need, least) = (amount(room), amount(LEAST_SIZE * SIZES_TAKEN), amount(LEAST_SIZE));
-        CliError::Failed(format!(
-            "no room to measure: {room} of memory are left, and copies of {least} take {need}; name less by --size"
-        ))
-    })?;
+    let most = affordable(doctor::left()).map_err(|room| no_room(room, LEAST_SIZE))?;
     let start = Instant::now();
     let mut small = set_up(LEAST_SIZE).map_err(|(_, error)| error)?;
     let made = Instant::now();
@@ -135,10 +135,17 @@ fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<B
     Ok(small)
 }
 
+fn no_room(left: usize, size: usize) -> CliError {
+    let (left, need, size) = (amount(left), amount(size.saturating_mul(SIZES_TAKEN)), amount(size));
+    CliError::Failed(format!(
+        "no room to measure: {left} of memory are left, and copies of {size} take {need}; name less by --size"
+    ))
+}
+
 /// Bytes of a copy such that all memory that the command uses is half of the memory that is left, or what the smallest
 /// copies need. `Err`: the memory that is left, which is less than the smallest copies need.
-fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
-    let Some(room) = left.into_iter().flatten().min() else { return Ok(USUAL_SIZE) };
+fn affordable(left: Option<u64>) -> Result<usize, usize> {
+    let Some(room) = left else { return Ok(USUAL_SIZE) };
     match usize::try_from(room).unwrap_or(usize::MAX) {
         room if room < LEAST_SIZE * SIZES_TAKEN => Err(room),
         room => Ok((room / (2 * SIZES_TAKEN)).clamp(LEAST_SIZE, USUAL_SIZE)),
@@ -442,13 +449,11 @@ mod tests {
     fn half_of_what_is_left_is_taken_at_most() {
         let mib = |n: u64| Some(n << 20);
         for (left, size) in [
-            ([None, None], Ok(USUAL_SIZE)),
-            ([mib(64 << 10), None], Ok(USUAL_SIZE)),
-            // In a container the system's figure is that of the whole machine.
-            ([mib(64 << 10), mib(4000)], Ok(400 << 20)),
-            ([mib(4000), None], Ok(400 << 20)),
-            ([mib(64 << 10), mib(79)], Err(79 << 20)),
-            ([mib(64 << 10), Some(0)], Err(0)),
+            (None, Ok(USUAL_SIZE)),
+            (mib(64 << 10), Ok(USUAL_SIZE)),
+            (mib(4000), Ok(400 << 20)),
+            (mib(79), Err(79 << 20)),
+            (Some(0), Err(0)),
         ] {
             assert_eq!(affordable(left), size, "{left:?}");
         }

@@ -35,6 +35,11 @@ use super::{CliError, Result, doctor, of_device, sample, say};
 const EXTENT: usize = 64 << 20;
 /// Longer segments get extents of at least 1 GiB, which hold enough of them.
 const LARGE_SEGMENT: usize = EXTENT / 8;
+/// The capacity and the sample's size, where the command line names none and memory allows it.
+const USUAL_CAPACITY: usize = 256 << 20;
+const USUAL_SAMPLE: usize = 1 << 30;
+/// The chunks that the pool has room for however little memory is left.
+const LEAST_CHUNKS: usize = 2;
 /// The copier's chunks are multiples of this.
 const CHUNK_STEP: usize = 4096;
 /// The fewest bytes of uploads of which what bounds them is told.
@@ -167,15 +172,18 @@ fn prepare(args: &LoadArgs) -> Result<LoadRun> {
 fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun> {
     let segment =
         Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
+    // The pool, the sample's file and the sample on the host device take three quarters together.
+    let quarter = doctor::left().map_or(usize::MAX, |left| usize::try_from(left / 4).unwrap_or(usize::MAX));
+    let capacity = args.capacity.unwrap_or_else(|| USUAL_CAPACITY.min(quarter).max(LEAST_CHUNKS * segment));
     let too_small = || {
         CliError::Usage(format!(
             "a --capacity of {} is below one segment: a --chunk of {} takes {}, and the pool counts in whole pages",
-            amount(args.capacity),
+            amount(capacity),
             amount(args.chunk),
             amount(segment)
         ))
     };
-    if args.capacity < segment {
+    if capacity < segment {
         return Err(too_small());
     }
     // An extent is a multiple of the copier's segments, so that nothing is wasted at its edges.
@@ -192,8 +200,8 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     // For nothing, nothing is pinned.
     let is_nothing = !sources.is_empty() && sources.iter().all(|source| source.len == 0);
     let pool = super::pool(&device, args.backing)
-        .capacity(args.capacity)
-        .initial(if is_nothing { 0 } else { args.capacity })
+        .capacity(capacity)
+        .initial(if is_nothing { 0 } else { capacity })
         .extent(extent)
         .unpinned(match args.unpinned {
             UnpinnedArg::Refuse => pinpool::Unpinned::Refuse,
@@ -207,16 +215,17 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if pool.stats().capacity_bytes < segment {
         return Err(too_small());
     }
-    let copier = match copier(&pool, &device, args) {
+    let copier = match copier(&pool, &device, args, capacity) {
         Ok(Some(copier)) => copier,
         Ok(None) => return Err(too_small()),
         Err(error) => return Err(failed("the copier cannot be built", &error)),
     };
     let bar = super::progress_bar();
     if sources.is_empty() {
-        let (len, told) = (args.sample as u64, amount(args.sample));
+        let sample = args.sample.unwrap_or_else(|| USUAL_SAMPLE.min(quarter));
+        let (len, told) = (sample as u64, amount(sample));
         // Checked before the sample is written, which takes long.
-        device.alloc(args.sample).map_err(|e| {
+        device.alloc(sample).map_err(|e| {
             let why = of_device(&device, &e);
             CliError::Failed(format!("{} has no room for a sample of {told}: {why}", device.name()))
         })?;
@@ -233,11 +242,11 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
 
 /// A copier that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
 /// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
-fn copier(pool: &Pool, device: &Device, args: &LoadArgs) -> Result<Option<Copier>, Error> {
+fn copier(pool: &Pool, device: &Device, args: &LoadArgs, capacity: usize) -> Result<Option<Copier>, Error> {
     let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
     while chunk > 0 {
         let builder = Copier::builder(pool, device).threads(super::threads(args.threads));
-        match builder.share(args.capacity).chunk(chunk).build() {
+        match builder.share(capacity).chunk(chunk).build() {
             Err(Error::Config(_)) => chunk -= CHUNK_STEP,
             built => return built.map(Some),
         }

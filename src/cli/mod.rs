@@ -19,7 +19,7 @@
 //! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is
 //! printed, so that it cannot steer a terminal.
 
-// This and `escape` are the library's own files, which are not part of its public interface.
+// This, `escape` and `groups` are the library's own files, which are not part of its public interface.
 #[path = "../amount.rs"]
 #[allow(dead_code, reason = "the command sets no amounts side by side")]
 mod amount;
@@ -28,6 +28,9 @@ pub mod bench;
 mod doctor;
 #[path = "../escape.rs"]
 mod escape;
+#[allow(dead_code, reason = "the library calls more of it")]
+#[path = "../os/cgroup.rs"]
+mod groups;
 pub mod load;
 mod sample;
 mod spread;

@@ -86,9 +86,15 @@ impl Device {
         }
         crate::os::watch_forks()?;
         let span =
-            crate::foreign::span!(INFO, target: "pinpool::device", "open", device = &*clean(name, NAME));
+            crate::foreign::span!(INFO, target: "pinpool::device", "open", device = tracing::field::Empty);
         let _entered = span.enter();
-        let driver = family::driver(name)?;
+        let driver = family::driver(name);
+        // The device's own name, as everything else has it; `name` may be short for it.
+        span.record(|span| match &driver {
+            Ok(driver) => _ = span.record("device", driver.name()),
+            Err(_) => _ = span.record("device", &*clean(name, NAME)),
+        });
+        let driver = driver?;
         Self::known(driver.name().to_owned(), driver)
     }
 

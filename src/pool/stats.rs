@@ -155,6 +155,12 @@ impl Pool {
         self.stats_of(|central| central.snapshot())
     }
 
+    /// The most bytes that were in use or cached at a time since the call before, or since the pool was built: summed
+    /// up over the stores.
+    pub(crate) fn take_peak(&self) -> usize {
+        self.centrals().map(|central| central.take_peak()).sum()
+    }
+
     /// [`stats`](Self::stats), made of snapshots that `snapshot` takes, one of each central pool.
     pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&CentralPool) -> CentralSnapshot) -> PoolStats {
         let mut stats = PoolStats {

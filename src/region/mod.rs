@@ -478,8 +478,10 @@ impl Regions {
     fn pin_next(self: &Arc<Self>, making: &mut Making) -> Result<bool> {
         let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
+        let grow = making.span.clone();
+        let _grow = grow.enter();
         let span = crate::foreign::span!(INFO,
-            target: "pinpool::region", parent: &making.span, "pin", device = context.name(), bytes = extent
+            target: "pinpool::region", parent: &grow, "pin", device = context.name(), bytes = extent
         );
         let _entered = span.enter();
         // SAFETY: within the mapping.

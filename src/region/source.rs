@@ -159,8 +159,10 @@ impl Regions {
     /// Allocates one extent, makes it a region, and hands it over. Returns whether there is more to do.
     fn supply_next(self: &Arc<Self>, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
+        let grow = supply.span.clone();
+        let _grow = grow.enter();
         let span = crate::foreign::span!(INFO,
-            target: "pinpool::region", parent: &supply.span, "allocate", device = supply.context.name(), bytes = len
+            target: "pinpool::region", parent: &grow, "allocate", device = supply.context.name(), bytes = len
         );
         let _entered = span.enter();
         leave_room(supply.last);

@@ -13,7 +13,7 @@ use super::counters::Histogram;
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
-/// Their level: there are some ninety a poll, and a log that does not ask for them is not to have them.
+/// Their level: there are hundreds a poll, and a log that does not ask for them is not to have them.
 pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 
 /// Events that one poll makes of one histogram at most.
@@ -45,8 +45,8 @@ pub enum MetricKind {
 /// ```
 /// use pinpool::telemetry::{METRICS, MetricUnit};
 ///
-/// let locked = METRICS.iter().find(|metric| metric.name == "pinpool.memory.locked.bytes");
-/// assert_eq!(locked.map(|metric| metric.unit), Some(MetricUnit::Bytes));
+/// let pinned = METRICS.iter().find(|metric| metric.name == "pinpool.memory.pinned.bytes");
+/// assert_eq!(pinned.map(|metric| metric.unit), Some(MetricUnit::Bytes));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -110,6 +110,7 @@ pub(super) struct Labels {
     pub(super) device: Option<String>,
     pub(super) stream: Option<String>,
     pub(super) direction: Option<&'static str>,
+    pub(super) reason: Option<&'static str>,
 }
 
 impl Labels {
@@ -124,6 +125,7 @@ impl Labels {
             ("device", self.device.as_deref()),
             ("stream", self.stream.as_deref()),
             ("direction", self.direction),
+            ("reason", self.reason),
         ];
         all.map(|(name, value)| value.map(|value| (name, value.to_owned()))).into_iter().flatten()
     }
@@ -141,7 +143,8 @@ macro_rules! event {
             class = $labels.class,
             device = $labels.device.as_deref(),
             stream = $labels.stream.as_deref(),
-            direction = $labels.direction
+            direction = $labels.direction,
+            reason = $labels.reason
         })
     };
 }
@@ -204,10 +207,10 @@ macro_rules! table {
 
 table! {
     MemoryBytes: Gauge, [pinpool.memory.bytes], Bytes, [pool, state],
-        "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: locked and unlocked.";
-    LockedBytes: Gauge, [pinpool.memory.locked.bytes], Bytes, [pool], "Bytes that are page-locked.";
-    UnlockedBytes: Gauge, [pinpool.memory.unlocked.bytes], Bytes, [pool],
-        "Bytes that the pool serves and that are not page-locked.";
+        "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
+    PinnedBytes: Gauge, [pinpool.memory.pinned.bytes], Bytes, [pool], "Bytes that are pinned.";
+    UnpinnedBytes: Gauge, [pinpool.memory.unpinned.bytes], Bytes, [pool],
+        "Bytes that the pool serves and that are not pinned.";
     CapacityBytes: Gauge, [pinpool.memory.capacity.bytes], Bytes, [pool], "Bytes that the pool may hold at most.";
     CachedBytes: Gauge, [pinpool.memory.cached.bytes], Bytes, [pool],
         "Of the free bytes, those that are cached for the next checkouts.";
@@ -218,6 +221,8 @@ table! {
     RoundingBytes: Gauge, [pinpool.memory.rounding.bytes], Bytes, [pool],
         "Bytes given to buffers that are out beyond the lengths asked for.";
     LargestFreeBytes: Gauge, [pinpool.memory.largest_free.bytes], Bytes, [pool], "The longest free range in one piece.";
+    PeakBytes: Gauge, [pinpool.memory.peak.bytes], Bytes, [pool],
+        "The most bytes at a time since the poll before that were in use or cached by threads.";
     Checkouts: Counter, [pinpool.checkouts.total], Count, [pool], "Segments checked out.";
     Returns: Counter, [pinpool.returns.total], Count, [pool], "Segments that came back.";
     Misses: Counter, [pinpool.misses.total], Count, [pool], "Requests that the thread's own cache could not serve.";
@@ -229,6 +234,10 @@ table! {
         "Times that pinning ended before all of a region was pinned.";
     Waits: Counter, [pinpool.waits.total], Count, [pool], "Requests that had to wait.";
     Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits that were given up at their deadline.";
+    Abandoned: Counter, [pinpool.abandoned.total], Count, [pool],
+        "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
+    Refused: Counter, [pinpool.refused.total], Count, [pool, reason],
+        "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
     Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests that wait now.";
     Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool],
         "Plain buffers given out in place of pinned ones.";
@@ -243,11 +252,11 @@ table! {
         "Bytes pinned per second spent in pinning.";
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
     Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
-        "When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended.";
+        "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
     StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool],
-        "Buffers out for longer than the sampler's threshold, long-lived ones left out.";
+        "Buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
     StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool],
-        "Bytes of buffers out for longer than the sampler's threshold, long-lived ones left out.";
+        "Bytes of buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
     ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
     ClassOut: Gauge, [pinpool.class.out.segments], Count, [pool, stride],

@@ -39,7 +39,7 @@
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find what keeps buffers ([`Pool::stuck`](crate::Pool::stuck)) |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not known), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
@@ -47,7 +47,7 @@
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory cannot be used until the process ends |
 //! | `pinpool::device::lost` | ERROR | device, error | the device cannot be used until the process ends |
 //! | `pinpool::device::unclosed` | WARN | device, error | [`Device::close`](crate::Device::close) failed: the error says what keeps the device open, or what was leaked |
-//! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit (INFO, without error: it was locked later) |
+//! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not pinned: raise the memlock limit (INFO, without error: it was pinned later) |
 //! | `pinpool::region::ended` | WARN; DEBUG for tries that follow | device, missing, error | the pool could not grow |
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | the driver refused to take something back: it stays allocated until the process ends |
 //! | `pinpool::foreign` | ERROR | | code of the program that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate did and goes on: the text says what follows, standard error has the panic |
@@ -71,21 +71,24 @@
 //!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
 //!
 //! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life of
-//! a sampler; all others are added up under the label `other`. A pool that was dropped, and a stream that has ended, are
-//! not sent any more. The facade has no call that removes a metric, so give the recorder an idle timeout of a few polls
-//! (`PrometheusBuilder::idle_timeout`): then what is gone leaves its answers.
+//! a sampler; all others are added up under the label `other`. The facade has no call that removes a metric, and a recorder
+//! keeps the last value of a gauge. So the last poll of a pool, a device or a stream that has ended sends zeros, and later
+//! polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`): that holds for the
+//! whole process, and would take away the server's own counters and what it sets but once. A server that builds pools
+//! again and again gives them the same [name](crate::PoolBuilder::name).
 //!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
-//! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: locked and unlocked |
-//! | `pinpool.memory.locked.bytes` | gauge | pool | Bytes that are page-locked |
-//! | `pinpool.memory.unlocked.bytes` | gauge | pool | Bytes that the pool serves and that are not page-locked |
+//! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned |
+//! | `pinpool.memory.pinned.bytes` | gauge | pool | Bytes that are pinned |
+//! | `pinpool.memory.unpinned.bytes` | gauge | pool | Bytes that the pool serves and that are not pinned |
 //! | `pinpool.memory.capacity.bytes` | gauge | pool | Bytes that the pool may hold at most |
 //! | `pinpool.memory.cached.bytes` | gauge | pool | Of the free bytes, those that are cached for the next checkouts |
 //! | `pinpool.memory.claimed.bytes` | gauge | pool | Of the bytes in flight, those that a stream-ready buffer has claimed |
 //! | `pinpool.memory.requested.bytes` | gauge | pool | The lengths asked for, of all buffers that are out |
 //! | `pinpool.memory.rounding.bytes` | gauge | pool | Bytes given to buffers that are out beyond the lengths asked for |
 //! | `pinpool.memory.largest_free.bytes` | gauge | pool | The longest free range in one piece |
+//! | `pinpool.memory.peak.bytes` | gauge | pool | The most bytes at a time since the poll before that were in use or cached by threads |
 //! | `pinpool.checkouts.total` | counter | pool | Segments checked out |
 //! | `pinpool.returns.total` | counter | pool | Segments that came back |
 //! | `pinpool.misses.total` | counter | pool | Requests that the thread's own cache could not serve |
@@ -94,6 +97,8 @@
 //! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended before all of a region was pinned |
 //! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
 //! | `pinpool.timeouts.total` | counter | pool | Waits that were given up at their deadline |
+//! | `pinpool.abandoned.total` | counter | pool | Waits whose future was dropped: a client went away, or a runtime's own timeout passed |
+//! | `pinpool.refused.total` | counter | pool, reason | Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed |
 //! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |
@@ -102,9 +107,9 @@
 //! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight of those that no cache served |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
-//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended |
-//! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold, long-lived ones left out |
-//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold, long-lived ones left out |
+//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended |
+//! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out |
+//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out |
 //! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
 //! | `pinpool.class.out.segments` | gauge | pool, stride | Segments of a size class that are checked out, in flight or quarantined |
 //! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free segments of a size class, those that are cached for the next checkouts |

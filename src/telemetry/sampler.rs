@@ -74,6 +74,7 @@ pub struct Sampler {
 #[derive(Debug)]
 struct Watched {
     pool: WeakPool,
+    name: String,
     stats: PoolStats,
     classes: Vec<ClassStats>,
     waiting: Histogram,
@@ -85,6 +86,7 @@ struct Watched {
 /// A device, and the values of the poll before.
 #[derive(Debug, Default)]
 struct WatchedDevice {
+    name: String,
     submitted: u64,
     completed: u64,
     copied: [u64; 2],
@@ -155,6 +157,7 @@ impl Sampler {
     pub fn pool(mut self, pool: &Pool) -> Self {
         self.pools.push(Watched {
             pool: pool.downgrade(),
+            name: pool.name().to_owned(),
             stats: PoolStats::default(),
             classes: Vec::new(),
             waiting: Histogram::default(),
@@ -186,7 +189,8 @@ impl Sampler {
     }
 
     /// The time after which a buffer that is out counts as stuck, and is logged, once. `Duration::MAX`: never. Default:
-    /// a minute. Buffers that are [meant](crate::Request::long_lived) to be held for long never count.
+    /// a minute. Buffers that are [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined
+    /// ones.
     ///
     /// Buffers are looked for at polls, four times within the threshold. An age that is not known exactly may be too
     /// short by a quarter of the threshold. One look logs at most eight buffers of a pool, the oldest first; the next
@@ -223,7 +227,10 @@ impl Sampler {
         let mut sender = Sender::new(self);
         let mut seen: Vec<Device> = Vec::new();
         self.pools.retain_mut(|watched| {
-            let Some(pool) = watched.pool.upgrade() else { return false };
+            let Some(pool) = watched.pool.upgrade() else {
+                watched.send_end(&mut sender);
+                return false;
+            };
             watched.send(&pool, &mut sender, look);
             for device in pool.devices() {
                 if seen.iter().all(|known| known.context().id() != device.context().id()) {
@@ -233,7 +240,13 @@ impl Sampler {
             true
         });
         let present: HashSet<u64> = seen.iter().map(|device| device.context().id()).collect();
-        self.devices.retain(|id, _| present.contains(id));
+        self.devices.retain(|id, watched| {
+            let stays = present.contains(id);
+            if !stays {
+                watched.send_end(&mut sender);
+            }
+            stays
+        });
         for device in seen {
             let watched = self.devices.entry(device.context().id()).or_default();
             watched.send(&device.stats(), &mut sender, now, self.streams_after);
@@ -333,8 +346,7 @@ impl Sender {
 
 impl Watched {
     fn send(&mut self, pool: &Pool, to: &mut Sender, look: Option<Duration>) {
-        let name = Some(pool.name().to_owned());
-        let labels = &Labels { pool: name.clone(), ..Labels::default() };
+        let labels = &self.labels();
         let mut now = pool.snapshot();
         // A call that refills a thread's list may count its segments as checked out and returned for a moment, so a
         // later reading may be lower. A counter never goes back: what was sent is sent.
@@ -344,7 +356,7 @@ impl Watched {
             let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
             class.checkouts = class.checkouts.max(before);
         }
-        self.send_bytes(&now.pool, to, labels);
+        send_bytes(&now.pool, pool.take_peak(), to, labels);
         self.send_counts(&now.pool, to, labels);
         to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
         to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
@@ -353,11 +365,7 @@ impl Watched {
             to.send(Id::Sampled, MetricValue::Real(since.as_secs_f64()), labels);
         }
         for class in &now.classes {
-            let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
-            let labels = &Labels { stride: Some(stride), ..labels.clone() };
-            to.send(Id::ClassFree, MetricValue::Level(class.free), labels);
-            to.send(Id::ClassOut, MetricValue::Level(class.out), labels);
-            to.send(Id::ClassCached, MetricValue::Level(class.cached), labels);
+            let labels = &send_class(class, to, labels);
             let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
             to.count(Id::ClassCheckouts, class.checkouts, before, labels);
         }
@@ -368,29 +376,22 @@ impl Watched {
             (now.pool, now.classes, now.waiting, now.holding);
     }
 
-    fn send_bytes(&self, now: &PoolStats, to: &mut Sender, labels: &Labels) {
-        let states = [
-            ("free", now.free_bytes),
-            ("checked_out", now.checked_out_bytes),
-            ("in_flight", now.in_flight_bytes),
-            ("quarantined", now.quarantined_bytes),
-            ("cut", now.cut_bytes),
-        ];
-        for (state, bytes) in states {
-            to.level(Id::MemoryBytes, bytes, &Labels { state: Some(state), ..labels.clone() });
+    fn labels(&self) -> Labels {
+        Labels { pool: Some(self.name.clone()), ..Labels::default() }
+    }
+
+    /// Sends zeros for the gauges of a pool that has closed, since a recorder keeps the last value of each.
+    fn send_end(&self, to: &mut Sender) {
+        let labels = &self.labels();
+        send_bytes(&PoolStats::default(), 0, to, labels);
+        send_pinning(&Pinning::default(), to, labels);
+        to.send(Id::Sampled, MetricValue::Real(0.0), labels);
+        for ClassStats { stride, .. } in &self.classes {
+            let gone = ClassStats { stride: *stride, ..ClassStats::default() };
+            send_class(&gone, to, labels);
         }
-        let levels = [
-            (Id::LockedBytes, now.pinned_bytes),
-            (Id::UnlockedBytes, now.unpinned_bytes),
-            (Id::CapacityBytes, now.capacity_bytes),
-            (Id::CachedBytes, now.cached_bytes),
-            (Id::ClaimedBytes, now.claimed_bytes),
-            (Id::RequestedBytes, now.requested_bytes),
-            (Id::RoundingBytes, now.rounding_bytes),
-            (Id::LargestFreeBytes, now.largest_free_bytes),
-            (Id::Waiting, now.waiting),
-        ];
-        levels.into_iter().for_each(|(id, level)| to.level(id, level, labels));
+        to.level(Id::StuckBuffers, 0, labels);
+        to.level(Id::StuckBytes, 0, labels);
     }
 
     fn send_counts(&self, now: &PoolStats, to: &mut Sender, labels: &Labels) {
@@ -404,16 +405,21 @@ impl Watched {
             (Id::GrowthFailures, now.growth_failures, was.growth_failures),
             (Id::Waits, now.waits, was.waits),
             (Id::Timeouts, now.timeouts, was.timeouts),
+            (Id::Abandoned, now.abandoned, was.abandoned),
             (Id::Fallbacks, now.unpinned_fallbacks, was.unpinned_fallbacks),
             (Id::FallbackBytes, now.unpinned_fallback_bytes, was.unpinned_fallback_bytes),
         ];
         counts.into_iter().for_each(|(id, now, before)| to.count(id, now, before, labels));
         to.errors(Id::Errors, now.errors, was.errors, labels);
+        for ((reason, now), (_, before)) in now.refused.by_reason().into_iter().zip(was.refused.by_reason()) {
+            to.count(Id::Refused, now, before, &Labels { reason: Some(reason), ..labels.clone() });
+        }
     }
 
     fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
         let mut found = stuck::find(threshold, pool.centrals(), pool.devices());
-        found.retain(|buffer| !buffer.long_lived);
+        // Nothing keeps a quarantined buffer that could let go of it.
+        found.retain(|buffer| !buffer.long_lived && buffer.state != stuck::BufferState::Quarantined);
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
         // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
@@ -433,6 +439,42 @@ impl Watched {
     }
 }
 
+fn send_bytes(now: &PoolStats, peak: usize, to: &mut Sender, labels: &Labels) {
+    let states = [
+        ("free", now.free_bytes),
+        ("checked_out", now.checked_out_bytes),
+        ("in_flight", now.in_flight_bytes),
+        ("quarantined", now.quarantined_bytes),
+        ("cut", now.cut_bytes),
+    ];
+    for (state, bytes) in states {
+        to.level(Id::MemoryBytes, bytes, &Labels { state: Some(state), ..labels.clone() });
+    }
+    let levels = [
+        (Id::PinnedBytes, now.pinned_bytes),
+        (Id::UnpinnedBytes, now.unpinned_bytes),
+        (Id::CapacityBytes, now.capacity_bytes),
+        (Id::CachedBytes, now.cached_bytes),
+        (Id::ClaimedBytes, now.claimed_bytes),
+        (Id::RequestedBytes, now.requested_bytes),
+        (Id::RoundingBytes, now.rounding_bytes),
+        (Id::LargestFreeBytes, now.largest_free_bytes),
+        (Id::PeakBytes, peak),
+        (Id::Waiting, now.waiting),
+    ];
+    levels.into_iter().for_each(|(id, level)| to.level(id, level, labels));
+}
+
+/// Sends the gauges of a size class. Returns its labels.
+fn send_class(class: &ClassStats, to: &mut Sender, labels: &Labels) -> Labels {
+    let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
+    let labels = Labels { stride: Some(stride), ..labels.clone() };
+    to.send(Id::ClassFree, MetricValue::Level(class.free), &labels);
+    to.send(Id::ClassOut, MetricValue::Level(class.out), &labels);
+    to.send(Id::ClassCached, MetricValue::Level(class.cached), &labels);
+    labels
+}
+
 fn send_pinning(now: &Pinning, to: &mut Sender, labels: &Labels) {
     to.send(Id::PinningSpeed, MetricValue::Real(now.bytes_per_second().unwrap_or(0.0)), labels);
     to.send(Id::LongestPin, MetricValue::Real(now.longest_call.as_secs_f64()), labels);
@@ -440,7 +482,8 @@ fn send_pinning(now: &Pinning, to: &mut Sender, labels: &Labels) {
 
 impl WatchedDevice {
     fn send(&mut self, stats: &DeviceStats, to: &mut Sender, now: Instant, stuck_after: Option<Duration>) {
-        let labels = &Labels { device: Some(stats.name.clone()), ..Labels::default() };
+        self.name.clone_from(&stats.name);
+        let labels = &self.labels();
         to.durations(Id::FlightSeconds, &stats.flight, &self.flight, labels);
         to.errors(Id::DeviceErrors, stats.errors, self.errors, labels);
         to.count(Id::DeviceSubmitted, stats.submitted, self.submitted, labels);
@@ -465,6 +508,19 @@ impl WatchedDevice {
         self.submitted = self.submitted.max(stats.submitted);
         self.completed = self.completed.max(stats.completed);
         (self.flight, self.errors) = (stats.flight, stats.errors);
+    }
+
+    fn labels(&self) -> Labels {
+        Labels { device: Some(self.name.clone()), ..Labels::default() }
+    }
+
+    /// Sends zeros for the gauges of a device that no pool serves any more.
+    fn send_end(&mut self, to: &mut Sender) {
+        let labels = &self.labels();
+        for id in [Id::DeviceRegistered, Id::DeviceLost, Id::StuckStreams] {
+            to.level(id, 0, labels);
+        }
+        self.send_streams(&[], to, labels);
     }
 
     /// Sends the gauges of streams: of the busiest their own, and of all others their sums. `streams` are in the order of

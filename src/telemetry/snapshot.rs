@@ -62,7 +62,7 @@ pub struct Snapshot {
 /// # drop(buf);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassStats {
     /// Bytes from one segment to the next. `None`: segments without a class, which have pages of their own.

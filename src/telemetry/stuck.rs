@@ -26,6 +26,8 @@ pub use crate::stream::timeline::EventState;
 pub(crate) const LONG_WAIT: Duration = Duration::from_secs(5);
 /// The shortest time between two reports that waits make.
 pub(crate) const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+/// Such a report is about buffers that have been out for as long as the wait, or for this long.
+const REPORTED_AGE: Duration = Duration::from_secs(1);
 /// Buffers that such a report lists at most.
 const BUFFERS_LISTED: usize = 8;
 
@@ -233,7 +235,9 @@ pub(crate) fn report<'a>(
     if !crate::foreign::listens(tracing::Level::WARN) {
         return;
     }
-    let all = find(Duration::ZERO, centrals, devices);
+    let mut all = find(Duration::ZERO, centrals, devices);
+    // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
+    all.retain(|buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
     let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
     crate::foreign::warn!(

@@ -16,7 +16,6 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
-use metrics_util::MetricKindMask;
 use pinpool::telemetry::{Histogram, Sampler, Sampling};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -93,7 +92,6 @@ impl Server {
     pub fn show(&self, pinned: &Pinned, weights: &Arc<Weights>) -> Result<(), AnyError> {
         let _ = self.weights.set(weights.clone());
         let handle = PrometheusBuilder::new()
-            .idle_timeout(MetricKindMask::ALL, Some(std::time::Duration::from_secs(60)))
             .set_buckets_for_metric(Matcher::Prefix("pinpool".into()), &Histogram::bounds_seconds())?
             .install_recorder()?;
         let sampling = Sampler::new(pinned.pool()).spawn(std::time::Duration::from_secs(1))?;

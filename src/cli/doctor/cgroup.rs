@@ -5,46 +5,23 @@
 //! slows the whole group down while it is above `memory.high`. The tightest limit may be at any level above the
 //! process's own. A container's mounts decide which levels it sees.
 
-use std::path::Path;
-
-use super::system::System;
-use super::{Case, Fixes, Verdict, parse};
+use super::{Case, Fixes, Verdict};
 use crate::cli::amount::Amount;
-
-/// A group at one level, with its limits and its use in bytes. `None`: no limit.
-#[derive(Debug)]
-struct ControlGroup {
-    path: String,
-    max: Option<u64>,
-    high: Option<u64>,
-    /// Memory in use, without the page cache that the kernel would drop at once.
-    used: u64,
-}
-
-impl ControlGroup {
-    fn left(&self, limit: Option<u64>) -> Option<u64> {
-        Some(limit?.saturating_sub(self.used))
-    }
-}
-
-/// Bytes that this process may still use under the tightest limit of its groups. `None`: there is no limit.
-pub fn left(system: &System) -> Option<u64> {
-    let (_, _, groups) = groups(system)?;
-    groups.iter().flat_map(|group| [group.left(group.max), group.left(group.high)]).flatten().min()
-}
+use crate::cli::groups::{ControlGroup, ControlGroups};
 
 /// Compares the groups' limits with the capacity.
 pub fn cgroup(case: &Case) -> Verdict {
     if case.system.read("/proc/self/cgroup").is_none() {
         return Verdict::unseen("/proc/self/cgroup");
     }
-    let Some((version, point, groups)) = groups(case.system) else {
+    let Some(all) = ControlGroups::read(case.system.root()) else {
         return Verdict::ok("no group counts memory here");
     };
+    let ControlGroups { version, point, groups } = &all;
     if groups.is_empty() {
         // A mount point without these files is the root of all groups, which has no limit.
-        return if case.system.list(&point).is_empty() {
-            Verdict::unseen(&point)
+        return if case.system.list(point).is_empty() {
+            Verdict::unseen(point)
         } else {
             Verdict::ok(format!("no group counts memory here (cgroup v{version})"))
         };
@@ -55,7 +32,7 @@ pub fn cgroup(case: &Case) -> Verdict {
     };
     let hard = tightest(|group| group.max);
     let soft = tightest(|group| group.high);
-    let file = if version == 2 { "memory.max" } else { "memory.limit_in_bytes" };
+    let file = all.limit_file();
     let said = |left: u64, group: &ControlGroup, file: &str, limit: Option<u64>| {
         format!("{} left of {} ({file} of {})", Amount(left), Amount(limit.unwrap_or(0)), group.path)
     };
@@ -106,41 +83,4 @@ fn set(group: &ControlGroup, property: &str, file: &str, bytes: u64) -> Fixes {
         return fixes![Shell: "sudo systemctl set-property {name} {property}={bytes}"];
     }
     fixes![Shell: "echo {bytes} | sudo tee {}/{file}", group.path.trim_end_matches('/')]
-}
-
-/// The version of the hierarchy that counts memory, its mount point, and the groups from this process's own upward.
-fn groups(system: &System) -> Option<(u32, String, Vec<ControlGroup>)> {
-    let text = system.read("/proc/self/cgroup")?;
-    let mounts = system.text("/proc/self/mountinfo");
-    let (version, path, mount, usual) = match parse::group(&text, "memory") {
-        Some(path) => (1, path, parse::mount(&mounts, "cgroup", "memory"), "/sys/fs/cgroup/memory"),
-        None => (2, parse::group(&text, "")?, parse::mount(&mounts, "cgroup2", ""), "/sys/fs/cgroup"),
-    };
-    let (root, point) = mount.unwrap_or_else(|| ("/".into(), usual.into()));
-    // If the hierarchy is mounted from this process's group on, the mount point is the group itself. The same is
-    // assumed if the process is outside of what its namespace shows (the kernel then writes /..).
-    let inner = match path.strip_prefix(root.trim_end_matches('/')) {
-        Some(inner) if !inner.split('/').any(|part| part == "..") => inner.trim_matches('/'),
-        _ => "",
-    };
-    let top = point.trim_end_matches('/');
-    let dirs = Path::new(inner).ancestors().map(|part| format!("{top}/{}", part.display()));
-    let group = |dir: String| group(system, version, dir.trim_end_matches('/').to_owned());
-    let groups = dirs.filter_map(group).collect();
-    Some((version, point, groups))
-}
-
-fn group(system: &System, version: u32, path: String) -> Option<ControlGroup> {
-    /// Version 2 writes `max` for no limit, version 1 the largest number of whole pages, which is above this.
-    const NO_LIMIT: u64 = 1 << 62;
-    let number = |file: &str| system.number(&format!("{path}/{file}"));
-    let (used, max, dropped) = match version {
-        1 => ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
-        _ => ("memory.current", "memory.max", "inactive_file"),
-    };
-    let cache = parse::stat(&system.text(&format!("{path}/memory.stat")), dropped).unwrap_or(0);
-    let used = number(used)?.saturating_sub(cache);
-    let max = number(max).filter(|limit| version != 1 || *limit < NO_LIMIT);
-    let high = if version == 1 { None } else { number("memory.high") };
-    Some(ControlGroup { max, high, used, path })
 }

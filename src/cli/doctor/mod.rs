@@ -5,9 +5,8 @@
 //! memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is compared with
 //! what this machine should reach.
 //!
-//! A check is a function from the [`Case`] to a [`Verdict`]. [`examine`] makes the case, runs the checks of [`CHECKS`]
-//! in order and then [`probe::probe`]; [`report::print`] prints the [`Findings`]. The files, in the order in which to
-//! read them:
+//! A check is a function from the [`Case`] to a [`Verdict`]. [`run`] makes the case, runs the checks of [`CHECKS`] in
+//! order, prints what they found, and then tries ([`probe::probe`]). The files, in the order in which to read them:
 //!
 //! | file | what is in it |
 //! | --- | --- |
@@ -27,6 +26,7 @@
 //!   pool may be slow, small or fragile, or that something could not be read.
 //! - A file never refutes what a trial proved: if the device opens, a missing file of the driver is no failure.
 //! - All checks are always listed, under names that stay, so that scripts can rely on them.
+//! - The trial takes a part of the memory that is left, so that the kernel never ends a process because of it.
 
 /// Makes a list of remedies: for each, where it is applied ([`By`]), and a format string.
 macro_rules! fixes {
@@ -59,7 +59,7 @@ use pinpool::{Device, Error};
 
 use super::args::{BackingArg, DoctorArgs};
 use super::escape::text;
-use super::{CliError, EXIT_FAILED, exit};
+use super::{CliError, EXIT_FAILED, exit, groups};
 use environment::Environment;
 use serde_json::json;
 use system::System;
@@ -136,8 +136,10 @@ struct Case<'a> {
     device: Result<Device, Error>,
     /// The capacity of the server's pool, in bytes.
     capacity: u64,
-    /// Bytes to pin and copy for a trial.
-    trial: u64,
+    /// Bytes to pin and copy for a trial, as asked for.
+    asked: u64,
+    /// The memory that is left, in bytes. `None`: unknown.
+    left: Option<u64>,
     /// Where the trial's page-locked memory comes from.
     backing: Option<BackingArg>,
     /// The accelerator's family, if one was named on the command line, was opened, or shows on this machine.
@@ -145,6 +147,12 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
+    /// Bytes to pin and copy: what was asked for, cut to a part of what is left. `None`: too little is left.
+    fn trial(&self) -> Option<u64> {
+        let most = self.left.map_or(u64::MAX, |left| (left / (2 * TRIALS_TAKEN)) & !(LEAST_TRIAL - 1));
+        Some(self.asked.min(most)).filter(|trial| *trial >= LEAST_TRIAL)
+    }
+
     fn vendor(&self) -> Option<&'static Vendor> {
         self.family?.vendor.as_ref()
     }
@@ -167,7 +175,7 @@ impl Case<'_> {
 type CheckFn = fn(&Case) -> Verdict;
 
 /// The checks that only read files, each with the name that it is listed under.
-const CHECKS: [(&str, CheckFn); 16] = [
+const CHECKS: [(&str, CheckFn); 15] = [
     ("container", environment::container),
     ("wsl", environment::wsl),
     ("memlock", limits::memlock),
@@ -176,7 +184,6 @@ const CHECKS: [(&str, CheckFn); 16] = [
     ("cgroup", cgroup::cgroup),
     ("huge-pages", pages::huge_pages),
     ("hugetlb", pages::hugetlb),
-    ("fragmentation", pages::fragmentation),
     ("numa", numa::numa),
     ("kernel", kernel::version),
     ("mappings", kernel::mappings),
@@ -192,6 +199,9 @@ const USUAL_TRIAL: u64 = 64 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The smallest trial: less does not show a speed.
 const LEAST_TRIAL: u64 = 1 << 20;
+/// All memory that the trial uses, in sizes of it: the pool, a copy of its bytes, and on the host device the device's
+/// memory and another copy. It is half of what is left at most.
+const TRIALS_TAKEN: u64 = 4;
 
 /// Speeds in GB/s of 10^9 bytes. `None`: not measured.
 #[derive(Clone, Copy, Debug, Default)]
@@ -217,11 +227,14 @@ impl Findings {
     }
 }
 
-/// Bytes that the system has available, and bytes that this process's control groups still allow. `None`: unknown, or
-/// no limit.
-pub fn available() -> [Option<u64>; 2] {
-    let system = System::new(Path::new("/"));
-    [parse::kib(&system.text("/proc/meminfo"), "MemAvailable"), cgroup::left(&system)]
+/// Bytes of memory that are left: what the system has available or what this process's control groups still allow,
+/// whichever is less. `None`: unknown.
+pub fn left() -> Option<u64> {
+    left_of(&System::new(Path::new("/")))
+}
+
+fn left_of(system: &System) -> Option<u64> {
+    groups::available(system.root()).into_iter().flatten().min()
 }
 
 /// Bytes of memory of this process's own, and bytes that it has read from disks. Zeros: unknown.
@@ -239,32 +252,30 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         return exit(args.json.then(|| json!({})), "", Err(CliError::Usage(why)));
     }
     let system = System::new(args.root.as_deref().unwrap_or(Path::new("/")));
-    let findings = examine(&system, args);
-    match report::print(&findings, args.json) {
-        Ok(()) if findings.worst() == Status::Fail => ExitCode::from(EXIT_FAILED),
-        written => exit(None, "", written),
-    }
-}
-
-fn examine(system: &System, args: &DoctorArgs) -> Findings {
     let (spec, capacity) = (args.device.as_str(), args.capacity as u64);
-    let trial = args.pin.map_or(capacity.min(USUAL_TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
+    let asked = args.pin.map_or(capacity.min(USUAL_TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
     let device = Device::open(spec);
     let family = accelerator(spec).or_else(|| accelerator(device.as_ref().map_or("", Device::name)));
-    let family = family.or_else(|| if spec == "auto" { shown(system) } else { None });
-    let (environment, backing) = (Environment::of(system), args.backing);
-    let case = Case { system, environment, spec, device, capacity, trial, backing, family };
-    let mut checks: Vec<Check> =
-        CHECKS.map(|(name, check)| Check::new(&case.environment, name, check(&case))).into();
-    let measured = probe::probe(&case, &mut checks);
+    let family = family.or_else(|| if spec == "auto" { shown(&system) } else { None });
+    let (environment, left, backing) = (Environment::of(&system), left_of(&system), args.backing);
+    let case = Case { system: &system, environment, spec, device, capacity, asked, left, backing, family };
+    let name = case.device.as_ref().map_or(spec, Device::name).to_owned();
+    let checks = CHECKS.map(|(name, check)| Check::new(&case.environment, name, check(&case))).into();
+    let mut findings = Findings { device: name, capacity, checks, measured: Measured::default() };
+    // Before the trial: whatever ends the process in it, this much is known.
+    let begun = if args.json { Ok(()) } else { report::print_head(&findings) };
+    findings.measured = probe::probe(&case, &mut findings.checks);
     let Case { device, environment, .. } = case;
-    let name = device.as_ref().map_or(spec, Device::name).to_owned();
     // A shorter timeout: a device that did not answer in the trial will not answer now.
     if let Some(Err(error)) = device.ok().map(|device| device.close(PATIENCE / 4)) {
         let verdict = Verdict::warn(error.to_string(), fixes![Here: "see the checks that failed above"]);
-        checks.push(Check::new(&environment, "close", verdict));
+        findings.checks.push(Check::new(&environment, "close", verdict));
     }
-    Findings { device: name, capacity, checks, measured }
+    let printed = if args.json { report::print_json(&findings) } else { report::print_rest(&findings) };
+    match begun.and(printed) {
+        Ok(()) if findings.worst() == Status::Fail => ExitCode::from(EXIT_FAILED),
+        written => exit(None, "", written),
+    }
 }
 
 /// The family of the device `name`, if it is an accelerator.

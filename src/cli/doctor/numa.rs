@@ -24,7 +24,17 @@ fn node_of(case: &Case, address: &str) -> Option<u32> {
 /// Bytes that a node can provide: free memory, and page cache that was not used lately.
 fn room(case: &Case, node: u32) -> Option<u64> {
     let text = case.system.read(&format!("{NODE_DIR}/node{node}/meminfo"))?;
-    Some(parse::kib(&text, "MemFree")?.saturating_add(parse::kib(&text, "Inactive(file)").unwrap_or(0)))
+    Some(parse::kib(&text, "MemFree")?.saturating_add(page_cache(case, Some(node)).unwrap_or(0)))
+}
+
+/// Bytes of page cache that give way to who asks for memory: of a node what was not used lately, of the whole machine
+/// what the kernel counts as available.
+pub fn page_cache(case: &Case, node: Option<u32>) -> Option<u64> {
+    if let Some(node) = node {
+        return parse::kib(&case.system.text(&format!("{NODE_DIR}/node{node}/meminfo")), "Inactive(file)");
+    }
+    let text = case.system.text("/proc/meminfo");
+    Some(parse::kib(&text, "MemAvailable")?.saturating_sub(parse::kib(&text, "MemFree")?))
 }
 
 /// Whether this process can use memory and processors next to each device.

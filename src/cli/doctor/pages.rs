@@ -101,7 +101,9 @@ pub fn hugetlb(case: &Case) -> Verdict {
 }
 
 /// Free memory in pieces that are large enough for huge pages: on the device's node if it is known, else on all nodes.
-pub fn fragmentation(case: &Case) -> Verdict {
+/// Page cache counts with it, since the kernel drops that and makes huge pages of it where it can. `tried`: bytes of
+/// the trial that came on huge pages, which proves more than the files do.
+pub fn fragmentation(case: &Case, tried: Option<u64>) -> Verdict {
     let zones = parse::zones(&case.system.text("/proc/buddyinfo"));
     if zones.is_empty() {
         return Verdict::unseen("/proc/buddyinfo");
@@ -113,20 +115,26 @@ pub fn fragmentation(case: &Case) -> Verdict {
     let bytes_in = |size| here().map(|zone| zone.bytes_in(size, page)).fold(0, u64::saturating_add);
     let (free, whole) = (bytes_in(page), bytes_in(huge(case)));
     let on = node.map_or_else(String::new, |node| format!(" on node {node}"));
-    let found =
+    let mut found =
         format!("{} of {} free{on} in pieces of {} or more", Amount(whole), Amount(free), Amount(huge(case)));
     if whole >= case.capacity {
         return Verdict::ok(found);
     }
+    let cache = numa::page_cache(case, node).unwrap_or(0);
+    if cache > 0 {
+        found += &format!(", and {} of page cache, which gives way", Amount(cache));
+    }
+    if whole.saturating_add(cache) >= case.capacity {
+        return Verdict::ok(found);
+    }
+    // All but what lies at the trial's edges.
+    if let Some(got) = tried.filter(|got| case.trial().is_some_and(|trial| *got > 0 && *got >= trial / 2)) {
+        return Verdict::ok(format!("{found}; the trial got {} on huge pages all the same", Amount(got)));
+    }
     if mode(case).as_deref() == Some("never") {
         return Verdict::ok(format!("{found}; huge pages are off anyway"));
     }
-    let mut fix = Vec::new();
-    if free < case.capacity {
-        // The rest of the available memory is page cache.
-        fix = fixes![Kernel: "sync; echo 1 | sudo tee /proc/sys/vm/drop_caches, then the next line"];
-    }
-    fix.extend(fixes![Kernel: "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts"]);
-    let why = "a part of it comes in small pages, and is pinned several times slower";
+    let fix = fixes![Kernel: "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts"];
+    let why = "a part of it may come in small pages, which are pinned several times slower";
     Verdict::warn(format!("{found}, the pool wants {}: {why}", Amount(case.capacity)), fix)
 }

@@ -2,9 +2,8 @@
 //!
 //! Each function takes a text and returns `None`, or fewer values, for a text that is not as expected: sandboxes and
 //! old kernels leave lines out, and one missing line must not hide all others. (The crate `procfs-core` returns an
-//! error for the whole of `meminfo`, `limits` or `status` if one field is missing, and does not decode the paths of
-//! `mountinfo`.) No function panics on any input, which the property tests in
-//! `tests/cli/doctor/parse.rs` try.
+//! error for the whole of `meminfo`, `limits` or `status` if one field is missing.) No function panics on any input,
+//! which the property tests in `tests/cli/doctor/parse.rs` try.
 
 use std::ops::RangeInclusive;
 
@@ -21,11 +20,6 @@ pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 /// The bytes in a line `key: number kB`.
 pub fn kib(text: &str, key: &str) -> Option<u64> {
     field(text, key)?.strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-/// The number in a line `key number`, as in a control group's `memory.stat`.
-pub fn stat(text: &str, key: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 /// The soft and the hard limit of a name in `/proc/self/limits`. `None` inside the pair: unlimited.
@@ -83,40 +77,6 @@ pub fn zones(text: &str) -> Vec<Zone> {
         Some(Zone { node: node.trim().parse().ok()?, blocks })
     };
     text.lines().filter_map(zone).collect()
-}
-
-/// The first mount of a file system `kind` that has `option` among the file system's options: the folder inside the
-/// file system that is mounted, and the mount point. A line of `/proc/self/mountinfo`: `36 35 98:0 /root /point rw
-/// shared:1 - kind source options`.
-pub fn mount(text: &str, kind: &str, option: &str) -> Option<(String, String)> {
-    text.lines().find_map(|line| {
-        let (front, back) = line.split_once(" - ")?;
-        let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
-        let wanted = back.next()? == kind
-            && (option.is_empty() || back.nth(1).unwrap_or_default().split(',').any(|word| word == option));
-        if wanted { Some((unescape(front.next()?), unescape(front.next()?))) } else { None }
-    })
-}
-
-/// Decodes a path, in which the kernel writes white space and backslashes as three octal digits behind a backslash.
-fn unescape(text: &str) -> String {
-    let mut parts = text.split('\\');
-    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
-    for part in parts {
-        let code = part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        bytes.push(code.unwrap_or(b'\\'));
-        bytes.extend_from_slice(&part.as_bytes()[if code.is_some() { 3 } else { 0 }..]);
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-/// The path of this process's group in the hierarchy of a controller; `""` stands for the unified hierarchy.
-pub fn group(text: &str, controller: &str) -> Option<String> {
-    text.lines().find_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (parts.next()?, parts.next()?);
-        controllers.split(',').any(|name| name == controller).then(|| path.to_owned())
-    })
 }
 
 /// The kernel's version, as major and minor number.

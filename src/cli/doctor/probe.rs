@@ -14,7 +14,9 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use pinpool::{Device, Error, InFlight, PinnedBuf, Pool, Result, Unpinned};
 
 use super::report::speed;
-use super::{Case, Check, Measured, PATIENCE, Verdict, link, of_vendor, parse};
+use super::{
+    Case, Check, LEAST_TRIAL, Measured, PATIENCE, TRIALS_TAKEN, Verdict, link, of_vendor, pages, parse,
+};
 use crate::cli::amount::Amount;
 use crate::cli::spread::each;
 use crate::cli::{pool, rate, room, sample, threads};
@@ -32,16 +34,19 @@ const POOR: f64 = 0.7;
 /// caches.
 const POOR_HOST: f64 = 0.4;
 
-/// Adds the checks `device`, `pin`, `copy` and `link`. Returns the measured speeds.
+/// Adds the checks `device`, `pin`, `fragmentation`, `copy` and `link`. Returns the measured speeds.
 pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
     let mut measured = Measured::default();
     let mut add = |name, verdict| checks.push(Check::new(&case.environment, name, verdict));
     add("device", device(case));
-    let (pinned, pool) = match &case.device {
-        Ok(device) => pin(case, device, &mut measured),
-        Err(_) => (skipped("there is no device"), None),
+    let mut huge = None;
+    let (pinned, pool) = match (&case.device, case.trial()) {
+        (Ok(device), Some(trial)) => pin(case, device, trial, &mut huge, &mut measured),
+        (Ok(_), None) => (no_room(case), None),
+        (Err(_), _) => (skipped("there is no device"), None),
     };
     add("pin", pinned);
+    add("fragmentation", pages::fragmentation(case, huge));
     let result = match (&case.device, &pool) {
         (Ok(device), Some(pool)) => Ok(copy(device, pool, PATIENCE, &mut measured)),
         (Ok(_), None) => Err("nothing could be pinned"),
@@ -63,6 +68,13 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
 /// The verdict of a step that was not tried. The check that failed before it has the remedy.
 fn skipped(why: &str) -> Verdict {
     Verdict::warn(format!("not tried: {why}"), fixes![Here: "see the checks that failed above"])
+}
+
+/// The verdict where too little memory is left for a trial.
+fn no_room(case: &Case) -> Verdict {
+    let (left, least) = (Amount(case.left.unwrap_or(0)), Amount(2 * TRIALS_TAKEN * LEAST_TRIAL));
+    let found = format!("not tried: {left} of memory are left, and a trial wants {least}");
+    Verdict::warn(found, fixes![Here: "see memory and cgroup above"])
 }
 
 /// Whether the device opens.
@@ -92,25 +104,42 @@ fn device(case: &Case) -> Verdict {
     }
 }
 
-/// Builds a small pool and waits until all of it is pinned.
-fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Option<Pool>) {
-    let bytes = case.trial as usize;
-    let before = huge_bytes();
-    let start = Instant::now();
-    let built = pool(device, case.backing).capacity(bytes).initial(bytes).unpinned(Unpinned::Refuse).build();
-    let pinned = built.and_then(|pool| {
-        let error = pool.wait_pinned(Some(PATIENCE))?.error;
-        error.map_or(Ok((pool, start.elapsed())), Err)
+/// Builds a small pool and waits until all of it is pinned. `huge` gets the bytes of it on huge pages, if the kernel
+/// shows them.
+fn pin(
+    case: &Case,
+    device: &Device,
+    trial: u64,
+    huge: &mut Option<u64>,
+    measured: &mut Measured,
+) -> (Verdict, Option<Pool>) {
+    let what = match case.left {
+        Some(left) if trial < case.asked => {
+            format!(
+                "{} ({} asked for; {} of memory are left)",
+                Amount(trial),
+                Amount(case.asked),
+                Amount(left)
+            )
+        }
+        _ => Amount(trial).to_string(),
+    };
+    // A device's first registration costs something of its own, which is no speed of pinning.
+    let pinned = pool_of(case, device, LEAST_TRIAL).and_then(|_| {
+        let (before, start) = (huge_bytes(), Instant::now());
+        let pool = pool_of(case, device, trial)?;
+        let took = start.elapsed();
+        *huge = huge_bytes().zip(before).map(|(now, before)| now.saturating_sub(before).min(trial));
+        Ok((pool, took))
     });
     match pinned {
         Ok((pool, took)) => {
-            measured.pin = rate(case.trial, took);
+            measured.pin = rate(trial, took);
             let at = measured.pin.map_or_else(String::new, |rate| format!(" at {}", speed(rate)));
-            let huge = huge_bytes().zip(before).map_or_else(String::new, |(now, before)| {
-                format!(", {} of it on huge pages", Amount(now.saturating_sub(before).min(case.trial)))
-            });
-            let found = format!("{}{at} on {} threads{huge}", Amount(case.trial), threads(None));
-            (pinned_at(case.opened(), found, bytes, measured), Some(pool))
+            let huge =
+                huge.map_or_else(String::new, |huge| format!(", {} of it on huge pages", Amount(huge)));
+            let found = format!("{what}{at} on {} threads{huge}", threads(None));
+            (pinned_at(case.opened(), found, trial as usize, measured), Some(pool))
         }
         Err(error) => {
             let fix = match &error {
@@ -118,10 +147,18 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
                 Error::OutOfMemory { .. } => fixes![Here: "see memory, cgroup and address-space above"],
                 _ => fixes![Here: "see the checks above; pinpool -v doctor prints the library's log"],
             };
-            let found = format!("{} could not be pinned: {}", Amount(case.trial), one_line(&error));
+            let found = format!("{what} could not be pinned: {}", one_line(&error));
             (Verdict::fail(found, fix), None)
         }
     }
+}
+
+/// A pool of this capacity, all of it pinned.
+fn pool_of(case: &Case, device: &Device, bytes: u64) -> Result<Pool> {
+    let bytes = bytes as usize;
+    let builder = pool(device, case.backing).capacity(bytes).initial(bytes);
+    let pool = builder.unpinned(Unpinned::Refuse).build()?;
+    pool.wait_pinned(Some(PATIENCE))?.error.map_or(Ok(pool), Err)
 }
 
 /// Bytes of this process's memory that are on transparent huge pages. The trial runs on the real system, so this reads

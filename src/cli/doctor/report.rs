@@ -7,7 +7,7 @@ use anstyle::{AnsiColor, Style};
 use serde_json::{Value, json};
 use textwrap::{Options, WordSplitter::NoHyphenation};
 
-use super::{Check, Findings, Status};
+use super::{CHECKS, Check, Findings, Status};
 use crate::cli::amount::Amount;
 use crate::cli::{self, json_line};
 
@@ -22,10 +22,30 @@ impl Status {
     }
 }
 
-/// Prints the findings.
-pub fn print(findings: &Findings, as_json: bool) -> cli::Result<()> {
-    let text = if as_json { format!("{}\n", json_line(&json(findings))) } else { text(findings) };
-    cli::print(&mut anstream::stdout(), &text)
+/// Columns of a check's name.
+const NAME: usize = "fragmentation".len();
+
+/// Prints what needs no trial: the device, and the checks that only read files.
+pub fn print_head(findings: &Findings) -> cli::Result<()> {
+    let Findings { device, capacity, checks, .. } = findings;
+    write(&format!("device {device}, a pool of {}\n\n{}", Amount(*capacity), lines(checks)))
+}
+
+/// Prints the checks that [`print_head`] left out, and the sum of all.
+pub fn print_rest(findings: &Findings) -> cli::Result<()> {
+    let count = |status| findings.checks.iter().filter(|check| check.status == status).count();
+    let [ok, warn, fail] = [Status::Ok, Status::Warn, Status::Fail].map(count);
+    let tried = lines(&findings.checks[CHECKS.len()..]);
+    write(&format!("{tried}\n{ok} ok, {warn} to look at, {fail} failed\n"))
+}
+
+/// Prints the findings as one JSON object.
+pub fn print_json(findings: &Findings) -> cli::Result<()> {
+    write(&format!("{}\n", json_line(&json(findings))))
+}
+
+fn write(text: &str) -> cli::Result<()> {
+    cli::print(&mut anstream::stdout(), text)
 }
 
 fn json(findings: &Findings) -> Value {
@@ -52,21 +72,17 @@ fn json(findings: &Findings) -> Value {
     })
 }
 
-fn text(findings: &Findings) -> String {
-    let width = findings.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
-    let mut text = format!("device {}, a pool of {}\n\n", findings.device, Amount(findings.capacity));
-    for check in &findings.checks {
+fn lines(checks: &[Check]) -> String {
+    let mut text = String::new();
+    for check in checks {
         let (word, style) = check.status.look();
-        text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
+        text += &format!("{style}{word:<4}{style:#}  {:<NAME$}  ", check.name);
         // Findings are wrapped; remedies are not, so that they can be copied.
-        text += &wrapped(&check.found, width + 8);
+        text += &wrapped(&check.found, NAME + 8);
         for fix in &check.fix {
-            text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);
+            text += &format!("{:>indent$}  fix: {fix}\n", "", indent = NAME + 6);
         }
     }
-    let count = |status| findings.checks.iter().filter(|check| check.status == status).count();
-    let [ok, warn, fail] = [Status::Ok, Status::Warn, Status::Fail].map(count);
-    text += &format!("\n{ok} ok, {warn} to look at, {fail} failed\n");
     text
 }
 

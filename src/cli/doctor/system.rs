@@ -18,6 +18,10 @@ impl System {
         Self { root: root.to_owned() }
     }
 
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// An absolute path of that machine, as a path of this one.
     pub fn at(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))

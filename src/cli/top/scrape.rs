@@ -26,7 +26,7 @@ const LONGEST_ERROR: usize = 300;
 const LINES_PER_CLOCK: usize = 4096;
 
 /// The labels that tell the samples of a pool's or device's metric apart. Each of pinpool's metrics has at most one.
-const PART_LABELS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
+const PART_LABELS: [&str; 7] = ["state", "stride", "class", "reason", "direction", "stream", "le"];
 
 /// A pool's or a device's samples of a metric, by the value of the other label, which is empty where there is none.
 type OwnerSamples = BTreeMap<Box<str>, f64>;

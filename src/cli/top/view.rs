@@ -24,8 +24,10 @@ const KEPT: usize = 500_000;
 const SHOWN: usize = 50;
 /// The most pools that are checked for alarms.
 const ALARMING: usize = 1000;
-/// The most alarms, size classes of a pool, and streams that are shown.
+/// The most alarms, and the most streams, that are shown.
 const ROWS: usize = 100;
+/// The most size classes of a pool that are shown: those of which most bytes are out.
+const CLASSES: usize = 10;
 /// The metric with the time at which the server's sampler last sampled a pool.
 const SAMPLED: &str = "pinpool_sampled_timestamp_seconds";
 /// The assumed number of seconds between two samples of a pool until two have been seen.
@@ -64,7 +66,8 @@ impl History {
                 *seen = LastSample { gap: (stamp - seen.stamp).max(1.0), ..fresh };
             }
         }
-        self.sampled.retain(|pool, _| scrape.of(SAMPLED, pool).next().is_some());
+        // Of a pool that has ended the time stamp is 0.
+        self.sampled.retain(|pool, _| scrape.of(SAMPLED, pool).any(|(_, stamp)| stamp != 0.0));
         self.scrapes.push_back((at, scrape));
         // At least two answers stay, however long the interval is.
         let too_old = |old: &(Instant, Scrape)| at.saturating_duration_since(old.0) > KEEP;
@@ -88,7 +91,8 @@ impl History {
             let age = now.saturating_duration_since(*at).as_secs();
             page.note(Alarm, format!("stale: {why}; what is shown is {age} s old"));
         }
-        let pools = scrape.all("pinpool_memory_capacity_bytes");
+        let mut pools = scrape.all("pinpool_memory_capacity_bytes");
+        pools.retain(|(_, _, capacity)| *capacity != 0.0);
         device_alarms(scrape, &mut page);
         for (pool, _, capacity) in pools.iter().take(ALARMING) {
             self.pool_alarms(scrape, pool, *capacity, now, &mut page);
@@ -99,11 +103,11 @@ impl History {
         if alarms == 0 {
             page.note(Fine, "no alarms");
         }
+        self.devices(scrape, &mut page);
         more(pools.len(), SHOWN, "pools", &mut page);
         for (pool, _, capacity) in pools.iter().take(SHOWN) {
             self.pool(scrape, pool, *capacity, &mut page);
         }
-        self.devices(scrape, &mut page);
         page
     }
 
@@ -173,9 +177,13 @@ impl History {
         }
         let (timeouts, waits) = (recent("pinpool_timeouts_total"), recent("pinpool_waits_total"));
         if timeouts > 0.0 {
-            note(Alarm, format!("waits for memory given up {lately}: {timeouts}"));
+            note(Alarm, format!("waits for memory timed out {lately}: {timeouts}"));
         } else if waits > 0.0 {
             note(Warning, format!("requests that had to wait for memory {lately}: {waits}"));
+        }
+        let refused = recent("pinpool_refused_total");
+        if refused > 0.0 {
+            note(Warning, format!("checkouts refused {lately}: {refused}"));
         }
         let plain = recent("pinpool_unpinned_fallbacks_total");
         if plain > 0.0 {
@@ -190,10 +198,10 @@ impl History {
             let log = "the log names them: pinpool::pool::stuck";
             note(Alarm, format!("buffers out for too long: {stuck} ({size}); {log}"));
         }
-        let unlocked = of("pinpool_memory_unlocked_bytes");
-        if unlocked > 0.0 {
+        let unpinned = of("pinpool_memory_unpinned_bytes");
+        if unpinned > 0.0 {
             let fix = "raise the memlock limit, pinpool doctor says how";
-            note(Warning, format!("{} are not page-locked: {fix}", bytes(unlocked)));
+            note(Warning, format!("{} are not pinned: {fix}", bytes(unpinned)));
         }
         if recent("pinpool_growth_failures_total") > 0.0 {
             note(Alarm, format!("pinning ended early {lately}: pinpool doctor says why"));
@@ -223,38 +231,70 @@ impl History {
         let rows = [
             ("requests waiting now", of("pinpool_waiting_requests").to_string()),
             ("waits", counted("pinpool_waits_total")),
-            ("waits given up", counted("pinpool_timeouts_total")),
+            ("timed out", counted("pinpool_timeouts_total")),
+            ("abandoned by clients", counted("pinpool_abandoned_total")),
+            ("refused", counted("pinpool_refused_total")),
+            ("refused most for", self.reason(scrape, pool)),
             ("half of the waits", wait(0.5)),
             ("99% of the waits", wait(0.99)),
             ("99% of buffers held for", time(self.quantile(0.99, "pinpool_holding_seconds", pool))),
             ("checkouts", per(rate("pinpool_checkouts_total"))),
             ("from the thread's own cache", hits),
-            ("page-locked", bytes(of("pinpool_memory_locked_bytes"))),
-            ("not page-locked", bytes(of("pinpool_memory_unlocked_bytes"))),
+            ("pinned", bytes(of("pinpool_memory_pinned_bytes"))),
+            ("not pinned", bytes(of("pinpool_memory_unpinned_bytes"))),
+            ("most in use or cached lately", bytes(of("pinpool_memory_peak_bytes"))),
             ("longest free piece", bytes(of("pinpool_memory_largest_free_bytes"))),
         ];
         page.table(["use", ""], rows.map(|(name, value)| [name.to_owned(), value]).to_vec(), &[]);
 
-        let out: Vec<_> = scrape.of("pinpool_class_out_segments", pool).collect();
-        let mut classes: Vec<_> = out.iter().take(ROWS).collect();
-        let size = |stride: &str| stride.parse::<f64>().ok();
-        classes.sort_by(|a, b| {
-            let [a, b] = [a, b].map(|(stride, _)| size(stride).unwrap_or(f64::INFINITY));
-            a.total_cmp(&b)
+        let size = |stride: &str| stride.parse::<f64>().unwrap_or(f64::INFINITY);
+        let of_class = |name: &str, stride: &str| scrape.sum(name, pool, Some(stride));
+        let mut classes: Vec<(&str, f64)> = scrape.of("pinpool_class_out_segments", pool).collect();
+        let bytes_of = |(stride, out): &(&str, f64)| {
+            let all = |count: f64| if count > 0.0 { count * size(stride) } else { 0.0 };
+            (all(*out), all(of_class("pinpool_class_free_segments", stride)))
+        };
+        classes.sort_by_cached_key(|class| {
+            // Positive numbers are ordered as their bits are.
+            let (out, free) = bytes_of(class);
+            std::cmp::Reverse((out.to_bits(), free.to_bits()))
         });
-        let row = |(stride, out): &(&str, f64)| {
-            let count = |name| scrape.sum(name, pool, Some(stride)).to_string();
+        let rest = classes.split_off(classes.len().min(CLASSES));
+        classes.sort_by(|a, b| size(a.0).total_cmp(&size(b.0)));
+        let row = |name: String, of: &[(&str, f64)]| {
+            let count =
+                |name| of.iter().fold(0.0, |sum, (stride, _)| sum + of_class(name, stride)).to_string();
+            let checkouts = of
+                .iter()
+                .filter_map(|(stride, _)| self.rate("pinpool_class_checkouts_total", pool, Some(stride)));
             [
-                size(stride).map_or_else(|| "larger".to_owned(), bytes),
-                out.to_string(),
+                name,
+                of.iter().fold(0.0, |sum, (_, out)| sum + out).to_string(),
                 count("pinpool_class_free_segments"),
                 count("pinpool_class_cached_segments"),
-                per(self.rate("pinpool_class_checkouts_total", pool, Some(stride))),
+                per(checkouts.fold(None, |sum, rate| Some(sum.unwrap_or(0.0) + rate))),
             ]
         };
-        let heads = ["class", "out", "free", "kept by threads", "checkouts"];
-        page.table(heads, classes.into_iter().map(row).collect(), &[]);
-        more(out.len(), ROWS, "classes", page);
+        let name =
+            |stride: &str| if size(stride).is_finite() { bytes(size(stride)) } else { "larger".into() };
+        let mut rows: Vec<_> =
+            classes.iter().map(|class| row(name(class.0), std::slice::from_ref(class))).collect();
+        if !rest.is_empty() {
+            rows.push(row(format!("{} more", rest.len()), &rest));
+        }
+        page.table(["class", "out", "free", "kept by threads", "checkouts"], rows, &[]);
+    }
+
+    /// The reason for which most checkouts were refused lately, or ever.
+    fn reason(&self, scrape: &Scrape, pool: &str) -> String {
+        let name = "pinpool_refused_total";
+        let counts = scrape.of(name, pool).map(|(reason, ever)| {
+            let lately = self.since(RECENT, name, pool, Some(reason)).map_or(0.0, |(count, _)| count);
+            (lately, ever, reason)
+        });
+        let most = counts.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        most.filter(|(_, ever, _)| *ever > 0.0)
+            .map_or_else(|| "-".into(), |(.., reason)| reason.replace('_', " "))
     }
 
     fn devices(&self, scrape: &Scrape, page: &mut Page) {

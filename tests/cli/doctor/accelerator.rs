@@ -328,3 +328,21 @@ fn a_device_that_fails_is_told() {
         assert!(failed[0]["found"].as_str().unwrap().contains(call.trim_end_matches("_v2")), "{failed:?}");
     }
 }
+
+/// What the first registration of a device costs, however few bytes it has, is not the speed of pinning.
+#[cfg(feature = "cuda")]
+#[test]
+fn the_first_registrations_own_cost_is_not_the_speed_of_pinning() {
+    use crate::doubles;
+    let Some(library) = doubles::library() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let machine = Machine::healthy();
+    let mut command = super::doctor();
+    command.args(["--device", "cuda:0", "--capacity", "64MiB", "--pin", "64MiB", "--root"]);
+    command.arg(machine.root()).env(doubles::PATH, &library).env("PINPOOL_STANDIN_FIRST_PIN_MS", "5000");
+    let found = findings(&mut command);
+    let speed = found.0["measured"]["pin_gb_per_s"].as_f64().unwrap();
+    assert!(speed > 0.064 / 5.0, "{}", found.0);
+}

@@ -6,9 +6,11 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{doctor, findings};
 use crate::support::skip;
+use crate::{pinpool, stderr};
 
 /// A group of the test's own, removed in the end.
 struct Group {
@@ -57,7 +59,10 @@ impl Group {
                 (parent, "memory.max")
             }
         };
-        let path = parent.join(format!("pinpool-doctor-{}", std::process::id()));
+        // A number of its own, since tests run side by side.
+        static GROUPS: AtomicU32 = AtomicU32::new(0);
+        let number = GROUPS.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!("pinpool-doctor-{}-{number}", std::process::id()));
         fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         let group = Self { path, limit };
         let file = group.path.join(limit);
@@ -65,11 +70,15 @@ impl Group {
         Ok(group)
     }
 
-    /// The doctor, as a process of this group from its first instruction on.
     fn doctor(&self, capacity: &str) -> Command {
-        let procs = self.path.join("cgroup.procs");
         let mut command = doctor();
         command.args(["--device", "host", "--capacity", capacity, "--pin", "2MiB"]);
+        self.with(command)
+    }
+
+    /// The command as a process of this group, from its first instruction on.
+    fn with(&self, mut command: Command) -> Command {
+        let procs = self.path.join("cgroup.procs");
         let file = fs::OpenOptions::new().write(true).open(procs).unwrap();
         // SAFETY: between fork and exec only a system call is made, on a descriptor opened before.
         unsafe {
@@ -119,4 +128,34 @@ fn a_real_group_with_a_limit_is_found() {
     assert!(found.check("pin")["status"] != "fail" || memlock == "fail", "{}", found.0);
     // Little is left past the pool.
     findings(&mut group.doctor("240MiB")).is("cgroup", "warn", &[&said, "leaves little"], &[]);
+}
+
+/// The command sees what its groups leave, and takes a part of that: the kernel ends nothing.
+#[test]
+fn the_command_stays_within_a_real_group() {
+    let group = match Group::new(200 << 20) {
+        Ok(group) => group,
+        Err(why) => {
+            skip!("no control group can be made here: {why}");
+            return;
+        }
+    };
+    let pinpool = |args: &[&str]| {
+        let mut command = pinpool();
+        command.args(args).args(["--device", "host"]);
+        group.with(command)
+    };
+    // By themselves, and told to take more than there is.
+    for args in [&["doctor", "--capacity", "1GiB"][..], &["doctor", "--pin", "4GiB"]] {
+        let mut command = pinpool(args);
+        let found = findings(command.env_remove("PINPOOL_LIBCUDA"));
+        assert!(found.check("pin")["found"].as_str().unwrap().contains("of memory are left"), "{}", found.0);
+    }
+    for args in [&["load"][..], &["load", "--sample", "64MiB", "--verify"], &["bench", "--seconds", "0.1"]] {
+        let output = pinpool(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {}", stderr(&output));
+    }
+    let output = pinpool(&["bench", "--size", "64MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("no room to measure"), "{}", stderr(&output));
 }

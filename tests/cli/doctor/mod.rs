@@ -29,7 +29,6 @@ const NAMES: [&str; 20] = [
     "cgroup",
     "huge-pages",
     "hugetlb",
-    "fragmentation",
     "numa",
     "kernel",
     "mappings",
@@ -39,6 +38,7 @@ const NAMES: [&str; 20] = [
     "library",
     "device",
     "pin",
+    "fragmentation",
     "copy",
     "link",
 ];

@@ -1,7 +1,7 @@
 //! The form of what is said, exit statuses, and machines that show nothing or nonsense.
 
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -60,6 +60,41 @@ fn text_is_aligned_and_plain() {
     assert_eq!(lines[at + 1].find("fix: system: sudo sysctl -w vm.max_map_count="), Some(21), "{text}");
     let last = lines.last().unwrap();
     assert!(last.ends_with(" failed") && last.contains(" ok, "), "{last}");
+}
+
+/// Whatever ends the process in the trial, what the files say is on the screen by then.
+#[test]
+fn what_needs_no_trial_is_printed_before_the_trial() {
+    let machine = Machine::healthy();
+    machine.nvidia();
+    // The trial ends with a look at the link, which nobody answers here.
+    let device = format!("/sys/devices/pci0000:64/0000:64:01.0/{}", super::machine::GPU);
+    let pipe = machine.root().join(device.trim_start_matches('/')).join("current_link_speed");
+    let path = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+    // SAFETY: the path is a string that ends with a zero.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    let mut command = machine.doctor("cuda:0", "1MiB");
+    command.env("PINPOOL_LIBCUDA", Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut text = String::new();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let (told, heard) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        while lines.read_line(&mut line).is_ok_and(|n| n > 0) && told.send(std::mem::take(&mut line)).is_ok()
+        {
+        }
+    });
+    while let Ok(line) = heard.recv_timeout(std::time::Duration::from_secs(20)) {
+        text += &line;
+        if text.contains("library") {
+            break;
+        }
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(text.contains("library"), "not all is said before the trial: {text}");
+    assert!(text.starts_with("device cuda:0, a pool of 1 MiB\n") && text.contains("memlock"), "{text}");
 }
 
 #[test]

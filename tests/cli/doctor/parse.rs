@@ -1,11 +1,15 @@
-//! The doctor's parsing of the kernel's files, on lines of the kernel's own and on nonsense. Its file is compiled a second
+//! The doctor's parsing of the kernel's files, on lines of the kernel's own and on nonsense. Its files are compiled a second
 //! time here, since a run of the command for each of thousands of texts would take minutes.
 
+#[allow(dead_code, reason = "only its parsing is tried here")]
+#[path = "../../../src/os/cgroup.rs"]
+mod groups;
 #[path = "../../../src/cli/doctor/parse.rs"]
 mod parser;
 
 use proptest::prelude::*;
 
+use groups::{group, mount, stat};
 use parser::*;
 
 /// Whole lines of the files that are parsed here.

@@ -120,18 +120,49 @@ fn numbers_and_rates_are_those_of_the_metrics() {
     assert!(asked.iter().all(|path| path == "/" || path == "/metrics"), "{asked:?}");
 }
 
+/// What an operator looks for first is on the first screen, however many size classes a pool has.
+#[test]
+fn devices_come_first_and_ten_classes_at_most() {
+    let class = |n: u32| {
+        let labels = format!("{{pool=\"p\",stride=\"{}\"}}", n << 10);
+        format!("pinpool_class_out_segments{labels} 5\npinpool_class_free_segments{labels} 2\n")
+    };
+    let fake = Fake::saying(pool("p", &[]) + &(1..=70).map(class).collect::<String>());
+    let Some(dom) = dom(3, &fake.url("/")) else { return };
+    assert!(dom.find(">Devices<").unwrap() < dom.find("Pool p: ").unwrap(), "{dom}");
+    has(&dom, &[">70.0 KiB<", ">larger<", ">62 more<", ">308<"]);
+    assert!(!dom.contains(">1.0 KiB<") && !dom.contains(">50.0 KiB<"), "{dom}");
+}
+
+#[test]
+fn a_pool_that_has_ended_is_not_shown() {
+    let ended =
+        "pinpool_memory_capacity_bytes{pool=\"q\"} 0\npinpool_sampled_timestamp_seconds{pool=\"q\"} 0\n";
+    let fake = Fake::start(move |n| {
+        let alive = format!("pinpool_sampled_timestamp_seconds{{pool=\"p\"}} {}", n + 1);
+        (200, pool("p", &[&alive]) + ended)
+    });
+    let Some(dom) = dom(30, &fake.url("/")) else { return };
+    has(&dom, &[">live<", "No alarms", "Pool p: "]);
+    assert!(!dom.contains("Pool q: "), "{dom}");
+}
+
 #[test]
 fn each_condition_is_said_in_words() {
-    let conditions: [(&str, &[&str]); 9] = [
+    let conditions: [(&str, &[&str]); 10] = [
         (
             "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
             &["15.0 MiB are quarantined", "nearly full, 95%"],
         ),
         ("pinpool_stuck_buffers{pool=\"p\"} 3", &["buffers out for too long: 3 (0 B)"]),
-        ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", &["4.0 KiB are not page-locked", "memlock"]),
+        ("pinpool_memory_unpinned_bytes{pool=\"p\"} 4096", &["4.0 KiB are not pinned", "memlock"]),
         ("pinpool_device_lost{device=\"cuda:0\"} 1", &["cuda:0 is lost", ">lost<"]),
         ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", &["cuda:0: streams that get nothing done: 2"]),
-        ("pinpool_timeouts_total{pool=\"p\"} 4", &["p: waits for memory given up"]),
+        ("pinpool_timeouts_total{pool=\"p\"} 4", &["p: waits for memory timed out"]),
+        (
+            "pinpool_refused_total{pool=\"p\",reason=\"queue_full\"} 3",
+            &["p: checkouts refused", "queue full: 3"],
+        ),
         ("pinpool_waits_total{pool=\"q\"} 5", &["q: requests that had to wait"]),
         ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", &["unpinned buffers given out"]),
         ("pinpool_growth_failures_total{pool=\"p\"} 1", &["pinning ended early"]),
@@ -144,7 +175,7 @@ fn each_condition_is_said_in_words() {
     for (_, words) in conditions {
         has(&dom, words);
     }
-    has(&dom, &["Alarm: ", "Warning: ", ">6 alarms, 4 warnings<"]);
+    has(&dom, &["Alarm: ", "Warning: ", ">6 alarms, 5 warnings<"]);
     assert!(!dom.contains("No alarms"), "{dom}");
 }
 

@@ -54,6 +54,18 @@ fn what_the_files_name_is_exported() {
     }
 }
 
+/// An exporter's timeout for idle metrics holds for all of the process: it takes what a server counts rarely, and what it
+/// sets once, such as the link's peak.
+#[test]
+fn no_example_takes_the_servers_own_metrics_away() {
+    for file in ["examples/dashboard.rs", "examples/candle/src/server.rs"] {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        // The package that is published has not all examples.
+        let Ok(text) = std::fs::read_to_string(path) else { continue };
+        assert!(text.contains("PrometheusBuilder::new()") && !text.contains(".idle_timeout("), "{file}");
+    }
+}
+
 #[test]
 fn the_text_adds_up() {
     // The sampler sends one value after the other, and a text that is rendered meanwhile has some of either poll.
@@ -66,7 +78,7 @@ fn the_text_adds_up() {
         };
         assert_eq!(sum("pinpool_memory_capacity_bytes"), f64::from(16 << 20));
         assert!(sum("server_link_peak_bytes_per_second") > 0.0);
-        let whole = sum("pinpool_memory_locked_bytes") + sum("pinpool_memory_unlocked_bytes");
+        let whole = sum("pinpool_memory_pinned_bytes") + sum("pinpool_memory_unpinned_bytes");
         if whole > 0.0 && sum("pinpool_memory_bytes") == whole {
             return;
         }

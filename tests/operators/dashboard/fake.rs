@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 /// What a healthy pool of 100 MiB exports: 20 free, 80 out. `POOL` is its name.
 pub const HEALTHY: &str = "\
 pinpool_memory_capacity_bytes{pool=\"POOL\"} 104857600
-pinpool_memory_locked_bytes{pool=\"POOL\"} 104857600
-pinpool_memory_unlocked_bytes{pool=\"POOL\"} 0
+pinpool_memory_pinned_bytes{pool=\"POOL\"} 104857600
+pinpool_memory_unpinned_bytes{pool=\"POOL\"} 0
 pinpool_memory_bytes{pool=\"POOL\",state=\"free\"} 20971520
 pinpool_memory_bytes{pool=\"POOL\",state=\"checked_out\"} 52428800
 pinpool_memory_bytes{pool=\"POOL\",state=\"in_flight\"} 31457280

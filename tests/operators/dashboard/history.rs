@@ -126,3 +126,70 @@ fn a_server_that_is_gone_leaves_stale_numbers() {
     let found = notes(&history, start + Duration::from_secs(7));
     assert_eq!(found, ["ALARM: stale: no process listens there; what is shown is 7 s old"]);
 }
+
+/// An operator looks for what is lost or stuck first; a pool may have a hundred size classes.
+#[test]
+fn devices_come_first_and_ten_classes_at_most() {
+    let (mut history, start) = (History::default(), Instant::now());
+    let classes = |checkouts: u32| -> String {
+        // Of the larger classes less is out, and more bytes.
+        let class = |n: u32| {
+            let labels = format!("{{pool=\"p\",stride=\"{}\"}}", n << 10);
+            format!(
+                "pinpool_class_out_segments{labels} {}\npinpool_class_free_segments{labels} 2\n\
+                 pinpool_class_checkouts_total{labels} {checkouts}\n",
+                if n == 1 { 9000 } else { 200 - n }
+            )
+        };
+        (1..=70)
+            .map(class)
+            .chain(["pinpool_class_out_segments{pool=\"p\",stride=\"large\"} 1\n".into()])
+            .collect()
+    };
+    let device = "pinpool_device_lost{device=\"cuda:0\"} 0\n";
+    for (second, checkouts) in [(0, 0), (10, 100)] {
+        add(&mut history, start, second, &format!("{device}{}", classes(checkouts)));
+    }
+    let text = history.page(start + Duration::from_secs(10), 80).plain();
+    assert!(text.find("Devices").unwrap() < text.find("Pool p: ").unwrap(), "{text}");
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .skip_while(|line| !line.starts_with("class "))
+        .take_while(|line| !line.is_empty())
+        .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
+        .collect();
+    let names: Vec<&str> = rows[1..].iter().map(|row| row[0]).collect();
+    // Those of which most bytes are out, in the order of their size, and what the others are together.
+    assert_eq!(names[0], "1.0 KiB", "{text}");
+    assert_eq!(
+        names[1..9],
+        ["63.0 KiB", "64.0 KiB", "65.0 KiB", "66.0 KiB", "67.0 KiB", "68.0 KiB", "69.0 KiB", "70.0 KiB"]
+    );
+    assert_eq!(names[9..], ["larger", "61 more"], "{text}");
+    let out: u32 = (2..=62).map(|n| 200 - n).sum();
+    assert_eq!(rows[11], ["61 more", &out.to_string(), "122", "0", "610/s"], "{text}");
+}
+
+/// The sampler sends zeros for a pool that has ended, and a recorder keeps those for good.
+#[test]
+fn a_pool_that_has_ended_is_not_shown() {
+    let (mut history, start) = (History::default(), Instant::now());
+    let other = |capacity: u32, stamp: u64| {
+        format!(
+            "pinpool_memory_capacity_bytes{{pool=\"q\"}} {capacity}\n\
+             pinpool_sampled_timestamp_seconds{{pool=\"q\"}} {stamp}\n\
+             pinpool_sampled_timestamp_seconds{{pool=\"p\"}} "
+        )
+    };
+    let at = |second| start + Duration::from_secs(second);
+    for second in 0..5 {
+        add(&mut history, start, second, &format!("{}{}", other(4096, second + 1), second + 1));
+    }
+    assert!(history.page(at(5), 80).plain().contains("Pool q: "));
+    for second in 5..30 {
+        add(&mut history, start, second, &format!("{}{}", other(0, 0), second + 1));
+    }
+    let text = history.page(at(30), 80).plain();
+    assert_eq!(notes(&history, at(30)), ["no alarms"]);
+    assert!(!text.contains("Pool q: ") && text.contains("Pool p: "), "{text}");
+}

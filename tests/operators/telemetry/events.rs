@@ -15,13 +15,14 @@ fn setting_up_and_ending() {
     own_process!();
     record();
     let device = Device::open("host").unwrap();
-    assert_eq!(span("pinpool::device", "open", Level::INFO, &["device"]).field("device"), "host");
+    assert_eq!(span("pinpool::device", "open", Level::INFO, &["device"]).field("device"), "host:0");
     let pool =
         Pool::builder(&device).name("weights").capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let build = span("pinpool::pool", "build", Level::INFO, &["capacity", "pool"]);
     assert_eq!((build.field("pool"), build.field("capacity")), ("weights", "1048576"));
     pool.wait_pinned(None).unwrap();
-    span("pinpool::region", "grow", Level::INFO, &["bytes", "device"]);
+    let grow = span("pinpool::region", "grow", Level::INFO, &["bytes", "device"]);
+    assert!(grow.entered, "its time is told as busy");
     let pin = span("pinpool::region", "pin", Level::INFO, &["bytes", "device"]);
     assert_eq!((pin.field("device"), pin.within.first()), ("host:0", Some(&"grow")));
     drop(pool.adopt(vec![0u8; 64 << 10]));
@@ -97,6 +98,28 @@ fn waiting_and_what_is_out() {
     assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
     assert!(events("pinpool::pool::stuck").is_empty());
     drop(kept);
+}
+
+/// A buffer that went out while the request was waiting kept it from nothing until then.
+#[test]
+fn what_is_younger_than_the_wait_is_not_reported() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    let pool = &bench.pool;
+    let old = pool.checkout(Request::new(600 << 10).tag("old")).unwrap();
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| pool.checkout_timeout(900 << 10, Duration::from_millis(300)));
+        eventually("it waits", || pool.stats().waiting > 0);
+        std::thread::sleep(Duration::from_millis(5));
+        let young = pool.try_checkout(Request::new(64).tag("young")).unwrap();
+        assert!(late.join().unwrap().is_err());
+        drop(young);
+    });
+    let report = events("pinpool::pool::stuck");
+    let tags: Vec<&str> = report[1..].iter().map(|event| event.field("tag")).collect();
+    assert_eq!((report[0].field("buffers"), &tags[..]), ("1", &["old"][..]), "{report:#?}");
+    drop(old);
 }
 
 /// A pool that records few checkouts says how to learn more of the others.

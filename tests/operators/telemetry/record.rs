@@ -18,8 +18,9 @@ pub struct Record {
     pub fields: BTreeMap<String, String>,
     /// The names of the spans that it is in, the innermost first.
     pub within: Vec<&'static str>,
-    /// A span's number, and whether it is over.
+    /// A span's number, whether any thread was in it, and whether it is over.
     id: u64,
+    pub entered: bool,
     pub closed: bool,
 }
 
@@ -72,7 +73,7 @@ fn keep(
     let mut fields = BTreeMap::new();
     visit(&mut Fields(&mut fields));
     let (target, level) = (metadata.target().to_owned(), *metadata.level());
-    records().push(Record { target, span, level, fields, within, id, closed: false });
+    records().push(Record { target, span, level, fields, within, id, entered: false, closed: false });
 }
 
 impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Recorder {
@@ -96,6 +97,10 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Recorder {
 
     fn on_record(&self, id: &tracing::Id, values: &tracing::span::Record<'_>, _: Context<'_, S>) {
         change(id, |record| values.record(&mut Fields(&mut record.fields)));
+    }
+
+    fn on_enter(&self, id: &tracing::Id, _: Context<'_, S>) {
+        change(id, |record| record.entered = true);
     }
 
     fn on_close(&self, id: tracing::Id, _: Context<'_, S>) {

@@ -238,6 +238,121 @@ fn buffers_that_are_meant_to_be_held_are_not_told_of() {
     assert!(events("pinpool::pool::stuck").iter().any(|record| record.field("long_lived") == "true"));
 }
 
+/// A client that hangs up has not waited in vain, and a request that is turned away has not waited at all.
+#[test]
+fn clients_that_go_away_and_requests_that_are_refused_are_no_timeouts() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("busy"));
+    let most = bench.pool.checkout(900 << 10).unwrap();
+    for _ in 0..3 {
+        let mut gone = Box::pin(bench.pool.checkout_async(512 << 10));
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(std::future::Future::poll(gone.as_mut(), &mut context).is_pending());
+    }
+    assert!(bench.pool.try_checkout(512 << 10).is_err());
+    assert!(bench.pool.checkout_many(&[Request::new(600 << 10); 2], None).is_err());
+    let mut sampler = Sampler::new(&bench.pool);
+    clear();
+    sampler.poll();
+    assert_eq!((sum("pinpool.abandoned.total", &[]), sum("pinpool.timeouts.total", &[])), (3.0, 0.0));
+    let refused = |reason| sum("pinpool.refused.total", &[("pool", "busy"), ("reason", reason)]);
+    assert_eq!((refused("exhausted"), refused("impossible"), refused("closed")), (1.0, 1.0, 0.0));
+    assert!(events("pinpool::pool::stuck").is_empty(), "nothing is stuck");
+    drop(most);
+}
+
+/// Memory that is lost is told of by its own event and gauge. No code keeps it, so that nobody can let go of it.
+#[test]
+fn quarantined_buffers_are_not_stuck() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = stream.upload(buf, &memory).unwrap();
+    let kept = bench.pool.checkout(64).unwrap();
+    bench.node.kill(0);
+    assert!(sent.wait().is_err());
+    assert_eq!(bench.pool.stats().quarantined_bytes, 4160);
+    clear();
+    Sampler::new(&bench.pool).stuck_after(Duration::ZERO).poll();
+    assert_eq!(sum("pinpool.stuck.buffers", &[]), 1.0, "the one that the program has");
+    assert_eq!(events("pinpool::pool::stuck").len(), 1);
+    assert_eq!(sum("pinpool.memory.bytes", &[("state", "quarantined")]), 4160.0);
+    assert_eq!(bench.pool.stuck(Duration::ZERO).len(), 2, "asked for, it is there");
+    drop(kept);
+}
+
+/// A gauge that is polled shows nothing of what came and went between two polls.
+#[test]
+fn a_burst_between_two_polls_shows() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("bursts"));
+    let mut sampler = Sampler::new(&bench.pool);
+    let mut peak = || {
+        clear();
+        sampler.poll();
+        sum("pinpool.memory.peak.bytes", &[("pool", "bursts")]) as usize
+    };
+    peak();
+    drop(bench.pool.checkout(900 << 10).unwrap());
+    assert_eq!(bench.pool.stats().checked_out_bytes, 0);
+    let seen = peak();
+    assert!(((900 << 10)..=(1 << 20)).contains(&seen), "{seen}");
+    // Each poll begins anew, with what is out then.
+    assert!(peak() < 300 << 10);
+    let kept = bench.pool.checkout(500 << 10).unwrap();
+    assert!(peak() >= 500 << 10);
+    assert!(peak() >= 500 << 10, "it is still out");
+    drop(kept);
+}
+
+/// A recorder keeps a gauge's last value for good.
+#[test]
+fn what_has_ended_reads_zero() {
+    own_process!();
+    record();
+    let node = pinpool::host::HostNode::new(HostConfig::new().devices(2)).unwrap();
+    let device = pinpool::Device::on(&node, 1).unwrap();
+    let builder = pinpool::Pool::builder(&device).name("stays").capacity(1 << 20);
+    let stays = builder.unpinned(pinpool::Unpinned::Allow).build().unwrap();
+    let Bench { node: other, device: leaving, pool: gone } = busy();
+    let kept = gone.checkout(1000).unwrap();
+    let mut sampler = Sampler::new(&stays).pool(&gone).stuck_after(Duration::ZERO);
+    clear();
+    sampler.poll();
+    let gauges = |record: &Record| record.fields.keys().any(|field| field.starts_with("gauge."));
+    let of = |label: &str, value: &str| all(|r| gauges(r) && r.fields.get(label).is_some_and(|v| v == value));
+    let (of_pool, of_device) = (of("pool", "busy").len(), of("device", leaving.name()).len());
+    assert!(of_pool > 20 && of_device >= 3, "{of_pool} {of_device}");
+    let name = leaving.name().to_owned();
+    drop((kept, gone, leaving));
+    eventually("its memory is gone", || other.live(0).pinned_bytes == 0);
+    clear();
+    assert!(sampler.poll(), "one pool is left");
+    for (ended, count) in [(of("pool", "busy"), of_pool), (of("device", &name), of_device)] {
+        assert_eq!(ended.len(), count, "each gauge once more");
+        for record in &ended {
+            assert_eq!(metric(record).2, 0.0, "{record:?}");
+        }
+    }
+    clear();
+    sampler.poll();
+    assert!(of("pool", "busy").is_empty() && of("device", &name).is_empty(), "and no more");
+    assert!(!of("pool", "stays").is_empty());
+    // The last poll of a sampler whose last pool has closed says so, too.
+    drop(stays);
+    eventually("its memory is gone", || node.live(0).pinned_bytes == 0);
+    clear();
+    assert!(!sampler.poll());
+    let ended = of("pool", "stays");
+    assert!(!ended.is_empty() && ended.iter().all(|record| metric(record).2 == 0.0), "{ended:?}");
+}
+
 #[test]
 fn buffers_and_streams_have_thresholds_of_their_own() {
     own_process!();

@@ -264,6 +264,10 @@ unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> u32 {
+    static FIRST: std::sync::Once = std::sync::Once::new();
+    FIRST.call_once(|| {
+        std::thread::sleep(std::time::Duration::from_millis(number("PINPOOL_STANDIN_FIRST_PIN_MS", 0)));
+    });
     call("cuMemHostRegister_v2", |w| {
         w.current("cuMemHostRegister_v2")?;
         w.unsafe_call("cuMemHostRegister_v2")?;

@@ -155,7 +155,9 @@
 //! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
 //! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
 //! in stream order), `PINPOOL_STANDIN_ATTRIBUTES` (`number:value`, with commas between them, as `standin_attribute` takes
-//! them: `91:0` is a system like WSL2, `99:0` a machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
+//! them: `91:0` is a system like WSL2, `99:0` a machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL`
+//! (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_FIRST_PIN_MS` (what the first registration takes
+//! beside its pages, 0),
 //! `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older drivers have fewer calls.
