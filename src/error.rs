@@ -825,14 +825,14 @@ impl Error {
             Self::Closed => ErrorClass::Closed,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::Internal(_) => ErrorClass::DeviceLost,
-            // Too many files are open.
-            Self::Read { kind: std::io::ErrorKind::QuotaExceeded, .. }
-            | Self::Exhausted { .. }
+            Self::Exhausted { .. }
             | Self::QueueFull { .. }
             | Self::OverCapacity { .. }
             | Self::Timeout(_)
             | Self::OutOfMemory { .. }
             | Self::MemLock { .. } => ErrorClass::Transient,
+            // Too many files are open.
+            Self::Read { kind: std::io::ErrorKind::QuotaExceeded, .. } => ErrorClass::Transient,
             _ => ErrorClass::Argument,
         }
     }

@@ -215,6 +215,10 @@ impl CentralPool {
             core.serve();
             self.settle(core);
             if core.pending || !core.windows.ended {
+                // At the end: what is due from here on is due for the next call.
+                if let Some(pause) = core.pause_of_growth() {
+                    core.wakes.push(Wake::Retry(core.me.clone(), pause));
+                }
                 return std::mem::take(&mut core.wakes);
             }
         }
@@ -222,14 +226,6 @@ impl CentralPool {
 
     /// Lifts fences, raises others, and chooses windows, as the queue needs it.
     fn settle(&self, core: &mut Core) {
-        self.settle_windows(core);
-        // At the end: what is due from here on is due for the next call.
-        if let Some(pause) = core.pause_of_growth() {
-            core.wakes.push(Wake::Retry(core.me.clone(), pause));
-        }
-    }
-
-    fn settle_windows(&self, core: &mut Core) {
         if core.queue.is_empty() {
             core.arena.set_eager(false);
             core.windows.patience = PATIENCE;

@@ -41,21 +41,29 @@ type Form = fn(&Copier, &DeviceBuffer, &[u8]) -> Result<(), Error>;
 /// Each kind of call, which puts the bytes there or gets them back.
 const FORMS: [(&str, Form); 11] = [
     ("upload_slice", |copier, memory, bytes| copier.upload_slice(bytes, memory)),
-    ("upload", |copier, memory, bytes| Ok(drop(copier.upload(bytes.to_vec(), memory)?.wait()?))),
-    ("upload in a task", |copier, memory, bytes| Ok(drop(block_on(copier.upload(bytes.to_vec(), memory)?)?))),
+    ("upload", |copier, memory, bytes| {
+        copier.upload(bytes.to_vec(), memory)?.wait()?;
+        Ok(())
+    }),
+    ("upload in a task", |copier, memory, bytes| {
+        block_on(copier.upload(bytes.to_vec(), memory)?)?;
+        Ok(())
+    }),
     ("upload_pieces", |copier, memory, bytes| {
         let (most, rest) = bytes.split_at(BYTES / 1000 * 1000);
         let mut pieces = vec![(rest, memory.slice(most.len()..)?)];
         for (n, piece) in most.chunks(1000).enumerate() {
             pieces.push((piece, memory.slice(n * 1000..)?));
         }
-        Ok(copier.upload_pieces(&pieces)?.wait()?)
+        copier.upload_pieces(&pieces)?.wait()?;
+        Ok(())
     }),
     ("upload_file", |copier, memory, bytes| {
         let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         file.write_all(bytes).unwrap();
         file.as_file().sync_all().unwrap();
-        Ok(drop(copier.upload_file(FileSource::open(file.path())?, memory)?.wait()?))
+        copier.upload_file(FileSource::open(file.path())?, memory)?.wait()?;
+        Ok(())
     }),
     ("upload_read", |copier, memory, bytes| copier.upload_read(&mut &bytes[..], memory).map(drop)),
     ("a feed in a task", |copier, memory, bytes| {

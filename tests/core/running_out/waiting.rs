@@ -380,7 +380,7 @@ fn refused_checkouts_are_counted_by_reason() {
     assert!(pool.checkout_many(&[pages(9), pages(9)], None).is_err());
     assert!(pool.checkout(0).is_err(), "a wrong argument is no refusal");
     drop(all);
-    pool.shutdown(HANG);
+    let _ = pool.shutdown(HANG);
     assert!(pool.checkout(1).is_err());
     let refused = pool.stats().refused;
     assert_eq!(refused.by_reason(), [("exhausted", 2), ("queue_full", 1), ("impossible", 1), ("closed", 1)]);

@@ -253,6 +253,8 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Name and count.
     pub calls: Vec<(String, u64)>,
+    /// Name and flags of calls that take flags, and how often a call was made with them, where the double reports it.
+    pub flags: Vec<(String, u64)>,
     /// Every context that was retained was released, or was to be.
     pub over: bool,
     /// The last call that was made, where the double reports it.
@@ -270,9 +272,10 @@ impl Report {
                 Some(("last", text)) => report.last = Some(text.into()),
                 Some(("leak", text)) => report.leaks.push(text.into()),
                 Some(("note", text)) => report.notes.push(text.into()),
-                Some(("call", text)) => {
-                    if let Some((name, count)) = text.split_once(' ') {
-                        report.calls.push((name.into(), count.parse().unwrap_or(0)));
+                Some((what @ ("call" | "flags"), text)) => {
+                    if let Some((name, count)) = text.rsplit_once(' ') {
+                        let counts = if what == "call" { &mut report.calls } else { &mut report.flags };
+                        counts.push((name.into(), count.parse().unwrap_or(0)));
                     }
                 }
                 _ => {}

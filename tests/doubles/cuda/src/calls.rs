@@ -271,6 +271,7 @@ extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint
     call("cuMemHostRegister_v2", |w| {
         w.current("cuMemHostRegister_v2")?;
         w.unsafe_call("cuMemHostRegister_v2")?;
+        w.hosts.called_with("cuMemHostRegister_v2", flags);
         w.may_register(start as usize, len, flags)?;
         w.register(start as usize, len)?;
         w.registered_as(start as usize, flags);

@@ -23,8 +23,8 @@ extern "C" fn standin_kill(device: usize, code: u32) {
 }
 
 /// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they were
-/// destroyed), `note what count`, `call name count`; and `over` when every context that was retained was released, or
-/// was to be.
+/// destroyed), `note what count`, `call name count`, `flags name flags count` (how often a call was made with these
+/// flags); and `over` when every context that was retained was released, or was to be.
 pub fn report(w: &World) -> String {
     let mut all = late();
     for violation in &w.violations {
@@ -50,6 +50,9 @@ pub fn report(w: &World) -> String {
     }
     for (name, count) in &w.counts {
         let _ = writeln!(all, "call {name} {count}");
+    }
+    for ((name, flags), count) in &w.hosts.flags {
+        let _ = writeln!(all, "flags {name} {flags} {count}");
     }
     all
 }

@@ -42,6 +42,8 @@ pub struct Hosts {
     pub read_only: BTreeSet<usize>,
     /// Where they differ from a large GPU's.
     attributes: BTreeMap<i32, i32>,
+    /// How often a call was made with these flags.
+    pub flags: BTreeMap<(&'static str, u32), u64>,
     made: usize,
 }
 
@@ -94,6 +96,11 @@ impl Hosts {
     /// How far the device's addresses of registered memory are from the host's.
     pub fn shift(&self) -> usize {
         if self.lacks(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) { 1 << 52 } else { 0 }
+    }
+
+    /// Notes the flags of a call, whether it succeeds or not.
+    pub fn called_with(&mut self, call: &'static str, flags: u32) {
+        *self.flags.entry((call, flags)).or_default() += 1;
     }
 
     fn lacks(&self, attribute: i32) -> bool {
@@ -197,6 +204,7 @@ unsafe extern "C" fn cuMemHostAlloc(start: *mut *mut c_void, len: usize, flags: 
     call(NAME, |w| {
         let context = w.current(NAME)?;
         w.unsafe_call(NAME)?;
+        w.hosts.called_with(NAME, flags);
         if flags & !7 != 0 {
             return w.violate("HST-7", format!("{NAME} with flags {flags:#x}"), INVALID_VALUE);
         }
@@ -222,6 +230,7 @@ unsafe extern "C" fn cuMemAllocManaged(start: *mut u64, len: usize, flags: c_uin
     call(NAME, |w| {
         let context = w.current(NAME)?;
         w.unsafe_call(NAME)?;
+        w.hosts.called_with(NAME, flags);
         if !matches!(flags, 1 | 2) {
             return w.violate("HST-7", format!("{NAME} with flags {flags:#x}"), INVALID_VALUE);
         }

@@ -1,0 +1,156 @@
+//! What goes wrong elsewhere: launches that failed, forks, and the end of the process.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pinpool::{Device, Error, ErrorClass, Pool, Request, Unpinned};
+
+use crate::support::bytes;
+use crate::support::doubles::{self, ascendcl, npu};
+use crate::support::exits::{self, Way};
+use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, round_trip, until};
+
+/// "May also return error codes from previous, asynchronous launches": whichever call hears of it first.
+#[test]
+fn errors_of_earlier_launches_surface_in_the_next_call() {
+    on_every_device_leaving("errors_of_earlier_launches_surface_in_the_next_call", |on| {
+        let lost = |device: &Device, error: &Error| {
+            assert!(error.is_device_lost() && error.class() == ErrorClass::DeviceLost, "{error}");
+            assert!(device.lost().is_some_and(|error| error.is_device_lost()));
+            let cause = if on.is_gpu() { "ILLEGAL_ADDRESS" } else { "" };
+            assert!(error.to_string().contains(cause), "{error}");
+        };
+        // A device for each call that is the first to hear of it.
+        for ordinal in 0..DEVICES - 1 {
+            let device = on.other(ordinal);
+            let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+            pool.wait_pinned(None).unwrap();
+            let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
+            round_trip(&pool, &stream, &bytes(1, 1000));
+            let buf = filled(&pool, &bytes(2, 1000));
+            match ordinal {
+                0 => {
+                    // In flight: never read as done.
+                    on.hang(true);
+                    let flight = stream.upload(buf, &memory).unwrap();
+                    on.kill(ordinal);
+                    on.hang(false);
+                    lost(&device, &flight.wait().unwrap_err());
+                    until("the buffer is quarantined", || pool.stats().in_flight_bytes == 0);
+                    assert!(pool.stats().quarantined_bytes >= 1000);
+                }
+                1 => {
+                    on.kill(ordinal);
+                    let refused = stream.upload(buf, &memory).unwrap_err();
+                    lost(&device, &refused.error);
+                }
+                2 => {
+                    on.kill(ordinal);
+                    lost(&device, &device.alloc(1).unwrap_err());
+                }
+                3 => {
+                    on.kill(ordinal);
+                    let made = Pool::builder(&device).capacity(1 << 20).build();
+                    lost(&device, &made.unwrap_err());
+                }
+                _ => {
+                    on.kill(ordinal);
+                    lost(&device, &stream.upload_blocking(&buf, &memory).unwrap_err());
+                }
+            }
+            // From then on everything is refused, and the pool's books are in order.
+            lost(&device, &device.stream().unwrap_err());
+            lost(&device, &stream.synchronize().unwrap_err());
+            pool.check().unwrap();
+        }
+        // No other device is concerned.
+        let device = on.other(DEVICES - 1);
+        let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        round_trip(&pool, &device.stream().unwrap(), &bytes(3, 1000));
+        assert_eq!(device.lost(), None);
+    });
+}
+
+/// Runs `child` in a fork of this process: its exit code, or `None` if it hung or was killed.
+fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
+    // SAFETY: the child calls only what is under test here, which is to be safe in a fork, and then `_exit`.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
+    if pid == 0 {
+        // SAFETY: ends a child that hangs.
+        unsafe { libc::alarm(20) };
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
+        // SAFETY: ends the child without running anything of the parent's.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    // SAFETY: our child, and a place for its status. The alarm ends it.
+    let ended = unsafe { libc::waitpid(pid, &raw mut status, 0) };
+    (ended == pid && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status))
+}
+
+#[test]
+fn a_child_of_a_fork_can_use_nothing_and_harms_nothing() {
+    on_every_device("a_child_of_a_fork_can_use_nothing_and_harms_nothing", |on| {
+        let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.device.alloc(1000).unwrap());
+        on.hang(true);
+        let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
+        let mut parents = Some((pool.clone(), stream.clone(), filled(&pool, &bytes(2, 1000)), flight));
+        let code = forked(|| {
+            let buf = Request::new(1000);
+            let refused = [
+                pool.checkout(buf).map(drop),
+                pool.try_checkout(buf).map(drop),
+                pool.checkout_timeout(buf, Duration::from_secs(3600)).map(drop),
+                pool.checkout_many(&[buf], None).map(drop),
+                pool.checkout_on(&stream, buf).map(drop),
+                on.device.alloc(1).map(drop),
+                on.device.stream().map(drop),
+                stream.synchronize(),
+                stream.upload_blocking(&[1], &memory),
+                Device::open("host").map(drop),
+            ];
+            drop(parents.take());
+            let wrong = refused.iter().position(|said| *said != Err(Error::Forked));
+            wrong.map_or(0, |at| at as i32 + 1)
+        });
+        assert_eq!(code, Some(0), "which call was not refused, counted from 1; None: the child hung");
+        on.hang(false);
+        // The parent has noticed nothing.
+        let (.., held, flight) = parents.take().unwrap();
+        assert!(*flight.wait().unwrap() == *bytes(1, 1000) && *held == *bytes(2, 1000));
+        round_trip(&pool, &stream, &bytes(3, 1000));
+        drop(held);
+        pool.check().unwrap();
+    });
+}
+
+/// Processes that end in the midst of their work, each with its own status; no driver is called after the exit began.
+fn ends(test: &str, device: &str, stand_in: Option<(&str, Option<PathBuf>)>) {
+    const WAYS: [Way; 3] = [Way::ReturnBusy, Way::ExitElsewhere, Way::Fork];
+    match stand_in {
+        // In the children, too, which end here.
+        None => exits::all(test, device, &WAYS, &[]),
+        Some((name, Some(library))) => {
+            exits::all(test, device, &WAYS, &[(name, library.to_str().expect("a path in UTF-8"))]);
+        }
+        Some((_, None)) => crate::skip!("there is no cargo to build a stand-in with"),
+    }
+}
+
+#[test]
+fn a_process_ends_while_the_host_device_works() {
+    ends("a_process_ends_while_the_host_device_works", "host:0", None);
+}
+
+#[test]
+fn a_process_ends_while_a_gpu_works() {
+    let built = (!doubles::is_set()).then(|| (doubles::PATH, doubles::named_or_built()));
+    ends("a_process_ends_while_a_gpu_works", "cuda:0", built);
+}
+
+#[test]
+fn a_process_ends_while_an_npu_works() {
+    let built = (!npu::is_set()).then(|| (ascendcl::PATH, npu::TODAY.library()));
+    ends("a_process_ends_while_an_npu_works", "acl:0", built);
+}
