@@ -560,6 +560,11 @@ impl Arena {
         listed || self.largest_free_pages() >= placement.fresh_pages().0
     }
 
+    /// The pages in free runs outside of windows.
+    pub(crate) fn free_pages_outside(&self) -> usize {
+        self.free_pages - self.held_pages
+    }
+
     /// The pages of the largest free run outside of windows.
     pub(crate) fn largest_free_pages(&self) -> usize {
         self.free.last().map_or(0, |f| f.0 as usize)

@@ -12,8 +12,8 @@
 //!
 //! # Looks
 //!
-//! Returns do not look at everything that a new request would find: segments that are cached, pages behind the last used
-//! segment of a run, and pages beside a window that make a longer range of it. So as long as a request waits, the timer
+//! Returns do not look at everything that a new request would find: segments that are cached, and pages beside a window
+//! that make a longer range of it. So as long as a request waits, the timer
 //! looks at the queue after pauses that double, up to [`MOST_PATIENCE`], and takes all of these.
 //!
 //! # Fences
@@ -183,7 +183,6 @@ impl CentralPool {
             }
         };
         // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
-        core.arena.shorten_runs();
         core.serve();
         if !core.pending && core.queue.waits(key) && core.queue.is_first(key) {
             core.grant(key);
@@ -350,10 +349,8 @@ impl CentralPool {
     /// Serves what a new request would be served with, and exchanges the windows that gave nothing back since the last look
     /// for others.
     fn choose_again(&self, core: &mut Core) {
-        // Returns look neither for what is cached, nor for what lies behind the last used segments of runs, nor for what
-        // got free beside a window and makes a longer range of it.
+        // Returns look neither for what is cached nor for what got free beside a window and makes a longer range of it.
         self.reclaim_all(core);
-        core.arena.shorten_runs();
         core.serve();
         while !core.pending && core.grant_any_withheld() {
             core.serve();
@@ -576,6 +573,10 @@ impl Core {
     pub(super) fn serve(&mut self) {
         self.pending = false;
         let (mut not, mut turns) = (Vec::new(), TURNS);
+        if !self.queue.is_empty() {
+            // What lies behind the last used segments of runs is free, too.
+            self.arena.shorten_runs();
+        }
         while !self.queue.is_empty() {
             while let Some((key, size)) = self.queue.next(&self.arena, &not) {
                 if turns == 0 {
@@ -736,6 +737,7 @@ impl Core {
         }
         let (shape, wanted) = (window_pages(self.queue.wants(key)), self.windows.wanted);
         let ranges: Vec<_> = ids.iter().map(|id| self.arena.range(*id)).collect();
+        let before = self.arena.free_pages_outside();
         ids.iter().for_each(|id| self.arena.release_window(*id));
         let _ = self.queue.displace(key);
         let mut any = false;
@@ -760,8 +762,10 @@ impl Core {
                 again.reverse();
                 debug_assert_eq!(again, ids);
                 self.queue.place(heir, again);
-                // All have what they had, so nothing is to be chosen.
+                // All have what they had, so nothing is to be chosen. But a run that the window had divided may have
+                // become shorter.
                 self.windows.wanted = wanted;
+                self.windows.ended |= self.arena.free_pages_outside() > before;
             }
             _ => {
                 ids.iter().for_each(|id| self.windows.seen[id.index()] = (0, 0));

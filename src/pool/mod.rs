@@ -178,6 +178,20 @@ impl Pool {
         self.checkout_with(request.into(), || WaitLimit::None)
     }
 
+    /// [`try_checkout`](Self::try_checkout) for a copier, which tries again later. A pool that is short refuses no
+    /// checkout of the program's then, so that is not counted.
+    #[track_caller]
+    pub(crate) fn try_uncounted(&self, request: Request<'_>) -> Result<PinnedBuf> {
+        if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
+            return Ok(fresh.into());
+        }
+        match self.acquire_all(&[request], WaitLimit::None, Instant::now()) {
+            Ok(granted) => self.entered(granted, [request.tag], Location::caller()).pop().ok_or(Error::Closed),
+            Err(error @ Error::Exhausted { .. }) => Err(error.of_pool(self.name())),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
     /// Checks out a host-ready buffer, and waits for at most `timeout`.
     ///
     /// # Errors

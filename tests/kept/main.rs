@@ -3,9 +3,9 @@
 //!
 //! | file | what stays |
 //! | --- | --- |
-//! | `cuda` | flags of `cudaHostAlloc`, `cudaMallocHost`, the deferred device pointer, the device heap, one primary context, per-thread default streams, holds, graphs |
+//! | `cuda` | flags of `cudaHostAlloc`, `cudaMallocHost`, the deferred device pointer, managed memory, the device heap, one primary context, per-thread default streams, holds, graphs |
 //! | `ascend` | `aclrtMallocHost` and `aclrtFreeHost`, EP and RC mode, `aclrtMemset` |
-//! | `memory` | the kinds of copies, registering, adopting, trimming, managed memory, device addresses, huge pages, the segment rule, size 0 |
+//! | `memory` | the kinds of copies, registering, adopting, announcing, trimming, device addresses, huge pages, the segment rule, size 0 |
 //! | `waiting` | several buffers at once, deadlines, tasks, futures that are dropped, stream-ready claims |
 //! | `trouble` | errors of earlier launches, forks, the end of the process |
 //! | `package` | dependencies, commands, the fields of a snapshot |
@@ -212,7 +212,7 @@ fn on_libascendcl(test: &str, way: Way) {
 fn again(test: &str, how: &str, environment: &[(&str, &OsStr)]) {
     let devices = DEVICES.to_string();
     let mut command = process::command(test);
-    // Each copy of an Ascend device is of a whole segment here, so that the stand-in can check the distance between them.
+    // All copies here are of whole segments, so the stand-in libascendcl can check the distance between these.
     command.env("PINPOOL_STANDIN_DEVICES", &devices).env("PINPOOL_STANDIN_SEGMENTS", "1");
     let child = doubles::ended(command.envs(environment.iter().copied()), LIMIT);
     process::forward(&child.stdout, &child.stderr);
@@ -224,7 +224,7 @@ fn calls(stand_in: &StandIn, name: &str) -> u64 {
     stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
 }
 
-/// How often a call of the stand-in libcuda was made with each flags, such as `("cuMemHostAlloc 3", 2)`.
+/// The flags that a call of the stand-in libcuda was made with, and how often: `("cuMemHostAlloc 3", 2)`.
 fn flags(stand_in: &StandIn, name: &str) -> Vec<(String, u64)> {
     let mut flags = stand_in.report().flags;
     flags.retain(|(call, _)| call.split(' ').next() == Some(name));

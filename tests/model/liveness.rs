@@ -20,7 +20,7 @@ use pinpool::{CheckoutMany, Device, Error, PinnedBuf, Pool, Request, Unpinned};
 const PAUSE: Duration = Duration::from_millis(2200);
 /// Pools that are brought into a state and then left alone together.
 const POOLS: u64 = 24;
-const STEPS: usize = 60;
+const STEPS: usize = 40;
 const CAPACITY: usize = 4 << 20;
 
 pub struct Random(u64);
@@ -111,7 +111,25 @@ impl Program {
         let pool = builder.thread_cache(cache).unpinned(Unpinned::Allow).build().unwrap();
         pool.wait_pinned(None).unwrap();
         let log = vec![format!("regions of {region}, {initial} at first, a thread cache of {cache}")];
-        Self { seed, random, pool, held: Vec::new(), waits: Vec::new(), log }
+        let mut program = Self { seed, random, pool, held: Vec::new(), waits: Vec::new(), log };
+        program.fill();
+        program
+    }
+
+    /// Buffers of many sizes fill the pool.
+    fn fill(&mut self) {
+        loop {
+            let request = self.random.request(400_000);
+            let Ok(buf) = self.pool.try_checkout(request) else { break };
+            self.held.push(buf);
+        }
+        for len in [32 << 10, 4000] {
+            while let Ok(buf) = self.pool.try_checkout(len) {
+                self.held.push(buf);
+            }
+        }
+        self.log
+            .push(format!("filled with {:?}", self.held.iter().map(PinnedBuf::capacity).collect::<Vec<_>>()));
     }
 
     fn step(&mut self) {
@@ -262,8 +280,8 @@ fn a_request_that_waits_is_not_served_when_made_anew() {
 }
 
 /// How long a request may wait while others, none of which keeps its buffers for long, are granted so many.
-const LONG: Duration = Duration::from_secs(3);
-const MANY: u64 = 3000;
+const LONG: Duration = Duration::from_millis(1500);
+const MANY: u64 = 2000;
 
 /// A thread's wait: since when, in milliseconds since the beginning, and how many grants there were then. 0: none.
 #[derive(Default)]
@@ -275,8 +293,8 @@ struct Waiting {
 #[test]
 fn no_request_starves_beside_others_that_come_and_go() {
     let device = Device::open("host").unwrap();
-    let (begin, end) = (Instant::now(), Instant::now() + seconds(2));
-    let mut seed = super::variable("PINPOOL_SEED", 1) * 1000;
+    let (begin, end) = (Instant::now(), Instant::now() + seconds(3));
+    let (mut seed, mut first) = (super::variable("PINPOOL_SEED", 1) * 1000, true);
     while Instant::now() < end {
         seed += 1;
         let mut random = Random::new(seed);
@@ -284,7 +302,9 @@ fn no_request_starves_beside_others_that_come_and_go() {
         let pool = Pool::builder(&device).capacity(2 << 20).thread_cache(cache).unpinned(Unpinned::Allow);
         let pool = pool.build().unwrap();
         // Often all requests are for one size, and two threads ask for several such buffers.
-        let same = random.one_in(2).then(|| Request::new(1 + random.below(280_000)));
+        let len = if first { 256 << 10 } else { 1 + random.below(280_000) };
+        let same = (first || random.one_in(2)).then(|| Request::new(len));
+        first = false;
         let waiting: Vec<Waiting> = (0..8).map(|_| Waiting::default()).collect();
         let (grants, stop) = (AtomicU64::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
@@ -293,7 +313,7 @@ fn no_request_starves_beside_others_that_come_and_go() {
                 scope.spawn(move || {
                     let mut random = Random::new(seed * 100 + nth as u64);
                     let usual = match same {
-                        Some(request) => vec![request; if nth < 2 { 2 + random.below(2) } else { 1 }],
+                        Some(request) => vec![request; if nth < 2 { 3 } else { 1 }],
                         None => random.requests(250_000),
                     };
                     while !stop.load(Ordering::SeqCst) {

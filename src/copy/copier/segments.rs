@@ -129,7 +129,7 @@ impl Segments {
     fn ask(&self, asked: Option<Checkout>, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut asked = match asked {
             Some(asked) => asked,
-            None => match self.pool.try_checkout(self.full()) {
+            None => match self.pool.try_uncounted(self.full()) {
                 Err(Error::Exhausted { shortage, .. }) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
@@ -162,7 +162,7 @@ impl Segments {
         if len < least {
             return Ok(None);
         }
-        match self.pool.try_checkout(self.request(len)) {
+        match self.pool.try_uncounted(self.request(len)) {
             Err(Error::Exhausted { .. }) => Ok(None),
             got => got.map(Some),
         }
@@ -175,7 +175,7 @@ impl Segments {
 
     /// The longest segment that the pool has now and that is no shorter than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        match self.pool.try_checkout(self.full()) {
+        match self.pool.try_uncounted(self.full()) {
             Err(Error::Exhausted { shortage, .. }) => self.shorter(shortage.as_deref(), least),
             got => got.map(Some),
         }

@@ -147,6 +147,9 @@ fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
         let stats = rig.pool.stats();
         assert!(stats.largest_free_bytes < CHUNK && stats.free_bytes > 1 << 20, "{stats:?}");
         all_forms_end(&rig, &copier);
+        // What the copier tries is no checkout of the program's that was refused.
+        let now = rig.pool.stats();
+        assert_eq!((now.refused, now.errors), (stats.refused, stats.errors));
         drop(all);
         rig.all_is_back();
     }
