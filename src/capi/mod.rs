@@ -86,13 +86,13 @@ pub struct pinpool_options {
     pub thread_cache: u64,
     /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
     /// does best.
-    pub backing: u32,
+    pub backing: u64,
 }
 
 /// Memory of the system's, registered with the device (CUDA: `cuMemHostRegister`): the fastest to pin.
-pub const PINPOOL_BACKING_REGISTERED: u32 = 1;
+pub const PINPOOL_BACKING_REGISTERED: u64 = 1;
 /// Memory that the device's driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`).
-pub const PINPOOL_BACKING_HOST_ALLOC: u32 = 2;
+pub const PINPOOL_BACKING_HOST_ALLOC: u64 = 2;
 
 /// A pool's numbers.
 #[repr(C)]

@@ -55,7 +55,7 @@ typedef struct pinpool_options {
   uint64_t thread_cache;
   // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
   // does best.
-  uint32_t backing;
+  uint64_t backing;
 } pinpool_options;
 
 // A pool's numbers.

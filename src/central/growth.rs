@@ -319,9 +319,15 @@ impl Core {
         if may_move && (!failed || self.never(head).is_some()) || self.room_beside() >= least_of_head {
             return Some((head, !moved));
         }
-        let (smallest, ..) = self.queue.after(None).filter(|_| failed)?;
-        let wants = self.queue.wants(smallest);
-        (self.room_beside() >= least(wants)).then_some((wants, false))
+        let (room, mut at) = (self.room_beside(), None);
+        while let Some((key, size, _)) = self.queue.after(at) {
+            let wants = self.queue.wants(key);
+            if room >= least(wants) {
+                return Some((wants, false));
+            }
+            at = Some((size, u64::MAX));
+        }
+        None
     }
 
     /// Whether the last growth failed for a reason that may pass.

@@ -270,14 +270,18 @@ fn open(path: &Path) -> Result<Input> {
         let text = format!("{name}: {e}");
         if by_name || is_named_wrongly(e.kind()) { CliError::Usage(text) } else { CliError::Failed(text) }
     };
-    let is_checkpoint = name.ends_with(".safetensors") || name.ends_with(".json");
+    let is_json = name.ends_with(".json");
+    let is_named = name.ends_with(".safetensors") || is_json && name.contains("index");
     // Before opening, which would block on a named pipe. Of a checkpoint's file that is missing the library says more.
     let is_folder = match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_file() || metadata.is_dir() => metadata.is_dir(),
         Ok(_) => return Err(wrong("is not a regular file")),
-        Err(error) if is_checkpoint && error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) if is_named && error.kind() == io::ErrorKind::NotFound => false,
         Err(error) => return Err(unread(error)),
     };
+    // An index may have any name; other files of a checkpoint's folder, such as config.json, are bytes.
+    let maps = || std::fs::read_to_string(path).is_ok_and(|text| text.contains("\"weight_map\""));
+    let is_checkpoint = is_named || is_json && maps();
     // For a folder without a checkpoint the library's error says which files were looked for.
     if is_folder || is_checkpoint {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {

@@ -4,7 +4,8 @@
 //! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore` marks them in a mapping
 //! that nobody touches. Neither has any other effect. A read that does not wait (`preadv2` with `RWF_NOWAIT`) is no
 //! question: before it answers that bytes are missing, the kernel starts to read them ahead. The kernel tells only who
-//! owns the file or may write to it: others have every page called cached by `mincore`.
+//! owns the file, who may write to it, or root. To others `mincore` calls every page cached, so it is asked only of
+//! files that this user owns, and by root.
 //!
 //! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
 //! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
@@ -55,14 +56,29 @@ mod linux {
         }
     }
 
+    /// By which calls the system tells what the page cache has of a file.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct Questions {
+        cachestat: bool,
+        mincore: bool,
+    }
+
+    /// By which calls the system tells what the page cache has of a file. The answer holds as long as the file is open.
+    pub(crate) fn questions(file: &File) -> Questions {
+        // SAFETY: asks for a number.
+        let user = unsafe { libc::geteuid() };
+        let mincore = user == 0 || file.metadata().is_ok_and(|metadata| metadata.uid() == user);
+        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
+        Questions { cachestat: !is_overlay(file), mincore }
+    }
+
     /// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
-    pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
+    pub(crate) fn cached(file: &File, by: Questions, at: u64, len: usize) -> Option<Cached> {
         let page = crate::os::page_size() as u64;
         let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
         let (first, last) = (at / page, (end - 1) / page);
-        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
-        let counted = if is_overlay(file) { None } else { cachestat(file, at, len as u64) };
-        let cached = counted.or_else(|| mincore(file, first, last))?;
+        let counted = if by.cachestat { cachestat(file, at, len as u64) } else { None };
+        let cached = counted.or_else(|| if by.mincore { mincore(file, first, last) } else { None })?;
         Some(match cached {
             0 => Cached::Nothing,
             cached if cached > last - first => Cached::All,
@@ -179,7 +195,14 @@ mod other {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub(crate) fn cached(_: &File, _: u64, _: usize) -> Option<Cached> {
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct Questions;
+
+    pub(crate) fn questions(_: &File) -> Questions {
+        Questions
+    }
+
+    pub(crate) fn cached(_: &File, _: Questions, _: u64, _: usize) -> Option<Cached> {
         None
     }
 
@@ -231,6 +254,7 @@ mod tests {
     fn both_questions_have_one_answer_and_no_effect() {
         let mut file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.write_all(&vec![7; 300 * 4096 + 5]).unwrap();
+        let by = questions(&file);
         let ask = |first: u64, last: u64| {
             let asked = mincore(&file, first, last);
             let counted = cachestat(&file, first * 4096, (last - first + 1) * 4096);
@@ -238,10 +262,13 @@ mod tests {
             asked
         };
         assert_eq!((ask(0, 300), ask(7, 7)), (Some(301), Some(1)));
-        assert_eq!(cached(&file, 5, 300 * 4096), Some(Cached::All));
-        assert_eq!(cached(&file, 300 * 4096, 3 * 4096), Some(Cached::Part), "it ends before");
-        assert_eq!((cached(&file, 400 * 4096, 1), cached(&file, 0, 0)), (Some(Cached::Nothing), None));
-        assert_eq!(cached(&file, u64::MAX, 1), None);
+        assert_eq!(cached(&file, by, 5, 300 * 4096), Some(Cached::All));
+        assert_eq!(cached(&file, by, 300 * 4096, 3 * 4096), Some(Cached::Part), "it ends before");
+        assert_eq!(
+            (cached(&file, by, 400 * 4096, 1), cached(&file, by, 0, 0)),
+            (Some(Cached::Nothing), None)
+        );
+        assert_eq!(cached(&file, by, u64::MAX, 1), None);
         file.sync_all().unwrap();
         // SAFETY: advice about a file that is open.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
@@ -250,11 +277,11 @@ mod tests {
             return;
         }
         for _ in 0..3 {
-            assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Nothing));
+            assert_eq!(cached(&file, by, 0, 300 * 4096), Some(Cached::Nothing));
             assert_eq!(ask(0, 300), Some(0), "what was asked for is not read ahead");
         }
         assert_eq!(read_at(&file, &mut [MaybeUninit::uninit(); 8], 200 * 4096).unwrap(), 8);
-        assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Part));
+        assert_eq!(cached(&file, by, 0, 300 * 4096), Some(Cached::Part));
     }
 
     #[test]

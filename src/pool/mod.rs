@@ -181,12 +181,31 @@ impl Pool {
     /// [`try_checkout`](Self::try_checkout) for a copier, which tries again later. A pool that is short refuses no
     /// checkout of the program's then, so that is not counted.
     #[track_caller]
-    pub(crate) fn try_uncounted(&self, request: Request<'_>) -> Result<PinnedBuf> {
+    pub(crate) fn try_for_copier(&self, request: Request<'_>) -> Result<PinnedBuf> {
+        self.for_copier(request, WaitLimit::None)
+    }
+
+    /// Waits for a copier's memory, until a deadline if there is one. The program's [`PoolBuilder::max_waiting`] bounds
+    /// requests of its own, so this wait joins the queue however many requests wait.
+    #[track_caller]
+    pub(crate) fn wait_for_copier(
+        &self,
+        request: Request<'_>,
+        deadline: Option<Instant>,
+    ) -> Result<PinnedBuf> {
+        let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+        self.for_copier(request, deadline.map_or(WaitLimit::Forever, |at| WaitLimit::For(left(at))))
+    }
+
+    #[track_caller]
+    fn for_copier(&self, request: Request<'_>, limit: WaitLimit) -> Result<PinnedBuf> {
         if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(fresh.into());
         }
-        match self.acquire_all(&[request], WaitLimit::None, Instant::now()) {
-            Ok(granted) => self.entered(granted, [request.tag], Location::caller()).pop().ok_or(Error::Closed),
+        match self.acquire_all(&[request], limit, Instant::now(), usize::MAX) {
+            Ok(granted) => {
+                self.entered(granted, [request.tag], Location::caller()).pop().ok_or(Error::Closed)
+            }
             Err(error @ Error::Exhausted { .. }) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
         }
@@ -599,7 +618,7 @@ impl Pool {
         // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
         // for.
         let since = Instant::now();
-        match self.acquire_all(requests, limit, since) {
+        match self.acquire_all(requests, limit, since, self.0.max_waiting) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
             Err(error) => Err(self.failed(error)),
         }

@@ -20,6 +20,7 @@ impl Pool {
         requests: &[Request<'_>],
         limit: WaitLimit,
         since: Instant,
+        max_waiting: usize,
     ) -> Result<Vec<Fresh>> {
         if requests.is_empty() {
             return Ok(Vec::new());
@@ -44,12 +45,8 @@ impl Pool {
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        let key = central.join(
-            plan.wants,
-            Wake::Thread(crate::sync::thread::current()),
-            growing,
-            self.0.max_waiting,
-        )?;
+        let wake = Wake::Thread(crate::sync::thread::current());
+        let key = central.join(plan.wants, wake, growing, max_waiting)?;
         if self.stepped() {
             return self.wait_stepped(plan.store, key, len, since);
         }

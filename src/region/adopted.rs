@@ -98,7 +98,7 @@ impl Regions {
             longest = longest.max(took);
             busy += took;
             match pinned {
-                Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
+                Ok(pinned) => extents.push(Extent::new(offset, piece.len, pinned)),
                 // The device was found to be lost by this very call, before it has pinned anything.
                 Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
                     context = self.context();
@@ -124,7 +124,7 @@ impl Regions {
         }
         // Relaxed: the numbers are only to differ.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
-        let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
+        let pieces = extents.iter().map(|e| (e.offset, e.len, e.is_pinned())).collect();
         let source = RegionSource::AdoptedRegion(Owned::new(adoptee.memory));
         let region = Region {
             id,
@@ -187,7 +187,7 @@ impl Regions {
 /// Unpins what was pinned, the last extent first. Returns whether nothing is pinned any more.
 fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
     let mut clean = true;
-    for extent in extents.iter().rev().filter(|e| e.pinned) {
+    for extent in extents.iter().rev().filter(|e| e.is_pinned()) {
         // SAFETY: within the memory.
         let start = unsafe { adoptee.base.add(extent.offset) };
         let (piece, context) = (AdoptedPiece { start, len: extent.len }, device.clone());

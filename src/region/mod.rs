@@ -49,7 +49,7 @@ mod source;
 mod touch;
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -226,7 +226,19 @@ impl Pinning {
 struct Extent {
     offset: usize,
     len: usize,
-    pinned: bool,
+    /// Changed, and read for unpinning, on the region thread only, so that relaxed accesses do: a region may go while an
+    /// extent of it is being pinned.
+    pinned: Arc<AtomicBool>,
+}
+
+impl Extent {
+    fn new(offset: usize, len: usize, pinned: bool) -> Self {
+        Self { offset, len, pinned: Arc::new(AtomicBool::new(pinned)) }
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.pinned.load(Ordering::Relaxed)
+    }
 }
 
 #[derive(Debug)]
@@ -270,22 +282,23 @@ unsafe impl Send for Making {}
 
 impl Region {
     fn info(&self) -> RegionInfo {
-        let pinned = self.extents.iter().filter(|e| e.pinned).map(|e| e.len).sum();
+        let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
         let len = self.extents.iter().map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
 
     /// The first extent from an offset on that went unpinned and that the driver may pin where it is.
-    fn unpinned(&self, from: usize) -> Option<(usize, NonNull<u8>, usize)> {
+    fn unpinned(&self, from: usize) -> Option<(usize, NonNull<u8>, usize, Arc<AtomicBool>)> {
         let open = match self.source {
             RegionSource::Mapped => true,
             RegionSource::Driver { .. } => false,
             // The caller's thread hands its extents over.
             RegionSource::AdoptedRegion(_) => self.whole,
         };
-        let extent = self.extents.iter().find(|e| open && !e.pinned && e.offset >= from)?;
+        let extent = self.extents.iter().find(|e| open && !e.is_pinned() && e.offset >= from)?;
         // SAFETY: within the region.
-        Some((extent.offset, unsafe { self.base.add(extent.offset) }, extent.len))
+        let start = unsafe { self.base.add(extent.offset) };
+        Some((extent.offset, start, extent.len, extent.pinned.clone()))
     }
 }
 
@@ -510,7 +523,7 @@ impl Regions {
         {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
-                region.extents.push(Extent { offset: making.offset, len: extent, pinned });
+                region.extents.push(Extent::new(making.offset, extent, pinned));
                 // Before the last extent is handed over: a thread that gets it may give it back, and trim, at once.
                 region.whole = making.offset + extent == making.len;
             }
@@ -555,58 +568,54 @@ impl Regions {
             for (id, context) in some {
                 let regions = regions.clone();
                 // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(id, &context, pause));
+                context.clone().worker().send(move || regions.pin_again(id, &context, pause, 0, None));
             }
         });
     }
 
-    /// Pins the extents of a region that went unpinned. On the region thread that is to unpin them.
-    fn pin_again(self: &Arc<Self>, id: RegionId, context: &Context, pause: Duration) {
-        let mut from = 0;
-        let next = |from| {
+    /// Pins the next extent of a region that went unpinned, and leaves the rest to another job. On the region thread that
+    /// is to unpin them. `last`: when the last call that pinned ended, and how long it took.
+    fn pin_again(
+        self: &Arc<Self>,
+        id: RegionId,
+        context: &Arc<Context>,
+        pause: Duration,
+        from: usize,
+        last: Option<(Instant, Duration)>,
+    ) {
+        let next = {
             let progress = self.progress.lock();
-            progress.regions.iter().find(|region| region.id == id)?.unpinned(from)
+            progress.regions.iter().find(|region| region.id == id).and_then(|region| region.unpinned(from))
         };
-        while let Some((offset, start, len)) = next(from) {
-            from = offset + len;
-            // SAFETY: mapped: a region that goes is unmapped by a later job of this thread.
-            match unsafe { context.driver().pin(start, len) } {
-                // Counted once, when the extent was made.
-                Err(error) if error.class() == ErrorClass::Transient => {
-                    return self.pin_again_after((pause * 2).min(MOST_AGAIN));
-                }
-                pinned => {
-                    if context.noting(pinned).is_err() {
-                        return;
-                    }
-                }
+        let Some((offset, start, len, is_pinned)) = next else { return };
+        leave_room(last);
+        let call = Instant::now();
+        // SAFETY: mapped: a region that goes is unmapped by a later job of this thread.
+        match unsafe { context.driver().pin(start, len) } {
+            // Counted once, when the extent was made.
+            Err(error) if error.class() == ErrorClass::Transient => {
+                return self.pin_again_after((pause * 2).min(MOST_AGAIN));
             }
-            let mut progress = self.progress.lock();
-            let mut extents = progress.regions.iter_mut().filter(|r| r.id == id).flat_map(|r| &mut r.extents);
-            match extents.find(|extent| extent.offset == offset) {
-                Some(extent) => extent.pinned = true,
-                // The region goes, and knows of an extent that is not pinned.
-                None => {
-                    drop(progress);
-                    // SAFETY: pinned just now; nothing can reach it any more.
-                    let unpinned = unsafe { context.driver().unpin(start, len) };
-                    if let Err(error) = unpinned {
-                        context.holds().leaked(1);
-                        crate::foreign::error!(
-                            target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
-                            "memory cannot be unpinned: it is leaked"
-                        );
-                    }
+            pinned => {
+                if context.noting(pinned).is_err() {
                     return;
                 }
             }
-            drop(progress);
-            self.pinned_after_all.get().into_iter().for_each(|call| call(start));
-            crate::foreign::info!(
-                target: "pinpool::region::unpinned", device = context.name(), bytes = len,
-                "memory that was not pinned is pinned after all"
-            );
         }
+        let last = (Instant::now(), call.elapsed());
+        // Whether or not the region goes by now: the job that unpins it comes later, and looks.
+        is_pinned.store(true, Ordering::Relaxed);
+        {
+            let mut progress = self.progress.lock();
+            progress.pinning.longest_call = progress.pinning.longest_call.max(last.1);
+        }
+        self.pinned_after_all.get().into_iter().for_each(|call| call(start));
+        crate::foreign::info!(
+            target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+            "memory that was not pinned is pinned after all"
+        );
+        let (regions, device) = (self.clone(), context.clone());
+        context.worker().send(move || regions.pin_again(id, &device, pause, offset + len, Some(last)));
     }
 
     /// No more extents: unmaps the rest of the mapping. The extents that are done stay.

@@ -172,7 +172,7 @@ impl Regions {
         supply.last = Some((Instant::now(), took));
         // Relaxed: the numbers are only to differ.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
-        let extents = vec![Extent { offset: 0, len, pinned }];
+        let extents = vec![Extent::new(0, len, pinned)];
         self.progress.lock().regions.push(Region {
             id,
             base,
@@ -272,7 +272,7 @@ impl Region {
         for extent in &self.extents {
             // SAFETY: within the region.
             let start = unsafe { self.base.add(extent.offset) };
-            if extent.pinned {
+            if extent.is_pinned() {
                 leave_room(last);
                 let (driver, call) = (context.driver(), Instant::now());
                 let unpinned = match self.source {

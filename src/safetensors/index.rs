@@ -285,7 +285,8 @@ fn of_index(path: &Path) -> Result<FoundFiles> {
 fn is_index(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let end = name.split_once(".safetensors.").and_then(|(_, end)| end.strip_suffix(".json"));
-    end.is_some_and(|end| end.split('.').any(|part| part == "index"))
+    // macOS leaves a hidden file `._NAME` beside each file that it copies.
+    !name.starts_with('.') && end.is_some_and(|end| end.split('.').any(|part| part == "index"))
 }
 
 fn of_folder(path: &Path) -> Result<FoundFiles> {

@@ -127,7 +127,7 @@ use crate::escape::{NAME, Shown};
 const READ_BLOCK: usize = 1 << 20;
 
 /// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
-const KEPT_OPEN: usize = 256;
+const KEPT_OPEN: usize = 128;
 
 /// One file or several, whose headers were read and checked. Nothing is loaded yet.
 ///

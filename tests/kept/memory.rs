@@ -409,19 +409,24 @@ fn size_0_is_refused_by_every_call() {
         for error in [
             memory.slice(5..5).unwrap_err(),
             stream.upload_blocking(&[], &memory).unwrap_err(),
-            stream.upload(pool.checkout(100).unwrap(), &memory).unwrap_err().error,
             stream.upload_part(filled(&pool, b"five"), 2..2, &memory).unwrap_err().error,
-            stream
-                .copy_host(pool.checkout(9).unwrap(), pool.checkout(9).unwrap())
-                .map(drop)
-                .unwrap_err()
-                .error,
             on.device.register(Vec::new()).unwrap_err().error,
             on.device.register_read_only(Vec::new()).unwrap_err().error,
             // SAFETY: refused.
             unsafe { on.device.raw_memory(memory.address(), 0, ()) }.unwrap_err().error,
         ] {
             assert_eq!(error, Error::Empty);
+        }
+        // A buffer without a written byte.
+        for error in [
+            stream.upload(pool.checkout(100).unwrap(), &memory).map(drop).unwrap_err().error,
+            stream
+                .copy_host(pool.checkout(9).unwrap(), pool.checkout(9).unwrap())
+                .map(drop)
+                .unwrap_err()
+                .error,
+        ] {
+            assert_eq!(error, Error::Unwritten);
         }
         assert_eq!((pool.stats().checked_out_bytes, pool.stats().waiting), (0, 0));
         pool.check().unwrap();

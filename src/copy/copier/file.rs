@@ -21,7 +21,9 @@ use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::locks::Mutex;
-use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen, reopen_direct, write_all_at};
+use crate::os::file::{
+    Cached, Questions, appends, cached, is_direct, questions, read_at, reopen, reopen_direct, write_all_at,
+};
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
@@ -71,6 +73,8 @@ struct Opened {
     file: Arc<File>,
     /// For reading past the cache, if that can be had.
     direct: OnceLock<Option<Arc<File>>>,
+    /// How the page cache is asked about it.
+    questions: OnceLock<Questions>,
 }
 
 /// How a source comes to its file.
@@ -143,7 +147,7 @@ impl FileSource {
         let whole = Self::whole(&name, file.metadata())?;
         let direct = OnceLock::new();
         let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
-        Ok(Self::of(Access::Open(Arc::new(Opened { file, direct })), name, whole))
+        Ok(Self::of(Access::Open(Arc::new(Opened { file, direct, questions: OnceLock::new() })), name, whole))
     }
 
     /// A file of `whole` bytes that is open only while it is read.
@@ -164,7 +168,11 @@ impl FileSource {
                 if let Some(opened) = last.upgrade() {
                     return Ok(opened);
                 }
-                let opened = Arc::new(Opened { file: file.open()?, direct: OnceLock::new() });
+                let opened = Arc::new(Opened {
+                    file: file.open()?,
+                    direct: OnceLock::new(),
+                    questions: OnceLock::new(),
+                });
                 *last = Arc::downgrade(&opened);
                 Ok(opened)
             }
@@ -335,7 +343,8 @@ impl FileSource {
     /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts
     /// and is told. `start` is the file's offset of the buffer's first byte.
     fn stretch(&self, opened: &Opened, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
-        let ask = |from: usize, to: usize| cached(&opened.file, start + from as u64, to - from);
+        let by = *opened.questions.get_or_init(|| questions(&opened.file));
+        let ask = |from: usize, to: usize| cached(&opened.file, by, start + from as u64, to - from);
         let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
         if told != Some(Cached::Part) {
             return (told.map(|told| told == Cached::All), end);
@@ -360,8 +369,9 @@ impl FileSource {
         counters: &Counters,
     ) {
         let Some(direct) = self.direct(opened, counters) else { return };
-        // Back to a page: what is there of it is read again.
-        let from = buf.len() / PAGE * PAGE;
+        // Back to a page: what is there of it is read again, and not counted again.
+        let before = buf.len();
+        let from = before / PAGE * PAGE;
         buf.truncate(from);
         let until = end.next_multiple_of(PAGE);
         while buf.len() < until {
@@ -372,10 +382,7 @@ impl FileSource {
             let spare = &mut buf.spare_capacity_mut()[..until - have];
             match read_at(direct, spare, start + have as u64) {
                 Ok(0) => break,
-                Ok(read) => {
-                    Counters::add(&counters.direct, read.min(end - have));
-                    advance(buf, read.min(end - have));
-                }
+                Ok(read) => advance(buf, read.min(end - have)),
                 Err(error) => {
                     Counters::add(&counters.direct_refused, 1);
                     crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "read through the page cache");
@@ -383,6 +390,7 @@ impl FileSource {
                 }
             }
         }
+        Counters::add(&counters.direct, buf.len().saturating_sub(before));
         if buf.len() < lead {
             // In a segment that is large enough this cannot fail.
             let _ = buf.try_resize(lead, 0);

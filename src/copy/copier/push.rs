@@ -468,7 +468,7 @@ impl Copier {
                 Some(job) if waits => _ = engine.wait(&job, Instant::now().checked_add(AGAIN), Job::is_over),
                 Some(_) => return Err(segments.exhausted()),
                 // As a feed's first segment: the lane waits in the pool's queue, since it has none of its own to wait for.
-                None if waits => return Ok((segments.pool.checkout(segments.full())?, false)),
+                None if waits => return Ok((segments.pool.wait_for_copier(segments.full(), None)?, false)),
                 None => return Ok((segments.pool.try_checkout(segments.full())?, false)),
             }
         }

@@ -129,7 +129,7 @@ impl Segments {
     fn ask(&self, asked: Option<Checkout>, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut asked = match asked {
             Some(asked) => asked,
-            None => match self.pool.try_uncounted(self.full()) {
+            None => match self.pool.try_for_copier(self.full()) {
                 Err(Error::Exhausted { shortage, .. }) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
@@ -162,7 +162,7 @@ impl Segments {
         if len < least {
             return Ok(None);
         }
-        match self.pool.try_uncounted(self.request(len)) {
+        match self.pool.try_for_copier(self.request(len)) {
             Err(Error::Exhausted { .. }) => Ok(None),
             got => got.map(Some),
         }
@@ -175,7 +175,7 @@ impl Segments {
 
     /// The longest segment that the pool has now and that is no shorter than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        match self.pool.try_uncounted(self.full()) {
+        match self.pool.try_for_copier(self.full()) {
             Err(Error::Exhausted { shortage, .. }) => self.shorter(shortage.as_deref(), least),
             got => got.map(Some),
         }
@@ -209,14 +209,8 @@ impl Segments {
         if let Some(buf) = self.try_any()? {
             return Ok(buf);
         }
-        let request = self.request(LEAST);
-        let short = match deadline {
-            None => self.pool.checkout(request),
-            Some(deadline) => {
-                self.pool.checkout_timeout(request, deadline.saturating_duration_since(Instant::now()))
-            }
-        };
-        self.or_longer(short?)
+        let short = self.pool.wait_for_copier(self.request(LEAST), deadline)?;
+        self.or_longer(short)
     }
 
     /// What the pool lacks for a segment, as the error of a request.

@@ -346,7 +346,8 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     let bytes = pattern(24 << 20, 10);
     let Some(file) = disk_file(&bytes) else { return };
     let memory = rig.device.alloc(bytes.len()).unwrap();
-    // Whole chunks of it, and a part of one.
+    // Whole chunks of it, and a part of one. The kernel reads no more than that into the cache.
+    cold::read_nothing_ahead(file.as_file());
     std::os::unix::fs::FileExt::read_exact_at(file.as_file(), &mut vec![0; 10 << 20], 5 << 20).unwrap();
     let warm = cold::cached_pages(file.as_file());
     let before = cold::read_bytes();

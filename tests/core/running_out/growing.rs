@@ -216,13 +216,13 @@ fn buffers_that_do_not_fit_together_are_not_waited_for() {
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
     let error = block_on(pool.checkout_many_async(both)).unwrap_err();
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
-    // Known at the latest when all is back; and the requests behind it are served.
+    // The requests behind it are served, and it is known at the latest when all is back.
     let first = pool.checkout(1).unwrap();
     let waiting = Waiter::new(pool.checkout_many_async(both));
     let next = Waiter::new(pool.checkout_async(pages(16)));
     drop(first);
-    assert!(matches!(waiting.ready(), Err(Error::Impossible { .. })));
     drop(next.ready().unwrap());
+    assert!(matches!(waiting.ready(), Err(Error::Impossible { .. })));
     assert_eq!(checked(&pool).waiting, 0);
 }
 

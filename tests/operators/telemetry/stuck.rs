@@ -351,7 +351,8 @@ fn a_wait_that_lasts_is_reported_once_before_it_ends() {
                     assert!(found[0].level == tracing::Level::WARN && seconds > 4.0, "{name}: {found:?}");
                     let [asked, waiting_too] =
                         ["requested", "waiting"].map(|field| found[0].field(field).parse::<usize>());
-                    assert!(asked.unwrap() >= 50_000 && waiting_too == Ok(count), "{name}: {found:?}");
+                    // A copier makes do with short segments.
+                    assert!(asked.unwrap() >= 16_000 && waiting_too == Ok(count), "{name}: {found:?}");
                     let out =
                         || events("pinpool::pool::stuck").into_iter().any(|event| event.field("tag") == name);
                     eventually("the buffer that is out is told", out);

@@ -59,7 +59,7 @@ impl Worker<'_> {
 
     /// The table of a chunk that has no segment: in a small one of its own, which returns by itself.
     fn table(&self, packed: &Packed) -> Option<PinnedBuf> {
-        let mut table = self.engine.segments.pool.try_uncounted((packed.rows * ROW).into()).ok()?;
+        let mut table = self.engine.segments.pool.try_for_copier((packed.rows * ROW).into()).ok()?;
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
         unsafe { packed.write_table(table.as_mut_ptr()) };
         Some(table)
