@@ -395,6 +395,16 @@ impl Arena {
         self.peak.replace(self.taken())
     }
 
+    /// The most bytes in use since the peak was taken.
+    pub(crate) fn peak(&self) -> usize {
+        self.peak.get()
+    }
+
+    /// Puts the peak back to what it was before segments were taken that nobody got.
+    pub(crate) fn set_peak(&self, bytes: usize) {
+        self.peak.set(bytes);
+    }
+
     fn take_from(&mut self, number: u32, class: Class, count: u32) -> Chain {
         let run = &mut self.runs[number as usize];
         if Self::is_idle(run) {

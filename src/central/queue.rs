@@ -523,10 +523,18 @@ fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descripto
 
 /// Takes a segment for each of `wants`, or none at all.
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
+    // What is given back at once was never in use.
+    let peak = arena.peak();
     let mut taken: Vec<_> = wants.iter().map_while(|want| take_one(arena, want.placement)).collect();
     if taken.len() < wants.len() {
         give_all(arena, taken);
-        taken = if wants.len() > 1 { take_tightly(arena, wants)? } else { return None };
+        arena.set_peak(peak);
+        let tightly = if wants.len() > 1 { take_tightly(arena, wants) } else { None };
+        let Some(tightly) = tightly else {
+            arena.set_peak(peak);
+            return None;
+        };
+        taken = tightly;
     }
     Some(wants.iter().zip(taken).map(|(want, descriptor)| Grant { descriptor, len: want.len }).collect())
 }

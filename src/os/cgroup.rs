@@ -56,13 +56,16 @@ impl ControlGroups {
         };
         let (top, point) = mounted.unwrap_or_else(|| ("/".into(), usual.into()));
         // If the hierarchy is mounted from this process's group on, the mount point is the group itself. The same is
-        // assumed if the process is outside of what its namespace shows (the kernel then writes /..).
-        let inner = match path.strip_prefix(top.trim_end_matches('/')) {
-            Some(inner) if !inner.split('/').any(|part| part == "..") => inner.trim_matches('/'),
-            _ => "",
+        // assumed if the process is outside of what its namespace shows (the kernel then writes /..). What is mounted may
+        // also be the group of others.
+        let is_outside = [&path, &top].iter().any(|path| path.split('/').any(|part| part == ".."));
+        let inner = match Path::new(&path).strip_prefix(&top) {
+            _ if is_outside => Path::new(""),
+            Ok(inner) => inner,
+            Err(_) => return None,
         };
         let first = point.trim_end_matches('/');
-        let dirs = Path::new(inner).ancestors().map(|part| format!("{first}/{}", part.display()));
+        let dirs = inner.ancestors().map(|part| format!("{first}/{}", part.display()));
         let groups =
             dirs.filter_map(|dir| one(root, version, dir.trim_end_matches('/').to_owned())).collect();
         Some(Self { version, point, groups })
@@ -235,5 +238,21 @@ mod tests {
         let none = Machine::new("none", &[meminfo, ("proc/self/cgroup", "3:cpu:/\n")]);
         assert_eq!(available(&none.0), [Some(2048 * MIB), None]);
         assert_eq!(available(Path::new("/nowhere")), [None, None]);
+    }
+
+    #[test]
+    fn a_group_of_others_that_is_mounted_is_not_ones_own() {
+        let left = |own: &str| {
+            let files = [
+                ("proc/self/cgroup", &*format!("0::{own}\n")),
+                ("proc/self/mountinfo", "36 35 0:30 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup rw\n"),
+                ("sys/fs/cgroup/memory.current", "104857600\n"),
+                ("sys/fs/cgroup/memory.max", "104857600\n"),
+            ];
+            let machine = Machine::new("others", &files);
+            ControlGroups::read(&machine.0)?.tightest().map(|(left, _)| left)
+        };
+        assert_eq!(["/docker/abc", "/../abc"].map(left), [Some(0), Some(0)]);
+        assert_eq!(["/user.slice/shell", "/docker/abcd"].map(left), [None, None]);
     }
 }

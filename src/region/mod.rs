@@ -858,4 +858,46 @@ mod tests {
             );
         }
     }
+
+    #[test]
+    fn memory_that_is_pinned_while_its_region_goes_stays_mapped_where_it_cannot_be_unpinned() {
+        use std::sync::atomic::{AtomicU64, Ordering};
+        use std::sync::mpsc;
+
+        use crate::device::host::{Failure, Fault};
+
+        const LEN: usize = 1 << 16;
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let (begun, has_begun) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let (hook, pins) = (Mutex::new((begun, may_go)), AtomicU64::new(0));
+        let before = move |call| {
+            if matches!(call, Call::Pin) && pins.fetch_add(1, Ordering::Relaxed) == 1 {
+                let hook = hook.lock();
+                hook.0.send(()).unwrap();
+                hook.1.recv().unwrap();
+            }
+        };
+        let device = Hooked::device("again", node.driver(0).unwrap(), before).unwrap();
+        node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+        let builder = || Pool::builder(&device).capacity(LEN).extent(LEN).initial(LEN);
+        let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
+        pool.wait_pinned(None).unwrap();
+        let base = pool.regions()[0].base.as_ptr().addr();
+        // The region goes while it is being pinned again.
+        has_begun.recv().unwrap();
+        assert_eq!(pool.trim(0), LEN);
+        node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Transient });
+        go.send(()).unwrap();
+        drop(pool);
+        // Its jobs come after those of the first pool.
+        builder().build().unwrap().wait_pinned(None).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let is_mapped = maps.lines().any(|line| {
+            let (first, end) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+            let [first, end] = [first, end].map(|at| usize::from_str_radix(at, 16).unwrap());
+            (first..end).contains(&base)
+        });
+        assert!(is_mapped, "the device has it pinned");
+    }
 }

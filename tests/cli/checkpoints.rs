@@ -57,6 +57,16 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
 }
 
+/// Other JSON files are bytes, as `pinpool load FOLDER/*` names them.
+#[test]
+fn json_that_is_no_index_is_moved_as_it_is() {
+    let files = Files::new();
+    let config = files.path("config.json");
+    fs::write(&config, r#"{"model_type":"llama"}"#).unwrap();
+    let report = succeeds(load([&config]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&22.into(), &true.into()));
+}
+
 /// The bytes of the index itself are nothing to load.
 #[test]
 fn an_index_under_any_name_loads_what_it_names() {

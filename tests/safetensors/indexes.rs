@@ -88,6 +88,8 @@ fn an_index_counts_under_any_name() {
         folder.put("other.safetensors", file(&[made("a", "U8", &[3], 3)]));
         folder.put("config.json", "{}");
         folder.put("model.safetensors.json", "{}");
+        // macOS leaves one beside each file that it copies.
+        folder.put("._model.safetensors.index.json", "\0\u{5}\u{16}\u{7}");
         let index = folder.put(name, r#"{"weight_map":{"a":"1.safetensors"}}"#);
         for path in [&*index, folder.path()] {
             let checkpoint = Checkpoint::open(path).unwrap();

@@ -491,3 +491,18 @@ fn a_request_for_several_buffers_keeps_no_other_of_its_size_waiting() {
     assert_eq!(keys.map(|key| central.waits(key)).iter().filter(|waits| **waits).count(), 1);
     central.check(|_, _| ()).unwrap();
 }
+
+#[test]
+fn what_is_given_back_at_once_was_never_in_use() {
+    let central = pool(&[64], true);
+    let got = central.try_take_all(&[pages(60), pages(10)], crate::central::ReclaimLevel::All).unwrap();
+    assert!(got.is_none());
+    assert_eq!(central.take_peak(), 0);
+    let held = out(&central, pages(10));
+    assert_eq!(central.take_peak(), 10 * PAGE);
+    let key = join(&central, &[pages(50), pages(10)]);
+    assert_eq!(central.take_peak(), 10 * PAGE);
+    back(&central, held);
+    drop(granted(&central, key));
+    assert_eq!(central.take_peak(), 60 * PAGE);
+}

@@ -360,3 +360,27 @@ fn chunks_under_way_at_the_deadline_are_waited_for() {
     stream.download_blocking(memory.slice(..4096), &mut back).unwrap();
     assert_eq!(back, [7; 4096]);
 }
+
+/// The bound is for requests of the program's own.
+#[test]
+fn a_bounded_queue_refuses_no_transfer() {
+    let device = pinpool::Device::open("host").unwrap();
+    let builder = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow);
+    let pool = builder.max_waiting(0).build().unwrap();
+    let copier = Copier::builder(&pool, &device).build().unwrap();
+    let memory = device.alloc(BYTES).unwrap();
+    let bytes = pattern(BYTES, 3);
+    for (_, form) in FORMS {
+        let all = pool.checkout((1 << 20) - PAGE).unwrap();
+        std::thread::scope(|scope| {
+            let ended = scope.spawn(|| form(&copier, &memory, &bytes));
+            let since = Instant::now();
+            while pool.stats().waiting == 0 && !ended.is_finished() {
+                assert!(since.elapsed() < HANG, "it does not wait");
+                std::thread::yield_now();
+            }
+            drop(all);
+            ended.join().unwrap().unwrap();
+        });
+    }
+}

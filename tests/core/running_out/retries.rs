@@ -153,3 +153,43 @@ fn memory_that_went_unpinned_is_pinned_later() {
     drop((buf, pool));
     rig.all_is_given_back();
 }
+
+#[test]
+fn whoever_waits_gets_the_room_that_the_first_in_the_queue_cannot_use() {
+    const K: usize = 64;
+    let rig = Rig::threads();
+    let pool = rig.builder(31 * K * PAGE).region(8 * K * PAGE).initial(16 * K * PAGE).build().unwrap();
+    pool.wait_pinned(Some(HANG)).unwrap();
+    let tier = pool.checkout(pages(12 * K)).unwrap();
+    // It waits for memory that is there, and that the tier holds.
+    let mut first = Waiter::new(pool.checkout_async(pages(16 * K)));
+    first.still_waits();
+    // These join while memory for one of them is being pinned.
+    let two = [(); 2].map(|()| Waiter::new(pool.checkout_async(pages(7 * K))));
+    let two = two.map(|waiter| {
+        eventually(|| (waiter.rung() > 0).then_some(()), || format!("{:?}", pool.stats()));
+        waiter.ready().unwrap()
+    });
+    first.still_waits();
+    drop((two, tier));
+    drop(first.ready().unwrap());
+    drop(pool);
+    rig.all_is_given_back();
+}
+
+#[test]
+fn a_refusal_strands_no_request_for_several_buffers_behind_one_that_growing_cannot_serve() {
+    for refusals in [0, 1] {
+        let rig = Rig::threads();
+        let pool = rig.builder(26 * PAGE).region(16 * PAGE).initial(16 * PAGE).build().unwrap();
+        let tier = pool.checkout(pages(12)).unwrap();
+        let mut first = Waiter::new(pool.checkout_async(pages(16)));
+        rig.refuse_pins(refusals);
+        let both = pool.checkout_many(&[pages(4), pages(4)], Some(HANG)).unwrap();
+        first.still_waits();
+        drop((both, tier));
+        drop(first.ready().unwrap());
+        drop(pool);
+        rig.all_is_given_back();
+    }
+}
