@@ -34,7 +34,7 @@ pub(super) fn storm(on: &Subject) {
             scope.spawn(move || {
                 let stream = on.stream();
                 let read = on.alloc(BLOCKS * LAYERS * PLANES * PAGE);
-                for round in 0..2 {
+                for round in 0..3 {
                     let first = (thread * 31 + round * 17) % HASHES;
                     let hashes: Vec<u64> = (0..BLOCKS as u64).map(|n| (first + n * 7) % HASHES).collect();
                     while !request(tier, &stream, &hashes, &read).unwrap() {
