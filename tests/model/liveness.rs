@@ -1,7 +1,7 @@
 //! Liveness: nothing waits that what is free could serve, and each wait is told its deadline.
 //!
 //! Random requests of all forms: one buffer of a class, of whole pages, aligned; several together; with deadlines, and
-//! cancelled. Beside them returns, trims and growth. [`Pool::check`] must find nothing after any step: it looks for
+//! cancelled. Beside them returns, trims, and growth, which some of the machines refuse at times. [`Pool::check`] must find nothing after any step: it looks for
 //! waiters that what is free outside of windows could serve. At the end some buffers stay out. After the longest pause
 //! between two looks at the queue the oracle is that *a request that waits, made anew, is not served at once* either.
 //!
@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{CheckoutMany, Device, Error, PinnedBuf, Pool, Request, Unpinned};
 
 /// More than the longest pause between two looks at a pool's queue, one second, on a machine that is busy.
@@ -94,6 +95,8 @@ impl Wait {
 /// A pool, and what a program does with it on one thread.
 struct Program {
     seed: u64,
+    /// A machine of its own, which refuses to pin at times.
+    refuses: Option<HostNode>,
     random: Random,
     pool: Pool,
     held: Vec<PinnedBuf>,
@@ -107,11 +110,21 @@ impl Program {
         let region = [1 << 20, 2 << 20, 4 << 20][random.below(3)];
         let initial = if random.one_in(3) { region } else { CAPACITY };
         let cache = [0, 256 << 10, 1 << 20][random.below(3)];
-        let builder = Pool::builder(device).capacity(CAPACITY).region(region).initial(initial);
-        let pool = builder.thread_cache(cache).unpinned(Unpinned::Allow).build().unwrap();
+        let builder = |device, region, initial| {
+            let builder = Pool::builder(device).capacity(CAPACITY).region(region).initial(initial);
+            builder.extent(CAPACITY).thread_cache(cache)
+        };
+        // Every third pool grows from little. (Where little memory may be locked, there are none of these.)
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let own = Device::on(&node, 0).unwrap();
+        let grows = builder(&own, region / 4, region / 4).unpinned(Unpinned::Refuse).build();
+        let (refuses, pool) = match grows {
+            Ok(pool) if seed % 3 == 0 => (Some(node), pool),
+            _ => (None, builder(device, region, initial).unpinned(Unpinned::Allow).build().unwrap()),
+        };
         pool.wait_pinned(None).unwrap();
         let log = vec![format!("regions of {region}, {initial} at first, a thread cache of {cache}")];
-        let mut program = Self { seed, random, pool, held: Vec::new(), waits: Vec::new(), log };
+        let mut program = Self { seed, refuses, random, pool, held: Vec::new(), waits: Vec::new(), log };
         program.fill();
         program
     }
@@ -170,6 +183,13 @@ impl Program {
                 self.log.push(format!("trim {trimmed}"));
             }
             _ => {}
+        }
+        if let Some(node) = self.refuses.as_ref().filter(|_| self.random.one_in(6)) {
+            let refused = self.random.below(4) as u64;
+            for nth in 0..refused {
+                node.fail(Fault { device: 0, call: Call::Pin, nth, failure: Failure::Transient });
+            }
+            self.log.push(format!("{refused} calls that pin are refused"));
         }
         self.check();
     }
@@ -240,7 +260,9 @@ impl Program {
         if self.waits.iter().any(Wait::is_woken) {
             return;
         }
-        if self.pool.checkout_many(&requests, Some(Duration::ZERO)).is_ok() {
+        // What it is served from may have to be pinned first.
+        let soon = Duration::from_millis(if self.refuses.is_some() { 400 } else { 0 });
+        if self.pool.checkout_many(&requests, Some(soon)).is_ok() {
             self.fail(&format!("it has waited, and is served when made anew: {}", named(&requests)));
         }
     }
@@ -267,6 +289,7 @@ fn a_request_that_waits_is_not_served_when_made_anew() {
         seed += POOLS;
         for program in &mut programs {
             (0..STEPS).for_each(|_| program.step());
+            program.refuses.iter().for_each(|node| _ = node.clear_faults());
             program.return_most();
         }
         std::thread::sleep(PAUSE);
