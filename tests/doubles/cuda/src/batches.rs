@@ -77,7 +77,8 @@ impl World {
     /// Whether the device has this memory at another address than the host.
     fn is_elsewhere(&self, place: Place) -> bool {
         let Place::Host(at) = place else { return false };
-        self.hosts.shift() > 0 && self.registered.iter().any(|(start, len)| (*start..start + len).contains(&at))
+        self.hosts.shift() > 0
+            && self.registered.iter().any(|(start, len)| (*start..start + len).contains(&at))
     }
 
     /// A place by its address: all are one space.
