@@ -214,6 +214,9 @@ impl PoolBuilder {
     /// names the group, and a request that waits has a smaller one tried. Page cache counts as room, since the kernel
     /// drops it; swap does not: where the group may swap, `false` lets the pool try all the same. Groups of version 1
     /// and 2 are looked at, as far as the container shows their files.
+    ///
+    /// Each region is looked at by itself: pools that grow at the same moment may exceed a limit together. So the sum of
+    /// their capacities has to stay below it.
     pub fn check_cgroups(mut self, check: bool) -> Self {
         self.check_cgroups = check;
         self
