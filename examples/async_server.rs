@@ -1,6 +1,6 @@
-//! Requests of a server on tokio: each waits for a buffer of a small pool, for so long at most, uploads its bytes to one of
-//! two slots of device memory, where a kernel inverts them, and answers with what comes back. No task blocks a thread, and the pool needs no
-//! runtime: any other one does as well.
+//! Requests of a server on tokio: each waits for a buffer of a small pool, for so long at most, uploads its bytes to
+//! one of two slots of device memory, where a kernel inverts them, and answers with what comes back. No task blocks a
+//! thread, and the pool needs no runtime: any other one does as well.
 //!
 //! A request that is cancelled drops its future. One that waits leaves the queue then. One whose copy is under way leaves
 //! that to the device: the buffer returns to the pool when the copy is done. That protects host memory alone. A slot of
