@@ -619,7 +619,8 @@ fn loom_wait_in_order() {
 
 #[test]
 fn loom_wait_for_a_window() {
-    model("wait: one returns inside of a window, and another takes and returns outside of it", 3, || {
+    // Three preemptions take half an hour.
+    model("wait: one returns inside of a window, and another takes and returns outside of it", 2, || {
         let store = Store::of_pages(2, TWO, 0, false);
         let [one, two, three, beyond] = [(); 4].map(|()| store.take().unwrap());
         // The window is the first page, where one segment is out and two are cached.
