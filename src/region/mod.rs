@@ -241,6 +241,17 @@ impl Extent {
     }
 }
 
+/// An extent that went unpinned and is to be pinned where it is.
+struct UnpinnedExtent {
+    offset: usize,
+    start: NonNull<u8>,
+    len: usize,
+    /// The mark of the extent.
+    pinned: Arc<AtomicBool>,
+    /// The program's value holds the memory.
+    is_adopted: bool,
+}
+
 #[derive(Debug)]
 struct Region {
     id: RegionId,
@@ -288,7 +299,7 @@ impl Region {
     }
 
     /// The first extent from an offset on that went unpinned and that the driver may pin where it is.
-    fn unpinned(&self, from: usize) -> Option<(usize, NonNull<u8>, usize, Arc<AtomicBool>)> {
+    fn unpinned(&self, from: usize) -> Option<UnpinnedExtent> {
         let open = match self.source {
             RegionSource::Mapped => true,
             RegionSource::Driver { .. } => false,
@@ -298,7 +309,9 @@ impl Region {
         let extent = self.extents.iter().find(|e| open && !e.is_pinned() && e.offset >= from)?;
         // SAFETY: within the region.
         let start = unsafe { self.base.add(extent.offset) };
-        Some((extent.offset, start, extent.len, extent.pinned.clone()))
+        let Extent { offset, len, ref pinned } = *extent;
+        let is_adopted = matches!(self.source, RegionSource::AdoptedRegion(_));
+        Some(UnpinnedExtent { offset, start, len, pinned: pinned.clone(), is_adopted })
     }
 }
 
@@ -587,11 +600,13 @@ impl Regions {
             let progress = self.progress.lock();
             progress.regions.iter().find(|region| region.id == id).and_then(|region| region.unpinned(from))
         };
-        let Some((offset, start, len, is_pinned)) = next else { return };
+        let Some(UnpinnedExtent { offset, start, len, pinned: is_pinned, is_adopted }) = next else { return };
         leave_room(last);
-        let call = Instant::now();
-        // SAFETY: mapped: a region that goes is unmapped by a later job of this thread.
-        match unsafe { context.driver().pin(start, len) } {
+        let (driver, call) = (context.driver(), Instant::now());
+        // By the call that the region's end undoes. SAFETY: mapped: a region goes by a later job of this thread.
+        let pinned =
+            unsafe { if is_adopted { driver.register(start, len, false) } else { driver.pin(start, len) } };
+        match pinned {
             // Counted once, when the extent was made.
             Err(error) if error.class() == ErrorClass::Transient => {
                 return self.pin_again_after((pause * 2).min(MOST_AGAIN));
