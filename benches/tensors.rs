@@ -12,14 +12,13 @@
 //! | `load` | an opened checkpoint into existing device memory |
 //! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
 //! | `open` | the same, the header read within the time as well |
-//! | `sums` | as `load`, with a checksum taken of each tensor |
 //! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, if `python3` has both; in a process of its own |
 //! | `python_VERSION_WAY` | with `--wheels FOLDER,FOLDER`, folders of unpacked wheels of safetensors, in place of the row before: `load_file` of each, and `prefetch` by 8 and by 16 threads where the version has it |
 //!
 //! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
 //! round, and each round begins with another row. A copy for the peak is among them, and a plain loop of as many
 //! threads that reads the file into ordinary memory, which is as fast as staging can be on this machine. The bytes on
-//! the device are compared with the file by checksums, once for each file, outside of the measured time.
+//! the device are compared with the file, once for each file, outside of the measured time.
 //!
 //! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
 //! load started: tensors selected and placed, the transfer begun), `first` (from there to the first tensor), `hand_out`
@@ -39,6 +38,7 @@ mod link;
 mod measure;
 
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ use std::time::{Duration, Instant};
 use link::{Link, UP};
 use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
 use pinpool::copier::FileSource;
-use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
+use pinpool::safetensors::{Checkpoint, DeviceTensor};
 use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
 
 /// The peer's program, which prints a line for each load: version, way, threads, seconds.
@@ -95,8 +95,8 @@ struct LoadSetup<'a> {
 
 impl LoadSetup<'_> {
     /// Device memory for the rows that do not allocate.
-    fn load(&self, sums: bool) -> Vec<DeviceTensor> {
-        let loader = self.checkpoint.loader(self.copier).checksums(sums);
+    fn load(&self) -> Vec<DeviceTensor> {
+        let loader = self.checkpoint.loader(self.copier);
         loader.memory(|len| self.memory.slice(..len)).load().expect("the transfer completes")
     }
 
@@ -109,12 +109,12 @@ impl LoadSetup<'_> {
 
     /// Checks every byte on the device.
     fn check(&self) {
-        let tensors = self.load(true);
-        let back = device_checksums(self.copier, &tensors).expect("comes back");
-        for (tensor, back) in tensors.iter().zip(back) {
-            assert_eq!(tensor.checksum(), Some(back), "{}", tensor.name());
-            let right = self.checkpoint.file_checksum(tensor.name()).expect("is read");
-            assert_eq!(right, Some(back), "{}", tensor.name());
+        let file = std::fs::File::open(self.path).expect("a file");
+        for tensor in self.load() {
+            let back = self.copier.download_vec(tensor.slice().expect("it has bytes")).expect("comes back");
+            let mut right = vec![0; back.len()];
+            file.read_exact_at(&mut right, tensor.tensor().range().start).expect("is read");
+            assert!(back == right, "{}", tensor.name());
         }
     }
 
@@ -130,8 +130,7 @@ impl LoadSetup<'_> {
                 sent.expect("starts").wait().expect("the transfer completes");
                 return since.elapsed().as_secs_f64();
             }
-            "load" => self.load(false),
-            "sums" => self.load(true),
+            "load" => self.load(),
             "alloc" => self.checkpoint.loader(self.copier).load().expect("the transfer completes"),
             _ => {
                 let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
@@ -174,7 +173,7 @@ impl LoadSetup<'_> {
 /// The fewest rounds, and the time after which no other round of a file begins.
 const ENOUGH: usize = 3;
 const LONGEST: Duration = Duration::from_secs(8);
-const ROWS: [&str; 5] = ["copier", "load", "alloc", "open", "sums"];
+const ROWS: [&str; 4] = ["copier", "load", "alloc", "open"];
 const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
 
 fn main() {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use pinpool::copier::Copier;
-use pinpool::safetensors::{Checkpoint, device_checksums};
+use pinpool::safetensors::Checkpoint;
 use pinpool::{Device, Pool, Unpinned};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{} tensors, {} bytes in all, to {}", checkpoint.len(), checkpoint.bytes(), device.name());
 
     let start = Instant::now();
-    let mut loader = checkpoint.loader(&copier).checksums(true);
+    let mut loader = checkpoint.loader(&copier);
     if let Some(prefix) = args.next() {
         loader = loader.prefix(prefix);
     }
@@ -55,9 +55,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     println!("all of {} after {:?}", tensors.len(), start.elapsed());
 
-    // The bytes on the device are those that were read.
-    let back = device_checksums(&copier, &tensors)?;
-    assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
     for tensor in tensors.iter().take(5) {
         println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
     }

@@ -1,9 +1,9 @@
 //! `pinpool load`: files go to device memory through a copier, and with `--verify` back again.
 //!
 //! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
-//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything, and checksums are
-//! computed: one for each chunk of a file, or one for each tensor of a checkpoint. Last, the file is read a second time
-//! into ordinary memory, without the pool and the device, and its checksums are compared with those.
+//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything into a sink that
+//! computes checksums: one for each chunk, or for each tensor's part of it. Last, the files are read a second time into
+//! ordinary memory, without the pool and the device, and their checksums are compared with those.
 //!
 //! [`prepare`] opens everything into a [`LoadRun`], so that a wrong command line is refused before any byte moves.
 //! [`LoadRun::run`] moves one [`Input`] after the other and fills in a [`LoadReport`], which is printed also after an
@@ -18,9 +18,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use pinpool::copier::{FileSource, Sink, Transfer};
-use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Copier, Device, DeviceBuffer, Error, Pool, PoolStats, Request};
+use pinpool::copier::{FileSource, Piece, Sink, Transfer};
+use pinpool::safetensors::{Checkpoint, DeviceTensor};
+use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -336,8 +336,8 @@ impl LoadRun {
                 report.upload.add(source.len, || self.upload(source, file, &memory))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    let sums = report.download.add(source.len, || self.download(source, &memory))?;
-                    self.compare(source, file, &sums)?;
+                    let place = memory.slice(..).map_err(|e| source.error(&e))?;
+                    self.verify(source, &[Part { place, from: 0, file: PartFile::Whole(file) }], report)?;
                 }
                 String::new()
             }
@@ -345,10 +345,7 @@ impl LoadRun {
                 let tensors = report.upload.add(source.len, || self.upload_tensors(source, checkpoint))?;
                 report.taken.add(Taken::now(&self.pool), before.2);
                 if args.verify {
-                    let sums = || device_checksums(&self.copier, &tensors).map_err(|e| source.error(&e));
-                    let sums = report.download.add(source.len, sums)?;
-                    bar.inc(source.len);
-                    self.compare_tensors(source, checkpoint, &tensors, &sums)?;
+                    self.verify_tensors(source, checkpoint, &tensors, report)?;
                 }
                 format!("{} tensors, ", tensors.len())
             }
@@ -396,36 +393,78 @@ impl LoadRun {
         }
     }
 
-    /// Downloads device memory. Returns the checksum of each chunk, in order.
-    fn download(&self, source: &Input, memory: &DeviceBuffer) -> Result<Vec<ChunkSum>> {
-        let sums = ChecksumSink { name: source.name.clone(), parts: Mutex::default() };
-        let transfer = self.copier.download(memory, sums).map_err(|e| source.error(&e.error))?;
-        let ChecksumSink { parts, .. } = self.watched(source, transfer)?;
-        let mut parts = parts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-        parts.sort_unstable_by_key(|part| part.offset);
-        Ok(parts)
-    }
-
-    /// Reads the file again, into ordinary memory, and compares the checksums.
-    fn compare(&self, source: &Input, file: &File, sums: &[ChunkSum]) -> Result<()> {
+    /// Downloads all parts and reads them again from their files, into ordinary memory, and compares the checksums.
+    fn verify(&self, source: &Input, parts: &[Part<'_>], report: &mut LoadReport) -> Result<()> {
+        let sums = report.download.add(source.len, || self.download(source, parts))?;
         spread(self.copier.threads(), sums.len(), |number| {
-            let ChunkSum { offset, len, sum } = sums[number];
-            let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
+            let ChunkSum { part, at, len, sum } = sums[number];
+            let (part, mut bytes) = (&parts[part], super::room(len).map_err(|e| source.error(&e))?);
             bytes.resize(len, 0);
-            file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
-                io::ErrorKind::UnexpectedEof => source.shrunk(offset),
-                _ => source.failed(format!("cannot be read at offset {offset}: {e}")),
+            let offset = part.from + at;
+            let (name, read) = match part.file {
+                PartFile::Whole(file) => (source.name.clone(), file.read_exact_at(&mut bytes, offset)),
+                PartFile::Tensor(_, path) => {
+                    let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, offset));
+                    (path.display().to_string(), read)
+                }
+            };
+            read.map_err(|e| {
+                let why = match e.kind() {
+                    io::ErrorKind::UnexpectedEof => "it has become shorter".to_owned(),
+                    _ => e.to_string(),
+                };
+                CliError::Failed(format!("{name}: cannot be read at offset {offset}: {why}"))
             })?;
             if sum != xxh3_128(&bytes) {
-                let end = offset + len as u64;
-                return Err(CliError::Mismatch(format!(
-                    "{}: mismatch at offset {offset}: bytes {offset}..{end} did not come back as they are in the file",
-                    source.name
-                )));
+                return Err(source.mismatch(part, offset..offset + len as u64));
             }
             self.bar.inc(len as u64);
             Ok(())
         })
+    }
+
+    /// Downloads all parts. Returns the checksums of their pieces, of which each is one chunk's.
+    fn download(&self, source: &Input, parts: &[Part<'_>]) -> Result<Vec<ChunkSum>> {
+        let (mut pieces, mut ends, mut end) = (Vec::new(), Vec::new(), 0);
+        for part in parts {
+            pieces.push(Piece::new(end, part.place.clone()));
+            end += part.place.len() as u64;
+            ends.push(end);
+        }
+        let sink = ChecksumSink { name: source.name.clone(), ends, sums: Mutex::default() };
+        let transfer = self.copier.download_ranges(pieces, sink).map_err(|e| source.error(&e.error))?;
+        let sums = self.watched(source, transfer)?.sums;
+        let mut sums = sums.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        sums.sort_unstable_by_key(|sum| (sum.part, sum.at));
+        // All of each part has come back.
+        let mut came = vec![0; parts.len()];
+        for sum in &sums {
+            came[sum.part] += sum.len;
+        }
+        match parts.iter().zip(came).find(|(part, came)| part.place.len() != *came) {
+            Some((part, came)) => {
+                let end = part.from + part.place.len() as u64;
+                Err(source.mismatch(part, part.from + came as u64..end))
+            }
+            None => Ok(sums),
+        }
+    }
+
+    fn verify_tensors(
+        &self,
+        source: &Input,
+        checkpoint: &Checkpoint,
+        tensors: &[DeviceTensor],
+        report: &mut LoadReport,
+    ) -> Result<()> {
+        let mut parts = Vec::new();
+        for tensor in tensors {
+            if let (Some(place), Some(path)) = (tensor.slice(), checkpoint.file_of(tensor.name())) {
+                let (place, from) = (place.clone(), tensor.tensor().range().start);
+                parts.push(Part { place, from, file: PartFile::Tensor(tensor.name(), path) });
+            }
+        }
+        self.verify(source, &parts, report)
     }
 
     /// Loads a checkpoint's tensors into device memory.
@@ -441,29 +480,6 @@ impl LoadRun {
             tensors.push(tensor);
         }
         Ok(tensors)
-    }
-
-    /// Reads the tensors from their files again, and compares the checksums.
-    fn compare_tensors(
-        &self,
-        source: &Input,
-        checkpoint: &Checkpoint,
-        tensors: &[DeviceTensor],
-        sums: &[u128],
-    ) -> Result<()> {
-        spread(self.copier.threads(), tensors.len(), |number| {
-            let tensor = &tensors[number];
-            let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
-            if right != sums.get(number).copied() {
-                return Err(CliError::Mismatch(format!(
-                    "{}: mismatch in tensor {:?}: its bytes did not come back as they are in the file",
-                    source.name,
-                    tensor.name()
-                )));
-            }
-            self.bar.inc(tensor.tensor().len());
-            Ok(())
-        })
     }
 
     /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
@@ -536,24 +552,58 @@ impl Input {
         }
     }
 
+    /// Bytes of the file did not come back from a part.
+    fn mismatch(&self, part: &Part<'_>, bytes: std::ops::Range<u64>) -> CliError {
+        let std::ops::Range { start, end } = bytes;
+        let (what, which) = match part.file {
+            PartFile::Tensor(name, _) => (format!("in tensor {name:?}"), "its bytes".to_owned()),
+            PartFile::Whole(_) => (format!("at offset {start}"), format!("bytes {start}..{end}")),
+        };
+        let name = &self.name;
+        CliError::Mismatch(format!(
+            "{name}: mismatch {what}: {which} did not come back as they are in the file"
+        ))
+    }
+
     /// The file ends here by now.
     fn shrunk(&self, end: u64) -> CliError {
         self.error(&Error::Shrunk { what: self.name.clone(), end, len: self.len })
     }
 }
 
-/// The checksum of a downloaded chunk.
+/// A part of the device's memory, and where its bytes are in a file.
+struct Part<'a> {
+    place: DeviceSlice,
+    /// The offset of its first byte in the file.
+    from: u64,
+    file: PartFile<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum PartFile<'a> {
+    Whole(&'a File),
+    /// The tensor's name, and the path of its file.
+    Tensor(&'a str, &'a Path),
+}
+
+/// The checksum of what a chunk had of one part.
 #[derive(Clone, Copy, Debug)]
 struct ChunkSum {
-    offset: u64,
+    /// Which of the parts.
+    part: usize,
+    /// Where in the part.
+    at: u64,
     len: usize,
     sum: u128,
 }
 
-/// A sink that keeps the checksum of each chunk and drops the bytes.
+/// A sink that keeps the checksums of what each chunk has of each part, and drops the bytes. The parts come one behind
+/// the other.
 struct ChecksumSink {
     name: String,
-    parts: Mutex<Vec<ChunkSum>>,
+    /// Where each part ends.
+    ends: Vec<u64>,
+    sums: Mutex<Vec<ChunkSum>>,
 }
 
 impl Sink for ChecksumSink {
@@ -562,8 +612,16 @@ impl Sink for ChecksumSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let part = ChunkSum { offset, len: bytes.len(), sum: xxh3_128(bytes) };
-        self.parts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(part);
+        let (mut sums, mut rest, mut from) = (Vec::new(), bytes, offset);
+        let mut part = self.ends.partition_point(|end| *end <= offset);
+        while !rest.is_empty() {
+            let end = *self.ends.get(part).ok_or(io::ErrorKind::InvalidInput)?;
+            let start = part.checked_sub(1).map_or(0, |before| self.ends[before]);
+            let len = rest.len().min((end - from) as usize);
+            sums.push(ChunkSum { part, at: from - start, len, sum: xxh3_128(&rest[..len]) });
+            (rest, from, part) = (&rest[len..], from + len as u64, part + 1);
+        }
+        self.sums.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend(sums);
         Ok(())
     }
 }
@@ -621,5 +679,60 @@ impl LoadReport {
             text += &format!("pool: {pinned} pinned, {checkouts} checkouts, {waits} of them waited for\n");
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A byte on the device that is another is found, and the tensor that it is in is named.
+    #[test]
+    fn a_wrong_byte_on_the_device_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [("a", 70_000), ("none", 0), ("b", 3), ("c", 300_000), ("d", 1)];
+        let (mut header, mut end) = (Vec::new(), 0);
+        for (name, len) in tensors {
+            let to = end + len;
+            header.push(format!(r#""{name}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{end},{to}]}}"#));
+            end = to;
+        }
+        let header = format!("{{{}}}", header.join(","));
+        let bytes = (0..end).map(|i| (i / 251 + i % 251) as u8);
+        let front = (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes());
+        std::fs::write(&path, front.chain(bytes).collect::<Vec<u8>>()).unwrap();
+
+        let device = Device::open("host").unwrap();
+        let pool =
+            Pool::builder(&device).capacity(8 << 20).unpinned(pinpool::Unpinned::Allow).build().unwrap();
+        let copier = Copier::builder(&pool, &device).chunk(64 << 10).build().unwrap();
+        let run = LoadRun { sources: Vec::new(), device, pool, copier, bar: ProgressBar::hidden() };
+        let source = open(&path).unwrap();
+        let InputKind::Tensors(checkpoint) = &source.what else { panic!("it is a checkpoint") };
+        let loaded = run.upload_tensors(&source, checkpoint).unwrap();
+        let verify = || run.verify_tensors(&source, checkpoint, &loaded, &mut LoadReport::default());
+        verify().unwrap();
+        for (name, len) in tensors.iter().filter(|(_, len)| *len > 0) {
+            let tensor = loaded.iter().find(|tensor| tensor.name() == *name).unwrap();
+            for place in [0, len / 2, len - 1] {
+                let place = tensor.slice().unwrap().slice(place..=place).unwrap();
+                let right = run.copier.download_vec(&place).unwrap();
+                run.copier.upload_slice(&[!right[0]], &place).unwrap();
+                let error = verify().unwrap_err();
+                let text = error.to_string();
+                assert!(
+                    matches!(error, CliError::Mismatch(_)) && text.contains(&format!("tensor {name:?}")),
+                    "{text}"
+                );
+                run.copier.upload_slice(&right, &place).unwrap();
+            }
+        }
+        verify().unwrap();
+
+        // A file that has become shorter is named.
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
+        let error = verify().unwrap_err().to_string();
+        assert!(error.contains("model.safetensors: cannot be read at offset"), "{error}");
     }
 }

@@ -31,7 +31,6 @@ use std::time::{Duration, Instant};
 
 use super::header::Tensor;
 use super::shared::SharedLoad;
-use super::sums::Sums;
 use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
 use crate::copy::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
@@ -86,7 +85,6 @@ pub struct Loader<'a> {
     memory: Memory<'a>,
     /// The places that the caller gave, by address: start and end.
     given: BTreeMap<u64, u64>,
-    checksums: bool,
     reading: Reading,
     timeout: Option<Duration>,
     /// The end of that, once the load has started.
@@ -104,7 +102,6 @@ impl<'a> Loader<'a> {
             align: TENSOR_ALIGN,
             memory: Memory::Device,
             given: BTreeMap::new(),
-            checksums: false,
             reading: Reading::Auto,
             timeout: None,
             deadline: None,
@@ -173,14 +170,6 @@ impl<'a> Loader<'a> {
     /// ```
     pub fn places(mut self, get: impl FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a) -> Self {
         self.memory = Memory::Places(Box::new(get));
-        self
-    }
-
-    /// Whether the [checksum](super#checksums) of each tensor is taken as its bytes are read, for
-    /// [`DeviceTensor::checksum`]. All bytes of the files then pass through the CPU, which costs some speed. Default:
-    /// no.
-    pub fn checksums(mut self, take: bool) -> Self {
-        self.checksums = take;
         self
     }
 
@@ -400,12 +389,7 @@ impl<'a> Loader<'a> {
             Some(file) => FileSource::new(file.clone(), shard.name.clone())?,
             None => FileSource::again(shard.clone(), shard.name.clone(), shard.stamp.len),
         };
-        let mut source = source.reading(self.reading);
-        if self.checksums {
-            let sums = Arc::new(Sums::new(part.chosen.tensors(shard)));
-            source = source.tap(sums.clone());
-            part.sums = Some(sums);
-        }
+        let source = source.reading(self.reading);
         // All pieces are parts of one block, or were looked at before.
         let of_block = |refused: SubmitError<FileSource>| match refused.error {
             Error::Piece { cause, .. } => *cause,
@@ -589,7 +573,6 @@ struct LoadPart {
     transfer: Option<Transfer<FileSource>>,
     /// All of the file before this offset is on the device, as of the last time that the transfer was asked.
     complete_to: u64,
-    sums: Option<Arc<Sums>>,
     /// Bytes of the chosen tensors.
     bytes: u64,
 }
@@ -603,7 +586,7 @@ impl Drop for LoadPart {
 impl LoadPart {
     fn new(shard: &Arc<Shard>, chosen: Chosen, places: Places, bytes: u64) -> Self {
         let shard = shard.clone();
-        Self { shard, chosen, next: 0, places, transfer: None, complete_to: 0, sums: None, bytes }
+        Self { shard, chosen, next: 0, places, transfer: None, complete_to: 0, bytes }
     }
 
     fn block(&self) -> Option<&DeviceSlice> {
@@ -629,8 +612,7 @@ impl LoadPart {
             Places::Each(places) => places.get_mut(self.next).and_then(Option::take),
         };
         self.next += 1;
-        let sum = self.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
-        Ok(DeviceTensor::new(self.shard.tensors.clone(), index, slice, sum))
+        Ok(DeviceTensor::new(self.shard.tensors.clone(), index, slice))
     }
 }
 

@@ -71,33 +71,21 @@
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
 //! terminal. Show them escaped (`{:?}`), as this crate's errors and events do.
-//!
-//! # Checksums
-//!
-//! A tensor's checksum is the XXH3 of 128 bits, without seed or secret, of its bytes in the file's order, and of
-//! nothing else: not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints for the
-//! same bytes. It detects damage, but not an intended change.
-//!
-//! - [`Loader::checksums`]: of the bytes as they are read for a load, on the copier's threads;
-//! - [`device_checksums`]: of the bytes on the device, which are copied back for that;
-//! - [`Checkpoint::file_checksum`]: of the bytes in the file now.
 
 // This file has what was opened. To read in this order: `header` (what a file says, and whether that can be), `index`
 // (which files there are), `json` (the reader of both, which allocates nothing), `load` (the loader, and where on the
-// device tensors go), `tensor` (what comes out), `sums` (checksums).
+// device tensors go), `tensor` (what comes out).
 //
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
 //
-// The program and the command (`cli`) call this module. It calls the copier's public face, and of its insides `Tap`
-// (checksums), `may_wait`, `Transfer::settle` and `Progress::of`.
+// The program and the command (`cli`) call this module. It calls the copier's public face, and of its insides `may_wait`, `Transfer::settle` and `Progress::of`.
 
 mod header;
 mod index;
 mod json;
 mod load;
 mod shared;
-mod sums;
 mod tensor;
 
 use std::collections::{HashMap, HashSet, TryReserveError};
@@ -105,26 +93,22 @@ use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use self::header::{Header, Metadata, Tensor};
 pub use self::load::{BlockingTensors, LoadCanceller, Loader, Loading};
 pub use self::shared::SharedLoad;
-pub use self::tensor::{DeviceTensor, device_checksums};
+pub use self::tensor::DeviceTensor;
 #[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
 use self::header::{FRONT, HeaderKey, START};
 use self::load::Chosen;
-use self::sums::Hasher;
 use crate::copy::copier::{Copier, OpenAgain, read_error as unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
-
-/// Bytes that are read at a time for a checksum.
-const READ_BLOCK: usize = 1 << 20;
 
 /// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
 const KEPT_OPEN: usize = 128;
@@ -387,6 +371,12 @@ impl Checkpoint {
         self.shards.iter().map(|shard| &*shard.path)
     }
 
+    /// The path of the file that has the tensor of this name.
+    #[must_use]
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        self.place(name).map(|(shard, _)| &*shard.path)
+    }
+
     /// Starts setting up a load through a copier, of all tensors by default.
     pub fn loader<'a>(&'a self, copier: &'a Copier) -> Loader<'a> {
         Loader::new(self, copier)
@@ -402,33 +392,6 @@ impl Checkpoint {
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
         self.loader(copier).start_with(choose)?.0.next_blocking().transpose()
-    }
-
-    /// The [checksum](self#checksums) of a tensor's bytes as they are in the file now, read on the caller's thread.
-    /// `None`: there is no tensor of this name.
-    ///
-    /// # Errors
-    /// [`Error::Read`]; [`Error::Shrunk`] for a file that has become shorter; [`Error::Malformed`] for one of those that
-    /// do not [stay open](self#what-is-refused), if it was written to or replaced.
-    pub fn file_checksum(&self, name: &str) -> Result<Option<u128>> {
-        let Some((shard, place)) = self.place(name) else { return Ok(None) };
-        let (file, range) = (shard.open()?, shard.tensors[place as usize].range());
-        let mut hasher = Hasher::default();
-        let mut block = vec![0; (range.end - range.start).min(READ_BLOCK as u64) as usize];
-        let mut at = range.start;
-        while at < range.end {
-            let part = (range.end - at).min(READ_BLOCK as u64) as usize;
-            file.read_exact_at(&mut block[..part], at).map_err(|error| match error.kind() {
-                ErrorKind::UnexpectedEof => {
-                    let end = file.metadata().map_or(at, |m| m.len());
-                    Error::Shrunk { what: shard.name.clone(), end, len: shard.stamp.len }
-                }
-                _ => unread(&shard.name, at, &error),
-            })?;
-            hasher.update(&block[..part]);
-            at += part as u64;
-        }
-        Ok(Some(hasher.digest()))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The same on a GPU, of the stand-in driver or of the machine's own.
 
 use pinpool::copier::Copier;
-use pinpool::safetensors::{Checkpoint, device_checksums};
+use pinpool::safetensors::Checkpoint;
 use pinpool::{Device, Pool, Unpinned};
 
 use super::{Folder, Made, arrived, file, made};
@@ -23,17 +23,9 @@ fn tensors_arrive_on_a_gpu() {
         let pool = Pool::builder(&device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let copier = Copier::builder(&pool, &device).chunk(256 << 10).build().unwrap();
         let checkpoint = Checkpoint::open_files(&paths).unwrap();
-        for sums in [false, true] {
-            let got = checkpoint.loader(&copier).checksums(sums).align(256).load().unwrap();
-            let stats = pool.stats();
-            assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
-            arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
-            let back = device_checksums(&copier, &got).unwrap();
-            for (tensor, (made, back)) in got.iter().zip(tensors.iter().zip(back)) {
-                let right = xxhash_rust::xxh3::xxh3_128(&made.bytes);
-                assert_eq!(back, right, "{}", made.name);
-                assert_eq!(tensor.checksum(), sums.then_some(right));
-            }
-        }
+        let got = checkpoint.loader(&copier).align(256).load().unwrap();
+        let stats = pool.stats();
+        assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
+        arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
     });
 }

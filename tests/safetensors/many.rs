@@ -39,7 +39,7 @@ fn more_files_than_may_be_open_are_loaded() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let mut loading = checkpoint.loader(&copier).checksums(true).start().unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
     // No tensor is taken before the last one is on the device: what is loaded keeps no file open.
     let since = Instant::now();
     while loading.progress().done < loading.progress().total {
@@ -48,9 +48,6 @@ fn more_files_than_may_be_open_are_loaded() {
     }
     let got: Vec<_> = loading.blocking().map(Result::unwrap).collect();
     arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
-    for tensor in &got {
-        assert_eq!(tensor.checksum(), checkpoint.file_checksum(tensor.name()).unwrap());
-    }
     drop(loading);
     rig.all_is_back();
 }
@@ -68,8 +65,6 @@ fn of_many_files_only_those_that_were_opened_are_read() {
         let is_it = |error: &Error| matches!(error, Error::Malformed { what, why, .. } if what.ends_with("t0299.safetensors") && why.contains(cause));
         let load = checkpoint.loader(&copier).load().map(drop).unwrap_err();
         assert!(is_it(&load), "{load}");
-        let sum = checkpoint.file_checksum("t0299").unwrap_err();
-        assert!(is_it(&sum), "{sum}");
         assert!(checkpoint.tensor(&copier, "t0298").unwrap().is_some(), "another file's");
         rig.all_is_back();
     };

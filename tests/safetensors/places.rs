@@ -38,34 +38,30 @@ fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
 fn each_tensor_goes_to_memory_of_its_own() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
     let (copier, checkpoint) = (rig.copier(), two_files(&folder, &tensors));
-    for sums in [false, true] {
-        let given = RefCell::new(HashMap::new());
-        let place = |tensor: &Tensor| {
-            if tensor.name().starts_with("h.2.") {
-                return Ok(None);
-            }
-            // Longer than needed: what is behind is left alone.
-            let memory = rig.device.alloc(tensor.len() as usize + 64)?;
-            copier.upload_slice(&vec![0xEE; memory.len()], &memory)?;
-            let slice = memory.slice(..)?;
-            assert!(given.borrow_mut().insert(tensor.name().to_owned(), slice.clone()).is_none());
-            Ok(Some(slice))
-        };
-        let got = checkpoint.loader(&copier).checksums(sums).places(place).load().unwrap();
-        let expected: Vec<&Made> = tensors.iter().filter(|made| !made.name.starts_with("h.2.")).collect();
-        arrived(&copier, &got, &expected);
-        let given = given.into_inner();
-        assert_eq!(given.len(), expected.len() - 1, "what has no bytes needs no memory");
-        for tensor in got.iter().filter(|tensor| tensor.slice().is_some()) {
-            let memory = &given[tensor.name()];
-            assert_eq!(tensor.address(), Some(memory.address()));
-            let len = tensor.tensor().len() as usize;
-            assert_eq!(tensor.slice().map(DeviceSlice::len), Some(len));
-            let behind = copier.download_vec(memory.slice(len..).unwrap()).unwrap();
-            assert!(behind.iter().all(|byte| *byte == 0xEE), "{}", tensor.name());
-            let sum = checkpoint.file_checksum(tensor.name()).unwrap();
-            assert!(!sums || tensor.checksum() == sum);
+    let given = RefCell::new(HashMap::new());
+    let place = |tensor: &Tensor| {
+        if tensor.name().starts_with("h.2.") {
+            return Ok(None);
         }
+        // Longer than needed: what is behind is left alone.
+        let memory = rig.device.alloc(tensor.len() as usize + 64)?;
+        copier.upload_slice(&vec![0xEE; memory.len()], &memory)?;
+        let slice = memory.slice(..)?;
+        assert!(given.borrow_mut().insert(tensor.name().to_owned(), slice.clone()).is_none());
+        Ok(Some(slice))
+    };
+    let got = checkpoint.loader(&copier).places(place).load().unwrap();
+    let expected: Vec<&Made> = tensors.iter().filter(|made| !made.name.starts_with("h.2.")).collect();
+    arrived(&copier, &got, &expected);
+    let given = given.into_inner();
+    assert_eq!(given.len(), expected.len() - 1, "what has no bytes needs no memory");
+    for tensor in got.iter().filter(|tensor| tensor.slice().is_some()) {
+        let memory = &given[tensor.name()];
+        assert_eq!(tensor.address(), Some(memory.address()));
+        let len = tensor.tensor().len() as usize;
+        assert_eq!(tensor.slice().map(DeviceSlice::len), Some(len));
+        let behind = copier.download_vec(memory.slice(len..).unwrap()).unwrap();
+        assert!(behind.iter().all(|byte| *byte == 0xEE), "{}", tensor.name());
     }
     let none = checkpoint.loader(&copier).places(|_| Ok(None)).load().unwrap();
     assert_eq!(names(&none), ["none"], "which has no bytes");

@@ -24,38 +24,36 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
     let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut cancelled = 0;
-    for sums in [false, true] {
-        for after in [0, 1, 7, 19, 20, 23] {
-            // Slow enough for few to be whole before they are cancelled.
-            copier.set_rate(Some(4 << 20));
-            let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
-            let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
-            let canceller = loading.canceller();
-            std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
-            let mut more = first.clone();
-            let mut errors = Vec::new();
-            for next in loading.blocking() {
-                match next {
-                    Ok(tensor) => more.push(tensor),
-                    Err(error) => errors.push(error),
-                }
+    for after in [0, 1, 7, 19, 20, 23] {
+        // Slow enough for few to be whole before they are cancelled.
+        copier.set_rate(Some(4 << 20));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
+        let canceller = loading.canceller();
+        std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
+        let mut more = first.clone();
+        let mut errors = Vec::new();
+        for next in loading.blocking() {
+            match next {
+                Ok(tensor) => more.push(tensor),
+                Err(error) => errors.push(error),
             }
-            let whole = more.len();
-            let ended = match errors[..] {
-                [] => whole == tensors.len(),
-                [Error::Cancelled { .. }] => true,
-                _ => false,
-            };
-            assert!(ended, "{whole} tensors: {errors:?}");
-            cancelled += errors.len();
-            assert!(loading.next_blocking().is_none() && loading.progress().over);
-            drop(loading);
-            copier.set_rate(None);
-            arrived(&copier, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
-            rig.all_is_back();
         }
+        let whole = more.len();
+        let ended = match errors[..] {
+            [] => whole == tensors.len(),
+            [Error::Cancelled { .. }] => true,
+            _ => false,
+        };
+        assert!(ended, "{whole} tensors: {errors:?}");
+        cancelled += errors.len();
+        assert!(loading.next_blocking().is_none() && loading.progress().over);
+        drop(loading);
+        copier.set_rate(None);
+        arrived(&copier, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+        rig.all_is_back();
     }
-    assert!(cancelled > 6, "{cancelled}");
+    assert!(cancelled > 3, "{cancelled}");
 }
 
 #[test]
@@ -68,7 +66,7 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
     let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for round in 0..60 {
-        let mut loading = checkpoint.loader(&copier).checksums(round % 2 == 0).start().unwrap();
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
         match round % 3 {
             0 => drop(loading.blocking().take(round % 41).collect::<Vec<_>>()),
             1 => drop(block_on(loading.next_tensor())),
@@ -98,41 +96,33 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
         matches!(&error, Error::Shrunk { what, end: 1_000_000, .. } if what.ends_with("2.safetensors")),
         "{error}"
     );
-    let error = checkpoint.file_checksum("t39").unwrap_err();
-    assert!(matches!(error, Error::Shrunk { end: 1_000_000, .. }), "{error}");
-    assert!(checkpoint.file_checksum("t20").unwrap().is_some(), "which is all there");
     rig.all_is_back();
 
     // While it is.
-    for sums in [false, true] {
-        folder.put("2.safetensors", file(&tensors[20..]));
-        let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-        copier.set_rate(Some(1));
-        let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
-        cut(1_000_000);
-        copier.set_rate(None);
-        let (mut got, mut errors) = (Vec::new(), Vec::new());
-        for next in loading.blocking() {
-            match next {
-                Ok(tensor) => got.push(tensor),
-                Err(error) => errors.push(error),
-            }
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    copier.set_rate(Some(1));
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    cut(1_000_000);
+    copier.set_rate(None);
+    let (mut got, mut errors) = (Vec::new(), Vec::new());
+    for next in loading.blocking() {
+        match next {
+            Ok(tensor) => got.push(tensor),
+            Err(error) => errors.push(error),
         }
-        // The first that is missing by its name, and how many are there; the cause has the file.
-        let [Error::Tensor { tensor, landed, total: 40, cause }] = &errors[..] else { panic!("{errors:?}") };
-        assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{errors:?}");
-        let Error::Shrunk { what, end: 1_000_000, .. } = &**cause else { panic!("{cause:?}") };
-        assert!(what.ends_with("2.safetensors"));
-        let told = errors[0].to_string();
-        assert!(
-            told.starts_with(&format!("tensor \"{tensor}\"")) && told.contains("2.safetensors"),
-            "{told}"
-        );
-        assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
-        arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
-        drop(loading);
-        rig.all_is_back();
     }
+    // The first that is missing by its name, and how many are there; the cause has the file.
+    let [Error::Tensor { tensor, landed, total: 40, cause }] = &errors[..] else { panic!("{errors:?}") };
+    assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{errors:?}");
+    let Error::Shrunk { what, end: 1_000_000, .. } = &**cause else { panic!("{cause:?}") };
+    assert!(what.ends_with("2.safetensors"));
+    let told = errors[0].to_string();
+    assert!(told.starts_with(&format!("tensor \"{tensor}\"")) && told.contains("2.safetensors"), "{told}");
+    assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
+    arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+    drop(loading);
+    rig.all_is_back();
 }
 
 /// Sets another time of modification, however coarse the system's clock of files is.
@@ -278,26 +268,24 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
     let (folder, tensors) = (Folder::new(), many());
     let path = folder.put("1.safetensors", file(&tensors));
     for nth in [0, 3, 30] {
-        for sums in [false, true] {
-            let rig = Rig::late();
-            let copier = rig.copier();
-            let checkpoint = Checkpoint::open(&path).unwrap();
-            rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
-            let mut loading = checkpoint.loader(&copier).checksums(sums).start().unwrap();
-            let results: Vec<_> = loading.blocking().collect();
-            drop(loading);
-            let (last, got) = results.split_last().unwrap();
-            let error = last.as_ref().unwrap_err();
-            let Error::Tensor { tensor, landed, total: 40, cause } = error else { panic!("{error:?}") };
-            assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error}");
-            assert!(
-                matches!(**cause, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
-                "{error}"
-            );
-            let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
-            arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
-            rig.all_is_back();
-        }
+        let rig = Rig::late();
+        let copier = rig.copier();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let results: Vec<_> = loading.blocking().collect();
+        drop(loading);
+        let (last, got) = results.split_last().unwrap();
+        let error = last.as_ref().unwrap_err();
+        let Error::Tensor { tensor, landed, total: 40, cause } = error else { panic!("{error:?}") };
+        assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error}");
+        assert!(
+            matches!(**cause, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
+            "{error}"
+        );
+        let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
+        arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+        rig.all_is_back();
     }
 }
 
