@@ -3,7 +3,7 @@
 //! A file, a name or a server may contain anything: sequences that steer a terminal, newlines that forge a line of a
 //! log, characters that reverse text or take no room, or nine megabytes. What is shown of it has its control
 //! characters, its direction characters and its invisible characters escaped (`\u{1b}`), and a greatest length. The
-//! whole crate, the command line included, shows such text through [`Shown`], [`text`] or [`clean`].
+//! whole crate shows such text through [`Shown`], [`text`] or [`clean`].
 //!
 //! Backslashes stay as they are, so that an escaped text is not escaped again when messages are put together.
 
@@ -24,10 +24,7 @@ pub fn text<T: Display + ?Sized>(what: &T) -> Shown<'_, T> {
 }
 
 /// A message without the name that it begins with, for a text that has said that name.
-#[cfg_attr(
-    not(any(feature = "acl", feature = "cuda")),
-    allow(dead_code, reason = "of drivers and the command")
-)]
+#[cfg_attr(not(any(feature = "acl", feature = "cuda")), allow(dead_code, reason = "of drivers"))]
 pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }

@@ -53,7 +53,7 @@
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
 //! | make many small copies | [`Copier::push`] from many threads: small pieces that go to the device together |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
-//! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
+//! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the crate `pinpool-safetensors` |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
 //! | serve from tasks | [`Pool::checkout_async`]; the handles of copies are futures; `operations.md` (Async servers) lists the calls that block |
@@ -96,20 +96,24 @@
 //! | `acl` | yes | Ascend NPUs, as `acl:N`; the library is loaded at run time, nothing is needed to build or to start |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
-//! | `capi` | no | the C interface, in the module `capi`: for programs in C, C++ and Python |
 //! | `metrics` | no | a [`Sampler`](telemetry::Sampler) also feeds the recorder of the `metrics` facade |
-//! | `safetensors` | no | checkpoints in the safetensors format to device tensors, in the module `safetensors` |
-//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics`; with `safetensors` |
 //!
 //! The host device is always there. Features are additive.
+//!
+//! # Other crates
+//!
+//! | crate | what it is |
+//! | --- | --- |
+//! | `pinpool-safetensors` | checkpoints in the safetensors format to device tensors |
+//! | `pinpool-cli` | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics` |
+//! | `pinpool-capi` | the C interface: for programs in C, C++ and Python |
 //!
 //! # Public dependencies
 //!
 //! Types and traits of these crates are part of the interface. Another major version of one of them is a breaking
 //! change of this crate: `bytes` 1 ([`PinnedBuf`] is a `BufMut`, `Bytes` a source of a copier), `bytemuck` 1 (bounds of
 //! typed views), `stable_deref_trait` 1 ([`StableDeref`], a bound of what is registered or adopted); with the feature
-//! `cudarc` that crate's 0.19, with `safetensors` that crate's 0.8 (`Dtype`) and `futures-core` 0.3 (a load is a
-//! `Stream`). Spans and events go to `tracing` 0.1, metrics to the recorder of `metrics` 0.24.
+//! `cudarc` that crate's 0.19. Spans and events go to `tracing` 0.1, metrics to the recorder of `metrics` 0.24.
 //!
 //! CUDA was tested on H200 GPUs and on a stand-in driver. Ascend was tested on a stand-in library alone, written from
 //! CANN's documentation, since no hardware was at hand; the module `acl::hardware` says how to test it there.
@@ -172,22 +176,18 @@
 // | pool                | the public face: trying, growing, waiting, ending                                | yes    |
 // | copy                | copies of buffers to devices and back; the copier                                | yes    |
 // | host                | the host device's page, and the functions that run on its streams                |        |
-// | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
 // | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
 // | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
-// | capi                | the C interface                                                                  | yes    |
 // | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
 // | unwind              | which types may be used after a panic                                            |        |
 //
-// Below, the modules are in alphabetical order. The command (`main.rs`, `cli`) uses the public face alone.
+// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone.
 
 #[cfg(feature = "acl")]
 pub mod acl;
 mod amount;
 mod arena;
 mod buffer;
-#[cfg(feature = "capi")]
-pub mod capi;
 mod central;
 mod config;
 mod copy;
@@ -206,8 +206,6 @@ mod locks;
 mod os;
 mod pool;
 mod region;
-#[cfg(feature = "safetensors")]
-pub mod safetensors;
 mod segment;
 mod stream;
 mod sync;
@@ -228,6 +226,9 @@ pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};
 pub use error::{
     AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, Shortage, SubmitError, Waited,
 };
+#[doc(hidden)]
+pub use os::cgroup;
+pub use os::forked;
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;

@@ -23,8 +23,8 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod barrier;
-#[cfg(target_os = "linux")]
-mod cgroup;
+#[cfg_attr(not(target_os = "linux"), allow(dead_code))]
+pub mod cgroup;
 mod exit;
 pub(crate) mod file;
 mod fork;
@@ -33,7 +33,8 @@ pub(crate) mod thread;
 // Devices of drivers call it.
 #[cfg_attr(not(any(feature = "cuda", feature = "acl")), allow(unused_imports))]
 pub(crate) use exit::watch_exit;
-pub(crate) use fork::{check_fork, empty_in_child, forked, watch_forks};
+pub use fork::forked;
+pub(crate) use fork::{check_fork, empty_in_child, watch_forks};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(not(target_os = "linux"))]

@@ -33,14 +33,6 @@ go_on!(PinnedBuf, StreamBuf, HostBuf, DeviceBuffer, DeviceSlice);
 go_on!(Checkout, CheckoutMany);
 go_on!(CopierBuilder, Canceller, Feed, GiveWay, FileSource, FileSink, Collect);
 
-#[cfg(feature = "safetensors")]
-go_on!(
-    crate::safetensors::Checkpoint,
-    crate::safetensors::DeviceTensor,
-    crate::safetensors::LoadCanceller,
-    crate::safetensors::Loading,
-);
-
 impl<T: UnwindSafe> UnwindSafe for Transfer<T> {}
 impl<T: RefUnwindSafe> RefUnwindSafe for Transfer<T> {}
 impl<B: Lend + UnwindSafe> UnwindSafe for InFlight<B> {}

@@ -122,15 +122,12 @@ fn features() -> String {
 }
 
 /// All features of the crate, and whether this test was built with them.
-const FEATURES: [(&str, bool); 8] = [
+const FEATURES: [(&str, bool); 5] = [
     ("acl", cfg!(feature = "acl")),
-    ("capi", cfg!(feature = "capi")),
-    ("cli", cfg!(feature = "cli")),
     ("cuda", cfg!(feature = "cuda")),
     ("cudarc", cfg!(feature = "cudarc")),
     ("default", cfg!(feature = "default")),
     ("metrics", cfg!(feature = "metrics")),
-    ("safetensors", cfg!(feature = "safetensors")),
 ];
 
 /// A feature that `FEATURES` lacks makes `misuses_do_not_compile` build the library a second time.

@@ -11,7 +11,7 @@ use std::fmt::Write;
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use pinpool::Error;
-use pinpool::safetensors::Header;
+use pinpool_safetensors::Header;
 
 /// The types, and the bits of an element.
 const TYPES: [(&str, u128); 8] =

@@ -424,10 +424,10 @@ impl Stream {
     }
 
     /// [`hold`](Self::hold), with an event that many holds share. So it may keep the buffer for work that is queued up to
-    /// a millisecond later, and the stream must exist until the hold is over, or `Timeline::close_for_good`
+    /// a millisecond later, and the stream must exist until the hold is over, or [`record_holds`](Self::record_holds)
     /// was called.
-    #[cfg(feature = "capi")]
-    pub(crate) fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
+    #[doc(hidden)]
+    pub fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, true)
     }
 

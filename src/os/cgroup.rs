@@ -4,8 +4,7 @@
 //! pinning does not fail at a limit: the kernel ends a process of the group. The tightest limit may be at any level above
 //! the process's own; a container's mounts decide which levels it sees.
 //!
-//! The command compiles this file a second time, for its checks. So it uses the standard library alone, and reads files
-//! below a root, which a test replaces.
+//! The command's checks use this file too. It reads files below a root, which a test replaces.
 
 use std::fs;
 use std::path::Path;

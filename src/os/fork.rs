@@ -29,9 +29,11 @@ static OPENER: AtomicU32 = AtomicU32::new(0);
 /// not ask [`forked`], so in the child it must find no cache.
 static EMPTIES: OnceLock<fn()> = OnceLock::new();
 
-/// Whether this is a child that must not use the crate.
+/// Whether this process is the child of a fork that can use nothing of the crate: its parent had begun to open a device
+/// by then. All calls there return [`Error::Forked`].
 #[inline]
-pub(crate) fn forked() -> bool {
+#[must_use]
+pub fn forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 

@@ -38,7 +38,7 @@
 //! | `memory` | pinning, regions, trimming, the end |
 //! | `stats` | numbers, and the check of the invariants |
 //!
-//! `copy`, `safetensors` and `telemetry` call this module, and so does the program.
+//! `copy` and `telemetry` call this module, and so does the program.
 
 mod build;
 mod future;

@@ -124,6 +124,24 @@ impl Stream {
         &self.timeline
     }
 
+    /// Records the event that the holds of [`hold_patiently`](Self::hold_patiently) so far share. To be called before an
+    /// adopted stream is destroyed: the crate names the stream to the driver in no later call. Waits for no work; what
+    /// the holds cover must be complete when the stream is destroyed. Nothing else is submitted by the crate's calls to
+    /// this stream during the call or after it.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`] while the stream is being captured; the driver's error. Then call it again: the stream is
+    /// still named.
+    pub fn record_holds(&self) -> Result<()> {
+        self.timeline.close_for_good()
+    }
+
+    /// [`Device::reap`] for this stream alone, for a thread that is to find what its own holds and copies have given back
+    /// in its own thread cache.
+    pub fn reap(&self) {
+        self.timeline.advance(true);
+    }
+
     /// The number of the stream in statistics, events and reports. No other stream of this process has or had it.
     #[must_use]
     pub fn number(&self) -> u64 {

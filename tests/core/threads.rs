@@ -789,8 +789,6 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller, Feed, GiveWay)>();
     is::<(FileSource, FileSink, Collect)>();
     is::<pinpool::telemetry::Sampler>();
-    #[cfg(feature = "safetensors")]
-    is::<(pinpool::safetensors::Checkpoint, pinpool::safetensors::Loading)>();
 }
 
 /// A server catches the panic of a request and goes on with the pool that the request used.

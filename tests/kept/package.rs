@@ -46,17 +46,6 @@ fn crates_of_others_do_real_work() {
     assert!(targets.matches("[[bin]]").count() >= 4, "the fuzz harness has its targets");
 }
 
-#[test]
-#[cfg(feature = "cli")]
-fn the_commands_are_there() {
-    for name in ["doctor", "bench", "load", "top"] {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pinpool"));
-        let output = command.args([name, "--help"]).output().unwrap();
-        let text = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success() && text.contains(&format!("pinpool {name}")), "{name}: {text}");
-    }
-}
-
 /// Each field that dashboards and servers read, with a value that this test knows.
 #[test]
 fn a_snapshot_has_its_fields() {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use libloading::Library;
 use pinpool::{Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
 
-use super::{doubles, library::library, process};
+use super::{doubles, process, root};
 
 /// What a child is to do: the way to end, and the number of the run.
 const EXIT: &str = "PINPOOL_TEST_EXIT";
@@ -87,7 +87,7 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     let mut wrong = Vec::new();
     for way in ways {
         let plugin = match *way == Way::Unload {
-            true => match library("plugin", PLUGIN) {
+            true => match plugin() {
                 Some(plugin) => plugin,
                 None => {
                     crate::support::skip!(
@@ -131,6 +131,28 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
         wrong.len(),
         wrong[..wrong.len().min(5)].join("\n")
     );
+}
+
+/// `examples/plugin.rs`, a shared library, built for the tests that load it. `None`: there is no cargo to build it with.
+fn plugin() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os(PLUGIN).filter(|path| !path.is_empty()) {
+        return Some(named.into());
+    }
+    let cargo = std::env::var_os("CARGO")?;
+    let here = std::env::current_exe().ok()?;
+    // target/PROFILE/deps/this
+    let profile = here.parent()?.parent()?;
+    let mut command = Command::new(cargo);
+    // `cargo test --all-features` has built the same already.
+    command.args(["build", "--quiet", "--locked", "--offline", "--example", "plugin", "--all-features"]);
+    if profile.ends_with("release") {
+        command.arg("--release");
+    }
+    command.arg("--target-dir").arg(profile.parent()?).current_dir(root());
+    let output = command.stdin(Stdio::null()).output().expect("cargo cannot be started");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the plugin cannot be built: {said}");
+    Some(profile.join("examples/libplugin.so"))
 }
 
 /// The test again, under the command that the environment names.

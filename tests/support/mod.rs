@@ -6,16 +6,23 @@ pub mod cold;
 pub mod doubles;
 pub mod exits;
 pub mod kernels;
-pub mod library;
 pub mod panicking;
 pub mod process;
 pub mod rig;
 pub mod skip;
 
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
+
+/// The repository's root, which the packages in `crates` are below. In another place, and in the package that is
+/// published, the folder that this executable's manifest was in.
+pub fn root() -> PathBuf {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+    own.ancestors().find(|folder| folder.join("tests/doubles").is_dir()).unwrap_or(own).to_owned()
+}
 
 /// Bytes of a pool that are checked out or in flight, at one moment: between two looks a buffer may go from one sum to
 /// the other.

@@ -1,7 +1,10 @@
 //! Tests in processes of their own: a test starts itself again from this same executable.
 
+#![allow(unsafe_code, reason = "a fork")]
+
 use std::process::{Command, Output};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use super::skip::{SKIPPED, TEST, tell};
 
@@ -83,4 +86,35 @@ pub fn passed(test: &str, how: &str, output: &Output) {
     forward(&stdout, &String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{test} failed {how}: {}", output.status);
     assert!(stdout.contains("1 passed"), "{test} did not run");
+}
+
+/// Runs `child` in a fork of this process, and says how it ended: its exit code, or `None` if it hung or was killed. The
+/// child may not print (locks of the parent's threads may be held for ever), nor unwind into the test harness.
+pub fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
+    // SAFETY: the child calls only what is under test here, which is to be safe in a fork, and then `_exit`.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
+    if pid == 0 {
+        // SAFETY: a signal for a child that hangs, which ends it.
+        unsafe { libc::alarm(20) };
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
+        // SAFETY: ends the child without running anything of the parent's.
+        unsafe { libc::_exit(code) };
+    }
+    // Long enough for any child that does not hang.
+    for _ in 0..6000 {
+        let mut status = 0;
+        // SAFETY: our child, and a place for its status.
+        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+        if ended == pid {
+            return libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // SAFETY: our child, which is not reaped yet.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        libc::waitpid(pid, std::ptr::null_mut(), 0);
+    }
+    None
 }

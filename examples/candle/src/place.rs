@@ -12,7 +12,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use pinpool::DeviceSlice;
-use pinpool::safetensors::Dtype;
+use pinpool_safetensors::Dtype;
 
 use crate::wrap;
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use pinpool::safetensors::{Checkpoint, SharedLoad};
+use pinpool_safetensors::{Checkpoint, SharedLoad};
 
 use crate::place::{self, Place};
 use crate::{Pinned, wrap};

@@ -53,19 +53,8 @@ pub enum Reading {
     Direct,
 }
 
-/// Sees the bytes of a file that are read for an upload, on the threads that read them.
-pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
-    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in
-    /// any. While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never
-    /// comes.
-    fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
-}
-
-/// Opens a file again each time that it is read, for one of so many that they cannot all be open.
-pub(crate) trait OpenAgain: std::fmt::Debug + Send + Sync {
-    /// The file, which has to be the same each time.
-    fn open(&self) -> Result<Arc<File>>;
-}
+/// Opens the file of a source.
+type Opens = dyn Fn() -> Result<Arc<File>> + Send + Sync;
 
 /// An open file.
 #[derive(Debug)]
@@ -78,11 +67,10 @@ struct Opened {
 }
 
 /// How a source comes to its file.
-#[derive(Debug)]
 enum Access {
     Open(Arc<Opened>),
     /// The file is open while a thread reads it.
-    Again(Arc<dyn OpenAgain>, Mutex<Weak<Opened>>),
+    Again(Box<Opens>, Mutex<Weak<Opened>>),
 }
 
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
@@ -94,7 +82,7 @@ enum Access {
 /// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
 /// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
 /// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
-/// tells writes apart as far as the file system's clock does. (The module `safetensors` does so for checkpoints.)
+/// tells writes apart as far as the file system's clock does. (The crate `pinpool-safetensors` does so for checkpoints.)
 ///
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned, Copier};
@@ -108,7 +96,6 @@ enum Access {
 /// copier.upload_file(source, &memory)?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct FileSource {
     access: Access,
     name: String,
@@ -116,7 +103,16 @@ pub struct FileSource {
     whole: u64,
     range: Range<u64>,
     reading: Reading,
-    tap: Option<Arc<dyn Tap>>,
+}
+
+impl std::fmt::Debug for FileSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileSource")
+            .field("name", &self.name)
+            .field("range", &self.range)
+            .field("reading", &self.reading)
+            .finish_non_exhaustive()
+    }
 }
 
 impl FileSource {
@@ -150,30 +146,50 @@ impl FileSource {
         Ok(Self::of(Access::Open(Arc::new(Opened { file, direct, questions: OnceLock::new() })), name, whole))
     }
 
-    /// A file of `whole` bytes that is open only while it is read.
-    #[cfg(feature = "safetensors")]
-    pub(crate) fn again(file: Arc<dyn OpenAgain>, name: String, whole: u64) -> Self {
-        Self::of(Access::Again(file, Mutex::new(Weak::new())), name, whole)
+    /// A file of `len` bytes that is open only while it is read, for one of so many that they cannot all be open. `open`
+    /// is called on the copier's threads, and may be called again after the file was closed; it gives the same file each
+    /// time. `name` is for errors.
+    ///
+    /// ```
+    /// # use std::{fs::File, io, sync::Arc};
+    /// use pinpool::{Error, copier::FileSource};
+    ///
+    /// let open = || File::open("Cargo.toml").map(Arc::new).map_err(|error| unread(&error));
+    /// let source = FileSource::opened_by(open, "Cargo.toml", std::fs::metadata("Cargo.toml")?.len());
+    /// # assert!(!source.is_empty());
+    ///
+    /// fn unread(error: &io::Error) -> Error {
+    ///     Error::Read { what: "Cargo.toml".into(), offset: 0, kind: error.kind(), text: error.to_string() }
+    /// }
+    /// # Ok::<(), io::Error>(())
+    /// ```
+    pub fn opened_by(
+        open: impl Fn() -> Result<Arc<File>> + Send + Sync + 'static,
+        name: impl Into<String>,
+        len: u64,
+    ) -> Self {
+        Self::of(Access::Again(Box::new(open), Mutex::new(Weak::new())), name.into(), len)
     }
 
     fn of(access: Access, name: String, whole: u64) -> Self {
-        Self { access, name, whole, range: 0..whole, reading: Reading::Auto, tap: None }
+        Self { access, name, whole, range: 0..whole, reading: Reading::Auto }
     }
 
     fn opened(&self) -> Result<Arc<Opened>> {
         match &self.access {
             Access::Open(opened) => Ok(opened.clone()),
-            Access::Again(file, last) => {
-                let mut last = last.lock();
-                if let Some(opened) = last.upgrade() {
+            Access::Again(open, last) => {
+                if let Some(opened) = last.lock().upgrade() {
                     return Ok(opened);
                 }
-                let opened = Arc::new(Opened {
-                    file: file.open()?,
-                    direct: OnceLock::new(),
-                    questions: OnceLock::new(),
-                });
-                *last = Arc::downgrade(&opened);
+                // Of two threads that come here at once each opens it.
+                let panicked = "opening the file of a source panicked: its transfer ends";
+                let file = crate::foreign::call(panicked, open).unwrap_or_else(|| {
+                    let error = io::Error::other("the program's function that opens it panicked");
+                    Err(read_error(&self.name, 0, &error))
+                })?;
+                let opened = Arc::new(Opened { file, direct: OnceLock::new(), questions: OnceLock::new() });
+                *last.lock() = Arc::downgrade(&opened);
                 Ok(opened)
             }
         }
@@ -232,20 +248,6 @@ impl FileSource {
         }
         self.range = range;
         Ok(self)
-    }
-
-    /// Has everything that is read seen by `tap`.
-    #[cfg(feature = "safetensors")]
-    pub(crate) fn tap(mut self, tap: Arc<dyn Tap>) -> Self {
-        self.tap = Some(tap);
-        self
-    }
-
-    /// A chunk was read.
-    pub(super) fn tapped(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
-        if let Some(tap) = &self.tap {
-            tap.read(at, bytes, stopped);
-        }
     }
 
     /// How it is read. Default: [`Reading::Auto`].

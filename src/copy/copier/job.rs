@@ -240,12 +240,6 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// That of several transfers together.
-    #[cfg(feature = "safetensors")]
-    pub(crate) fn of(done: u64, total: u64, elapsed: Duration, landed_to: u64, over: bool) -> Self {
-        Self { done, total, landed_to, landed_pieces: 0, elapsed, over }
-    }
-
     /// Bytes a second, on average.
     #[must_use]
     pub fn rate(&self) -> f64 {

@@ -140,12 +140,8 @@ pub use self::collect::Collect;
 pub use self::config::{CopierBuilder, Priority};
 pub use self::feed::Feed;
 pub use self::file::{FileSink, FileSource, Reading};
-#[cfg(feature = "safetensors")]
-pub(crate) use self::file::{OpenAgain, Tap};
 pub use self::job::Progress;
 pub use self::ranges::Piece;
-#[cfg(feature = "safetensors")]
-pub(crate) use self::source::read_error;
 pub use self::source::{Fill, Sink, Source};
 pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};
@@ -157,8 +153,13 @@ use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::stream::Stream;
 
-/// An error on a thread of the crate's, where a waker or the like is about to wait for what that very thread does.
-pub(crate) fn may_wait() -> Result<()> {
+/// Whether the calling thread may wait for a transfer. For code that starts several transfers and waits for them
+/// afterwards: it asks before it starts the first.
+///
+/// # Errors
+/// [`Error::Unsupported`] on a thread of the crate, where a waker, a source or a sink is about to wait for what that
+/// very thread does.
+pub fn may_wait() -> Result<()> {
     let own = crate::sync::own();
     if own.is_none() && !crate::sync::finds_out() {
         return Ok(());

@@ -349,7 +349,7 @@ impl Work for FromFile {
         self.ranges.placed(chunk)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, job: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
         // SAFETY: a chunk was taken, so the job is not over.
         let file = unsafe { self.file.get() }?;
         let engine = self.engine.upgrade().ok_or(Error::Closed)?;
@@ -358,9 +358,6 @@ impl Work for FromFile {
         let len = (parts(chunk, |n| self.ranges.get(n)).last().map_or(chunk.at, end) - chunk.at) as usize;
         segment.clear();
         let lead = file.fill(chunk.at, len, segment, &engine.counters)?;
-        if let Some(read) = segment.get(lead..lead + len) {
-            file.tapped(chunk.at, read, &|| job.is_stopped());
-        }
         packing.stretches.extend(parts(chunk, |n| self.ranges.get(n)).map(|(n, place, from, to)| {
             let at = self.ranges.pieces[n].at + from as u64 - chunk.at;
             Stretch { place: place.place(from), offset: lead + at as usize, len: to - from }

@@ -209,13 +209,6 @@ impl<T> Transfer<T> {
         Canceller { job: Arc::downgrade(&self.job), last: self.job.last.clone() }
     }
 
-    /// Cancels it, and waits until nothing of it is under way, where this thread may.
-    #[cfg(feature = "safetensors")]
-    pub(crate) fn settle(self) {
-        self.cancel();
-        let _ = self.finish();
-    }
-
     /// Waits until the job is over.
     fn finish(&self) -> Result<()> {
         crate::os::check_fork()?;

@@ -322,7 +322,6 @@ impl Timeline {
     ///
     /// # Errors
     /// The number is not closed, or its event is still due: then the stream is still named.
-    #[cfg(feature = "capi")]
     pub(crate) fn close_for_good(&self) -> Result<()> {
         self.close_open()?;
         // A thread that found the number due just before may be in a call of the driver, which does not take long.

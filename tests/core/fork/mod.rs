@@ -19,37 +19,8 @@ use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
 use pinpool::{Copier, Device, Error, Pool, Request, Result, Stream, Unpinned};
 
-use crate::support::{own_process, process, skip};
-
-/// Runs `child` in a fork of this process, and says how it ended: its exit code, or `None` if it hung or was killed.
-fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
-    // SAFETY: the child calls only what is under test here, which is to be safe in a fork, and then `_exit`.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0, "fork failed");
-    if pid == 0 {
-        // SAFETY: a signal for a child that hangs, which ends it.
-        unsafe { libc::alarm(20) };
-        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
-        // SAFETY: ends the child without running anything of the parent's.
-        unsafe { libc::_exit(code) };
-    }
-    // Long enough for any child that does not hang.
-    for _ in 0..6000 {
-        let mut status = 0;
-        // SAFETY: our child, and a place for its status.
-        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
-        if ended == pid {
-            return libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status));
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    // SAFETY: our child, which is not reaped yet.
-    unsafe {
-        libc::kill(pid, libc::SIGKILL);
-        libc::waitpid(pid, std::ptr::null_mut(), 0);
-    }
-    None
-}
+use crate::support::process::{self, forked};
+use crate::support::{own_process, skip};
 
 /// The first of these that does not hold, as an exit code; 0 if all do.
 fn first_wrong(checks: &[bool]) -> i32 {
@@ -396,11 +367,8 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let poll = |future: &mut dyn FnMut(&mut Context<'_>) -> Poll<bool>| {
         ready(future(&mut Context::from_waker(Waker::noop())))
     };
-    #[cfg(feature = "safetensors")]
-    let (loading, dropped);
     type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
-    #[allow(unused_mut, reason = "a feature adds some")]
-    let mut cases: Vec<Case<'_>> = vec![
+    let cases: Vec<Case<'_>> = vec![
         ("a copy that was done", Box::new(|| is_forked(done.take().unwrap().wait()))),
         ("a copy", Box::new(|| is_forked(flight.take().unwrap().wait()))),
         ("a copy, for a while", Box::new(|| is_forked(flight.take().unwrap().wait_timeout(Duration::MAX)))),
@@ -548,42 +516,6 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             Box::new(|| device.clone().close(Duration::MAX).is_err_and(|error| error.held_by().forked)),
         ),
     ];
-    #[cfg(feature = "safetensors")]
-    {
-        let header = br#"{"a":{"dtype":"U8","shape":[300000],"data_offsets":[0,300000]}}"#;
-        let file = [&(header.len() as u64).to_le_bytes()[..], header, &bytes].concat();
-        let path = std::env::temp_dir().join(format!("pinpool-fork-{}.safetensors", std::process::id()));
-        std::fs::write(&path, file).unwrap();
-        let checkpoint = pinpool::safetensors::Checkpoint::open(&path).unwrap();
-        let load = || Cell::new(Some(checkpoint.loader(&bulk).start().unwrap()));
-        (loading, dropped) = (load(), load());
-        std::fs::remove_file(path).unwrap();
-        cases.push((
-            "a load",
-            Box::new(|| {
-                let mut loading = loading.take().unwrap();
-                loading.next_blocking().is_some_and(is_forked)
-                    && loading.next_blocking().is_none()
-                    && loading.left() == 0
-            }),
-        ));
-        cases.push((
-            "a load, by a task",
-            Box::new(|| {
-                let mut loading = loading.take().unwrap();
-                let mut next = pin!(loading.next_tensor());
-                poll(&mut |cx| next.as_mut().poll(cx).map(|next| next.is_some_and(is_forked)))
-            }),
-        ));
-        cases.push((
-            "a load that is dropped",
-            Box::new(|| {
-                loading.take().unwrap().canceller().cancel();
-                drop(dropped.take());
-                true
-            }),
-        ));
-    }
     // Until what can be under way is.
     std::thread::sleep(Duration::from_millis(100));
     for (what, case) in &cases {

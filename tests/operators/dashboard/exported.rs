@@ -44,7 +44,7 @@ fn what_the_files_name_is_exported() {
         ("alerts.yml", read("alerts.yml"), 11),
         ("alerts_test.yml", read("alerts_test.yml"), 11),
         ("page.html", read("page.html"), 20),
-        ("top", include_str!("../../../src/cli/top/view.rs").to_owned(), 20),
+        ("top", include_str!("../../../crates/pinpool-cli/src/cli/top/view.rs").to_owned(), 20),
     ];
     for (file, text, least) in files {
         let names = named(&text);

@@ -76,7 +76,7 @@ fn build_now(double: &Double, feature: &str) -> Option<PathBuf> {
     // Set by `cargo test`, not in an executable that is run by itself.
     let cargo = std::env::var_os("CARGO")?;
     // Not in the package that is published.
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join(double.source).join("Cargo.toml");
+    let manifest = crate::support::root().join(double.source).join("Cargo.toml");
     if !manifest.exists() {
         return None;
     }

@@ -1,0 +1,738 @@
+//! `pinpool load`: files go to device memory through a copier, and with `--verify` back again.
+//!
+//! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
+//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything into a sink that
+//! computes checksums: one for each chunk, or for each tensor's part of it. Last, the files are read a second time into
+//! ordinary memory, without the pool and the device, and their checksums are compared with those.
+//!
+//! [`prepare`] opens everything into a [`LoadRun`], so that a wrong command line is refused before any byte moves.
+//! [`LoadRun::run`] moves one [`Input`] after the other and fills in a [`LoadReport`], which is printed also after an
+//! error. What bounds the uploads is told by counters of the system ([`Taken`]).
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
+use pinpool::copier::{FileSource, Piece, Sink, Transfer};
+use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, Pool, PoolStats, Request};
+use pinpool_safetensors::{Checkpoint, DeviceTensor};
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::amount::{Amount, amount};
+use super::args::{LoadArgs, UnpinnedArg};
+use super::escape::{NAME, clean, text};
+use super::spread::spread;
+use super::{CliError, Result, doctor, of_device, sample, say};
+
+/// The approximate length of an extent: short enough for the first to be ready soon, long enough for pinning at full
+/// speed.
+const EXTENT: usize = 64 << 20;
+/// Longer segments get extents of at least 1 GiB, which hold enough of them.
+const LARGE_SEGMENT: usize = EXTENT / 8;
+/// The capacity and the sample's size, where the command line names none and memory allows it.
+const USUAL_CAPACITY: usize = 256 << 20;
+const USUAL_SAMPLE: usize = 1 << 30;
+/// The chunks that the pool has room for however little memory is left.
+const LEAST_CHUNKS: usize = 2;
+/// The copier's chunks are multiples of this.
+const CHUNK_STEP: usize = 4096;
+/// The fewest bytes of uploads of which what bounds them is told.
+const TELLING: u64 = 32 << 20;
+/// Bytes below which the time of an upload is told in place of its speed.
+const FEW: u64 = 1 << 20;
+/// How often the progress bar is updated.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over
+/// by then.
+const REST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Runs the command. The report goes to stdout, also after an error.
+pub fn run(args: &LoadArgs) -> ExitCode {
+    let mut report = LoadReport::default();
+    let result = prepare(args).and_then(|run| {
+        let result = run.run(args, &mut report);
+        report.pool = Some(run.note());
+        let device = run.device.clone();
+        drop(run);
+        // An error of the run goes before an error of closing.
+        result.and(super::close(device))
+    });
+    let (object, text) = if args.json { (Some(report.json()), String::new()) } else { (None, report.text()) };
+    super::exit(object, &text, result)
+}
+
+/// One file, or one checkpoint, to move.
+struct Input {
+    name: String,
+    len: u64,
+    what: InputKind,
+}
+
+enum InputKind {
+    File(Arc<File>),
+    Tensors(Checkpoint),
+}
+
+/// Everything that the command has opened.
+struct LoadRun {
+    sources: Vec<Input>,
+    device: Device,
+    pool: Pool,
+    copier: Copier,
+    bar: ProgressBar,
+}
+
+/// The result: a line for each input, the verification's outcome, bytes and times.
+#[derive(Debug, Default)]
+struct LoadReport {
+    device: Option<String>,
+    lines: Vec<String>,
+    verified: Option<bool>,
+    upload: Moved,
+    download: Moved,
+    /// During the uploads.
+    taken: Taken,
+    /// `None`: nothing was opened.
+    pool: Option<PoolStats>,
+}
+
+/// What this process has taken of the system so far, or in a while, in bytes. Zeros where the system does not tell.
+#[derive(Clone, Copy, Debug, Default)]
+struct Taken {
+    /// Memory that is there, but the pool's.
+    fresh: u64,
+    /// Read from disks.
+    read: u64,
+}
+
+impl Taken {
+    fn now(pool: &Pool) -> Self {
+        let ([own, read], stats) = (doctor::taken(), pool.stats());
+        Self { fresh: own.saturating_sub((stats.pinned_bytes + stats.unpinned_bytes) as u64), read }
+    }
+
+    fn add(&mut self, now: Self, before: Self) {
+        self.fresh += now.fresh.saturating_sub(before.fresh);
+        self.read += now.read.saturating_sub(before.read);
+    }
+}
+
+/// Bytes moved, and the time that this took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Moved {
+    bytes: u64,
+    time: Duration,
+}
+
+impl Moved {
+    /// Adds what moves so many bytes.
+    fn add<T>(&mut self, bytes: u64, moves: impl FnOnce() -> Result<T>) -> Result<T> {
+        let since = Instant::now();
+        let moved = moves()?;
+        self.bytes += bytes;
+        self.time += since.elapsed();
+        Ok(moved)
+    }
+
+    /// GB/s of 10^9 bytes since the state `before`. `None`: no byte was moved, or no time passed.
+    fn gb_per_s(self, before: Self) -> Option<f64> {
+        let bytes = self.bytes - before.bytes;
+        super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
+    }
+
+    /// The same as text: ` at 1.23 GB/s`. Of few bytes the time, since that is a call's and says nothing of a speed.
+    fn told(self, before: Self) -> String {
+        let (bytes, time) = (self.bytes - before.bytes, self.time - before.time);
+        match self.gb_per_s(before) {
+            Some(_) if bytes < FEW => format!(" in {:.1} ms", time.as_secs_f64() * 1e3),
+            // A slow disk.
+            Some(speed) if speed < 0.1 => format!(" at {speed:.4} GB/s"),
+            Some(speed) => format!(" at {speed:.2} GB/s"),
+            None => String::new(),
+        }
+    }
+}
+
+/// Opens everything, so that a command line that cannot be obeyed is refused before any byte moves.
+fn prepare(args: &LoadArgs) -> Result<LoadRun> {
+    let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
+    let device = super::open_device(&args.device)?;
+    furnish(args, sources, device.clone()).inspect_err(|_| {
+        let _ = super::close(device);
+    })
+}
+
+/// Makes the pool, the copier and, for a command line without files, the sample.
+fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<LoadRun> {
+    let segment =
+        Request::new(args.chunk).segment_bytes().map_err(|e| CliError::Usage(format!("--chunk: {e}")))?;
+    // The pool, the sample's file and the sample on the host device take three quarters together.
+    let quarter = doctor::left().map_or(usize::MAX, |left| usize::try_from(left / 4).unwrap_or(usize::MAX));
+    let capacity = args.capacity.unwrap_or_else(|| USUAL_CAPACITY.min(quarter).max(LEAST_CHUNKS * segment));
+    let too_small = || {
+        CliError::Usage(format!(
+            "a --capacity of {} is below one segment: a --chunk of {} takes {}, and the pool counts in whole pages",
+            amount(capacity),
+            amount(args.chunk),
+            amount(segment)
+        ))
+    };
+    if capacity < segment {
+        return Err(too_small());
+    }
+    // An extent is a multiple of the copier's segments, so that nothing is wasted at its edges.
+    let staged = Request::new(args.chunk.saturating_add(3 * CHUNK_STEP))
+        .align(CHUNK_STEP)
+        .segment_bytes()
+        .unwrap_or(segment);
+    let extent = if staged <= LARGE_SEGMENT {
+        EXTENT / staged * staged.next_multiple_of(CHUNK_STEP)
+    } else {
+        staged.saturating_add(2 << 20).max(1 << 30)
+    };
+    let failed = |what: &str, error: &Error| CliError::Failed(format!("{what}: {error}"));
+    // For nothing, nothing is pinned.
+    let is_nothing = !sources.is_empty() && sources.iter().all(|source| source.len == 0);
+    let pool = super::pool(&device, args.backing)
+        .capacity(capacity)
+        .initial(if is_nothing { 0 } else { capacity })
+        .extent(extent)
+        .unpinned(match args.unpinned {
+            UnpinnedArg::Refuse => pinpool::Unpinned::Refuse,
+            UnpinnedArg::Allow => pinpool::Unpinned::Allow,
+        })
+        .build();
+    let pool = pool.map_err(|error| match error {
+        Error::Config(text) => CliError::Usage(text),
+        error => failed("the pool cannot be built", &error),
+    })?;
+    if pool.stats().capacity_bytes < segment {
+        return Err(too_small());
+    }
+    let copier = match copier(&pool, &device, args, capacity) {
+        Ok(Some(copier)) => copier,
+        Ok(None) => return Err(too_small()),
+        Err(error) => return Err(failed("the copier cannot be built", &error)),
+    };
+    let bar = super::progress_bar();
+    if sources.is_empty() {
+        let sample = args.sample.unwrap_or_else(|| USUAL_SAMPLE.min(quarter));
+        let (len, told) = (sample as u64, amount(sample));
+        // Checked before the sample is written, which takes long.
+        device.alloc(sample).map_err(|e| {
+            let why = of_device(&device, &e);
+            CliError::Failed(format!("{} has no room for a sample of {told}: {why}", device.name()))
+        })?;
+        show(&bar, "sample", len, &["made"]);
+        let file = sample::make(len, |part| bar.inc(part)).map_err(|e| {
+            let at = std::env::temp_dir();
+            CliError::Failed(format!("a sample of {told} cannot be made in {}: {e}", at.display()))
+        });
+        bar.finish_and_clear();
+        sources.push(Input { name: "sample".into(), len, what: InputKind::File(Arc::new(file?)) });
+    }
+    Ok(LoadRun { sources, device, pool, copier, bar })
+}
+
+/// A copier that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
+/// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
+fn copier(pool: &Pool, device: &Device, args: &LoadArgs, capacity: usize) -> Result<Option<Copier>, Error> {
+    let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
+    while chunk > 0 {
+        let builder = Copier::builder(pool, device).threads(super::threads(args.threads));
+        match builder.share(capacity).chunk(chunk).build() {
+            Err(Error::Config(_)) => chunk -= CHUNK_STEP,
+            built => return built.map(Some),
+        }
+    }
+    Ok(None)
+}
+
+/// Whether an error of opening a file is an error of the command line, and not of the system.
+fn is_named_wrongly(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied};
+    matches!(kind, NotFound | PermissionDenied | NotADirectory | IsADirectory)
+}
+
+/// Opens a regular file, or the checkpoint of a folder.
+fn open(path: &Path) -> Result<Input> {
+    let name = path.display().to_string();
+    let wrong = |text: &str| CliError::Usage(format!("{name}: {text}"));
+    let unread = |e: io::Error| {
+        // These two have no stable `ErrorKind` in the oldest Rust that is supported.
+        let by_name = matches!(e.raw_os_error(), Some(libc::ENAMETOOLONG | libc::ELOOP));
+        let text = format!("{name}: {e}");
+        if by_name || is_named_wrongly(e.kind()) { CliError::Usage(text) } else { CliError::Failed(text) }
+    };
+    let is_json = name.ends_with(".json");
+    let is_named = name.ends_with(".safetensors") || is_json && name.contains("index");
+    // Before opening, which would block on a named pipe. Of a checkpoint's file that is missing the library says more.
+    let is_folder = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() || metadata.is_dir() => metadata.is_dir(),
+        Ok(_) => return Err(wrong("is not a regular file")),
+        Err(error) if is_named && error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) => return Err(unread(error)),
+    };
+    // An index may have any name; other files of a checkpoint's folder, such as config.json, are bytes.
+    let maps = || std::fs::read_to_string(path).is_ok_and(|text| text.contains("\"weight_map\""));
+    let is_checkpoint = is_named || is_json && maps();
+    // For a folder without a checkpoint the library's error says which files were looked for.
+    if is_folder || is_checkpoint {
+        let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
+            Error::Read { kind, .. } if !is_named_wrongly(*kind) => CliError::Failed(error.to_string()),
+            Error::OutOfMemory { .. } => CliError::Failed(error.to_string()),
+            _ => CliError::Usage(error.to_string()),
+        })?;
+        return Ok(Input { name, len: checkpoint.bytes(), what: InputKind::Tensors(checkpoint) });
+    }
+    let file = File::open(path).map_err(unread)?;
+    let len = file.metadata().map_err(unread)?.len();
+    // A file that the kernel generates on reading has bytes but a length of 0; an empty file has no byte to read.
+    if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
+        return Err(wrong("has bytes but no length: copy it to a real file first"));
+    }
+    Ok(Input { name, len, what: InputKind::File(Arc::new(file)) })
+}
+
+impl LoadRun {
+    fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<()> {
+        report.device = Some(self.device.name().to_owned());
+        // Memory that is still being pinned would count as taken by the uploads. An error is told by `note`.
+        let _ = self.pool.wait_pinned(Some(REST_TIMEOUT));
+        for source in &self.sources {
+            let result = self.load(args, source, report);
+            self.bar.finish_and_clear();
+            if let Err(CliError::Mismatch(_)) = &result {
+                report.verified = Some(false);
+            }
+            result?;
+        }
+        report.verified = args.verify.then_some(true);
+        Ok(())
+    }
+
+    fn load(&self, args: &LoadArgs, source: &Input, report: &mut LoadReport) -> Result<()> {
+        let len = usize::try_from(source.len).map_err(|_| source.failed("it is larger than all memory"))?;
+        if len == 0 {
+            report.lines.push(format!("{}: empty", text(&source.name)));
+            return Ok(());
+        }
+        let bar = &self.bar;
+        show(bar, &source.name, source.len, if args.verify { &PASSES } else { &PASSES[..1] });
+        let before = (report.upload, report.download, Taken::now(&self.pool));
+        let what = match &source.what {
+            InputKind::File(file) => {
+                let device = &self.device;
+                let memory = device.alloc(len).map_err(|e| {
+                    let (name, why) = (device.name(), of_device(device, &e));
+                    source.failed(format!("{name} has no room for its {}: {why}", amount(len)))
+                })?;
+                report.upload.add(source.len, || self.upload(source, file, &memory))?;
+                report.taken.add(Taken::now(&self.pool), before.2);
+                if args.verify {
+                    let place = memory.slice(..).map_err(|e| source.error(&e))?;
+                    self.verify(source, &[Part { place, from: 0, file: PartFile::Whole(file) }], report)?;
+                }
+                String::new()
+            }
+            InputKind::Tensors(checkpoint) => {
+                let tensors = report.upload.add(source.len, || self.upload_tensors(source, checkpoint))?;
+                report.taken.add(Taken::now(&self.pool), before.2);
+                if args.verify {
+                    self.verify_tensors(source, checkpoint, &tensors, report)?;
+                }
+                format!("{} tensors, ", tensors.len())
+            }
+        };
+        let name = text(&source.name);
+        let mut line = format!("{name}: {what}{} to {}", Amount(source.len), self.device.name());
+        line += &report.upload.told(before.0);
+        if args.verify {
+            if source.len > 0 {
+                line += &format!(", back{}", report.download.told(before.1));
+            }
+            line += ", all checksums equal";
+        }
+        report.lines.push(line);
+        Ok(())
+    }
+
+    /// Uploads a file into device memory.
+    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
+        let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
+        if from.len() < source.len {
+            return Err(source.shrunk(from.len()));
+        }
+        let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
+        let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
+        self.watched(source, transfer)?;
+        Ok(())
+    }
+
+    /// Waits for a transfer and updates the progress bar.
+    fn watched<T: Send + Sync + 'static>(&self, source: &Input, mut transfer: Transfer<T>) -> Result<T> {
+        let before = self.bar.position();
+        loop {
+            match transfer.wait_timeout(PROGRESS_INTERVAL) {
+                Ok(over) => {
+                    self.bar.set_position(before + source.len);
+                    return over.map_err(|e| source.error(&e.error));
+                }
+                Err(refused) => match refused.buffer {
+                    Some(on) => transfer = on,
+                    None => return Err(source.error(&refused.error)),
+                },
+            }
+            self.bar.set_position(before + transfer.progress().done);
+        }
+    }
+
+    /// Downloads all parts and reads them again from their files, into ordinary memory, and compares the checksums.
+    fn verify(&self, source: &Input, parts: &[Part<'_>], report: &mut LoadReport) -> Result<()> {
+        let sums = report.download.add(source.len, || self.download(source, parts))?;
+        spread(self.copier.threads(), sums.len(), |number| {
+            let ChunkSum { part, at, len, sum } = sums[number];
+            let (part, mut bytes) = (&parts[part], super::room(len).map_err(|e| source.error(&e))?);
+            bytes.resize(len, 0);
+            let offset = part.from + at;
+            let (name, read) = match part.file {
+                PartFile::Whole(file) => (source.name.clone(), file.read_exact_at(&mut bytes, offset)),
+                PartFile::Tensor(_, path) => {
+                    let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, offset));
+                    (path.display().to_string(), read)
+                }
+            };
+            read.map_err(|e| {
+                let why = match e.kind() {
+                    io::ErrorKind::UnexpectedEof => "it has become shorter".to_owned(),
+                    _ => e.to_string(),
+                };
+                CliError::Failed(format!("{name}: cannot be read at offset {offset}: {why}"))
+            })?;
+            if sum != xxh3_128(&bytes) {
+                return Err(source.mismatch(part, offset..offset + len as u64));
+            }
+            self.bar.inc(len as u64);
+            Ok(())
+        })
+    }
+
+    /// Downloads all parts. Returns the checksums of their pieces, of which each is one chunk's.
+    fn download(&self, source: &Input, parts: &[Part<'_>]) -> Result<Vec<ChunkSum>> {
+        let (mut pieces, mut ends, mut end) = (Vec::new(), Vec::new(), 0);
+        for part in parts {
+            pieces.push(Piece::new(end, part.place.clone()));
+            end += part.place.len() as u64;
+            ends.push(end);
+        }
+        let sink = ChecksumSink { name: source.name.clone(), ends, sums: Mutex::default() };
+        let transfer = self.copier.download_ranges(pieces, sink).map_err(|e| source.error(&e.error))?;
+        let sums = self.watched(source, transfer)?.sums;
+        let mut sums = sums.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        sums.sort_unstable_by_key(|sum| (sum.part, sum.at));
+        // All of each part has come back.
+        let mut came = vec![0; parts.len()];
+        for sum in &sums {
+            came[sum.part] += sum.len;
+        }
+        match parts.iter().zip(came).find(|(part, came)| part.place.len() != *came) {
+            Some((part, came)) => {
+                let end = part.from + part.place.len() as u64;
+                Err(source.mismatch(part, part.from + came as u64..end))
+            }
+            None => Ok(sums),
+        }
+    }
+
+    fn verify_tensors(
+        &self,
+        source: &Input,
+        checkpoint: &Checkpoint,
+        tensors: &[DeviceTensor],
+        report: &mut LoadReport,
+    ) -> Result<()> {
+        let mut parts = Vec::new();
+        for tensor in tensors {
+            if let (Some(place), Some(path)) = (tensor.slice(), checkpoint.file_of(tensor.name())) {
+                let (place, from) = (place.clone(), tensor.tensor().range().start);
+                parts.push(Part { place, from, file: PartFile::Tensor(tensor.name(), path) });
+            }
+        }
+        self.verify(source, &parts, report)
+    }
+
+    /// Loads a checkpoint's tensors into device memory.
+    fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
+        let mut loading = checkpoint.loader(&self.copier).start().map_err(|e| source.error(&e))?;
+        let mut tensors = Vec::new();
+        tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
+            source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
+        })?;
+        for tensor in loading.blocking() {
+            let tensor = tensor.map_err(|e| source.error(&e))?;
+            self.bar.inc(tensor.tensor().len());
+            tensors.push(tensor);
+        }
+        Ok(tensors)
+    }
+
+    /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
+    fn note(&self) -> PoolStats {
+        // Memory may still be being pinned, and the last copies' buffers may still be on their way back.
+        let pinning = self.pool.wait_pinned(Some(REST_TIMEOUT));
+        let stats = stats_at_rest(&self.pool);
+        if stats.unpinned_bytes > 0 {
+            let (plain, all) = (stats.unpinned_bytes, stats.pinned_bytes + stats.unpinned_bytes);
+            let (plain, all) = (amount(plain), amount(all));
+            say(&format!(
+                "warning: {plain} of the pool's {all} are not pinned, since the system refused (see ulimit -l); \
+                 copies from them are slower"
+            ));
+        } else if let Ok(Some(error)) = pinning.map(|p| p.error) {
+            say(&format!("warning: the pool is smaller than its capacity: {error}"));
+        }
+        stats
+    }
+}
+
+/// What is done with an input, one after the other.
+const PASSES: [&str; 3] = ["up", "back", "compared"];
+
+/// Begins the progress of an input of `len` bytes, all passes added up.
+fn show(bar: &ProgressBar, name: &str, len: u64, passes: &'static [&str]) {
+    let all = len.saturating_mul(passes.len() as u64);
+    let moved = move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
+        let done = state.pos();
+        let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(passes.len() as u64 - 1);
+        let (part, what) = (Amount(done - pass * len), passes[pass as usize]);
+        // A failed write is ignored: there is no other place for the text.
+        let _ = write!(line, "{part} of {} {what}", Amount(len));
+    };
+    let line = "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left";
+    if let Ok(style) = ProgressStyle::with_template(line) {
+        bar.set_style(style.with_key("moved", moved));
+    }
+    bar.set_message(clean(name, NAME).into_owned());
+    bar.set_length(all);
+    bar.reset();
+}
+
+/// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
+fn stats_at_rest(pool: &Pool) -> PoolStats {
+    let deadline = Instant::now() + REST_TIMEOUT;
+    loop {
+        let stats = pool.stats();
+        if stats.in_flight_bytes + stats.checked_out_bytes == 0 || Instant::now() >= deadline {
+            return stats;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Input {
+    fn failed(&self, why: impl std::fmt::Display) -> CliError {
+        CliError::Failed(format!("{}: {why}", self.name))
+    }
+
+    /// An error of the library, with the file's name added where the error does not contain it.
+    fn error(&self, error: &Error) -> CliError {
+        match error {
+            Error::Read { .. }
+            | Error::Shrunk { .. }
+            | Error::Transfer { .. }
+            | Error::Tensor { .. }
+            | Error::Cancelled { .. } => CliError::Failed(error.to_string()),
+            _ => self.failed(error),
+        }
+    }
+
+    /// Bytes of the file did not come back from a part.
+    fn mismatch(&self, part: &Part<'_>, bytes: std::ops::Range<u64>) -> CliError {
+        let std::ops::Range { start, end } = bytes;
+        let (what, which) = match part.file {
+            PartFile::Tensor(name, _) => (format!("in tensor {name:?}"), "its bytes".to_owned()),
+            PartFile::Whole(_) => (format!("at offset {start}"), format!("bytes {start}..{end}")),
+        };
+        let name = &self.name;
+        CliError::Mismatch(format!(
+            "{name}: mismatch {what}: {which} did not come back as they are in the file"
+        ))
+    }
+
+    /// The file ends here by now.
+    fn shrunk(&self, end: u64) -> CliError {
+        self.error(&Error::Shrunk { what: self.name.clone(), end, len: self.len })
+    }
+}
+
+/// A part of the device's memory, and where its bytes are in a file.
+struct Part<'a> {
+    place: DeviceSlice,
+    /// The offset of its first byte in the file.
+    from: u64,
+    file: PartFile<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum PartFile<'a> {
+    Whole(&'a File),
+    /// The tensor's name, and the path of its file.
+    Tensor(&'a str, &'a Path),
+}
+
+/// The checksum of what a chunk had of one part.
+#[derive(Clone, Copy, Debug)]
+struct ChunkSum {
+    /// Which of the parts.
+    part: usize,
+    /// Where in the part.
+    at: u64,
+    len: usize,
+    sum: u128,
+}
+
+/// A sink that keeps the checksums of what each chunk has of each part, and drops the bytes. The parts come one behind
+/// the other.
+struct ChecksumSink {
+    name: String,
+    /// Where each part ends.
+    ends: Vec<u64>,
+    sums: Mutex<Vec<ChunkSum>>,
+}
+
+impl Sink for ChecksumSink {
+    fn name(&self) -> std::borrow::Cow<'_, str> {
+        (&*self.name).into()
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let (mut sums, mut rest, mut from) = (Vec::new(), bytes, offset);
+        let mut part = self.ends.partition_point(|end| *end <= offset);
+        while !rest.is_empty() {
+            let end = *self.ends.get(part).ok_or(io::ErrorKind::InvalidInput)?;
+            let start = part.checked_sub(1).map_or(0, |before| self.ends[before]);
+            let len = rest.len().min((end - from) as usize);
+            sums.push(ChunkSum { part, at: from - start, len, sum: xxh3_128(&rest[..len]) });
+            (rest, from, part) = (&rest[len..], from + len as u64, part + 1);
+        }
+        self.sums.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend(sums);
+        Ok(())
+    }
+}
+
+impl LoadReport {
+    /// What bounded the uploads, as a word and in words. `None`: too few bytes to tell.
+    fn bound(&self) -> Option<(&'static str, &'static str)> {
+        let half = self.upload.bytes / 2;
+        if half < TELLING / 2 {
+            return None;
+        }
+        // Each of the two is far slower than a copy in memory.
+        Some(match self.taken {
+            Taken { read, .. } if read >= half => {
+                ("disk", "reading the disk, since the page cache did not have the file")
+            }
+            Taken { fresh, .. } if fresh >= half => (
+                "fresh_memory",
+                "fresh memory from the system, which is the host device's (an accelerator has its own)",
+            ),
+            _ => ("copying", "the link or the processor's copying, which pinpool bench tells apart"),
+        })
+    }
+
+    fn json(&self) -> Value {
+        let stats = &self.pool.unwrap_or_default();
+        json!({
+            "device": self.device,
+            "bound": self.bound().map(|(word, _)| word),
+            "bytes": self.upload.bytes,
+            "verified": self.verified,
+            "upload_gb_per_s": self.upload.gb_per_s(Moved::default()),
+            "download_gb_per_s": self.download.gb_per_s(Moved::default()),
+            "pool": {
+                "pinned_bytes": stats.pinned_bytes,
+                "free_bytes": stats.free_bytes,
+                "checked_out_bytes": stats.checked_out_bytes,
+                "in_flight_bytes": stats.in_flight_bytes,
+                "quarantined_bytes": stats.quarantined_bytes,
+                "cut_bytes": stats.cut_bytes,
+                "unpinned_bytes": stats.unpinned_bytes,
+                "checkouts": stats.checkouts,
+                "waits": stats.waits,
+            },
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut text: String = self.lines.iter().map(|line| format!("{line}\n")).collect();
+        if let Some((_, words)) = self.bound() {
+            text += &format!("bound by: {words}\n");
+        }
+        if let Some(PoolStats { pinned_bytes, checkouts, waits, .. }) = self.pool {
+            let pinned = amount(pinned_bytes);
+            text += &format!("pool: {pinned} pinned, {checkouts} checkouts, {waits} of them waited for\n");
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A byte on the device that is another is found, and the tensor that it is in is named.
+    #[test]
+    fn a_wrong_byte_on_the_device_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [("a", 70_000), ("none", 0), ("b", 3), ("c", 300_000), ("d", 1)];
+        let (mut header, mut end) = (Vec::new(), 0);
+        for (name, len) in tensors {
+            let to = end + len;
+            header.push(format!(r#""{name}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{end},{to}]}}"#));
+            end = to;
+        }
+        let header = format!("{{{}}}", header.join(","));
+        let bytes = (0..end).map(|i| (i / 251 + i % 251) as u8);
+        let front = (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes());
+        std::fs::write(&path, front.chain(bytes).collect::<Vec<u8>>()).unwrap();
+
+        let device = Device::open("host").unwrap();
+        let pool =
+            Pool::builder(&device).capacity(8 << 20).unpinned(pinpool::Unpinned::Allow).build().unwrap();
+        let copier = Copier::builder(&pool, &device).chunk(64 << 10).build().unwrap();
+        let run = LoadRun { sources: Vec::new(), device, pool, copier, bar: ProgressBar::hidden() };
+        let source = open(&path).unwrap();
+        let InputKind::Tensors(checkpoint) = &source.what else { panic!("it is a checkpoint") };
+        let loaded = run.upload_tensors(&source, checkpoint).unwrap();
+        let verify = || run.verify_tensors(&source, checkpoint, &loaded, &mut LoadReport::default());
+        verify().unwrap();
+        for (name, len) in tensors.iter().filter(|(_, len)| *len > 0) {
+            let tensor = loaded.iter().find(|tensor| tensor.name() == *name).unwrap();
+            for place in [0, len / 2, len - 1] {
+                let place = tensor.slice().unwrap().slice(place..=place).unwrap();
+                let right = run.copier.download_vec(&place).unwrap();
+                run.copier.upload_slice(&[!right[0]], &place).unwrap();
+                let error = verify().unwrap_err();
+                let text = error.to_string();
+                assert!(
+                    matches!(error, CliError::Mismatch(_)) && text.contains(&format!("tensor {name:?}")),
+                    "{text}"
+                );
+                run.copier.upload_slice(&right, &place).unwrap();
+            }
+        }
+        verify().unwrap();
+
+        // A file that has become shorter is named.
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
+        let error = verify().unwrap_err().to_string();
+        assert!(error.contains("model.safetensors: cannot be read at offset"), "{error}");
+    }
+}

@@ -1,0 +1,230 @@
+//! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
+//!
+//! The modules use the library's public interface only. `main` calls [`run`] or [`refuse`]; nothing else is called from outside. In the order in which to
+//! read them:
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `args.rs` | the command line: subcommands, options, help texts |
+//! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
+//! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
+//! | `bench.rs` | `pinpool bench`: the speed of the link and of the copier |
+//! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
+//! | `top/` | `pinpool top`: the metrics of another process, live |
+//! | `amount.rs`, `escape.rs` | amounts of memory and texts from outside, made fit to be shown |
+//! | `sample.rs` | bytes to copy that do not repeat |
+//! | `spread.rs` | work spread over threads |
+//!
+//! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
+//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is
+//! printed, so that it cannot steer a terminal.
+
+mod amount;
+pub mod args;
+pub mod bench;
+mod doctor;
+mod escape;
+pub mod load;
+mod sample;
+mod spread;
+mod top;
+
+use std::fmt;
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+use indicatif::{ProgressBar, ProgressDrawTarget};
+use pinpool::family::Family;
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder};
+use serde_json::{Value, json};
+
+/// A mismatch; a device that is missing; a device or a disk that fails; memory that cannot be had; a result that cannot
+/// be written.
+pub const EXIT_FAILED: u8 = 1;
+/// A command line that cannot be obeyed.
+pub const EXIT_USAGE: u8 = 2;
+
+/// Why the command ends early.
+#[derive(Debug)]
+pub enum CliError {
+    /// The command line cannot be obeyed.
+    Usage(String),
+    /// The work could not be done.
+    Failed(String),
+    /// What came back is not what went out.
+    Mismatch(String),
+}
+
+/// What a part of a subcommand ends with.
+type Result<T, E = CliError> = std::result::Result<T, E>;
+
+impl CliError {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage(_) => EXIT_USAGE,
+            Self::Failed(_) | Self::Mismatch(_) => EXIT_FAILED,
+        }
+    }
+}
+
+/// The text in one line. ([`say`] escapes it.)
+impl fmt::Display for CliError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
+        // No list of the words is built: the text may be long, and the command may be ending for want of memory.
+        for (number, word) in text.split_whitespace().enumerate() {
+            let space = if number > 0 { " " } else { "" };
+            write!(f, "{space}{word}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs the subcommand that the command line names.
+pub fn run(args: &args::Args) -> ExitCode {
+    log_to_stderr(args.verbose);
+    match &args.command {
+        args::Command::Load(args) => load::run(args),
+        args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Bench(args) => bench::run(args),
+        args::Command::Top(args) => exit(None, "", top::run(args)),
+    }
+}
+
+/// Prints help and version to stdout; an error of the command line becomes one line on stderr, and with `--json` an
+/// object.
+pub fn refuse(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
+        // The error is ignored: a closed pipe needs no more of the help.
+        let _ = error.print();
+        return ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 });
+    }
+    let text = error.render().to_string();
+    // The first paragraph has the cause; usage and hints follow after an empty line.
+    let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
+    let cause = cause.join(" ");
+    let cause = format!("{} (see --help)", cause.strip_prefix("error: ").unwrap_or(&cause));
+    let json = std::env::args_os().any(|arg| arg == "--json").then(|| json!({}));
+    exit(json, "", Err(CliError::Usage(cause)))
+}
+
+/// Opens the device that the command line names. A name that no device can have is an error of the command line; a
+/// device that is missing or fails is not.
+fn open_device(spec: &str) -> Result<Device> {
+    Device::open(spec).map_err(|error| {
+        let text = format!("--device: {error}");
+        let named = spec == "auto" || Family::of(spec).is_some();
+        if named { CliError::Failed(text) } else { CliError::Usage(text) }
+    })
+}
+
+/// The builder of a pool, with the backing that the command line names.
+fn pool(device: &Device, backing: Option<args::BackingArg>) -> PoolBuilder {
+    let builder = Pool::builder(device);
+    match backing {
+        None => builder,
+        Some(args::BackingArg::Registered) => builder.backing(Backing::Registered),
+        Some(args::BackingArg::HostAlloc) => builder.backing(Backing::HostAlloc(HostAllocFlags::default())),
+    }
+}
+
+/// The exit status of a subcommand. Prints its text, its object, in which `error` is the error or null, and the error.
+fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
+    let mut text = text.to_owned();
+    if let Some(mut object) = object {
+        object["error"] = result.as_ref().err().map(CliError::to_string).into();
+        text += &(json_line(&object) + "\n");
+    }
+    // Printed also after an error, which goes before one of printing.
+    match result.and(print(&mut io::stdout(), &text)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            say(&format!("error: {failure}"));
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+/// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
+fn print(out: &mut impl Write, text: &str) -> Result<()> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(CliError::Failed(format!("the result cannot be written: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The number of threads on the command line; without one, the number of cores, at most eight.
+fn threads(named: Option<u16>) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    named.map_or_else(cores, usize::from)
+}
+
+/// The library's error, without the name of the device in front of it: the text around it has that.
+fn of_device(device: &Device, error: &Error) -> String {
+    escape::unnamed(&error.to_string(), device.name()).to_owned()
+}
+
+/// A progress bar on a terminal, a hidden one elsewhere.
+fn progress_bar() -> ProgressBar {
+    let terminal = io::stderr().is_terminal();
+    if terminal {
+        ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr())
+    } else {
+        ProgressBar::hidden()
+    }
+}
+
+/// GB/s of 10^9 bytes. `None`: `time` is zero.
+fn rate(bytes: u64, time: Duration) -> Option<f64> {
+    (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
+}
+
+/// An empty vector with a capacity of `len` bytes. A refused allocation is an error here; in `Vec::with_capacity` it
+/// would end the process.
+fn room(len: usize) -> Result<Vec<u8>, Error> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|e| Error::OutOfMemory { wanted: len, text: e.to_string() })?;
+    Ok(bytes)
+}
+
+/// The time that closing a device may take, when none of the command's copies is in flight any more.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
+fn close(device: Device) -> Result<()> {
+    device.close(CLOSING).map_err(|error| CliError::Failed(error.to_string()))
+}
+
+/// Prints a line on stderr, escaped, since it may contain text of files and servers. A closed stderr is ignored.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "{}", escape::text(line));
+}
+
+/// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
+/// terminal.
+fn json_line(value: &Value) -> String {
+    let escaped = |c: char| -> String {
+        c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+    };
+    let plain = |c: char| c.is_ascii() && c != '\u{7f}';
+    value.to_string().chars().map(|c| if plain(c) { c.to_string() } else { escaped(c) }).collect()
+}
+
+/// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning
+/// about memory that is not pinned comes once per extent; the command says that itself, in one line.
+fn log_to_stderr(verbose: u8) {
+    let level = match verbose {
+        0 => tracing::Level::ERROR,
+        1 => tracing::Level::INFO,
+        _ => tracing::Level::DEBUG,
+    };
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .init();
+}

@@ -1,0 +1,134 @@
+//! `pinpool doctor` as an operator meets it: the built executable, what it prints, and its exit status.
+//!
+//! Most conditions are fabricated: a folder that looks like a machine ([`machine`]) stands in for `/proc`, `/sys` and
+//! `/dev`, healthy but for one thing, and one check is looked at. The pinning and copying at the end is real all the
+//! same. Limits of the process are also set for real.
+
+#![allow(unsafe_code)]
+
+mod accelerator;
+mod cgroup;
+mod limits;
+mod machine;
+mod memory;
+mod output;
+mod parse;
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// Every check, in order.
+const NAMES: [&str; 20] = [
+    "container",
+    "wsl",
+    "memlock",
+    "address-space",
+    "memory",
+    "cgroup",
+    "huge-pages",
+    "hugetlb",
+    "numa",
+    "kernel",
+    "mappings",
+    "iommu",
+    "driver",
+    "device-files",
+    "library",
+    "device",
+    "pin",
+    "fragmentation",
+    "copy",
+    "link",
+];
+
+/// `pinpool doctor`, without what this process's own environment says about containers and libraries.
+fn doctor() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pinpool"));
+    command.arg("doctor").stdin(Stdio::null());
+    for name in [
+        "KUBERNETES_SERVICE_HOST",
+        "LD_LIBRARY_PATH",
+        "PINPOOL_LIBCUDA",
+        "PINPOOL_LIBASCENDCL",
+        "ASCEND_TOOLKIT_HOME",
+        "ASCEND_HOME_PATH",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+    ] {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The output of a run with `--json`, once its form and its exit status have been checked.
+struct Findings(Value);
+
+fn findings(command: &mut Command) -> Findings {
+    let output = command.arg("--json").output().unwrap();
+    let text = stdout(&output);
+    assert_eq!(text.lines().count(), 1, "{command:?}: {text}\n{}", stderr(&output));
+    assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
+    let value: Value = serde_json::from_str(&text).unwrap();
+    let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&value), ["capacity_bytes", "checks", "device", "measured", "status"]);
+    assert_eq!(
+        keys(&value["measured"]),
+        ["download_gb_per_s", "expected_gb_per_s", "pin_gb_per_s", "touch_gb_per_s", "upload_gb_per_s"]
+    );
+    let checks = value["checks"].as_array().unwrap();
+    let names: Vec<_> = checks.iter().map(|c| c["name"].as_str().unwrap()).collect();
+    // A device that cannot be closed is told in one line more.
+    assert_eq!(names.strip_suffix(&["close"]).unwrap_or(&names), NAMES);
+    for check in checks {
+        assert_eq!(keys(check), ["fix", "found", "name", "status"]);
+        assert!(!check["found"].as_str().unwrap().is_empty());
+        // A report of something wrong says what to do.
+        match check["status"].as_str().unwrap() {
+            "ok" => assert!(check["fix"].is_null(), "{check}"),
+            "warn" | "fail" => assert!(!check["fix"].as_str().unwrap().is_empty(), "{check}"),
+            other => panic!("{other}"),
+        }
+    }
+    let worst = ["fail", "warn", "ok"].iter().find(|s| checks.iter().any(|c| c["status"] == **s)).unwrap();
+    assert_eq!(value["status"], **worst);
+    assert_eq!(output.status.code(), Some(i32::from(*worst == "fail")), "{value}");
+    Findings(value)
+}
+
+impl Findings {
+    fn check(&self, name: &str) -> &Value {
+        self.0["checks"].as_array().unwrap().iter().find(|check| check["name"] == name).unwrap()
+    }
+
+    /// The check ended so, found these words, and offers these remedies.
+    #[track_caller]
+    fn is(&self, name: &str, status: &str, found: &[&str], fix: &[&str]) -> &Self {
+        let check = self.check(name);
+        assert_eq!(check["status"], status, "{check:#}");
+        for word in found {
+            assert!(check["found"].as_str().unwrap().contains(word), "{word:?} is not found: {check:#}");
+        }
+        for word in fix {
+            let fix = check["fix"].as_str().unwrap_or_default();
+            assert!(fix.contains(word), "{word:?} is no remedy: {check:#}");
+        }
+        self
+    }
+
+    /// The remedies do not mention this.
+    #[track_caller]
+    fn spares(&self, name: &str, word: &str) -> &Self {
+        let check = self.check(name);
+        assert!(!check["fix"].as_str().unwrap_or_default().contains(word), "{check:#}");
+        self
+    }
+}

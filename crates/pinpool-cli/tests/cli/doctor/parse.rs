@@ -1,0 +1,114 @@
+//! The doctor's parsing of the kernel's files, on lines of the kernel's own and on nonsense. Its files are compiled a second
+//! time here, since a run of the command for each of thousands of texts would take minutes.
+
+#[allow(dead_code, reason = "only its parsing is tried here")]
+#[path = "../../../../../src/os/cgroup.rs"]
+mod groups;
+#[path = "../../../src/cli/doctor/parse.rs"]
+mod parser;
+
+use proptest::prelude::*;
+
+use groups::{group, mount, stat};
+use parser::*;
+
+/// Whole lines of the files that are parsed here.
+const SEEDS: [&str; 12] = [
+    "MemAvailable:   23791564 kB",
+    "Node 0 MemFree:        115120 kB",
+    "Max locked memory         8388608              unlimited            bytes     ",
+    "CapEff:\t000001fffeffffff",
+    "0-3,8,10-11",
+    "always [madvise] never",
+    "Node 0, zone   Normal   4751   6161   3395   1567   3120   3650",
+    "36 35 98:0 /mnt\\0401 /mnt2 rw,noatime master:1 - cgroup cgroup rw,memory",
+    "4:cpu,memory:/a/b:c",
+    "6.12.3-generic",
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue",
+    "32.0 GT/s PCIe",
+];
+
+fn all(text: &str) {
+    for key in ["MemAvailable", "MemFree"] {
+        _ = (field(text, key), kib(text, key), stat(text, key));
+    }
+    limit(text, "Max locked memory");
+    for bit in [0, 14, 63, 64, u32::MAX] {
+        capability(text, bit);
+    }
+    for zone in zones(text) {
+        _ = (zone.bytes_in(1 << 21, 4096), zone.bytes_in(1 << 63, 1 << 63));
+    }
+    for name in ["memory", ""] {
+        _ = (mount(text, "cgroup", name), group(text, name));
+    }
+    _ = (ranges(text), choice(text), release(text), version(text), transfers(text));
+}
+
+proptest! {
+    #[test]
+    fn nothing_panics(text in any::<String>()) {
+        all(&text);
+    }
+
+    #[test]
+    fn nor_does_anything_that_nearly_fits(seed in 0..SEEDS.len(), at in any::<prop::sample::Index>(),
+                                          end in any::<prop::sample::Index>(), with in any::<String>()) {
+        let seed = SEEDS[seed];
+        let (a, b) = (at.index(seed.len()), end.index(seed.len()));
+        all(&format!("{}{with}{}", &seed[..a.min(b)], &seed[a.max(b)..]));
+    }
+
+    #[test]
+    fn limits_are_read_back(soft in any::<Option<u64>>(), hard in any::<Option<u64>>()) {
+        let word = |value: Option<u64>| value.map_or_else(|| "unlimited".into(), |v| v.to_string());
+        let text = format!(
+            "Limit                     Soft Limit           Hard Limit           Units     \n\
+             Max locked memory         {:<20} {:<20} bytes     \n", word(soft), word(hard));
+        prop_assert_eq!(limit(&text, "Max locked memory"), Some((soft, hard)));
+        prop_assert_eq!(limit(&text, "Max address space"), None);
+    }
+
+    #[test]
+    fn capabilities_are_bits(set in any::<u64>(), bit in 0..64_u32) {
+        prop_assert_eq!(capability(&format!("CapEff:\t{set:016x}"), bit), Some(set >> bit & 1 == 1));
+    }
+
+    #[test]
+    fn paths_are_unescaped(path in "[a-z \t\n\\\\/é]{1,40}") {
+        let special = |c: char| if " \t\n\\".contains(c) { format!("\\{:03o}", c as u32) } else { c.into() };
+        let escaped: String = path.chars().map(special).collect();
+        let text = format!("36 35 98:0 / {escaped} rw - cgroup2 cgroup rw");
+        prop_assert_eq!(mount(&text, "cgroup2", ""), Some(("/".to_owned(), path)));
+    }
+
+    #[test]
+    fn blocks_add_up(blocks in prop::collection::vec(0..1_000_000_u64, 0..14), order in 0..14_u32) {
+        let words: Vec<String> = blocks.iter().map(u64::to_string).collect();
+        let zones = zones(&format!("Node 3, zone   Normal {}", words.join(" ")));
+        prop_assert_eq!((zones.len(), zones[0].node), (1, 3));
+        let pages: u64 = (order..).zip(blocks.iter().skip(order as usize)).map(|(o, n)| n << o).sum();
+        prop_assert_eq!(zones[0].bytes_in(4096 << order, 4096), pages * 4096);
+    }
+}
+
+#[test]
+fn the_kernels_own_lines_are_read() {
+    assert_eq!(kib(SEEDS[0], "MemAvailable"), Some(23_791_564 << 10));
+    assert_eq!(kib(SEEDS[1], "MemFree"), Some(115_120 << 10));
+    assert_eq!(kib("MemFree: 3", "MemFree"), None);
+    assert_eq!(stat("file 3\ninactive_file 4096\n", "inactive_file"), Some(4096));
+    assert_eq!(limit(SEEDS[2], "Max locked memory"), Some((Some(8 << 20), None)));
+    assert_eq!((capability(SEEDS[3], 14), capability(SEEDS[3], 24)), (Some(true), Some(false)));
+    assert_eq!(ranges(SEEDS[4]), [0..=3, 8..=8, 10..=11]);
+    assert_eq!(ranges("\n"), []);
+    assert_eq!(choice(SEEDS[5]), Some("madvise"));
+    assert_eq!(mount(SEEDS[7], "cgroup", "memory"), Some(("/mnt 1".into(), "/mnt2".into())));
+    assert_eq!((mount(SEEDS[7], "cgroup", "cpu"), mount(SEEDS[7], "cgroup2", "")), (None, None));
+    assert_eq!(group(SEEDS[8], "memory"), Some("/a/b:c".into()));
+    assert_eq!(group("1:name=x:/\n0::/u", ""), Some("/u".into()));
+    assert_eq!(release(SEEDS[9]), Some((6, 12)));
+    assert_eq!(version(SEEDS[10]), Some("580.159.03"));
+    assert_eq!(version("Version=25.0.rc1\nx=7"), Some("25.0.rc1"));
+    assert_eq!((transfers(SEEDS[11]), transfers("Unknown")), (Some(32.0), None));
+}

@@ -1,0 +1,189 @@
+//! The `pinpool` command as its users meet it: the built binary, its output and its exit status.
+//!
+//! Everything runs on the host device, which is always there; once on a GPU, and once on an Ascend device, of the
+//! stand-in driver or, where `PINPOOL_REQUIRE` names one, of the machine's own. What needs hundreds of megabytes runs
+//! only with `PINPOOL_FULL=1`.
+
+#![cfg(target_os = "linux")]
+#![allow(unsafe_code)]
+
+mod bench;
+mod checkpoints;
+mod devices;
+mod doctor;
+mod files;
+mod hostile;
+mod spread;
+#[path = "../../../../tests/support/mod.rs"]
+mod support;
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+use support::doubles;
+use support::skip;
+
+fn pinpool() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pinpool"));
+    command.stdin(Stdio::null());
+    command
+}
+
+/// `pinpool load --device host`, and so on.
+fn load<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = pinpool();
+    command.args(["load", "--device", "host"]).args(args);
+    command
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// The JSON object on the last line, with exactly the keys that are promised, and the pool's sums right.
+fn report(output: &Output) -> Value {
+    let text = stdout(output);
+    let report: Value = serde_json::from_str(text.lines().last().expect("a last line")).unwrap();
+    let keys = |v: &Value| {
+        let mut keys: Vec<String> = v.as_object().unwrap().keys().cloned().collect();
+        keys.sort();
+        keys
+    };
+    assert_eq!(
+        keys(&report),
+        ["bound", "bytes", "device", "download_gb_per_s", "error", "pool", "upload_gb_per_s", "verified"]
+    );
+    assert_eq!(
+        keys(&report["pool"]),
+        [
+            "checked_out_bytes",
+            "checkouts",
+            "cut_bytes",
+            "free_bytes",
+            "in_flight_bytes",
+            "pinned_bytes",
+            "quarantined_bytes",
+            "unpinned_bytes",
+            "waits"
+        ]
+    );
+    let pool = |key: &str| report["pool"][key].as_u64().unwrap();
+    let parts =
+        ["free_bytes", "checked_out_bytes", "in_flight_bytes", "quarantined_bytes", "cut_bytes"].map(pool);
+    assert_eq!(parts.iter().sum::<u64>(), pool("pinned_bytes") + pool("unpinned_bytes"), "{report}");
+    assert_eq!(parts[1..4], [0, 0, 0], "everything is back: {report}");
+    report
+}
+
+/// Success: the report, with the pool within its capacity.
+fn succeeds(command: &mut Command, capacity: u64) -> Value {
+    let output = command.arg("--json").arg("--capacity").arg(capacity.to_string()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{command:?}: {}", stderr(&output));
+    let report = report(&output);
+    let held =
+        report["pool"]["pinned_bytes"].as_u64().unwrap() + report["pool"]["unpinned_bytes"].as_u64().unwrap();
+    // For nothing, nothing is pinned.
+    assert!((held > 0) == (report["bytes"] != 0) && held <= capacity, "{held} of {capacity}");
+    assert!(report["error"].is_null(), "{report}");
+    report
+}
+
+/// A refusal: exit status 2, one line that names the cause, nothing on stdout.
+fn refuses(command: &mut Command, cause: &str) {
+    let output = command.output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{command:?}: {text}");
+    assert_eq!(text.lines().count(), 1, "{command:?}: {text}");
+    assert!(text.contains(cause), "{command:?} should name {cause:?}: {text}");
+    // A path may be long, and is said whole.
+    assert!(text.len() < 10_000, "{command:?}: {} bytes", text.len());
+    assert_eq!(stdout(&output), "", "{command:?}");
+}
+
+/// With `--json` the last line of stdout is an object whose `error` is the line on stderr.
+fn tells_in_json(command: &mut Command, code: i32, cause: &str) -> Value {
+    let output = command.arg("--json").output().unwrap();
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {}", stderr(&output));
+    let text = stdout(&output);
+    let object: Value = serde_json::from_str(text.lines().last().expect("an object")).unwrap();
+    let error = object["error"].as_str().expect("a text");
+    assert!(error.contains(cause), "{command:?} should name {cause:?}: {object}");
+    assert!(stderr(&output).lines().any(|line| line == format!("error: {error}")), "{}", stderr(&output));
+    object
+}
+
+/// A failure: exit status 1, and a last line on stderr that names the cause.
+fn fails(command: &mut Command, cause: &str) -> Output {
+    let output = command.output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{command:?}: {text}");
+    let line = text.lines().find(|l| l.starts_with("error: ")).unwrap_or_default();
+    assert!(line.contains(cause), "{command:?} should name {cause:?}: {text}");
+    output
+}
+
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A file of bytes that do not repeat.
+    fn make(&self, name: &str, len: usize) -> PathBuf {
+        let path = self.path(name);
+        let mut state = len as u64 | 1;
+        let mut bytes = vec![0; len.min(1 << 20)];
+        let mut file = File::create(&path).unwrap();
+        let mut left = len;
+        while left > 0 {
+            for byte in &mut bytes {
+                // A linear congruential generator with the constants of Knuth's MMIX; the upper bits are the good ones.
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                *byte = (state >> 56) as u8;
+            }
+            let part = left.min(bytes.len());
+            file.write_all(&bytes[..part]).unwrap();
+            left -= part;
+        }
+        path
+    }
+}
+
+/// In a debug build clap checks the options of the command that is named.
+#[test]
+fn the_command_line_is_consistent() {
+    for command in ["load", "doctor", "bench", "top"] {
+        for args in [["help", command], [command, "--help"]] {
+            let help = pinpool().args(args).output().unwrap();
+            assert_eq!(help.status.code(), Some(0), "{command}: {}", stderr(&help));
+        }
+    }
+}
+
+/// Limits the command's address space.
+fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
+    // SAFETY: between fork and exec only a system call is made, which is allowed there.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+            match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    }
+}

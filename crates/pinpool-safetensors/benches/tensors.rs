@@ -1,0 +1,408 @@
+//! Loading checkpoints in the safetensors format to the device, beside the link and beside the format's own loader.
+//!
+//! # What is measured
+//!
+//! Two files in the page cache: `small`, 16,384 tensors of 16 KiB, and `large`, 64 tensors of 32 MiB (`--large-mib` for
+//! another length of all: the results are of 4096, by `benches/gpu.sh`). Each is loaded by 8 threads (or as many as
+//! there are cores), all tensors handed out, wall time of the whole.
+//!
+//! | row | what it is |
+//! | --- | --- |
+//! | `copier` | the copier itself: the same range of the same file to the same memory, as one transfer of bytes |
+//! | `load` | an opened checkpoint into existing device memory |
+//! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
+//! | `open` | the same, the header read within the time as well |
+//! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, if `python3` has both; in a process of its own |
+//! | `python_VERSION_WAY` | with `--wheels FOLDER,FOLDER`, folders of unpacked wheels of safetensors, in place of the row before: `load_file` of each, and `prefetch` by 8 and by 16 threads where the version has it |
+//!
+//! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
+//! round, and each round begins with another row. A copy for the peak is among them, and a plain loop of as many
+//! threads that reads the file into ordinary memory, which is as fast as staging can be on this machine. The bytes on
+//! the device are compared with the file, once for each file, outside of the measured time.
+//!
+//! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
+//! load started: tensors selected and placed, the transfer begun), `first` (from there to the first tensor), `hand_out`
+//! (all tensors of a load that is complete). The time between these is the copier's. `--only parts` runs only these.
+//!
+//! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
+//! no other round begins when 8 s have passed. Each part prints when it ends.
+//!
+//! Of the peers the first load, which pins their memory, is told by itself, and is in none of the medians.
+//!
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the copier's chunks, `--no-peer`.
+//! `cargo bench -p pinpool-safetensors`, or the executable by itself, from the repository's root.
+#![allow(missing_docs, unsafe_code)]
+
+#[path = "../../../benches/measure/link.rs"]
+mod link;
+#[path = "../../../benches/measure/mod.rs"]
+mod measure;
+
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use link::{Link, UP};
+use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
+use pinpool::copier::FileSource;
+use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
+use pinpool_safetensors::{Checkpoint, DeviceTensor};
+
+/// The peer's program, which prints a line for each load: version, way, threads, seconds.
+const PEER: &str = "benches/peers/safetensors_load.py";
+
+/// A file of equal tensors of bytes that do not repeat.
+fn write(path: &Path, count: usize, len: usize) {
+    let mut header = String::from("{");
+    for number in 0..count {
+        let comma = if number > 0 { "," } else { "" };
+        let (from, to) = (number * len, (number + 1) * len);
+        let shape = len / 2;
+        header += &format!(
+            r#"{comma}"model.layers.{number}.weight":{{"dtype":"BF16","shape":[{shape}],"data_offsets":[{from},{to}]}}"#
+        );
+    }
+    header.push('}');
+    // Padded as the format's own writer does it.
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut file = BufWriter::with_capacity(1 << 20, std::fs::File::create(path).expect("a file"));
+    file.write_all(&(header.len() as u64).to_le_bytes()).expect("room for a file");
+    file.write_all(header.as_bytes()).expect("room for a file");
+    let mut block = vec![0; 1 << 24];
+    link::fill(&mut block, 8);
+    let (mut left, mut turn) = (count * len, 0_u64);
+    while left > 0 {
+        // Different from every block before it.
+        turn += 1;
+        block.chunks_exact_mut(4096).for_each(|page| page[..8].copy_from_slice(&turn.to_le_bytes()));
+        let part = left.min(block.len());
+        file.write_all(&block[..part]).expect("room for a file");
+        left -= part;
+    }
+    file.flush().expect("room for a file");
+}
+
+/// A file, and the state that its rows share.
+struct LoadSetup<'a> {
+    name: &'a str,
+    path: &'a Path,
+    bytes: usize,
+    checkpoint: Checkpoint,
+    copier: &'a Copier,
+    memory: &'a DeviceBuffer,
+}
+
+impl LoadSetup<'_> {
+    /// Device memory for the rows that do not allocate.
+    fn load(&self) -> Vec<DeviceTensor> {
+        let loader = self.checkpoint.loader(self.copier);
+        loader.memory(|len| self.memory.slice(..len)).load().expect("the transfer completes")
+    }
+
+    /// The range of the file that holds its tensors.
+    fn range(&self) -> std::ops::Range<u64> {
+        let ends = self.checkpoint.tensors().map(|tensor| tensor.range().end);
+        let start = self.checkpoint.tensors().next().map_or(0, |tensor| tensor.range().start);
+        start..ends.max().unwrap_or(start)
+    }
+
+    /// Checks every byte on the device.
+    fn check(&self) {
+        let file = std::fs::File::open(self.path).expect("a file");
+        for tensor in self.load() {
+            let back = self.copier.download_vec(tensor.slice().expect("it has bytes")).expect("comes back");
+            let mut right = vec![0; back.len()];
+            file.read_exact_at(&mut right, tensor.tensor().range().start).expect("is read");
+            assert!(back == right, "{}", tensor.name());
+        }
+    }
+
+    /// Runs a row once. Returns the seconds.
+    fn row(&self, row: &str) -> f64 {
+        let since = Instant::now();
+        let tensors = match row {
+            "copier" => {
+                let source = FileSource::open(self.path).and_then(|file| file.range(self.range()));
+                let since = Instant::now();
+                let source = source.expect("a file");
+                let sent = self.copier.upload_file(source, self.memory.slice(..self.bytes));
+                sent.expect("starts").wait().expect("the transfer completes");
+                return since.elapsed().as_secs_f64();
+            }
+            "load" => self.load(),
+            "alloc" => self.checkpoint.loader(self.copier).load().expect("the transfer completes"),
+            _ => {
+                let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
+                checkpoint.loader(self.copier).load().expect("the transfer completes")
+            }
+        };
+        let taken = since.elapsed().as_secs_f64();
+        assert_eq!(tensors.len(), self.checkpoint.len());
+        taken
+    }
+
+    /// Microseconds of the loader's parts, in the order of [`PARTS`].
+    fn parts(&self) -> [f64; 4] {
+        let micros = |since: Instant| since.elapsed().as_secs_f64() * 1e6;
+        let since = Instant::now();
+        let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
+        let open = micros(since);
+        drop(checkpoint);
+        let since = Instant::now();
+        let loader = self.checkpoint.loader(self.copier).memory(|len| self.memory.slice(..len));
+        let mut loading = loader.start().expect("starts");
+        let plan = micros(since);
+        let since = Instant::now();
+        let mut tensors = Vec::with_capacity(self.checkpoint.len());
+        tensors.extend(loading.next_blocking().map(|tensor| tensor.expect("the transfer completes")));
+        let first = micros(since);
+        while loading.progress().done < loading.progress().total {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let since = Instant::now();
+        while let Some(tensor) = loading.next_blocking() {
+            tensors.push(tensor.expect("the transfer completes"));
+        }
+        let hand_out = micros(since);
+        assert_eq!(tensors.len(), self.checkpoint.len());
+        [open, plan, first, hand_out]
+    }
+}
+
+/// The fewest rounds, and the time after which no other round of a file begins.
+const ENOUGH: usize = 3;
+const LONGEST: Duration = Duration::from_secs(8);
+const ROWS: [&str; 4] = ["copier", "load", "alloc", "open"];
+const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
+
+fn main() {
+    // `cargo test` runs benches with this argument.
+    if flag("test") {
+        return println!("tensors: not a test");
+    }
+    let begun = Instant::now();
+    let device = option("device")
+        .map_or_else(|| Device::open("cuda:0").or_else(|_| Device::open("host")), |name| Device::open(&name));
+    let device = device.expect("a device");
+    let gpu = device.name().starts_with("cuda");
+    let required = std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.contains("cuda"));
+    assert!(gpu || !required, "PINPOOL_REQUIRE asks for a GPU");
+    if gpu {
+        measure::judge();
+    }
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let rounds = number("rounds", if quick() { 3 } else { 5 });
+    let large = number("large-mib", if gpu && !quick() { 2048 } else { 256 }) << 20;
+    let link_bytes = 1 << if gpu { 30 } else { 27 };
+    // Each piece of the bare link fills an extent.
+    let extent = link_bytes / 8 + (2 << 20);
+    let capacity = 8 * extent + (400 << 20);
+    measure::plan(
+        option("large-mib").is_some(),
+        &[
+            ("the pool", capacity),
+            ("files in the page cache", large + (256 << 20)),
+            // Memory for all rows, and for the row that allocates.
+            ("the host device's memory", if gpu { 0 } else { 2 * large.max(256 << 20) }),
+        ],
+    );
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = [("small", 16_384, 16 << 10), ("large", 64, large / 64)].map(|(name, count, len)| {
+        let path = folder.path().join(format!("{name}.safetensors"));
+        write(&path, count, len);
+        (name, path, count * len)
+    });
+
+    let only_parts = option("only").is_some() && wanted("parts");
+    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
+    let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
+    let pool = builder.build().expect("memory for a pool");
+    pool.wait_pinned(None).expect("pinning ends");
+    let threads = cores.min(8);
+    let builder = Copier::builder(&pool, &device).threads(threads).share(256 << 20);
+    let chunk = option("chunk-kib").map(|kib| kib.parse::<usize>().expect("a number") << 10);
+    let copier = match chunk {
+        Some(chunk) => builder.chunk(chunk),
+        None => builder,
+    };
+    let copier = copier.build().expect("a copier");
+    let longest = files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20);
+    let memory = device.alloc(link_bytes.max(longest)).expect("device memory");
+    let mut link = Link::new(&pool, &device, link_bytes, &[UP]);
+    let mut peak = 0.0_f64;
+    let mut around = |peak: &mut f64| {
+        for streams in [1, 2] {
+            let taken = link.run(&[UP], streams, [&memory, &memory]);
+            *peak = peak.max(link_bytes as f64 / taken / 1e9);
+        }
+    };
+
+    for (name, path, bytes) in &files {
+        let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+        let setup = LoadSetup { name, path, bytes: *bytes, checkpoint, copier: &copier, memory: &memory };
+        // Also for warming up.
+        setup.check();
+        println!("{name}: every byte is right, {:.1} s since the start", begun.elapsed().as_secs_f64());
+        let (mut seconds, mut parts) = (Rounds::new(ROWS.len()), Rounds::new(PARTS.len()));
+        let (file, mut loop_speed) = (std::fs::File::open(path).expect("a file"), Vec::new());
+        let since = Instant::now();
+        for round in 0..rounds {
+            // A slow machine gets fewer rounds.
+            if round >= ENOUGH && since.elapsed() > LONGEST {
+                println!(
+                    "{name}: {round} rounds of {rounds}, which took {:.1} s",
+                    since.elapsed().as_secs_f64()
+                );
+                break;
+            }
+            if !only_parts {
+                around(&mut peak);
+                loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
+                // In another order each round, so that no row always follows the same one.
+                for turn in 0..ROWS.len() {
+                    let row = (round + turn) % ROWS.len();
+                    seconds.add(row, setup.row(ROWS[row]));
+                }
+            }
+            setup.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
+        }
+        if !only_parts {
+            around(&mut peak);
+            setup.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
+        }
+        for (part, what) in PARTS.iter().enumerate() {
+            let spread = parts.spread(part);
+            println!("{name}_{what:<12} {:>9.1} us ({:.1} to {:.1})", spread.mid, spread.low, spread.high);
+            line(format!("tensors_us_{name}_{what}"), threads, spread);
+        }
+        if only_parts {
+            continue;
+        }
+        // As many loads as the other rows, over the bytes of the file.
+        let rates = |row: usize| Spread::of(&setup.rates(seconds.values(row))).mid;
+        if gpu && !flag("no-peer") {
+            let wheels = option("wheels");
+            let folders: Vec<&str> = wheels.iter().flat_map(|folders| folders.split(',')).collect();
+            if folders.is_empty() {
+                setup.peer(None, rounds, [rates(1), rates(3)]);
+            }
+            folders.into_iter().for_each(|folder| setup.peer(Some(folder), rounds, [rates(1), rates(3)]));
+        }
+    }
+    measure::used();
+}
+
+impl LoadSetup<'_> {
+    /// Bytes over seconds, in GB/s.
+    fn rates(&self, seconds: &[f64]) -> Vec<f64> {
+        seconds.iter().map(|seconds| self.bytes as f64 / seconds / 1e9).collect()
+    }
+
+    fn table(&self, seconds: &Rounds, peak: f64, memory: Spread, threads: usize, gpu: bool) {
+        let Self { name, bytes, .. } = self;
+        println!(
+            "{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s; a plain loop of {threads} threads reads it at {:.2} GB/s ({:.2} to {:.2})",
+            self.copier.device().name(),
+            memory.mid,
+            memory.low,
+            memory.high
+        );
+        for (row, what) in ROWS.iter().enumerate() {
+            let rates = self.rates(seconds.values(row));
+            let Spread { low, mid, high } = Spread::of(&rates);
+            let over = Spread::of(&rates.iter().map(|rate| rate / peak).collect::<Vec<_>>());
+            // Each row over the copier's own row.
+            let beside = seconds.ratio(0, row);
+            println!(
+                "{name}_{what:<12} {mid:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3}), {:.3} of the copier ({:.3} to {:.3})",
+                over.mid, over.low, over.high, beside.mid, beside.low, beside.high
+            );
+            line(
+                format!("tensors_mb_per_s_{name}_{what}"),
+                threads,
+                Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 },
+            );
+            if *what == "load" && gpu {
+                let (gate, aim) = if *name == "small" { (0.88, Some(0.93)) } else { (0.95, None) };
+                at_least(format!("{name} tensors over the pinned peak"), over, gate, aim);
+            }
+        }
+    }
+}
+
+/// What the peer's program prints of a way of loading.
+struct PeerWay {
+    version: String,
+    way: String,
+    threads: usize,
+    seconds: Vec<f64>,
+}
+
+/// The loads by safetensors' own loaders, of the version in `folder` or else of the installed one.
+fn peer(path: &Path, folder: Option<&str>, rounds: usize) -> Result<Vec<PeerWay>, String> {
+    let mut command = Command::new("python3");
+    command.arg(PEER).arg(path).arg((rounds + 1).to_string()).args(folder);
+    let output = command.output().map_err(|e| e.to_string())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.lines().last().unwrap_or("it said nothing");
+        if text.is_empty() {
+            return Err(said.to_owned());
+        }
+        println!("the peer ended early: {said}");
+    }
+    let mut ways: Vec<PeerWay> = Vec::new();
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [version, way, threads, seconds] = words[..] else { return Err(format!("it said {line:?}")) };
+        let (Ok(threads), Ok(seconds)) = (threads.parse(), seconds.parse()) else {
+            return Err(format!("it said {line:?}"));
+        };
+        match ways.last_mut().filter(|last| (&*last.way, last.threads) == (way, threads)) {
+            Some(last) => last.seconds.push(seconds),
+            None => {
+                let (version, way) = (version.to_owned(), way.to_owned());
+                ways.push(PeerWay { version, way, threads, seconds: vec![seconds] });
+            }
+        }
+    }
+    Ok(ways)
+}
+
+impl LoadSetup<'_> {
+    /// Runs safetensors' own loaders. `own`: the speeds of the rows `load` and `open`, in GB/s.
+    fn peer(&self, folder: Option<&str>, rounds: usize, own: [f64; 2]) {
+        let name = self.name;
+        let ways = match peer(self.path, folder, rounds.min(3)) {
+            Ok(ways) => ways,
+            Err(why) => return println!("{name}_python: skipped, {why}"),
+        };
+        for PeerWay { version, way, threads, seconds } in ways {
+            let rates = self.rates(&seconds);
+            // The first load pins the peer's memory.
+            let [first, ref rates @ ..] = rates[..] else { continue };
+            if rates.is_empty() {
+                continue;
+            }
+            let Spread { low, mid, high } = Spread::of(rates);
+            let row = match (folder, &*way) {
+                (None, "load_file") => "python".to_owned(),
+                _ => format!("python_{version}_{way}"),
+            };
+            println!(
+                "{name}_{row:<24} {mid:>7.2} GB/s by {threads} threads ({low:.2} to {high:.2}), the first load {first:.2}"
+            );
+            println!("{name}, with the header read and memory allocated, over it: {:.2}", own[1] / mid);
+            let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
+            line(format!("tensors_mb_per_s_{name}_{row}"), threads, line_of);
+            if folder.is_none() && way == "load_file" {
+                let gate = if name == "small" { 50.0 } else { 6.0 };
+                let times = Spread::of(&[own[0] / mid]);
+                at_least(format!("{name} tensors over safetensors' loader"), times, gate, None);
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! What arrives, where, and when.
+
+use std::future::Future;
+use std::task::{Context, Waker};
+
+use pinpool::Error;
+use pinpool::copier::Reading;
+use pinpool_safetensors::{Checkpoint, DeviceTensor};
+
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
+use crate::support::skip;
+
+/// Tensors of all kinds of sizes: none, a byte, odd ones, larger than several chunks.
+fn various() -> Vec<Made> {
+    vec![
+        made("wte", "F32", &[100, 700], 1),
+        made("none", "F32", &[0, 5], 2),
+        made("scalar", "I64", &[], 3),
+        made("odd", "U8", &[3], 4),
+        made("h.0.w", "BF16", &[64, 64], 5),
+        made("h.0.b", "BF16", &[64], 6),
+        made("h.1.w", "BF16", &[64, 64], 7),
+        made("h.1.b", "BF16", &[63], 8),
+        made("head", "F32", &[333, 333], 9),
+        made("last", "U8", &[1], 10),
+    ]
+}
+
+#[test]
+fn all_tensors_arrive_in_the_files_order_with_every_byte() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let path = folder.put("model.safetensors", file(&tensors));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    assert_eq!((checkpoint.len(), checkpoint.is_empty()), (tensors.len(), false));
+    assert_eq!(checkpoint.bytes(), tensors.iter().map(|t| t.bytes.len() as u64).sum::<u64>());
+    assert_eq!(checkpoint.metadata().collect::<Vec<_>>(), [("format", "pt")]);
+    assert_eq!(checkpoint.files().collect::<Vec<_>>(), [&*path]);
+    let all: Vec<&Made> = tensors.iter().collect();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
+        let got = checkpoint.loader(&copier).reading(reading).load().unwrap();
+        arrived(&copier, &got, &all);
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let path = folder.put("model.safetensors", file(&tensors));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(path).unwrap();
+    for align in [1, 2, 16, 256, 4096, 1 << 16] {
+        let got = checkpoint.loader(&copier).align(align).load().unwrap();
+        let places: Vec<(u64, u64)> =
+            got.iter().filter_map(|t| Some((t.address()?, t.address()? + t.tensor().len()))).collect();
+        for (place, next) in places.iter().zip(&places[1..]) {
+            assert_eq!(
+                place.1.next_multiple_of(align as u64),
+                next.0,
+                "nothing but the alignment between them"
+            );
+        }
+        assert!(places.iter().all(|place| place.0 % align as u64 == 0), "{align} {places:x?}");
+        arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    }
+    for align in [0, 3, 4 << 20] {
+        let refused = checkpoint.loader(&copier).align(align).start().map(drop).unwrap_err();
+        assert!(matches!(refused, Error::BadAlignment { .. }), "{refused}");
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_is_not_asked_for_is_not_loaded() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let path = folder.put("model.safetensors", file(&tensors));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let of = |wanted: &dyn Fn(&Made) -> bool| tensors.iter().filter(|made| wanted(made)).collect::<Vec<_>>();
+
+    let got = checkpoint.loader(&copier).prefix("h.1").prefix("la").load().unwrap();
+    arrived(&copier, &got, &of(&|made| made.name.starts_with("h.1") || made.name == "last"));
+    let got = checkpoint.loader(&copier).prefix("h.").filter(|t| t.shape().len() == 2).load().unwrap();
+    arrived(&copier, &got, &of(&|made| made.name.starts_with("h.") && made.name.ends_with('w')));
+    // With gaps between them in the file.
+    let mut turn = 0;
+    let loader = checkpoint.loader(&copier).filter(|_| {
+        turn += 1;
+        turn % 2 == 0
+    });
+    let got = loader.load().unwrap();
+    arrived(&copier, &got, &tensors.iter().skip(1).step_by(2).collect::<Vec<_>>());
+    assert!(checkpoint.loader(&copier).prefix("nobody").load().unwrap().is_empty());
+
+    // Lazily, one at a time.
+    let one = checkpoint.tensor(&copier, "h.0.w").unwrap().unwrap();
+    arrived(&copier, &[one], &of(&|made| made.name == "h.0.w"));
+    let none = checkpoint.tensor(&copier, "none").unwrap().unwrap();
+    assert!(none.slice().is_none() && none.address().is_none() && none.tensor().is_empty());
+    assert!(checkpoint.tensor(&copier, "h.2.w").unwrap().is_none());
+    assert_eq!(checkpoint.get("odd").unwrap().shape(), [3]);
+    assert!(checkpoint.get("even").is_none());
+    rig.all_is_back();
+}
+
+#[test]
+fn a_load_knows_how_many_are_left() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let paths =
+        [folder.put("1.safetensors", file(&tensors[..4])), folder.put("2.safetensors", file(&tensors[4..]))];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let mut loading = checkpoint.loader(&copier).filter(|t| t.name() != "odd").start().unwrap();
+    for left in (0..tensors.len()).rev() {
+        // No upper bound may be promised: an error ends the load early.
+        assert_eq!((loading.left(), loading.blocking().size_hint()), (left, (0, Some(left))));
+        // A caller that takes just the tensors that are left has seen the load's end.
+        assert_eq!(loading.progress().over, left == 0);
+        assert_eq!(loading.next_blocking().is_some(), left > 0);
+    }
+    assert_eq!(loading.blocking().size_hint(), (0, Some(0)));
+    assert!(loading.next_blocking().is_none() && loading.next_blocking().is_none());
+}
+
+#[test]
+fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let tensors: Vec<Made> = (0..64).map(|i| made(&format!("t{i}"), "F32", &[16 << 10], i)).collect();
+    let path = folder.put("model.safetensors", file(&tensors));
+    let copier = rig.copier();
+    // All of it would take half a minute; a tensor may lie in two chunks.
+    copier.set_rate(Some(128 << 10));
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let first = loading.next_blocking().unwrap().unwrap();
+    let progress = loading.progress();
+    assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
+    arrived_first(&copier, &first, &tensors[0]);
+    copier.set_rate(None);
+    let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
+    arrived(&copier, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
+    let progress = loading.progress();
+    assert!(
+        progress.over
+            && progress.done == 4 << 20
+            && progress.total == 4 << 20
+            && progress.landed_to == 4 << 20
+    );
+    rig.all_is_back();
+}
+
+/// By a stream of its own: the copier is as slow as it was told.
+fn arrived_first(copier: &pinpool::copier::Copier, tensor: &DeviceTensor, made: &Made) {
+    let stream = copier.device().stream().unwrap();
+    let mut back = vec![0; made.bytes.len()];
+    stream.download_blocking(tensor.slice().unwrap(), &mut back).unwrap();
+    assert!(back == made.bytes);
+}
+
+#[test]
+fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let paths: Vec<_> = tensors
+        .chunks(4)
+        .enumerate()
+        .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
+        .collect();
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let got: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
+    assert!(loading.next_blocking().is_none());
+    // At once, not a little later.
+    let stats = rig.pool.stats();
+    assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    let mut count = 0;
+    checkpoint
+        .loader(&copier)
+        .for_each(|_| {
+            count += 1;
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(count, tensors.len());
+    let stopped = checkpoint.loader(&copier).for_each(|_| Err(Error::Closed)).unwrap_err();
+    assert_eq!(stopped, Error::Closed);
+    let none = checkpoint.loader(&copier).filter(|_| false).start().unwrap();
+    assert!(none.left() == 0 && none.progress().over, "of nothing it has ended");
+    rig.all_is_back();
+}
+
+#[test]
+fn memory_of_the_callers_own_is_used() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let path = folder.put("model.safetensors", file(&tensors));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let memory = rig.device.alloc(4 << 20).unwrap();
+    let get = |len: usize| memory.slice(4096..4096 + len);
+    let got = checkpoint.loader(&copier).memory(get).load().unwrap();
+    assert_eq!(got[0].address(), Some(memory.address() + 4096));
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    let small = checkpoint.loader(&copier).memory(|len| memory.slice(..len - 1)).start().map(drop);
+    assert!(matches!(small, Err(Error::TooSmall { .. })), "{small:?}");
+    let crooked = checkpoint.loader(&copier).memory(|len| memory.slice(1..=len)).start().map(drop);
+    assert!(matches!(&crooked, Err(Error::Config(text)) if text.contains("align")), "{crooked:?}");
+    let none = checkpoint.loader(&copier).memory(|_| Err(Error::Closed)).start().map(drop);
+    assert_eq!(none, Err(Error::Closed));
+    let other = Rig::late();
+    let foreign = other.device.alloc(4 << 20).unwrap();
+    let wrong = checkpoint.loader(&copier).memory(|len| foreign.slice(..len)).start().map(drop);
+    assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
+    rig.all_is_back();
+}
+
+/// What `StreamExt` of futures and of tokio-stream is for: the next item of any stream.
+trait StreamExt: futures_core::Stream + Unpin {
+    async fn next(&mut self) -> Option<Self::Item> {
+        std::future::poll_fn(|cx| std::pin::Pin::new(&mut *self).poll_next(cx)).await
+    }
+}
+
+impl<S: futures_core::Stream + Unpin> StreamExt for S {}
+
+#[test]
+fn tasks_get_tensors_as_threads_do() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let paths: Vec<_> = tensors
+        .chunks(3)
+        .enumerate()
+        .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
+        .collect();
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let got = block_on(async {
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let mut got = Vec::new();
+        while let Some(tensor) = loading.next_tensor().await {
+            got.push(tensor.unwrap());
+        }
+        assert!(loading.next_tensor().await.is_none());
+        got
+    });
+    let stats = rig.pool.stats();
+    assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+
+    // As a stream, by a trait like those of futures and tokio, whose `next` no other trait's is mistaken for.
+    let got = block_on(async {
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let mut got = Vec::new();
+        while let Some(tensor) = loading.next().await {
+            got.push(tensor.unwrap());
+        }
+        got
+    });
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+
+    // Polled once, and dropped: what it had begun ends by itself.
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let mut next = Box::pin(loading.next_tensor());
+    let _ = next.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    drop(next);
+    drop(loading);
+    rig.all_is_back();
+}
+
+/// A path is bytes; what it is called in messages is not where it is.
+#[test]
+fn files_are_where_they_are_said_to_be() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    let path = folder.path().join(std::ffi::OsStr::from_bytes(b"m\xff.safetensors"));
+    if let Err(error) = std::fs::write(&path, file(&[made("a", "U8", &[5], 1)])) {
+        skip!("this file system has no such names: {error}");
+        return;
+    }
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let files: Vec<_> = checkpoint.files().collect();
+    assert_eq!(
+        (files.as_slice(), checkpoint.file_of("a"), checkpoint.file_of("b")),
+        (&[&*path][..], Some(&*path), None)
+    );
+    assert!(std::fs::File::open(files[0]).is_ok());
+}

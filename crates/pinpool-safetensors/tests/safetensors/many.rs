@@ -1,0 +1,112 @@
+//! Checkpoints of more files than a process may have open.
+#![allow(unsafe_code)]
+
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use pinpool::copier::FileSource;
+use pinpool::{Error, ErrorClass};
+use pinpool_safetensors::Checkpoint;
+
+use super::support::own_process;
+use super::{Folder, Made, Rig, arrived, file, made};
+
+/// Lets this process have at most so many open files.
+fn limit_files(most: u64) {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes to the struct.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
+    limit.rlim_cur = most;
+    // SAFETY: reads the struct.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+}
+
+/// So many files, of one tensor each.
+fn shards(folder: &Folder, count: u64) -> Vec<Made> {
+    let tensors: Vec<Made> = (0..count).map(|i| made(&format!("t{i:04}"), "U8", &[333], i)).collect();
+    for tensor in &tensors {
+        folder.put(&format!("{}.safetensors", tensor.name), file(std::slice::from_ref(tensor)));
+    }
+    tensors
+}
+
+#[test]
+fn more_files_than_may_be_open_are_loaded() {
+    own_process!();
+    let folder = Folder::new();
+    let tensors = shards(&folder, 600);
+    limit_files(400);
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    // No tensor is taken before the last one is on the device: what is loaded keeps no file open.
+    let since = Instant::now();
+    while loading.progress().done < loading.progress().total {
+        assert!(since.elapsed() < Duration::from_secs(60), "{:?}", loading.progress());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let got: Vec<_> = loading.blocking().map(Result::unwrap).collect();
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    drop(loading);
+    rig.all_is_back();
+}
+
+/// Of a file that is not kept open, the name may mean another file by the time that it is read.
+#[test]
+fn of_many_files_only_those_that_were_opened_are_read() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let folder = Folder::new();
+    shards(&folder, 300);
+    let last = folder.path().join("t0299.safetensors");
+    let opened = std::fs::metadata(&last).unwrap().modified().unwrap();
+    let refused = |checkpoint: &Checkpoint, cause: &str| {
+        let is_it = |error: &Error| matches!(error, Error::Malformed { what, why, .. } if what.ends_with("t0299.safetensors") && why.contains(cause));
+        let load = checkpoint.loader(&copier).load().map(drop).unwrap_err();
+        assert!(is_it(&load), "{load}");
+        assert!(checkpoint.tensor(&copier, "t0298").unwrap().is_some(), "another file's");
+        rig.all_is_back();
+    };
+
+    // Another file of the same length and time, and a valid one.
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let other = folder.put("other", file(&[made("t0299", "U8", &[333], 7)]));
+    std::fs::File::options().write(true).open(&other).unwrap().set_modified(opened).unwrap();
+    std::fs::rename(&other, &last).unwrap();
+    refused(&checkpoint, "another file");
+
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let written = std::fs::File::options().write(true).open(&last).unwrap();
+    written.write_all_at(&[1], 200).unwrap();
+    written.set_modified(opened + Duration::from_secs(100)).unwrap();
+    refused(&checkpoint, "was written to");
+
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    std::fs::remove_file(&last).unwrap();
+    let gone = checkpoint.loader(&copier).load().map(drop).unwrap_err();
+    let is_it = matches!(&gone, Error::Read { what, .. } if what.ends_with("t0299.safetensors"));
+    assert!(is_it, "{gone}");
+    rig.all_is_back();
+}
+
+#[test]
+fn a_system_that_opens_no_more_files_is_no_wrong_argument() {
+    own_process!();
+    let folder = Folder::new();
+    shards(&folder, 100);
+    let one = folder.path().join("t0000.safetensors");
+    let refused = |result: Result<(), Error>| {
+        let error = result.unwrap_err();
+        assert!(error.to_string().contains("ulimit -n"), "{error}");
+        assert_eq!(error.class(), ErrorClass::Transient, "{error}");
+    };
+    limit_files(60);
+    refused(Checkpoint::open(folder.path()).map(drop));
+    limit_files(0);
+    refused(Checkpoint::open(&one).map(drop));
+    refused(Checkpoint::open(folder.path()).map(drop));
+    refused(FileSource::open(&one).map(drop));
+    limit_files(400);
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 100);
+}

@@ -1,0 +1,201 @@
+//! What a refused header or index costs: two and a half times its own bytes, these included.
+//!
+//! Allocations of the thread that reads are counted, the old and the new block of one that grows both. What is measured
+//! is of a few megabytes; `tests/cli` has a hundred, under a limit of the system's.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::fmt::Write;
+use std::fs::File;
+
+use pinpool::Error;
+use pinpool_safetensors::{Checkpoint, Header};
+
+use super::{Folder, file, made, with_header};
+
+thread_local! {
+    /// Bytes that the thread has allocated, and the most that it had.
+    static HELD: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
+}
+
+struct Counting;
+
+fn count(bytes: isize) {
+    let _ = HELD.try_with(|held| {
+        let now = held.get().0 + bytes;
+        held.set((now, held.get().1.max(now)));
+    });
+}
+
+// SAFETY: the system's allocator does all of it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: as the caller says.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: as the caller says.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, len: usize) -> *mut u8 {
+        count(len as isize);
+        count(-(layout.size() as isize));
+        // SAFETY: as the caller says.
+        unsafe { System.realloc(at, layout, len) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// The most memory that the call takes, beyond what was allocated before.
+fn peak<T>(work: impl FnOnce() -> T) -> (T, f64) {
+    let start = HELD.get().0;
+    HELD.set((start, start));
+    let result = work();
+    (result, (HELD.get().1 - start) as f64)
+}
+
+/// Bytes of a header, and of an index, whose files have a list of at most half a megabyte besides.
+const BYTES: usize = 1 << 20;
+const INDEX: usize = 4 << 20;
+
+/// That many bytes, of numbered pieces.
+fn filled(front: &str, back: &str, piece: impl FnMut(&mut String, usize)) -> String {
+    filled_to(BYTES, front, back, piece)
+}
+
+fn filled_to(bytes: usize, front: &str, back: &str, mut piece: impl FnMut(&mut String, usize)) -> String {
+    let mut text = String::from(front);
+    let mut number = 0;
+    while text.len() < bytes {
+        if number > 0 {
+            text.push(',');
+        }
+        piece(&mut text, number);
+        number += 1;
+    }
+    text + back
+}
+
+const EMPTY: &str = r#"{"dtype":"U8","shape":[],"data_offsets":[0,0]}"#;
+
+#[test]
+fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
+    let none = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
+    let long = "n".repeat(BYTES);
+    let escaped = "abc\\n".repeat(BYTES / 5);
+    let ones = "1,".repeat(63) + "1";
+    let headers = [
+        (
+            "pairs of metadata",
+            filled(r#"{"__metadata__":{"#, "}}", |t, n| write!(t, "\"{n:x}\":\"\"").unwrap()),
+        ),
+        ("the shortest pairs", filled(r#"{"__metadata__":{"#, "}}", |t, _| t.push_str("\"\":\"\""))),
+        ("one text of metadata", format!(r#"{{"__metadata__":{{"a":"{escaped}"}}}}"#)),
+        ("metadata that is a text", format!(r#"{{"__metadata__":"{escaped}"}}"#)),
+        ("tensors", filled("{", "}", |t, n| write!(t, "\"{n:x}\":{none}").unwrap())),
+        ("a tensor again and again", filled("{", "}", |t, _| write!(t, "\"\":{none}").unwrap())),
+        ("tensors of no axes", filled("{", "}", |t, _| write!(t, "\"\":{EMPTY}").unwrap())),
+        (
+            "tensors of many axes",
+            filled("{", "}", |t, n| {
+                write!(t, r#""{n:x}":{{"dtype":"U8","shape":[{ones}],"data_offsets":[{n},{}]}}"#, n + 1)
+                    .unwrap();
+            }),
+        ),
+        (
+            "tensors in the wrong order",
+            filled("{", "}", |t, n| {
+                let from = BYTES - n;
+                write!(t, r#""{n}\n":{{"dtype":"U8","shape":[1],"data_offsets":[{from},{}]}}"#, from + 1)
+                    .unwrap();
+            }),
+        ),
+        ("a name", format!(r#"{{"{long}":{none}}}"#)),
+        ("a name with escapes", format!(r#"{{"{escaped}":{none}}}"#)),
+        ("a name of another kind", format!(r#"{{"{escaped}":7}}"#)),
+        ("a type", format!(r#"{{"a":{{"dtype":"{escaped}","shape":[],"data_offsets":[0,0]}}}}"#)),
+        (
+            "a type of odd characters",
+            format!(r#"{{"a":{{"dtype":"{}","shape":[]}}}}"#, "\u{7f}".repeat(BYTES)),
+        ),
+        ("a field", format!(r#"{{"a":{{"{escaped}":1,"dtype":"U8"}}}}"#)),
+        ("a shape that is a text", format!(r#"{{"a":{{"dtype":"U8","shape":"{escaped}"}}}}"#)),
+        ("offsets that are a text", format!(r#"{{"a":{{"dtype":"U8","data_offsets":["{escaped}"]}}}}"#)),
+        ("a long number", format!(r#"{{"a":{{"dtype":"U8","data_offsets":[{}]}}}}"#, "1".repeat(BYTES))),
+        ("axes", format!(r#"{{"a":{{"dtype":"U8","shape":[{}1]}}}}"#, "1,".repeat(BYTES / 2))),
+        ("nothing of the kind", format!("\"{escaped}\"")),
+        ("brackets", "[".repeat(BYTES)),
+    ];
+    let folder = Folder::new();
+    for (what, header) in headers {
+        // A byte that belongs to nothing, or its lack, where nothing else is wrong.
+        let path = folder.put("a.safetensors", with_header(&header, [0]));
+        let opened = File::open(&path).unwrap();
+        for way in ["read", "open"] {
+            let (error, most) = peak(|| match way {
+                "read" => Header::read(&opened, "it").map(drop).unwrap_err(),
+                _ => Checkpoint::open(&path).map(drop).unwrap_err(),
+            });
+            let ratio = most / header.len() as f64;
+            assert!(matches!(error, Error::Malformed { .. }), "{what}: {error}");
+            assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes ({way})");
+            assert!(error.to_string().len() < 4000, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_header_that_is_accepted_costs_five_times_its_bytes_at_most() {
+    let ones = "1,".repeat(63) + "1";
+    let mut end = 0;
+    let headers = [
+        filled(r#"{"__metadata__":{"#, "}}", |t, n| write!(t, "\"{n:x}\":\"\"").unwrap()),
+        filled("{", "}", |t, n| {
+            write!(t, r#""{n:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#).unwrap()
+        }),
+        filled("{", "}", |t, n| {
+            write!(t, r#""{n:x}":{{"dtype":"U8","shape":[{ones}],"data_offsets":[{n},{}]}}"#, n + 1).unwrap();
+            end = n + 1;
+        }),
+    ];
+    let folder = Folder::new();
+    for (number, header) in headers.iter().enumerate() {
+        let data = if number == 2 { end } else { 0 };
+        let path = folder.put("a.safetensors", with_header(header, vec![0; data]));
+        let (checkpoint, most) = peak(|| Checkpoint::open(&path).unwrap());
+        let ratio = most / header.len() as f64;
+        assert!(ratio <= 5.0, "{number}: {ratio:.2} times its bytes");
+        assert!(!checkpoint.is_empty() || checkpoint.metadata().count() > 10_000);
+    }
+}
+
+#[test]
+fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
+    let folder = Folder::new();
+    folder.put("1", file(&[made("a", "U8", &[3], 1)]));
+    let escaped = "abc\\n".repeat(INDEX / 5);
+    let map = |piece: fn(&mut String, usize)| filled_to(INDEX, r#"{"weight_map":{"#, "}}", piece);
+    for (what, index) in [
+        ("tensors of one file", map(|t, n| write!(t, "\"{n:x}\":\"1\"").unwrap())),
+        ("tensors of no file", map(|t, n| write!(t, "\"{n:x}\":\"gone\"").unwrap())),
+        ("a tensor again and again", map(|t, _| t.push_str("\"\":\"1\""))),
+        ("files", map(|t, n| write!(t, "\"{n:x}\":\"{n:x}\"").unwrap())),
+        ("a name", format!(r#"{{"weight_map":{{"{escaped}":"1"}}}}"#)),
+        ("a file", format!(r#"{{"weight_map":{{"a":"{escaped}"}}}}"#)),
+        ("something else", format!(r#"{{"{escaped}":"{escaped}"}}"#)),
+        ("a list", filled_to(INDEX, r#"{"metadata":["#, "]}", |t, _| t.push_str("[]"))),
+    ] {
+        let path = folder.put("model.safetensors.index.json", &index);
+        let (error, most) = peak(|| Checkpoint::open(&path).map(drop).unwrap_err());
+        let ratio = most / index.len() as f64;
+        assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
+        assert!(error.to_string().len() < 4000, "{what}");
+    }
+}

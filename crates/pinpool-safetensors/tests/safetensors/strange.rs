@@ -1,0 +1,128 @@
+//! Names of any characters: exact where a program asks for them, escaped and short in messages.
+
+use pinpool::Error;
+use pinpool_safetensors::{Checkpoint, Header};
+
+use super::{Folder, with_header};
+
+/// What steers a terminal, forges a line, turns text around or does not show, as JSON has it and as it is.
+const STRANGE: [(&str, &str); 6] = [
+    ("\\u001b[2J", "\u{1b}[2J"),
+    ("a\\nERROR forged", "a\nERROR forged"),
+    ("\u{9b}31m", "\u{9b}31m"),
+    ("\u{202e}txt.exe", "\u{202e}txt.exe"),
+    ("z\u{200b}\u{feff}z", "z\u{200b}\u{feff}z"),
+    ("\\r\\t\\u0000\u{7f}", "\r\t\0\u{7f}"),
+];
+
+fn is_clean(text: &str) {
+    let bad = |c: char| c.is_control() || "\u{200b}\u{202e}\u{feff}".contains(c);
+    assert!(!text.contains(bad) && text.len() < 4000, "{text:?}");
+}
+
+fn refused(path: &std::path::Path) -> String {
+    let error = Checkpoint::open(path).map(drop).unwrap_err();
+    let text = error.to_string();
+    is_clean(&text);
+    is_clean(&pinpool::Error::Transfer { what: text.clone(), offset: 0, cause: Box::new(error) }.to_string());
+    text
+}
+
+#[test]
+fn names_come_out_exactly_as_the_file_has_them() {
+    for (json, name) in STRANGE {
+        let header = format!(
+            r#"{{"__metadata__":{{"{json}":"v{json}"}},"{json}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#
+        );
+        let read = Header::parse("it", &with_header(&header, [0]), header.len() as u64 + 9).unwrap();
+        assert_eq!(read.tensors[0].name(), name);
+        assert_eq!(read.metadata.iter().collect::<Vec<_>>(), [(name, &*format!("v{name}"))]);
+        let folder = Folder::new();
+        let checkpoint = Checkpoint::open(folder.put("a.safetensors", with_header(&header, [0]))).unwrap();
+        assert!(checkpoint.get(name).is_some_and(|tensor| tensor.name() == name));
+        // The same by an index, which writes it in another way.
+        let other: String = name.encode_utf16().map(|unit| format!("\\u{unit:04X}")).collect();
+        let index = format!(r#"{{"weight_map":{{"{other}":"\u0061.safetensors"}}}}"#);
+        let checkpoint = Checkpoint::open(folder.put("model.safetensors.index.json", index)).unwrap();
+        assert_eq!(checkpoint.tensors().map(|tensor| tensor.name()).collect::<Vec<_>>(), [name]);
+    }
+}
+
+#[test]
+fn whatever_is_wrong_with_them_is_said_in_plain_characters() {
+    let tensor = r#""dtype":"U8","shape":[1],"data_offsets":[0,1]"#;
+    for (json, name) in STRANGE {
+        let folder = Folder::new();
+        for header in [
+            format!(r#"{{"{json}":7}}"#),
+            format!(r#"{{"{json}":{{{tensor}}},"b":{{{tensor}}}}}"#),
+            format!(r#"{{"{json}":{{{tensor}}},"{json}":{{{tensor}}}}}"#),
+            format!(r#"{{"a":{{"dtype":"{json}","shape":[1],"data_offsets":[0,1]}}}}"#),
+            format!(r#"{{"a":{{"{json}":[}}}}"#),
+            format!(r#"{{"__metadata__":"{json}"}}"#),
+            format!("{json}{name}"),
+        ] {
+            refused(&folder.put("a.safetensors", with_header(&header, [0])));
+        }
+        // And of a file's own name, which cannot have all of them.
+        let own = format!("{}.safetensors", name.replace('\0', ""));
+        refused(&folder.put(&own, "no such file"));
+        for map in [
+            format!(r#"{{"{json}":"../x"}}"#),
+            format!(r#"{{"a":"/{json}"}}"#),
+            format!(r#"{{"{json}":"gone","b":"{json}"}}"#),
+            format!(r#"{{"{json}":"a.safetensors","{json}":"a.safetensors"}}"#),
+            format!(r#"{{"{json}"}}"#),
+        ] {
+            refused(&folder.put("model.safetensors.index.json", format!(r#"{{"weight_map":{map}}}"#)));
+        }
+    }
+    // A plain name is shown as it is.
+    let text = refused(&Folder::new().put("modèle-é.safetensors", with_header(r#"{"poids.é":7}"#, [])));
+    assert!(text.contains("modèle-é.safetensors is refused: tensor \"poids.é\" is not described"), "{text}");
+}
+
+/// The fields have the exact name; the message has it escaped, in every variant that has a text.
+#[test]
+fn every_error_shows_what_others_said_in_plain_characters() {
+    use pinpool::{AddressFault, DeviceError, ErrorClass};
+    let evil = || format!("\u{1b}[31m\n\u{202e}{}", "\u{9b}".repeat(1 << 20));
+    let device = DeviceError {
+        device: evil().into(),
+        call: "call",
+        code: 1,
+        text: evil().into(),
+        class: ErrorClass::Argument,
+    };
+    let (kind, offset) = (std::io::ErrorKind::Other, 0);
+    let fault = AddressFault::OtherDevice { device: evil() };
+    let lost = Box::new(Error::Device(device.clone()));
+    for error in [
+        Error::Config(evil()),
+        Error::UnknownDevice { name: evil(), known: evil() },
+        Error::Unavailable { device: evil(), why: evil() },
+        Error::Unsupported(evil()),
+        Error::MemLock { wanted: 1, limit: evil() },
+        Error::OutOfMemory { wanted: 1, text: evil() },
+        Error::Exhausted { len: 1, capacity: 1, growth: Some(lost.clone()), shortage: None },
+        Error::WrongDevice { device: evil(), what: "a stream", of: evil(), remedy: "" },
+        Error::WrongContext { device: evil() },
+        Error::WrongThread { device: evil() },
+        Error::Unordered { device: evil() },
+        Error::BadAddress { device: evil(), address: 1, len: 1, fault },
+        Error::View(evil()),
+        Error::Read { what: evil(), offset, kind, text: evil() },
+        Error::Shrunk { what: evil(), end: 1, len: 2 },
+        Error::Write { what: evil(), offset, kind, text: evil() },
+        Error::Malformed { what: evil(), tensor: Some(evil().into()), why: evil() },
+        Error::Transfer { what: evil(), offset, cause: lost.clone() },
+        Error::Tensor { tensor: evil().into(), landed: 1, total: 2, cause: lost },
+        Error::Cancelled { what: evil(), done: 1, total: 2 },
+        Error::Device(device),
+    ] {
+        for text in [error.to_string(), std::io::Error::from(error).to_string()] {
+            let bad = |c: char| c.is_control() || c == '\u{202e}';
+            assert!(!text.contains(bad) && text.len() < 20_000, "{:?}", &text[..200]);
+        }
+    }
+}

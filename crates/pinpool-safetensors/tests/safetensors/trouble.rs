@@ -1,0 +1,474 @@
+//! What goes wrong while tensors are on their way.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use pinpool::host::{Call, Failure, Fault};
+use pinpool::{Error, ErrorClass};
+use pinpool_safetensors::{Checkpoint, DeviceTensor};
+
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
+
+fn many() -> Vec<Made> {
+    (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
+}
+
+#[test]
+fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let mut cancelled = 0;
+    for after in [0, 1, 7, 19, 20, 23] {
+        // Slow enough for few to be whole before they are cancelled.
+        copier.set_rate(Some(4 << 20));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
+        let canceller = loading.canceller();
+        std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
+        let mut more = first.clone();
+        let mut errors = Vec::new();
+        for next in loading.blocking() {
+            match next {
+                Ok(tensor) => more.push(tensor),
+                Err(error) => errors.push(error),
+            }
+        }
+        let whole = more.len();
+        let ended = match errors[..] {
+            [] => whole == tensors.len(),
+            [Error::Cancelled { .. }] => true,
+            _ => false,
+        };
+        assert!(ended, "{whole} tensors: {errors:?}");
+        cancelled += errors.len();
+        assert!(loading.next_blocking().is_none() && loading.progress().over);
+        drop(loading);
+        copier.set_rate(None);
+        arrived(&copier, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+        rig.all_is_back();
+    }
+    assert!(cancelled > 3, "{cancelled}");
+}
+
+#[test]
+fn loads_dropped_at_any_point_leave_nothing_behind() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    for round in 0..60 {
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        match round % 3 {
+            0 => drop(loading.blocking().take(round % 41).collect::<Vec<_>>()),
+            1 => drop(block_on(loading.next_tensor())),
+            _ => std::thread::sleep(Duration::from_micros(round as u64 * 50)),
+        }
+        drop(loading);
+    }
+    rig.all_is_back();
+    let got = checkpoint.loader(&copier).load().unwrap();
+    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let copier = rig.copier();
+    let cut = |len: u64| OpenOptions::new().write(true).open(&second).unwrap().set_len(len).unwrap();
+
+    // Before it is loaded.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    cut(1_000_000);
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
+    assert!(
+        matches!(&error, Error::Shrunk { what, end: 1_000_000, .. } if what.ends_with("2.safetensors")),
+        "{error}"
+    );
+    rig.all_is_back();
+
+    // While it is.
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    copier.set_rate(Some(1));
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    cut(1_000_000);
+    copier.set_rate(None);
+    let (mut got, mut errors) = (Vec::new(), Vec::new());
+    for next in loading.blocking() {
+        match next {
+            Ok(tensor) => got.push(tensor),
+            Err(error) => errors.push(error),
+        }
+    }
+    // The first that is missing by its name, and how many are there; the cause has the file.
+    let [Error::Tensor { tensor, landed, total: 40, cause }] = &errors[..] else { panic!("{errors:?}") };
+    assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{errors:?}");
+    let Error::Shrunk { what, end: 1_000_000, .. } = &**cause else { panic!("{cause:?}") };
+    assert!(what.ends_with("2.safetensors"));
+    let told = errors[0].to_string();
+    assert!(told.starts_with(&format!("tensor \"{tensor}\"")) && told.contains("2.safetensors"), "{told}");
+    assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
+    arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+    drop(loading);
+    rig.all_is_back();
+}
+
+/// Sets another time of modification, however coarse the system's clock of files is.
+fn write_to(path: &std::path::Path) {
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    let len = file.metadata().unwrap().len();
+    file.write_all_at(&[0xa5], len - 1).unwrap();
+    file.set_modified(std::time::SystemTime::now() + Duration::from_secs(100)).unwrap();
+}
+
+#[test]
+fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
+    let (rig, folder, tensors) = (Rig::plain(), Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    let copier = rig.copier();
+    for name in ["t00", "t20", "t39"] {
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        assert!(checkpoint.tensor(&copier, name).unwrap().is_some());
+        rig.node.hang(0);
+        let got = std::thread::scope(|scope| {
+            let loading = scope.spawn(|| checkpoint.tensor(&copier, name));
+            let since = std::time::Instant::now();
+            // A chunk on its way was read already.
+            while rig.pool.stats().in_flight_bytes < 100_000 {
+                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            write_to(&path);
+            rig.node.resume(0);
+            loading.join().unwrap()
+        });
+        assert!(matches!(got, Err(Error::Malformed { .. })), "{got:?}");
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_load_that_ends_early_leaves_nothing_on_the_wire() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    folder.put("1.safetensors", file(&tensors[..20]));
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    std::thread::scope(|scope| {
+        let mut resumes = None;
+        let ended = checkpoint.loader(&copier).for_each(|_| {
+            rig.node.hang(0);
+            let node = &rig.node;
+            resumes.get_or_insert_with(|| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    node.resume(0);
+                })
+            });
+            Err(Error::Closed)
+        });
+        assert_eq!(ended, Err(Error::Closed));
+        assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
+    });
+    rig.all_is_back();
+}
+
+#[test]
+fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    folder.put("1.safetensors", file(&tensors[..20]));
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mut blocks = 0;
+    std::thread::scope(|scope| {
+        let memory = |len: usize| {
+            blocks += 1;
+            if blocks == 1 {
+                rig.node.hang(0);
+                return rig.device.alloc(len)?.slice(..);
+            }
+            let since = std::time::Instant::now();
+            while rig.pool.stats().in_flight_bytes == 0 {
+                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let node = &rig.node;
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(100));
+                node.resume(0);
+            });
+            Err(Error::Closed)
+        };
+        let ended = checkpoint.loader(&copier).memory(memory).load().map(drop);
+        assert_eq!(ended, Err(Error::Closed));
+        assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
+    });
+    assert_eq!(blocks, 2);
+    rig.all_is_back();
+}
+
+#[test]
+fn progress_never_goes_back() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
+        // Four seconds of it.
+        copier.set_rate(Some(1 << 20));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        while loading.progress().done < 256 << 10 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let before = loading.progress();
+        if cancelled {
+            loading.cancel();
+        } else {
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Transient });
+        }
+        let mut last = before;
+        let error = loop {
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
+            let now = loading.progress();
+            assert!(now.done >= last.done && now.landed_to >= last.landed_to, "{last:?}, then {now:?}");
+            assert!(now.done <= now.total && now.landed_to <= now.done, "{now:?}");
+            last = now;
+            match next.expect("an error") {
+                Ok(_) => {}
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
+        assert!(last.over && last.done < last.total && loading.next_blocking().is_none());
+        assert_eq!(loading.progress().done, last.done);
+        copier.set_rate(None);
+        drop(loading);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
+    let (folder, tensors) = (Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    for nth in [0, 3, 30] {
+        let rig = Rig::late();
+        let copier = rig.copier();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let results: Vec<_> = loading.blocking().collect();
+        drop(loading);
+        let (last, got) = results.split_last().unwrap();
+        let error = last.as_ref().unwrap_err();
+        let Error::Tensor { tensor, landed, total: 40, cause } = error else { panic!("{error:?}") };
+        assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error}");
+        assert!(
+            matches!(**cause, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
+            "{error}"
+        );
+        let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
+        arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
+    let (folder, tensors) = (Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    for task in [false, true] {
+        let rig = Rig::plain();
+        let copier = rig.copier();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        copier.set_rate(Some(1 << 10));
+        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        rig.node.kill(0);
+        copier.set_rate(None);
+        let error = loop {
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
+            match next.expect("it does not end without an error") {
+                Ok(_) => {}
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
+        assert!(loading.next_blocking().is_none());
+        assert!(checkpoint.loader(&copier).start().map(drop).is_err());
+    }
+}
+
+#[test]
+fn a_device_without_room_is_an_error_before_anything_moves() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let tensors = [made("a", "U8", &[1 << 20], 1)];
+    let path = folder.put("1.safetensors", file(&tensors));
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let copier = rig.copier();
+    let _all = rig.device.alloc((1 << 30) - (1 << 19)).unwrap();
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Transient, "{error}");
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_that_was_written_to_is_not_what_was_opened() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let copier = rig.copier();
+    // Some bytes in its midst, the length as before; and a clock that has gone on, however coarse it is.
+    let write = || {
+        std::thread::sleep(Duration::from_millis(30));
+        OpenOptions::new().write(true).open(&second).unwrap().write_all_at(&[7; 9], 500_000).unwrap();
+    };
+    let changed = |error: &Error| matches!(error, Error::Malformed { what, why, .. } if what.ends_with("2.safetensors") && why.contains("was written to"));
+
+    // Before it is loaded.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    write();
+    let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
+    assert!(changed(&error), "{error}");
+    rig.all_is_back();
+
+    // While it is: tensors that were not handed out by then are not, and the load ends with an error.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    copier.set_rate(Some(1));
+    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    write();
+    copier.set_rate(None);
+    let results: Vec<_> = loading.blocking().collect();
+    let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
+    assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
+    drop(results);
+    rig.all_is_back();
+
+    // A new file of the same name is another file: the load continues with the one that was opened.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    let before = std::fs::read(&second).unwrap();
+    std::fs::remove_file(&second).unwrap();
+    folder.put("2.safetensors", "something else");
+    let got = checkpoint.loader(&copier).prefix("t39").load().unwrap();
+    let last = made("t39", "F32", &[tensors[39].shape[0]], 39);
+    assert!(before.ends_with(&last.bytes));
+    arrived(&copier, &got, &[&last]);
+    drop(got);
+    rig.all_is_back();
+}
+
+/// The error is in the place of the file's last tensor: a caller need not ask for more than there is.
+#[test]
+fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let copier = rig.copier();
+    for (path, before) in [(&first, 19), (&second, 39)] {
+        for task in [false, true] {
+            let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+            copier.set_rate(Some(1));
+            let mut loading = checkpoint.loader(&copier).start().unwrap();
+            write_to(path);
+            copier.set_rate(None);
+            let left = loading.left();
+            let results: Vec<_> = match task {
+                false => loading.blocking().take(left).collect(),
+                true => (0..left).map_while(|_| block_on(loading.next_tensor())).collect(),
+            };
+            let (last, good) = results.split_last().unwrap();
+            assert!(good.len() == before && good.iter().all(Result::is_ok), "{} of {left}", good.len());
+            let told = |what: &str| path.ends_with(what.rsplit('/').next().unwrap());
+            assert!(matches!(last, Err(Error::Malformed { what, .. }) if told(what)), "{last:?}");
+            assert!(loading.progress().over && loading.left() == 0 && loading.next_blocking().is_none());
+            drop(results);
+            rig.all_is_back();
+        }
+    }
+}
+
+#[test]
+fn two_files_in_the_same_memory_are_refused() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let memory = rig.device.alloc(8 << 20).unwrap();
+    for step in [0, 16, 1 << 20] {
+        let mut at = 0;
+        let start = checkpoint.loader(&copier).memory(|len| {
+            at += step;
+            memory.slice(at..at + len)
+        });
+        let refused = start.start().map(drop);
+        assert!(matches!(&refused, Err(Error::Config(text)) if text.contains("overlap")), "{refused:?}");
+        rig.all_is_back();
+    }
+    // Longer than need be: the bytes beyond the first file's tensors are used for the second's.
+    let mut at = 0;
+    let got = checkpoint.loader(&copier).memory(|len| {
+        at += len.next_multiple_of(16);
+        memory.slice(at - len.next_multiple_of(16)..)
+    });
+    arrived(&copier, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
+}
+
+/// The program's own code may do anything, and end in any way.
+#[test]
+fn callbacks_that_panic_or_wait_leave_nothing_behind() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let copier = rig.copier();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let panics = |what: &dyn Fn() -> bool| {
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
+        assert!(caught.is_err());
+        rig.all_is_back();
+    };
+    panics(&|| checkpoint.loader(&copier).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok());
+    panics(&|| {
+        let mut calls = 0;
+        let loader = checkpoint.loader(&copier).memory(|len| {
+            calls += 1;
+            assert!(calls < 2, "as told");
+            rig.device.alloc(len).map(Into::into)
+        });
+        loader.start().is_ok()
+    });
+    panics(&|| checkpoint.loader(&copier).for_each(|t| panic!("as told, at {}", t.name())).is_ok());
+
+    // One that waits for another load by the same copier, and for bytes to come back by it.
+    let mut count = 0;
+    let each = |tensor: DeviceTensor| {
+        count += 1;
+        if count % 13 == 1 {
+            let other = checkpoint.tensor(&copier, "t39")?.expect("it is there");
+            arrived(&copier, &[tensor, other], &[&tensors[count - 1], &tensors[39]]);
+        }
+        Ok(())
+    };
+    checkpoint.loader(&copier).for_each(each).unwrap();
+    assert_eq!(count, 40);
+    rig.all_is_back();
+}

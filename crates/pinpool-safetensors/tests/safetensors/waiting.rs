@@ -1,0 +1,161 @@
+//! Loads that wait: what their other handles see meanwhile, how a deadline ends them, and what a dropped one leaves.
+
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+use pinpool::Error;
+use pinpool_safetensors::{Checkpoint, Loading};
+
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
+
+const SOON: Duration = Duration::from_millis(30);
+const HANG: Duration = Duration::from_secs(20);
+const COUNT: usize = 24;
+
+/// A checkpoint of two files, of 3 MiB.
+fn checkpoint(folder: &Folder) -> (Vec<Made>, Checkpoint) {
+    let tensors: Vec<Made> =
+        (0..COUNT).map(|n| made(&format!("t{n:02}"), "U8", &[128 << 10], n as u64)).collect();
+    let (first, second) = tensors.split_at(COUNT / 2);
+    let paths = [folder.put("1.safetensors", file(first)), folder.put("2.safetensors", file(second))];
+    (tensors, Checkpoint::open_files(&paths).unwrap())
+}
+
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let copier = rig.copier();
+    let (tensors, checkpoint) = checkpoint(&folder);
+    let all = rig.emptied();
+    let loader = || checkpoint.loader(&copier).timeout(SOON);
+    let since = Instant::now();
+    let ends = [
+        loader().load().map(drop).unwrap_err(),
+        loader().start().unwrap().next_blocking().unwrap().map(drop).unwrap_err(),
+        block_on(loader().start().unwrap().next_tensor()).unwrap().map(drop).unwrap_err(),
+        loader().start().unwrap().share().take("t00").map(drop).unwrap_err(),
+        block_on(loader().start().unwrap().share().take_async("t23")).map(drop).unwrap_err(),
+        checkpoint.loader(&copier.with_timeout(SOON)).load().map(drop).unwrap_err(),
+    ];
+    assert!(since.elapsed() >= SOON * 6);
+    for error in ends {
+        let text = error.to_string();
+        assert!(error.is_retryable() && matches!(error, Error::Timeout(_)), "{text}");
+        for word in ["0 bytes of 1.5 MiB of ", "1.safetensors", "a segment of the pool", " free"] {
+            assert!(text.contains(word), "{text:?} lacks {word:?}");
+        }
+    }
+    drop(all);
+    rig.all_is_back();
+    let loaded = checkpoint.loader(&copier).timeout(HANG).load().unwrap();
+    arrived(&copier, &loaded, &tensors.iter().collect::<Vec<_>>());
+    rig.all_is_back();
+}
+
+/// Both files are under way from the start: the second one's copies go on no more than the first one's.
+#[test]
+fn a_load_that_is_dropped_is_cancelled() {
+    let (rig, folder) = (Rig::plain(), Folder::new());
+    let copier = rig.copier();
+    let (_, checkpoint) = checkpoint(&folder);
+    let gone: [fn(Loading); 4] = [
+        drop,
+        |loading| {
+            // A task that has waited, and does no more.
+            let (load, mut cx) = (loading.share(), std::task::Context::from_waker(std::task::Waker::noop()));
+            assert!(std::pin::pin!(load.take_async("t23")).poll(&mut cx).is_pending());
+        },
+        |loading| drop(loading.share()),
+        |mut loading| drop(block_on(loading.next_tensor()).unwrap().unwrap()),
+    ];
+    for gone in gone {
+        // It would take half a minute.
+        copier.set_rate(Some(100 << 10));
+        let loading = checkpoint.loader(&copier).start().unwrap();
+        let handle = loading.canceller();
+        gone(loading);
+        until("it goes on", || handle.progress().over);
+        let progress = handle.progress();
+        assert!(progress.done < progress.total && progress.total == 3 << 20, "{progress:?}");
+        copier.set_rate(None);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
+    let (rig, folder) = (Rig::plain(), Folder::new());
+    let copier = rig.copier();
+    let (_, checkpoint) = checkpoint(&folder);
+    copier.set_rate(Some(1 << 20));
+    let loading = checkpoint.loader(&copier).start().unwrap();
+    let handle = loading.canceller();
+    let load = loading.share();
+    let other = load.clone();
+    let waits = std::thread::spawn(move || other.take("t23").unwrap().unwrap().shape()[0]);
+    let mut seen = Vec::new();
+    until("nothing moves", || {
+        let progress = load.progress();
+        assert!(!progress.over && progress.total == 3 << 20 && progress.landed_to <= progress.done);
+        if seen.last() != Some(&progress.done) {
+            seen.push(progress.done);
+        }
+        seen.len() > 3
+    });
+    assert!(seen.is_sorted() && load.left() == COUNT, "{seen:?}");
+    copier.set_rate(None);
+    assert_eq!(waits.join().unwrap(), 128 << 10);
+    let (one, two) = (handle.progress(), load.progress());
+    assert_eq!((one, one.done, one.landed_to), (two, 3 << 20, 3 << 20));
+    assert!(one.over && one.elapsed > Duration::ZERO);
+    drop(load);
+    rig.all_is_back();
+}
+
+/// Each wants its own tensors, in its own order; some give up.
+#[test]
+fn tasks_and_threads_share_a_load() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let copier = rig.copier();
+    let (tensors, checkpoint) = checkpoint(&folder);
+    for round in 0..20 {
+        copier.set_rate((round % 2 == 0).then_some(64 << 20));
+        let load = checkpoint.loader(&copier).start().unwrap().share();
+        std::thread::scope(|scope| {
+            for user in 0..6 {
+                let (load, tensors) = (&load, &tensors);
+                scope.spawn(move || {
+                    for n in (0..COUNT).filter(|n| n % 6 == user).rev() {
+                        let name = &tensors[n].name;
+                        if user % 3 == 0 {
+                            assert!(load.take(name).unwrap().is_some());
+                            continue;
+                        }
+                        if user % 3 == 1 {
+                            // Polled, and dropped.
+                            let mut polled = std::pin::pin!(load.take_async(name));
+                            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+                            if let std::task::Poll::Ready(taken) = polled.as_mut().poll(&mut cx) {
+                                assert!(taken.unwrap().is_some());
+                                continue;
+                            }
+                        }
+                        assert!(block_on(load.take_async(name)).unwrap().is_some(), "{name}");
+                        assert!(block_on(load.take_async(name)).unwrap().is_none(), "it comes out once");
+                    }
+                });
+            }
+        });
+        assert_eq!(load.left(), 0);
+        drop(load);
+    }
+    rig.all_is_back();
+}
