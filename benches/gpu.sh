@@ -28,7 +28,7 @@ else
     bin="$work/bin"
     mkdir "$bin"
     benches=(completion pinning overlap copier kv_tier bulk tensors checkout)
-    (cd "$here/.." && cargo bench --features safetensors --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
+    (cd "$here/.." && cargo bench --workspace --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
     for bench in "${benches[@]}"; do
         path="$(sed -n 's/.*"executable":"\([^"]*\/'"$bench"'-[^"]*\)".*/\1/p' "$work/built" | tail -n 1)"
         ln -s "$path" "$bin/$bench"

@@ -52,6 +52,8 @@ use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
 /// The peer's program, which prints a line for each load: version, way, threads, seconds.
 const PEER: &str = "benches/peers/safetensors_load.py";
+/// The repository's root: from this package, in which cargo runs a bench, and from the root itself.
+const ROOTS: [&str; 2] = ["../..", "."];
 
 /// A file of equal tensors of bytes that do not repeat.
 fn write(path: &Path, count: usize, len: usize) {
@@ -343,7 +345,12 @@ struct PeerWay {
 /// The loads by safetensors' own loaders, of the version in `folder` or else of the installed one.
 fn peer(path: &Path, folder: Option<&str>, rounds: usize) -> Result<Vec<PeerWay>, String> {
     let mut command = Command::new("python3");
-    command.arg(PEER).arg(path).arg((rounds + 1).to_string()).args(folder);
+    let script = ROOTS.iter().map(|root| Path::new(root).join(PEER)).find(|script| script.exists());
+    command
+        .arg(script.ok_or_else(|| format!("{PEER} is not here"))?)
+        .arg(path)
+        .arg((rounds + 1).to_string())
+        .args(folder);
     let output = command.output().map_err(|e| e.to_string())?;
     let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {

@@ -35,7 +35,7 @@ use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard, reserved};
 use crate::escape::{NAME, Shown};
 use pinpool::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
-use pinpool::{DeviceSlice, Error, Result, SubmitError};
+use pinpool::{DeviceSlice, Error, Result};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
 /// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
@@ -325,25 +325,29 @@ impl<'a> Loader<'a> {
         let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
         let pieces = pieces.collect::<Result<_>>()?;
         part.places = Places::Block(Layout::new(self.align), Some(block));
-        self.begin(&mut part, pieces)?;
+        // All pieces are parts of one block.
+        self.begin(&mut part, pieces).map_err(|error| match error {
+            Error::Piece { cause, .. } => *cause,
+            error => error,
+        })?;
         Ok(part)
     }
 
     /// Starts to load tensors to places of the caller's. `before`: tensors of the load so far.
     fn start_places(&mut self, shard: &Arc<Shard>, chosen: &Chosen, before: usize) -> Result<LoadPart> {
         let (mut loaded, mut places, mut pieces, mut bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        let total = before + chosen.count(shard);
+        let refused = |tensor: &Tensor, cause: Box<Error>| {
+            let tensor = Shown(tensor.name(), NAME).to_string().into();
+            Error::Tensor { tensor, landed: 0, total, cause }
+        };
         for index in (0..chosen.count(shard)).filter_map(|number| chosen.get(shard, number)) {
             let tensor = &shard.tensors[index as usize];
             let mut place = None;
             if !tensor.is_empty() {
                 let Memory::Places(get) = &mut self.memory else { break };
                 let Some(slice) = get(tensor)? else { continue };
-                let slice = self.place(tensor, &slice).map_err(|cause| Error::Tensor {
-                    tensor: Shown(tensor.name(), NAME).to_string().into(),
-                    landed: 0,
-                    total: before + chosen.count(shard),
-                    cause: cause.into(),
-                })?;
+                let slice = self.place(tensor, &slice).map_err(|cause| refused(tensor, cause.into()))?;
                 bytes += tensor.len();
                 pieces.push(Piece::new(tensor.range().start, slice.clone()));
                 place = Some(slice);
@@ -352,23 +356,25 @@ impl<'a> Loader<'a> {
             places.push(place);
         }
         let mut part = LoadPart::new(shard, Chosen::Some(loaded), Places::Each(places), bytes);
-        if bytes > 0 {
-            self.begin(&mut part, pieces)?;
+        if bytes == 0 {
+            return Ok(part);
         }
-        Ok(part)
+        match self.begin(&mut part, pieces) {
+            Ok(()) => Ok(part),
+            // Of another device.
+            Err(Error::Piece { piece, memory, cause }) => {
+                let mut with_bytes = part.chosen.tensors(shard).filter(|tensor| !tensor.is_empty());
+                Err(match with_bytes.nth(piece) {
+                    Some(tensor) => refused(tensor, cause),
+                    None => Error::Piece { piece, memory, cause },
+                })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The part of a place of the caller's that a tensor needs.
     fn place(&mut self, tensor: &Tensor, slice: &DeviceSlice) -> Result<DeviceSlice> {
-        let device = self.copier.device();
-        if slice.device() != device.name() {
-            return Err(Error::WrongDevice {
-                device: device.name().to_owned(),
-                what: "device memory",
-                of: slice.device().to_owned(),
-                remedy: "give each tensor memory of the copier's own device",
-            });
-        }
         let len = usize::try_from(tensor.len()).unwrap_or(usize::MAX);
         if slice.len() < len {
             return Err(Error::TooSmall { need: len, have: slice.len() });
@@ -398,14 +404,9 @@ impl<'a> Loader<'a> {
             }
         };
         let source = source.reading(self.reading);
-        // All pieces are parts of one block, or were looked at before.
-        let of_block = |refused: SubmitError<FileSource>| match refused.error {
-            Error::Piece { cause, .. } => *cause,
-            error => error,
-        };
         let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let copier = left.map_or_else(|| self.copier.clone(), |left| self.copier.with_timeout(left));
-        part.transfer = Some(copier.upload_file_ranges(source, pieces).map_err(of_block)?);
+        part.transfer = Some(copier.upload_file_ranges(source, pieces).map_err(|refused| refused.error)?);
         Ok(())
     }
 

@@ -29,7 +29,7 @@ def find(library=None):
                     return os.path.abspath(libdir), os.path.abspath(headers)
     raise RuntimeError(
         f"libpinpool.so and pinpool.h are not in {folder or 'what pkg-config names'}: build them with `cargo cinstall "
-        "--features capi`, or name their folder by install(library=...) or $PINPOOL_LIBRARY"
+        "-p pinpool-capi`, or name their folder by install(library=...) or $PINPOOL_LIBRARY"
     )
 
 

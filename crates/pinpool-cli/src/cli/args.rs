@@ -86,11 +86,24 @@ fn seconds(text: &str) -> Result<f64, String> {
 const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (there may be warnings), 1 when one did, 2 for a command \
                              line that cannot be obeyed.";
 
+/// The device of a subcommand that opens one, and the form of its result.
+#[derive(Debug, clap::Args)]
+pub struct DeviceArgs {
+    /// The device: auto, host, host:N, cuda:N or acl:N
+    #[arg(long = "device", value_name = "DEVICE", default_value = "auto")]
+    pub name: String,
+    /// Where page-locked memory comes from [default: whichever the device does best]
+    #[arg(long, value_enum)]
+    pub backing: Option<BackingArg>,
+    /// Print one JSON object, on the last line of stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// The device: auto, host, host:N, cuda:N or acl:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub device: String,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// The memory that the server's pool is going to pin; limits are compared with it
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     pub capacity: usize,
@@ -99,12 +112,6 @@ pub struct DoctorArgs {
     /// The trial uses four times as much memory, and half of what is left at most.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub pin: Option<usize>,
-    /// Where page-locked memory comes from [default: whichever the device does best]
-    #[arg(long, value_enum)]
-    pub backing: Option<BackingArg>,
-    /// Print one JSON object instead of text
-    #[arg(long)]
-    pub json: bool,
     /// Read /proc, /sys and /dev below this folder, for tests
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
@@ -115,9 +122,8 @@ pub struct LoadArgs {
     /// Files to move, or folders with a checkpoint; without any, a temporary sample is made
     #[arg(value_name = "FILE")]
     pub files: Vec<PathBuf>,
-    /// The device: auto, host, host:N, cuda:N or acl:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub device: String,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// The most memory that the pool may pin, such as 64MiB [default: 256MiB, or a quarter of what is left if less]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub capacity: Option<usize>,
@@ -130,15 +136,9 @@ pub struct LoadArgs {
     /// What to do when the system refuses to pin memory
     #[arg(long, value_enum, default_value_t = UnpinnedArg::Allow)]
     pub unpinned: UnpinnedArg,
-    /// Where page-locked memory comes from [default: whichever the device does best]
-    #[arg(long, value_enum)]
-    pub backing: Option<BackingArg>,
     /// Download everything again and compare its checksums with the file's
     #[arg(long)]
     pub verify: bool,
-    /// Print one JSON object instead of text
-    #[arg(long)]
-    pub json: bool,
     /// The sample's size, where no file is given [default: 1GiB, or a quarter of what is left if less]
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "files")]
     pub sample: Option<usize>,
@@ -146,9 +146,8 @@ pub struct LoadArgs {
 
 #[derive(Debug, clap::Args)]
 pub struct BenchArgs {
-    /// The device: auto, host, host:N, cuda:N or acl:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub device: String,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// About how long to measure; the copies are as large as fit, up to 1GiB and a tenth of the free memory
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub seconds: f64,
@@ -156,15 +155,9 @@ pub struct BenchArgs {
     /// memory
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
     pub size: Option<usize>,
-    /// Where page-locked memory comes from [default: whichever the device does best]
-    #[arg(long, value_enum)]
-    pub backing: Option<BackingArg>,
     /// Threads of the copier, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
-    /// Print one JSON object on the last line of stdout
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

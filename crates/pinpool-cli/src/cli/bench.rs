@@ -12,19 +12,15 @@
 //! shows each figure as a ratio to the peak, and to copies in memory by as many threads, which bound each path on which
 //! the CPU touches the bytes.
 //!
-//! The pageable path is the driver's own copy of ordinary memory; the copier copies the same memory. The pieces are
-//! scattered over that memory, and one call of the copier uploads them.
-//!
-//! [`prepare`] makes a [`BenchSetup`], [`BenchSetup::measure`] runs the rounds, and `table` and `json` print them.
+//! [`Copies`] makes and compares one copy, for `pinpool doctor` as well. [`prepare`] makes a [`BenchSetup`], which
+//! [`BenchSetup::measure`] runs in rounds.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Request, Stream, Unpinned,
-};
+use pinpool::{Copier, Device, DeviceBuffer, Error, PinnedBuf, Request, Stream, Unpinned};
 use serde_json::{Value, json};
 
 use super::amount::amount;
@@ -33,7 +29,7 @@ use super::spread::{each, spread};
 use super::{CliError, Result, doctor, of_device, sample};
 
 /// The copies of each figure, of which the best counts.
-const ROUNDS: u32 = 5;
+pub const ROUNDS: u32 = 5;
 /// Bytes of a copy, where memory allows it.
 const USUAL_SIZE: usize = 1 << 30;
 /// The smallest copy: a smaller one does not show a link's speed.
@@ -53,13 +49,13 @@ const SIZES_TAKEN: usize = 5;
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> ExitCode {
     let (mut text, mut object) = (String::new(), object(None));
-    let result = super::open_device(&args.device).and_then(|device| {
+    let result = super::open_device(&args.device.name).and_then(|device| {
         let measured = measured(args, &device);
         let measured = measured.map(|told| (text, object) = told);
         // A device that does not close leaves the figures valid: they were measured before.
         measured.and(super::close(device))
     });
-    super::exit(args.json.then_some(object), &text, result)
+    super::exit(args.device.json.then_some(object), &text, result)
 }
 
 /// Makes everything and measures it. Returns the table and the object.
@@ -78,78 +74,59 @@ fn measured(args: &BenchArgs, device: &Device) -> Result<(String, Value)> {
     told
 }
 
-/// Everything that the measurements share.
-struct BenchSetup {
-    device: Device,
-    threads: usize,
-    size: usize,
-    source: Arc<Vec<u8>>,
-    target: Vec<u8>,
-    memory: DeviceBuffer,
-    bufs: Vec<PinnedBuf>,
-    streams: Vec<Stream>,
-    copier: Copier,
-    unpinned: bool,
-}
-
+/// Makes what measures copies of the size that was asked for, or of one that five rounds of fit into the time.
 fn prepare(args: &BenchArgs, device: &Device, over: Option<Instant>) -> Result<BenchSetup> {
     let threads = super::threads(args.threads);
     // Each buffer is a whole number of pieces.
     let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
-    let set_up = |size| {
-        set_up(device, args.backing, threads, size).map_err(|error| {
-            let (name, size, why) = (device.name(), amount(size), of_device(device, &error));
-            // Smaller copies, or fewer threads, may do without what is short.
-            let text = if error.is_retryable() {
-                format!("{name}: no room to measure with copies of {size}: {why}; name less by --size or --threads")
-            } else {
-                format!("{name}: {why}")
-            };
-            (error.is_retryable(), CliError::Failed(text))
+    let set_up = |size| set_up(device, args.device.backing, threads, size);
+    let left = doctor::left().map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX));
+    let least = args.size.map_or(LEAST_SIZE, whole);
+    // Where the control group's limit is in the way, the kernel would end a process of the group.
+    if left / SIZES_TAKEN < least {
+        let (left, need, size) = (amount(left), amount(least.saturating_mul(SIZES_TAKEN)), amount(least));
+        return Err(CliError::Failed(format!(
+            "no room to measure: {left} of memory are left, and copies of {size} take {need}; name less by --size"
+        )));
+    }
+    let failed = |size: usize, error: Error| {
+        let (name, size, why) = (device.name(), amount(size), of_device(device, &error));
+        // Smaller copies, or fewer threads, may do without what is short.
+        CliError::Failed(if error.is_retryable() {
+            format!(
+                "{name}: no room to measure with copies of {size}: {why}; name less by --size or --threads"
+            )
+        } else {
+            format!("{name}: {why}")
         })
     };
-    let Some(over) = over else {
-        let size = whole(args.size.unwrap_or(LEAST_SIZE));
-        // Where the control group's limit is in the way, the kernel would end a process of the group.
-        return match doctor::left() {
-            Some(left) if left / (SIZES_TAKEN as u64) < size as u64 => Err(no_room(left as usize, size)),
-            _ => set_up(size).map_err(|(_, error)| error),
-        };
-    };
-    let most = affordable(doctor::left()).map_err(|room| no_room(room, LEAST_SIZE))?;
-    let start = Instant::now();
-    let mut small = set_up(LEAST_SIZE).map_err(|(_, error)| error)?;
-    let made = Instant::now();
-    small.measure(Some(made), &ProgressBar::hidden())?;
-    let takes = (made - start) + made.elapsed() * ROUNDS;
-    let fit = over.saturating_duration_since(Instant::now()).as_secs_f64() / takes.as_secs_f64().max(1e-9);
-    let mut size = whole(most.min((LEAST_SIZE as f64 * fit) as usize));
-    while size > LEAST_SIZE {
-        match set_up(size) {
-            Ok(setup) => return Ok(setup),
-            // Other programs use the GPU's memory, or a limit holds that no file shows.
-            Err((true, _)) => size = whole(size / 2),
-            Err((false, error)) => return Err(error),
+    let mut size = least;
+    if let Some(over) = over {
+        let start = Instant::now();
+        let mut small = set_up(least).map_err(|error| failed(least, error))?;
+        let made = Instant::now();
+        small.measure(Some(made), &ProgressBar::hidden())?;
+        let takes = (made - start) + made.elapsed() * ROUNDS;
+        let fit =
+            over.saturating_duration_since(Instant::now()).as_secs_f64() / takes.as_secs_f64().max(1e-9);
+        size = whole(affordable(left).min((least as f64 * fit) as usize));
+        if size <= least {
+            return Ok(small);
         }
     }
-    Ok(small)
-}
-
-fn no_room(left: usize, size: usize) -> CliError {
-    let (left, need, size) = (amount(left), amount(size.saturating_mul(SIZES_TAKEN)), amount(size));
-    CliError::Failed(format!(
-        "no room to measure: {left} of memory are left, and copies of {size} take {need}; name less by --size"
-    ))
+    loop {
+        match set_up(size) {
+            // Other programs use the GPU's memory, or a limit holds that no file shows.
+            Err(error) if error.is_retryable() && size > least => size = whole(size / 2).max(least),
+            made => return made.map_err(|error| failed(size, error)),
+        }
+    }
 }
 
 /// Bytes of a copy such that all memory that the command uses is half of the memory that is left, or what the smallest
-/// copies need. `Err`: the memory that is left, which is less than the smallest copies need.
-fn affordable(left: Option<u64>) -> Result<usize, usize> {
-    let Some(room) = left else { return Ok(USUAL_SIZE) };
-    match usize::try_from(room).unwrap_or(usize::MAX) {
-        room if room < LEAST_SIZE * SIZES_TAKEN => Err(room),
-        room => Ok((room / (2 * SIZES_TAKEN)).clamp(LEAST_SIZE, USUAL_SIZE)),
-    }
+/// copies need.
+fn affordable(left: usize) -> usize {
+    (left / (2 * SIZES_TAKEN)).clamp(LEAST_SIZE, USUAL_SIZE)
 }
 
 fn set_up(
@@ -159,43 +136,30 @@ fn set_up(
     size: usize,
 ) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
-    let link =
-        (0..BUFFERS).map(|_| pinned(device, backing, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
+    // The longest extent that a device can pin differs between devices, so an extent is as long as one buffer needs.
+    let extent = capacity(size / BUFFERS)?;
+    let all = extent.saturating_mul(BUFFERS);
+    let link = super::pool(device, backing).capacity(all).initial(all).extent(extent);
+    let link = link.unpinned(Unpinned::Allow).build()?;
+    let pinning = link.wait_pinned(None)?;
+    // No other thread uses this pool: a checkout that fails now would always fail.
+    let buf = |_| link.try_checkout(size / BUFFERS);
+    let bufs = (0..BUFFERS).map(buf).collect::<Result<_, _>>().map_err(|error| match error {
+        Error::Exhausted { .. } => pinning.error.unwrap_or(error),
+        error => error,
+    })?;
     let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
     let pool = super::pool(device, backing).capacity(share).initial(share);
     let pool = pool.unpinned(Unpinned::Allow).build()?;
     pool.wait_pinned(None)?;
     let copier = Copier::builder(&pool, device).threads(threads).share(share).build()?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
-    let zeros = |len: usize| {
-        let mut bytes = super::room(len)?;
-        bytes.resize(len, 0);
-        Ok::<_, Error>(bytes)
-    };
-    let (mut source, target) = (zeros(size)?, zeros(size)?);
-    each(&mut source, threads, |start, part| sample::fill(part, start as u64));
-    let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
-    let (device, source) = (device.clone(), Arc::new(source));
-    let bufs = link.into_iter().map(|(buf, _)| buf).collect();
-    Ok(BenchSetup { device, threads, size, source, target, memory, bufs, streams, copier, unpinned })
+    let unpinned = [link.stats(), pool.stats()].iter().any(|stats| stats.unpinned_bytes > 0);
+    let copies = Copies::new(memory, bufs, streams, threads, Duration::MAX, 0)?;
+    Ok(BenchSetup { device: device.clone(), size, copies, copier, unpinned })
 }
 
-/// A buffer, and whether it is page-locked. It has a pool of its own, since a buffer lies in one extent, and the
-/// longest extent that a device can pin, and so the number of buffers in it, differs between devices.
-fn pinned(device: &Device, backing: Option<BackingArg>, len: usize) -> Result<(PinnedBuf, bool), Error> {
-    let bytes = capacity(len)?;
-    let pool = super::pool(device, backing).capacity(bytes).initial(bytes).extent(bytes);
-    let pool = pool.unpinned(Unpinned::Allow).build()?;
-    let pinning = pool.wait_pinned(None)?;
-    // No other thread uses this pool: a checkout that fails now would always fail.
-    let buf = pool.try_checkout(len).map_err(|error| match error {
-        Error::Exhausted { .. } => pinning.error.unwrap_or(error),
-        error => error,
-    })?;
-    Ok((buf, pool.stats().unpinned_bytes == 0))
-}
-
-/// The capacity of a pool for one buffer: the length of its segment, and a page at the edge.
+/// The length of an extent for one buffer: that of its segment, and a page at the edge.
 fn capacity(len: usize) -> Result<usize, Error> {
     let segment = Request::new(len).segment_bytes()?;
     let bytes =
@@ -203,31 +167,126 @@ fn capacity(len: usize) -> Result<usize, Error> {
     bytes.ok_or_else(|| Error::OutOfMemory { wanted: len, text: "more than the address space".into() })
 }
 
-/// An order of a vector's pieces of 16 KiB in which neighbours come from far apart, and each piece comes once.
-struct Scattered {
-    pieces: usize,
-    /// Coprime to the number of pieces: its multiples reach all of them.
-    step: usize,
+/// Where a copy writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    Device,
+    /// The page-locked buffers.
+    Pinned,
+    /// Ordinary memory.
+    Memory,
 }
 
-impl Scattered {
-    /// For a vector of `bytes` bytes.
-    fn new(bytes: usize) -> Self {
-        let pieces = bytes / PIECE;
-        let coprime = |step: &usize| gcd(*step, pieces) == 1;
-        // Near the golden section of the number of pieces: neighbours come from far apart.
-        let step = (pieces * 5 / 8 + 1..).find(coprime).unwrap_or(1);
-        Self { pieces, step }
+/// The same bytes in ordinary memory, in page-locked buffers and on a device, and room for what is copied back.
+pub struct Copies {
+    source: Arc<Vec<u8>>,
+    target: Vec<u8>,
+    memory: DeviceBuffer,
+    bufs: Vec<PinnedBuf>,
+    streams: Vec<Stream>,
+    threads: usize,
+    /// How long a copy on a stream may take.
+    patience: Duration,
+}
+
+impl Copies {
+    /// The buffers share the device memory equally. `first` is the place of the first byte in the sample's sequence.
+    pub fn new(
+        memory: DeviceBuffer,
+        mut bufs: Vec<PinnedBuf>,
+        streams: Vec<Stream>,
+        threads: usize,
+        patience: Duration,
+        first: u64,
+    ) -> Result<Self, Error> {
+        let zeros = |len: usize| {
+            let mut bytes = super::room(len)?;
+            bytes.resize(len, 0);
+            Ok::<_, Error>(bytes)
+        };
+        let (mut source, target) = (zeros(memory.len())?, zeros(memory.len())?);
+        each(&mut source, threads, |start, part| sample::fill(part, first + start as u64));
+        let part = memory.len() / bufs.len();
+        for buf in &mut bufs {
+            buf.try_resize(part, 0)?;
+        }
+        Ok(Self { source: Arc::new(source), target, memory, bufs, streams, threads, patience })
     }
 
-    /// The offset in the vector of the piece that is placed at position `piece`.
-    fn from(&self, piece: usize) -> usize {
-        piece * self.step % self.pieces * PIECE
+    /// Makes one copy. What it writes is overwritten before it and compared after it. Returns the copy's time, and the
+    /// offset of the first wrong byte, if there is one. `order` is where each piece of the target comes from.
+    pub fn once(
+        &mut self,
+        to: Target,
+        order: impl Fn(usize) -> usize + Sync,
+        copy: impl FnOnce(&mut Self) -> Result<(), Error>,
+    ) -> Result<(Duration, Option<usize>), Error> {
+        self.fill(to != Target::Device);
+        self.link(true, 1)?;
+        self.fill(to == Target::Device);
+        each(&mut self.target, self.threads, |_, part| part.fill(0));
+        let since = Instant::now();
+        copy(self)?;
+        let took = since.elapsed();
+        if to == Target::Device {
+            // By plain copies, so that an error of the copier cannot hide itself.
+            self.fill(false);
+            self.link(false, 1)?;
+        }
+        if to != Target::Memory {
+            for (part, buf) in self.target.chunks_mut(self.memory.len() / self.bufs.len()).zip(&self.bufs) {
+                part.copy_from_slice(buf);
+            }
+        }
+        let compared = spread(self.threads, self.target.len().div_ceil(PIECE), |piece| {
+            let (at, from) = (piece * PIECE, order(piece) * PIECE);
+            let target = &self.target[at..self.target.len().min(at + PIECE)];
+            let source = &self.source[from..from + target.len()];
+            if target == source {
+                return Ok(());
+            }
+            Err(at + target.iter().zip(source).take_while(|(got, sent)| got == sent).count())
+        });
+        Ok((took, compared.err()))
+    }
+
+    /// Writes the source's bytes, or zeros, into the page-locked buffers.
+    fn fill(&mut self, source: bool) {
+        let parts = self.source.chunks(self.memory.len() / self.bufs.len());
+        for (buf, part) in self.bufs.iter_mut().zip(parts) {
+            if source { buf.copy_from_slice(part) } else { buf.fill(0) }
+        }
+    }
+
+    /// Copies all page-locked buffers at once, on so many streams.
+    pub fn link(&mut self, up: bool, streams: usize) -> Result<(), Error> {
+        let part = self.memory.len() / self.bufs.len();
+        let mut flights = Vec::with_capacity(self.bufs.len());
+        for (number, buf) in std::mem::take(&mut self.bufs).into_iter().enumerate() {
+            let stream = &self.streams[number % streams];
+            let slice = self.memory.slice(number * part..(number + 1) * part)?;
+            flights.push(if up { stream.upload(buf, slice)? } else { stream.download(slice, buf)? });
+        }
+        let back = flights.into_iter().map(|flight| Ok(flight.wait_timeout(self.patience)?));
+        self.bufs = back.collect::<Result<_, Error>>()?;
+        Ok(())
+    }
+
+    /// Copies the source in memory.
+    pub fn in_memory(&mut self) {
+        let source = &self.source;
+        each(&mut self.target, self.threads, |start, part| {
+            part.copy_from_slice(&source[start..start + part.len()]);
+        });
     }
 }
 
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
+/// The piece of the source that is placed at position `piece`: neighbours come from far apart, and each comes once.
+fn scattered(piece: usize, pieces: usize) -> usize {
+    // A prime of which half, rounded down, is a prime too: no number of pieces has a common factor with it, and for none
+    // above two are neighbours one piece apart.
+    const STEP: usize = 2_147_483_579;
+    piece * STEP % pieces
 }
 
 /// What is measured.
@@ -244,29 +303,28 @@ enum Figure {
 }
 use Figure::{LinkDown, LinkUp, Memcpy, PageableUp, Pieces, SliceDown, SliceUp};
 
-/// Each figure with its key in the object, its line in the table, and its name in messages, in the order of a round.
-const FIGURES: [(Figure, &str, &str, &str); 7] = [
-    (LinkUp, "pinned_peak_upload", "pinned peak, to the device", "pinned upload"),
-    (LinkDown, "pinned_peak_download", "pinned peak, from the device", "pinned download"),
-    (Memcpy, "memcpy", "copies in memory, by as many", "copy in memory"),
-    (PageableUp, "pageable_upload", "pageable memory to the device", "pageable upload"),
-    (SliceUp, "copier_upload", "copier, to the device", "copier's upload"),
-    (SliceDown, "copier_download", "copier, from the device", "copier's download"),
-    (Pieces, "pieces", "scattered pieces of 16 KiB", "scattered pieces"),
+/// Each figure with where it writes, its key in the object, its line in the table, and its name in messages, in the
+/// order of a round.
+const FIGURES: [(Figure, Target, &str, &str, &str); 7] = [
+    (LinkUp, Target::Device, "pinned_peak_upload", "pinned peak, to the device", "pinned upload"),
+    (LinkDown, Target::Pinned, "pinned_peak_download", "pinned peak, from the device", "pinned download"),
+    (Memcpy, Target::Memory, "memcpy", "copies in memory, by as many", "copy in memory"),
+    (PageableUp, Target::Device, "pageable_upload", "pageable memory to the device", "pageable upload"),
+    (SliceUp, Target::Device, "copier_upload", "copier, to the device", "copier's upload"),
+    (SliceDown, Target::Memory, "copier_download", "copier, from the device", "copier's download"),
+    (Pieces, Target::Device, "pieces", "scattered pieces of 16 KiB", "scattered pieces"),
 ];
 
 /// GB/s of 10^9 bytes, in the order of [`FIGURES`].
 type Speeds = [f64; FIGURES.len()];
 
-impl Figure {
-    /// Whether the copy goes to the device's memory; else it goes to the host's.
-    fn is_upload(self) -> bool {
-        matches!(self, LinkUp | PageableUp | SliceUp | Pieces)
-    }
-
-    fn is_link(self) -> bool {
-        matches!(self, LinkUp | LinkDown)
-    }
+/// Everything that the measurements share.
+struct BenchSetup {
+    device: Device,
+    size: usize,
+    copies: Copies,
+    copier: Copier,
+    unpinned: bool,
 }
 
 impl BenchSetup {
@@ -280,128 +338,69 @@ impl BenchSetup {
             || rounds < ROUNDS && over.is_none_or(|over| Instant::now() + start.elapsed() / rounds <= over)
         {
             rounds += 1;
-            for ((figure, .., name), best) in FIGURES.iter().zip(&mut best) {
-                bar.set_message(*name);
+            for (number, best) in best.iter_mut().enumerate() {
+                let (figure, .., name) = FIGURES[number];
+                bar.set_message(name);
                 bar.inc(1);
-                *best = (*best).min(self.once(*figure, 1)?);
-                if figure.is_link() && self.streams.len() > 1 {
-                    *best = (*best).min(self.once(*figure, self.streams.len())?);
+                *best = (*best).min(self.once(number, 1)?);
+                let streams = self.copies.streams.len();
+                if matches!(figure, LinkUp | LinkDown) && streams > 1 {
+                    *best = (*best).min(self.once(number, streams)?);
                 }
             }
         }
         Ok((best.map(|time| self.size as f64 / time.as_secs_f64().max(1e-9) / 1e9), rounds))
     }
 
-    fn failed(&self, error: &Error) -> CliError {
-        CliError::Failed(format!("{}: {}", self.device.name(), of_device(&self.device, error)))
-    }
-
-    /// Measures one copy. The target is overwritten before it and compared after it.
-    fn once(&mut self, figure: Figure, streams: usize) -> Result<Duration> {
-        self.prepare(figure).map_err(|e| self.failed(&e))?;
-        let taken = self.run(figure, streams).map_err(|e| self.failed(&e))?;
-        self.compare(figure)?;
-        Ok(taken)
-    }
-
-    /// Makes the copy. Returns the time that it took.
-    fn run(&mut self, figure: Figure, streams: usize) -> Result<Duration, Error> {
-        let source = self.source.clone();
-        let pieces = if figure == Pieces { self.pieces(&source)? } else { Vec::new() };
-        let since = Instant::now();
-        match figure {
-            Memcpy => each(&mut self.target, self.threads, |start, part| {
-                part.copy_from_slice(&source[start..start + part.len()]);
-            }),
-            LinkUp => self.all(streams, |stream, buf, slice| Ok(stream.upload(buf, slice)?))?,
-            LinkDown => self.all(streams, |stream, buf, slice| Ok(stream.download(slice, buf)?))?,
-            PageableUp => self.streams[0].upload_blocking(&source, &self.memory)?,
-            SliceUp => self.copier.upload_slice(&source, &self.memory)?,
-            SliceDown => self.copier.download_slice(&self.memory, &mut self.target)?,
-            Pieces => self.copier.upload_pieces(&pieces)?.wait()?,
-        }
-        Ok(since.elapsed())
-    }
-
-    /// Pieces scattered over the source, and their targets on the device, one behind the other.
-    fn pieces<'a>(&self, source: &'a [u8]) -> Result<Vec<(&'a [u8], DeviceSlice)>, Error> {
-        let scattered = Scattered::new(self.size);
-        let piece = |number: usize| {
-            let (from, to) = (scattered.from(number), number * PIECE);
-            Ok((&source[from..from + PIECE], self.memory.slice(to..to + PIECE)?))
-        };
-        (0..self.size / PIECE).map(piece).collect()
-    }
-
-    /// Writes the source's bytes where the copy reads, and zeros where it writes.
-    fn prepare(&mut self, figure: Figure) -> Result<(), Error> {
-        if figure == LinkUp {
-            for (buf, part) in self.bufs.iter_mut().zip(self.source.chunks(self.size / BUFFERS)) {
-                buf.clear();
-                buf.try_extend_from_slice(part)?;
+    /// Measures one copy of the figure of this number.
+    fn once(&mut self, number: usize, streams: usize) -> Result<Duration> {
+        let (figure, to, .., name) = FIGURES[number];
+        let (took, wrong) = self.copy(figure, to, streams).map_err(|error| {
+            CliError::Failed(format!("{}: {}", self.device.name(), of_device(&self.device, &error)))
+        })?;
+        match wrong.map(|at| at / PIECE * PIECE) {
+            None => Ok(took),
+            Some(at) => {
+                Err(CliError::Mismatch(format!("the {name}: mismatch in bytes {at}..{}", at + PIECE)))
             }
         }
-        if !figure.is_upload() && figure != Memcpy {
-            // Device memory may hold the bytes of an earlier figure.
-            self.streams[0].upload_blocking(&self.source, &self.memory)?;
-        }
-        each(&mut self.target, self.threads, |_, part| part.fill(0));
-        match figure {
-            LinkDown => self.bufs.iter_mut().for_each(|buf| buf.fill(0)),
-            figure if figure.is_upload() => self.streams[0].upload_blocking(&self.target, &self.memory)?,
-            _ => {}
-        }
-        Ok(())
     }
 
-    /// Compares the bytes at the target with the source.
-    fn compare(&mut self, figure: Figure) -> Result<()> {
-        if figure.is_upload() {
-            // By plain copies, so that an error of the copier cannot hide itself.
-            self.run(LinkDown, 1).map_err(|e| self.failed(&e))?;
-        }
-        if figure.is_upload() || figure == LinkDown {
-            for (part, buf) in self.target.chunks_mut(self.size / BUFFERS).zip(&self.bufs) {
-                part.copy_from_slice(buf);
-            }
-        }
-        let scattered = Scattered::new(self.size);
-        let compared = spread(self.threads, self.size / PIECE, |piece| {
-            let at = piece * PIECE;
-            let from = if figure == Pieces { scattered.from(piece) } else { at };
-            let same = self.target[at..at + PIECE] == self.source[from..from + PIECE];
-            if same { Ok(()) } else { Err(at) }
-        });
-        let Err(at) = compared else { return Ok(()) };
-        let name = FIGURES.iter().find(|(other, ..)| *other == figure).map_or("", |(.., name)| *name);
-        Err(CliError::Mismatch(format!("the {name}: mismatch in bytes {at}..{}", at + PIECE)))
-    }
-
-    /// Copies all page-locked buffers at once, on `streams` streams.
-    fn all(
+    fn copy(
         &mut self,
+        figure: Figure,
+        to: Target,
         streams: usize,
-        copy: impl Fn(&Stream, PinnedBuf, DeviceSlice) -> Result<InFlight<PinnedBuf>, Error>,
-    ) -> Result<(), Error> {
-        let piece = self.size / BUFFERS;
-        let mut flights = Vec::with_capacity(BUFFERS);
-        for (number, buf) in std::mem::take(&mut self.bufs).into_iter().enumerate() {
-            let slice = self.memory.slice(number * piece..(number + 1) * piece)?;
-            flights.push(copy(&self.streams[number % streams], buf, slice)?);
-        }
-        self.bufs = flights.into_iter().map(InFlight::wait).collect::<Result<_, _>>()?;
-        Ok(())
+    ) -> Result<(Duration, Option<usize>), Error> {
+        let (copier, source, all) = (&self.copier, self.copies.source.clone(), self.size / PIECE);
+        let order = |piece| if figure == Pieces { scattered(piece, all) } else { piece };
+        let piece = |number: usize| {
+            let (from, to) = (order(number) * PIECE, number * PIECE);
+            Ok((&source[from..from + PIECE], self.copies.memory.slice(to..to + PIECE)?))
+        };
+        let pieces: Vec<_> = (0..all).map(piece).collect::<Result<_, Error>>()?;
+        self.copies.once(to, order, |copies| {
+            match figure {
+                LinkUp | LinkDown => copies.link(figure == LinkUp, streams)?,
+                Memcpy => copies.in_memory(),
+                PageableUp => copies.streams[0].upload_blocking(&source, &copies.memory)?,
+                SliceUp => copier.upload_slice(&source, &copies.memory)?,
+                SliceDown => copier.download_slice(&copies.memory, &mut copies.target)?,
+                Pieces => copier.upload_pieces(&pieces)?.wait()?,
+            }
+            Ok(())
+        })
     }
 
     fn table(&self, speeds: &Speeds, rounds: u32) -> String {
-        let (name, threads, size) = (self.device.name(), self.threads, amount(self.size));
+        let (name, threads, size) = (self.device.name(), self.copies.threads, amount(self.size));
         let mut text = format!("{name}, {threads} threads, copies of {size}, best of {rounds}\n");
         if self.unpinned {
             text += "(the system refused to pin memory, see ulimit -l: what is called pinned here is not)\n";
         }
         text += "\n                                   GB/s   of the pinned peak   of copies in memory\n";
         let [up, down, memcpy, ..] = speeds;
-        for ((figure, _, line, _), speed) in FIGURES.iter().zip(speeds) {
+        for ((figure, .., line, _), speed) in FIGURES.iter().zip(speeds) {
             let peak = if matches!(figure, LinkDown | SliceDown) { down } else { up };
             let (over, beside) = (100.0 * speed / peak, 100.0 * speed / memcpy);
             text += &format!("{line:<32}{speed:>7.2}{over:>20.1}%{beside:>21.1}%\n");
@@ -414,13 +413,13 @@ impl BenchSetup {
 fn object(measured: Option<(&BenchSetup, &Speeds, u32)>) -> Value {
     let setup = measured.map(|(setup, ..)| setup);
     let mut object = json!({
-        "threads": setup.map(|setup| setup.threads),
+        "threads": setup.map(|setup| setup.copies.threads),
         "device": setup.map(|setup| setup.device.name()),
         "unpinned": setup.map(|setup| setup.unpinned),
         "size_bytes": setup.map(|setup| setup.size),
         "rounds": measured.map(|(.., rounds)| rounds),
     });
-    for (at, (_, key, ..)) in FIGURES.iter().enumerate() {
+    for (at, (_, _, key, ..)) in FIGURES.iter().enumerate() {
         // Three decimals: more is noise.
         let speed = measured.map(|(_, speeds, _)| (speeds[at] * 1000.0).round() / 1000.0);
         object[format!("{key}_gb_per_s")] = speed.into();
@@ -435,34 +434,28 @@ mod tests {
     #[test]
     fn scattered_pieces_are_each_taken_once_and_from_far_apart() {
         for pieces in [1, 2, 3, 8, 64, 1000, 4096] {
-            let scattered = Scattered::new(pieces * PIECE);
-            let mut from: Vec<usize> = (0..pieces).map(|piece| scattered.from(piece)).collect();
+            let mut from: Vec<usize> = (0..pieces).map(|piece| scattered(piece, pieces)).collect();
             if pieces > 3 {
-                assert!(from.windows(2).all(|pair| pair[0] + PIECE != pair[1]), "{pieces}");
+                assert!(from.windows(2).all(|pair| pair[0] + 1 != pair[1]), "{pieces}");
             }
             from.sort_unstable();
-            assert!(from.iter().enumerate().all(|(place, from)| *from == place * PIECE), "{pieces}");
+            assert!(from.iter().enumerate().all(|(place, from)| *from == place), "{pieces}");
         }
     }
 
     #[test]
     fn half_of_what_is_left_is_taken_at_most() {
-        let mib = |n: u64| Some(n << 20);
-        for (left, size) in [
-            (None, Ok(USUAL_SIZE)),
-            (mib(64 << 10), Ok(USUAL_SIZE)),
-            (mib(4000), Ok(400 << 20)),
-            (mib(79), Err(79 << 20)),
-            (Some(0), Err(0)),
-        ] {
-            assert_eq!(affordable(left), size, "{left:?}");
+        for (left, size) in
+            [(usize::MAX, USUAL_SIZE), (64 << 30, USUAL_SIZE), (4000 << 20, 400 << 20), (0, LEAST_SIZE)]
+        {
+            assert_eq!(affordable(left), size, "{left}");
         }
         for size in [LEAST_SIZE, 100 << 20, USUAL_SIZE] {
             // The memory that `set_up` uses, as far as it grows with the size.
             let share = COPIER_SHARE.min(size.max(LEAST_SIZE));
             assert!(4 * size + share <= SIZES_TAKEN * size, "{size}");
         }
-        // Linux 6.11 to 6.13 pins at most 1 GiB for a GPU in one call. A pool for one buffer stays below that.
+        // Linux 6.11 to 6.13 pins at most 1 GiB for a GPU in one call. An extent for one buffer stays below that.
         assert!(capacity(USUAL_SIZE / BUFFERS).unwrap() <= 1 << 30);
     }
 
@@ -470,22 +463,23 @@ mod tests {
     fn bytes_that_did_not_arrive_are_no_figure() {
         let device = Device::open("host").unwrap();
         let mut setup = set_up(&device, None, 2, 1 << 20).unwrap();
-        for (figure, ..) in FIGURES {
-            setup.once(figure, 1).unwrap();
-            setup.once(figure, 2).unwrap();
-            setup.prepare(figure).unwrap();
-            let nothing = setup.compare(figure).unwrap_err();
-            assert!(nothing.to_string().contains("mismatch in bytes 0.."), "{figure:?} {nothing}");
+        let source = setup.copies.source.clone();
+        for (number, (figure, to, ..)) in FIGURES.into_iter().enumerate() {
+            setup.once(number, 1).unwrap();
+            setup.once(number, 2).unwrap();
+            let nothing = setup.copies.once(to, |piece| piece, |_| Ok(())).unwrap();
+            assert_eq!(nothing.1.map(|at| at / PIECE), Some(0), "{figure:?}");
         }
         // Half of the bytes; and all pieces, in the wrong places.
-        for (figure, len, wrong) in [
-            (SliceUp, 1 << 19, "the copier's upload: mismatch in bytes 524288.."),
-            (Pieces, 1 << 20, "the scattered pieces: mismatch in bytes 16384.."),
-        ] {
-            setup.prepare(figure).unwrap();
-            setup.copier.upload_slice(&setup.source[..len], &setup.memory).unwrap();
-            let error = setup.compare(figure).unwrap_err().to_string();
-            assert!(error.contains(wrong), "{error}");
-        }
+        let pieces = (1 << 20) / PIECE;
+        let half = |copies: &mut Copies| {
+            setup.copier.upload_slice(&source[..1 << 19], &copies.memory)?;
+            Ok(())
+        };
+        let wrong = setup.copies.once(Target::Device, |piece| piece, half).unwrap().1;
+        assert_eq!(wrong.map(|at| at / PIECE), Some(pieces / 2));
+        let plain = |copies: &mut Copies| copies.link(true, 1);
+        let wrong = setup.copies.once(Target::Device, |piece| scattered(piece, pieces), plain).unwrap().1;
+        assert_eq!(wrong.map(|at| at / PIECE), Some(1));
     }
 }

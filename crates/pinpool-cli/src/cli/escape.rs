@@ -27,13 +27,13 @@ pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     let (mut shown, mut left) = (String::new(), most);
     for c in text.chars() {
         let is_plain = matches!(c, ' '..='~') || (!c.is_ascii() && !is_unseen(c));
-        let len = if is_plain { 1 } else { c.escape_unicode().len() };
+        let len = if is_plain { 1 } else { c.escape_default().len() };
         let Some(rest) = left.checked_sub(len) else {
             shown += "...";
             break;
         };
         left = rest;
-        if is_plain { shown.push(c) } else { shown.extend(c.escape_unicode()) }
+        if is_plain { shown.push(c) } else { shown.extend(c.escape_default()) }
     }
     shown.into()
 }

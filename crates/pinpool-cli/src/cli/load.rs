@@ -30,11 +30,11 @@ use super::escape::{NAME, clean, text};
 use super::spread::spread;
 use super::{CliError, Result, doctor, of_device, sample, say};
 
-/// The approximate length of an extent: short enough for the first to be ready soon, long enough for pinning at full
-/// speed.
+/// The length of an extent: long enough for pinning at full speed, and short enough that under a memlock limit a part
+/// of the pool is pinned.
 const EXTENT: usize = 64 << 20;
-/// Longer segments get extents of at least 1 GiB, which hold enough of them.
-const LARGE_SEGMENT: usize = EXTENT / 8;
+/// The shortest extent of large chunks, which holds enough of them.
+const LARGE_EXTENT: usize = 1 << 30;
 /// The capacity and the sample's size, where the command line names none and memory allows it.
 const USUAL_CAPACITY: usize = 256 << 20;
 const USUAL_SAMPLE: usize = 1 << 30;
@@ -63,7 +63,8 @@ pub fn run(args: &LoadArgs) -> ExitCode {
         // An error of the run goes before an error of closing.
         result.and(super::close(device))
     });
-    let (object, text) = if args.json { (Some(report.json()), String::new()) } else { (None, report.text()) };
+    let (object, text) =
+        if args.device.json { (Some(report.json()), String::new()) } else { (None, report.text()) };
     super::exit(object, &text, result)
 }
 
@@ -162,7 +163,7 @@ impl Moved {
 /// Opens everything, so that a command line that cannot be obeyed is refused before any byte moves.
 fn prepare(args: &LoadArgs) -> Result<LoadRun> {
     let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
-    let device = super::open_device(&args.device)?;
+    let device = super::open_device(&args.device.name)?;
     furnish(args, sources, device.clone()).inspect_err(|_| {
         let _ = super::close(device);
     })
@@ -186,23 +187,15 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     if capacity < segment {
         return Err(too_small());
     }
-    // An extent is a multiple of the copier's segments, so that nothing is wasted at its edges.
-    let staged = Request::new(args.chunk.saturating_add(3 * CHUNK_STEP))
-        .align(CHUNK_STEP)
-        .segment_bytes()
-        .unwrap_or(segment);
-    let extent = if staged <= LARGE_SEGMENT {
-        EXTENT / staged * staged.next_multiple_of(CHUNK_STEP)
-    } else {
-        staged.saturating_add(2 << 20).max(1 << 30)
-    };
     let failed = |what: &str, error: &Error| CliError::Failed(format!("{what}: {error}"));
     // For nothing, nothing is pinned.
     let is_nothing = !sources.is_empty() && sources.iter().all(|source| source.len == 0);
-    let pool = super::pool(&device, args.backing)
+    // A segment, and what the copier adds at its ends, lies in one extent.
+    let large = segment.saturating_add(2 << 20).max(LARGE_EXTENT);
+    let pool = super::pool(&device, args.device.backing)
         .capacity(capacity)
         .initial(if is_nothing { 0 } else { capacity })
-        .extent(extent)
+        .extent(if segment > EXTENT / 8 { large } else { EXTENT })
         .unpinned(match args.unpinned {
             UnpinnedArg::Refuse => pinpool::Unpinned::Refuse,
             UnpinnedArg::Allow => pinpool::Unpinned::Allow,
@@ -212,14 +205,10 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         Error::Config(text) => CliError::Usage(text),
         error => failed("the pool cannot be built", &error),
     })?;
-    if pool.stats().capacity_bytes < segment {
-        return Err(too_small());
-    }
-    let copier = match copier(&pool, &device, args, capacity) {
-        Ok(Some(copier)) => copier,
-        Ok(None) => return Err(too_small()),
-        Err(error) => return Err(failed("the copier cannot be built", &error)),
-    };
+    let copier = copier(&pool, &device, args, capacity)
+        .map_err(|error| failed("the copier cannot be built", &error))?
+        .filter(|_| pool.stats().capacity_bytes >= segment)
+        .ok_or_else(too_small)?;
     let bar = super::progress_bar();
     if sources.is_empty() {
         let sample = args.sample.unwrap_or_else(|| USUAL_SAMPLE.min(quarter));
@@ -365,11 +354,8 @@ impl LoadRun {
 
     /// Uploads a file into device memory.
     fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
-        let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
-        if from.len() < source.len {
-            return Err(source.shrunk(from.len()));
-        }
-        let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
+        let from = FileSource::new(file.clone(), source.name.clone());
+        let from = from.and_then(|from| from.range(0..source.len)).map_err(|e| source.error(&e))?;
         let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
         self.watched(source, transfer)?;
         Ok(())
@@ -484,9 +470,14 @@ impl LoadRun {
 
     /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
     fn note(&self) -> PoolStats {
-        // Memory may still be being pinned, and the last copies' buffers may still be on their way back.
+        // Memory may still be being pinned, and the last copies' buffers may still be on their way back. After an error
+        // one may stay in flight, so the wait has a deadline.
         let pinning = self.pool.wait_pinned(Some(REST_TIMEOUT));
-        let stats = stats_at_rest(&self.pool);
+        let (mut stats, deadline) = (self.pool.stats(), Instant::now() + REST_TIMEOUT);
+        while stats.in_flight_bytes + stats.checked_out_bytes > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+            stats = self.pool.stats();
+        }
         if stats.unpinned_bytes > 0 {
             let (plain, all) = (stats.unpinned_bytes, stats.pinned_bytes + stats.unpinned_bytes);
             let (plain, all) = (amount(plain), amount(all));
@@ -523,18 +514,6 @@ fn show(bar: &ProgressBar, name: &str, len: u64, passes: &'static [&str]) {
     bar.reset();
 }
 
-/// The statistics when no buffer is out any more. After an error one may stay in flight, so the wait has a deadline.
-fn stats_at_rest(pool: &Pool) -> PoolStats {
-    let deadline = Instant::now() + REST_TIMEOUT;
-    loop {
-        let stats = pool.stats();
-        if stats.in_flight_bytes + stats.checked_out_bytes == 0 || Instant::now() >= deadline {
-            return stats;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 impl Input {
     fn failed(&self, why: impl std::fmt::Display) -> CliError {
         CliError::Failed(format!("{}: {why}", self.name))
@@ -542,14 +521,8 @@ impl Input {
 
     /// An error of the library, with the file's name added where the error does not contain it.
     fn error(&self, error: &Error) -> CliError {
-        match error {
-            Error::Read { .. }
-            | Error::Shrunk { .. }
-            | Error::Transfer { .. }
-            | Error::Tensor { .. }
-            | Error::Cancelled { .. } => CliError::Failed(error.to_string()),
-            _ => self.failed(error),
-        }
+        let text = error.to_string();
+        if text.contains(&*clean(&self.name, NAME)) { CliError::Failed(text) } else { self.failed(text) }
     }
 
     /// Bytes of the file did not come back from a part.
@@ -563,11 +536,6 @@ impl Input {
         CliError::Mismatch(format!(
             "{name}: mismatch {what}: {which} did not come back as they are in the file"
         ))
-    }
-
-    /// The file ends here by now.
-    fn shrunk(&self, end: u64) -> CliError {
-        self.error(&Error::Shrunk { what: self.name.clone(), end, len: self.len })
     }
 }
 

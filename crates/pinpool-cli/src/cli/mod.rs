@@ -1,23 +1,9 @@
 //! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
 //!
-//! The modules use the library's public interface only. `main` calls [`run`] or [`refuse`]; nothing else is called from outside. In the order in which to
-//! read them:
-//!
-//! | file | what is in it |
-//! | --- | --- |
-//! | `args.rs` | the command line: subcommands, options, help texts |
-//! | this file | the choice of the subcommand, exit statuses, and helpers that several subcommands call |
-//! | `load.rs` | `pinpool load`: files to the device and back, with checksums |
-//! | `bench.rs` | `pinpool bench`: the speed of the link and of the copier |
-//! | `doctor/` | `pinpool doctor`: checks of the machine, with remedies |
-//! | `top/` | `pinpool top`: the metrics of another process, live |
-//! | `amount.rs`, `escape.rs` | amounts of memory and texts from outside, made fit to be shown |
-//! | `sample.rs` | bytes to copy that do not repeat |
-//! | `spread.rs` | work spread over threads |
-//!
-//! What holds everywhere: a subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit
-//! status, and with `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is
-//! printed, so that it cannot steer a terminal.
+//! `args.rs` has the command line; `amount.rs` and `escape.rs` make amounts of memory and texts from outside fit to be
+//! shown; `sample.rs` and `spread.rs` are bytes to copy that do not repeat, and work spread over threads. A subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit status, and with
+//! `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it
+//! cannot steer a terminal.
 
 mod amount;
 pub mod args;
@@ -42,9 +28,9 @@ use serde_json::{Value, json};
 
 /// A mismatch; a device that is missing; a device or a disk that fails; memory that cannot be had; a result that cannot
 /// be written.
-pub const EXIT_FAILED: u8 = 1;
+const EXIT_FAILED: u8 = 1;
 /// A command line that cannot be obeyed.
-pub const EXIT_USAGE: u8 = 2;
+const EXIT_USAGE: u8 = 2;
 
 /// Why the command ends early.
 #[derive(Debug)]
@@ -59,15 +45,6 @@ pub enum CliError {
 
 /// What a part of a subcommand ends with.
 type Result<T, E = CliError> = std::result::Result<T, E>;
-
-impl CliError {
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Usage(_) => EXIT_USAGE,
-            Self::Failed(_) | Self::Mismatch(_) => EXIT_FAILED,
-        }
-    }
-}
 
 /// The text in one line. ([`say`] escapes it.)
 impl fmt::Display for CliError {
@@ -142,7 +119,7 @@ fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             say(&format!("error: {failure}"));
-            ExitCode::from(failure.exit_code())
+            ExitCode::from(if let CliError::Usage(_) = failure { EXIT_USAGE } else { EXIT_FAILED })
         }
     }
 }
@@ -170,12 +147,13 @@ fn of_device(device: &Device, error: &Error) -> String {
 
 /// A progress bar on a terminal, a hidden one elsewhere.
 fn progress_bar() -> ProgressBar {
-    let terminal = io::stderr().is_terminal();
-    if terminal {
-        ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr())
-    } else {
-        ProgressBar::hidden()
-    }
+    ProgressBar::with_draw_target(
+        None,
+        match io::stderr().is_terminal() {
+            true => ProgressDrawTarget::stderr(),
+            false => ProgressDrawTarget::hidden(),
+        },
+    )
 }
 
 /// GB/s of 10^9 bytes. `None`: `time` is zero.
@@ -191,12 +169,10 @@ fn room(len: usize) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// The time that closing a device may take, when none of the command's copies is in flight any more.
-const CLOSING: Duration = Duration::from_secs(10);
-
 /// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
 fn close(device: Device) -> Result<()> {
-    device.close(CLOSING).map_err(|error| CliError::Failed(error.to_string()))
+    // None of the command's copies is in flight any more.
+    device.close(Duration::from_secs(10)).map_err(|error| CliError::Failed(error.to_string()))
 }
 
 /// Prints a line on stderr, escaped, since it may contain text of files and servers. A closed stderr is ignored.
@@ -207,11 +183,11 @@ fn say(line: &str) {
 /// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
 /// terminal.
 fn json_line(value: &Value) -> String {
-    let escaped = |c: char| -> String {
-        c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+    let shown = |c: char| match c {
+        '\0'..'\u{7f}' => c.to_string(),
+        _ => c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect(),
     };
-    let plain = |c: char| c.is_ascii() && c != '\u{7f}';
-    value.to_string().chars().map(|c| if plain(c) { c.to_string() } else { escaped(c) }).collect()
+    value.to_string().chars().map(shown).collect()
 }
 
 /// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning

@@ -9,20 +9,23 @@ use std::path::PathBuf;
 
 use pinpool::family::Vendor;
 
-use super::{Case, Fixes, Verdict, accelerator, accelerators, of_vendor, parse};
+use super::{Case, Fixes, Unseen, Verdict, accelerator, accelerators, of_vendor, parse};
 
-/// Runs `look` for the vendor, if there is an accelerator to look for. `Err`: a part is missing. That is a failure if
-/// the device was asked for by name, a warning with `auto`, and only mentioned if the device opened.
-fn examine(case: &Case, look: impl Fn(&Vendor) -> Result<String, (String, Fixes)>) -> Verdict {
+/// What is missing of a driver, and the remedy.
+type Missing = (String, Fixes);
+
+/// Runs `look` for the vendor, if there is an accelerator to look for. A missing part is a failure if the device was
+/// asked for by name, a warning with `auto`, and only mentioned if the device opened.
+fn examine(case: &Case, look: impl Fn(&Vendor) -> Result<String, Missing>) -> Result<Verdict, Unseen> {
     let Some(vendor) = case.vendor() else {
-        return Verdict::ok("not needed: no accelerator was asked for, and none shows");
+        return Ok(Verdict::ok("not needed: no accelerator was asked for, and none shows"));
     };
-    match look(vendor) {
+    Ok(match look(vendor) {
         Ok(found) => Verdict::ok(found),
         Err((found, _)) if case.opened() => Verdict::ok(format!("{found}; the device opens all the same")),
         Err((found, fix)) if accelerator(case.spec).is_some() => Verdict::fail(found, fix),
         Err((found, fix)) => Verdict::warn(found, fix),
-    }
+    })
 }
 
 /// The file by which WSL shows the driver of Windows, if it is there.
@@ -31,7 +34,7 @@ fn of_windows(case: &Case, vendor: &Vendor) -> Option<&'static str> {
 }
 
 /// The driver's kernel module, and whether the library has the same version.
-pub fn module(case: &Case) -> Verdict {
+pub fn module(case: &Case) -> Result<Verdict, Unseen> {
     examine(case, |vendor| {
         if let Some(file) = of_windows(case, vendor) {
             return Ok(format!("that of Windows, by {file}"));
@@ -41,33 +44,36 @@ pub fn module(case: &Case) -> Verdict {
             return Err(holder(case, vendor).unwrap_or((vendor.absent.into(), of_vendor(vendor.install))));
         };
         let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
-        let is_older = |than: u32| major.is_some_and(|major| major < than);
-        if let Some((_, why)) = vendor.oldest.filter(|(oldest, _)| is_older(*oldest)) {
-            return Err((format!("{} driver {version}; {why}", vendor.name), of_vendor(vendor.install)));
+        let found = format!("{} driver {version}", vendor.name);
+        match vendor.oldest {
+            Some((oldest, why)) if major.is_some_and(|major| major < oldest) => {
+                return Err((format!("{found}; {why}"), of_vendor(vendor.install)));
+            }
+            _ => {}
         }
         // A driver package that was updated under a running system leaves the old module loaded. The name of the
         // library's file has the library's version.
-        if let Some((prefix, fix)) = vendor.mismatch {
-            let library = loader_dirs()
-                .iter()
-                // CUDA's compatibility packages, newer libraries for older drivers, install into such a folder.
-                .filter(|dir| !dir.contains("compat"))
-                .find_map(|dir| case.system.link(&format!("{dir}/{}", vendor.library)))
-                .and_then(|file| Some(file.strip_prefix(prefix)?.to_owned()))
-                // Some systems have the version of the interface there (1.1), not that of the driver.
-                .filter(|library| library.split('.').next().is_some_and(|major| major.len() > 2));
-            let same = |library: &String| *library == version || version.starts_with(&format!("{library}."));
-            if let Some(library) = library.filter(|library| !same(library)) {
-                let found = format!("the kernel's part is {version}, the library {library}");
-                return Err((found, of_vendor(fix)));
+        let Some((prefix, fix)) = vendor.mismatch else { return Ok(found) };
+        let dirs = loader_dirs();
+        // CUDA's compatibility packages, newer libraries for older drivers, install into such a folder.
+        let mut dirs = dirs.iter().filter(|dir| !dir.contains("compat"));
+        let file = dirs.find_map(|dir| case.system.link(&format!("{dir}/{}", vendor.library)));
+        // Some systems have the version of the interface there (1.1), not that of the driver.
+        let library = file.as_ref().and_then(|file| file.strip_prefix(prefix)).filter(|library| {
+            let is_drivers = library.split('.').next().is_some_and(|major| major.len() > 2);
+            is_drivers && *library != version && !version.starts_with(&format!("{library}."))
+        });
+        match library {
+            None => Ok(found),
+            Some(library) => {
+                Err((format!("the kernel's part is {version}, the library {library}"), of_vendor(fix)))
             }
         }
-        Ok(format!("{} driver {version}", vendor.name))
     })
 }
 
 /// Another driver that is bound to the card, if there is one, and the remedy.
-fn holder(case: &Case, vendor: &Vendor) -> Option<(String, Fixes)> {
+fn holder(case: &Case, vendor: &Vendor) -> Option<Missing> {
     let module = vendor.module?;
     let (address, holder) = accelerators(case.system, vendor).into_iter().find_map(|address| {
         let holder = case.system.link(&format!("/sys/bus/pci/devices/{address}/driver"))?;
@@ -87,7 +93,7 @@ fn holder(case: &Case, vendor: &Vendor) -> Option<(String, Fixes)> {
 }
 
 /// The driver's files in `/dev`.
-pub fn files(case: &Case) -> Verdict {
+pub fn files(case: &Case) -> Result<Verdict, Unseen> {
     examine(case, |vendor| {
         if let Some(file) = of_windows(case, vendor) {
             return Ok(file.into());
@@ -95,10 +101,9 @@ pub fn files(case: &Case) -> Verdict {
         let prefix = format!("/dev/{}", vendor.numbered);
         let devices = case.system.numbered("/dev", vendor.numbered);
         let mut files: Vec<String> = vendor.control.iter().map(|name| format!("/dev/{name}")).collect();
-        let mut missing: Vec<&str> =
-            files.iter().map(String::as_str).filter(|file| !case.system.exists(file)).collect();
-        let any = format!("{prefix}N");
-        missing.extend(devices.is_empty().then_some(&*any));
+        let mut missing: Vec<String> =
+            files.iter().filter(|file| !case.system.exists(file)).cloned().collect();
+        missing.extend(devices.is_empty().then(|| format!("{prefix}N")));
         if !missing.is_empty() {
             return Err((format!("missing: {}", missing.join(", ")), of_vendor(vendor.files_missing)));
         }
@@ -131,17 +136,17 @@ fn loader_dirs() -> Vec<String> {
 }
 
 /// The driver's library, which the crate loads at run time.
-pub fn library(case: &Case) -> Verdict {
+pub fn library(case: &Case) -> Result<Verdict, Unseen> {
     examine(case, |vendor| {
         let (name, variable) = (vendor.library, vendor.variable);
         if let Some(path) = env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from) {
-            // The loader searches for a name without a folder.
-            let there = path.exists() || path.components().count() == 1;
             let found = format!("{}, which {variable} names", path.display());
-            if !there {
-                return Err((format!("{found}, is not there"), fixes![Pool: "correct or unset {variable}"]));
-            }
-            return Ok(found);
+            // The loader searches for a name without a folder.
+            return if path.exists() || path.components().count() == 1 {
+                Ok(found)
+            } else {
+                Err((format!("{found}, is not there"), fixes![Pool: "correct or unset {variable}"]))
+            };
         }
         let toolkit = vendor.candidates.map_or_else(Vec::new, |candidates| candidates());
         let toolkit = toolkit.iter().filter_map(|file| Some(file.parent()?.display().to_string()));
@@ -155,8 +160,7 @@ pub fn library(case: &Case) -> Verdict {
             return Ok(format!("{dir}/{name}"));
         }
         // The loader's cache is a binary file that contains the names as text.
-        let cache = case.system.bytes("/etc/ld.so.cache").unwrap_or_default();
-        if cache.windows(name.len()).any(|window| window == name.as_bytes()) {
+        if case.system.text("/etc/ld.so.cache").contains(name) {
             return Ok(format!("{name}, by /etc/ld.so.cache"));
         }
         Err((format!("{name} is in no folder that the loader searches"), of_vendor(vendor.library_missing)))

@@ -4,25 +4,24 @@
 use pinpool::family::By;
 
 use super::system::System;
-use super::{Case, Fixes, Verdict, parse};
+use super::{Case, Fixes, Unseen, Verdict, parse};
 
 /// CAP_SYS_NICE.
 const SYS_NICE: u32 = 23;
 
 /// Where the process runs.
-#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Environment {
-    pub kind: EnvironmentKind,
+    kind: EnvironmentKind,
     /// Whether the kernel is that of Windows Subsystem for Linux; a container may run on it.
     pub wsl: bool,
     /// The systemd unit that the process belongs to, if it is a service.
-    pub unit: Option<String>,
+    unit: Option<String>,
     /// The signs by which the environment was recognised.
     signs: Vec<&'static str>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EnvironmentKind {
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EnvironmentKind {
     /// No container.
     Machine,
     Docker,
@@ -35,14 +34,14 @@ use EnvironmentKind::{Container, Docker, Kubernetes, Machine, Podman};
 
 impl Environment {
     pub fn of(system: &System) -> Self {
-        let groups = system.read("/proc/self/cgroup").unwrap_or_default();
-        let release = system.word("/proc/sys/kernel/osrelease").unwrap_or_default().to_ascii_lowercase();
+        let groups = system.text("/proc/self/cgroup");
+        let release = system.text("/proc/sys/kernel/osrelease").to_ascii_lowercase();
         let manager = system.word("/run/systemd/container").filter(|name| !name.is_empty() && name != "wsl");
         let named = |name: &str| groups.contains(name);
         let pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
         let secrets = "/var/run/secrets/kubernetes.io";
         // Stronger signs first: a kubelet starts its containers by other tools, which leave their signs as well.
-        let signs = [
+        let mut signs = vec![
             (Kubernetes, pod, "KUBERNETES_SERVICE_HOST"),
             (Kubernetes, system.exists(secrets), secrets),
             (Kubernetes, named("kubepods"), "kubepods in /proc/self/cgroup"),
@@ -54,72 +53,73 @@ impl Environment {
             (Container, manager.is_some(), "/run/systemd/container"),
             (Container, named("lxc"), "lxc in /proc/self/cgroup"),
         ];
-        let signs: Vec<_> = signs.into_iter().filter(|(_, found, _)| *found).collect();
-        let kind = signs.first().map_or(Machine, |(kind, ..)| *kind);
-        let signs = signs.into_iter().map(|(_, _, sign)| sign).collect();
-        let unit = groups.lines().filter_map(|line| line.rsplit('/').next()).find_map(|name| {
+        signs.retain(|(_, found, _)| *found);
+        let unit = groups.lines().filter_map(|line| line.rsplit('/').next()).find(|name| {
             // A login session is a service as well, but not the server's.
-            (name.ends_with(".service") && !name.starts_with("user@")).then(|| name.to_owned())
+            name.ends_with(".service") && !name.starts_with("user@")
         });
-        Self { kind, wsl: release.contains("microsoft"), unit, signs }
-    }
-
-    /// Whether a remedy can be applied here. `podman`: the list has a remedy for podman, so docker's is not shown
-    /// there.
-    fn applies(&self, by: By, podman: bool) -> bool {
-        match by {
-            By::Shell => self.kind == Machine,
-            By::Systemd => self.kind == Machine && !self.wsl,
-            By::Docker => matches!(self.kind, Docker | Container) || self.kind == Podman && !podman,
-            By::Podman => self.kind == Podman,
-            By::Kubernetes => matches!(self.kind, Kubernetes | Container),
-            By::Host => self.kind != Machine,
-            By::Start | By::Kernel | By::Pool | By::Here => true,
+        Self {
+            kind: signs.first().map_or(Machine, |(kind, ..)| *kind),
+            wsl: release.contains("microsoft"),
+            unit: unit.map(str::to_owned),
+            signs: signs.into_iter().map(|(.., sign)| sign).collect(),
         }
     }
 
     /// The remedies that can be applied here, each behind the name of where it is applied.
     pub fn remedies(&self, all: &[(By, String)]) -> Vec<String> {
+        // Docker's remedy is podman's too, unless there is one of podman's own.
         let podman = all.iter().any(|(by, _)| *by == By::Podman);
-        let fitting = all.iter().filter(|(by, _)| self.applies(*by, podman));
-        fitting.map(|(by, text)| format!("{}{text}", self.label(*by))).collect()
-    }
-
-    fn label(&self, by: By) -> String {
-        let place = match by {
-            By::Here => return String::new(),
-            By::Shell | By::Start => "shell",
-            By::Systemd => &format!("systemd, in {}", self.unit.as_deref().unwrap_or("the server's unit")),
-            By::Docker | By::Podman if self.kind == Podman => "podman run",
-            By::Docker | By::Podman => "docker run",
-            By::Kubernetes => "kubernetes",
-            By::Kernel | By::Host if self.wsl => "in WSL",
-            By::Kernel if self.kind == Machine => "system",
-            By::Kernel | By::Host => "on the container's host",
-            By::Pool => "pool",
+        let place = |by: By| match self.place(by) {
+            Some(_) if by == By::Docker && self.kind == Podman && podman => None,
+            place => place,
         };
-        format!("{place}: ")
+        all.iter().filter_map(|(by, text)| Some(place(*by)? + text)).collect()
     }
 
-    /// The remedy that changes a kernel setting, now and for every start.
-    pub fn sysctl(name: &str, value: u64) -> Fixes {
-        fixes![Kernel: "sudo sysctl -w {name}={value}; to keep it: {name} = {value} in /etc/sysctl.d/90-pinpool.conf"]
-    }
-
-    /// The remedy that adds words to the kernel's command line.
-    pub fn boot(words: &str) -> Fixes {
-        fixes![
-            Kernel: "{words} on the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub or \
-                     grub2-mkconfig, and reboot)"
-        ]
+    /// Where a remedy is applied. `None`: not here.
+    fn place(&self, by: By) -> Option<String> {
+        let kind = self.kind;
+        let host = if kind == Machine { "system" } else { "on the container's host" };
+        let host = if self.wsl { "in WSL" } else { host };
+        let (applies, place) = match by {
+            By::Here => return Some(String::new()),
+            By::Shell => (kind == Machine, "shell"),
+            By::Start => (true, "shell"),
+            By::Systemd => {
+                let unit = self.unit.as_deref().unwrap_or("the server's unit");
+                return (kind == Machine && !self.wsl).then(|| format!("systemd, in {unit}: "));
+            }
+            By::Docker if kind == Podman => (true, "podman run"),
+            By::Docker => (matches!(kind, Docker | Container), "docker run"),
+            By::Podman => (kind == Podman, "podman run"),
+            By::Kubernetes => (matches!(kind, Kubernetes | Container), "kubernetes"),
+            By::Kernel => (true, host),
+            By::Host => (kind != Machine, host),
+            By::Pool => (true, "pool"),
+        };
+        applies.then(|| format!("{place}: "))
     }
 }
 
+/// The remedy that changes a kernel setting, now and for every start.
+pub fn sysctl(name: &str, value: u64) -> Fixes {
+    fixes![Kernel: "sudo sysctl -w {name}={value}; to keep it: {name} = {value} in /etc/sysctl.d/90-pinpool.conf"]
+}
+
+/// The remedy that adds words to the kernel's command line.
+pub fn boot(words: &str) -> Fixes {
+    fixes![
+        Kernel: "{words} on the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub or \
+                 grub2-mkconfig, and reboot)"
+    ]
+}
+
 /// A container costs nothing by itself. What its system call filter forbids may.
-pub fn container(case: &Case) -> Verdict {
+pub fn container(case: &Case) -> Result<Verdict, Unseen> {
     let place = &case.environment;
     let kind = match place.kind {
-        Machine => return Verdict::ok("none"),
+        Machine => return Ok(Verdict::ok("none")),
         Docker => "docker",
         Podman => "podman",
         Kubernetes => "kubernetes",
@@ -130,30 +130,29 @@ pub fn container(case: &Case) -> Verdict {
     let filtered = parse::field(&status, "Seccomp") == Some("2");
     let nodes = case.system.numbered("/sys/devices/system/node", "node").len();
     // With a single node there is nothing to choose by mbind.
-    if filtered && nodes > 1 && parse::capability(&status, SYS_NICE) == Some(false) {
-        let why = "system calls are filtered and CAP_SYS_NICE is missing: the usual filter forbids mbind then, and \
-                   pools cannot take their memory from next to the device";
-        let fix = fixes![
-            Docker: "--cap-add SYS_NICE";
-            Kubernetes: "securityContext.capabilities.add: [\"SYS_NICE\"] in the container's description";
-        ];
-        return Verdict::warn(format!("{found}; {why}"), fix);
+    if !filtered || nodes < 2 || parse::capability(&status, SYS_NICE) != Some(false) {
+        return Ok(Verdict::ok(found));
     }
-    Verdict::ok(found)
+    let why = "system calls are filtered and CAP_SYS_NICE is missing: the usual filter forbids mbind then, and pools \
+               cannot take their memory from next to the device";
+    let fix = fixes![
+        Docker: "--cap-add SYS_NICE";
+        Kubernetes: "securityContext.capabilities.add: [\"SYS_NICE\"] in the container's description";
+    ];
+    Ok(Verdict::warn(format!("{found}; {why}"), fix))
 }
 
 /// Windows Subsystem for Linux, where pinned memory is scarce (NVIDIA's "CUDA on WSL User Guide", under its
 /// limitations). The guide has no figure, so the trial decides.
-pub fn wsl(case: &Case) -> Verdict {
+pub fn wsl(case: &Case) -> Result<Verdict, Unseen> {
     if !case.environment.wsl {
-        return Verdict::ok("no");
+        return Ok(Verdict::ok("no"));
     }
-    Verdict::warn(
-        "Windows Subsystem for Linux: Windows bounds how much memory can be pinned for a GPU, often far below the \
-         memory that Linux shows",
-        fixes![
-            Pool: "keep the capacity small, and allow unpinned memory if it must start anyway";
-            Kernel: "raise memory= under [wsl2] in %UserProfile%\\.wslconfig on Windows, then run wsl --shutdown";
-        ],
-    )
+    let found = "Windows Subsystem for Linux: Windows bounds how much memory can be pinned for a GPU, often far below \
+                 the memory that Linux shows";
+    let fix = fixes![
+        Pool: "keep the capacity small, and allow unpinned memory if it must start anyway";
+        Kernel: "raise memory= under [wsl2] in %UserProfile%\\.wslconfig on Windows, then run wsl --shutdown";
+    ];
+    Ok(Verdict::warn(found, fix))
 }

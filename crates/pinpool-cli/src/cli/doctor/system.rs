@@ -2,10 +2,12 @@
 //!
 //! The checks learn about the system by reading files only; limits, capabilities and control groups of this process are
 //! in `/proc/self`. So a test can replace the machine by a folder, for every condition. A file that a machine, a
-//! container or a sandbox does not show is `None`, never an error: the check then reports that it could not be read.
+//! container or a sandbox does not show is `None`, or [`Unseen`] where a check cannot do without it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use super::Unseen;
 
 /// A machine's files.
 #[derive(Clone, Debug)]
@@ -27,14 +29,10 @@ impl System {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// The file's bytes, if it is there and may be read.
-    pub fn bytes(&self, path: &str) -> Option<Vec<u8>> {
-        fs::read(self.at(path)).ok()
-    }
-
     /// The file's text. Bytes that are no text (a mount point can be named anything) are replaced.
-    pub fn read(&self, path: &str) -> Option<String> {
-        self.bytes(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    pub fn read(&self, path: &str) -> Result<String, Unseen> {
+        let bytes = fs::read(self.at(path)).map_err(|_| Unseen(path.to_owned()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// The same; empty if the file cannot be read.
@@ -44,7 +42,7 @@ impl System {
 
     /// The file's text without the white space around it.
     pub fn word(&self, path: &str) -> Option<String> {
-        self.read(path).map(|text| text.trim().to_owned())
+        self.read(path).ok().map(|text| text.trim().to_owned())
     }
 
     /// The number in the file.
@@ -75,13 +73,5 @@ impl System {
     /// The last part of a symbolic link's target, by which `/sys` names a driver or a group.
     pub fn link(&self, path: &str) -> Option<String> {
         fs::read_link(self.at(path)).ok()?.file_name()?.to_str().map(str::to_owned)
-    }
-
-    /// The path with all symbolic links followed, as a path of that machine. `None`: there is no such path, or it leads
-    /// out of the root.
-    pub fn real(&self, path: &str) -> Option<String> {
-        let root = self.root.canonicalize().ok()?;
-        let real = self.at(path).canonicalize().ok()?;
-        Some(format!("/{}", real.strip_prefix(root).ok()?.to_str()?))
     }
 }

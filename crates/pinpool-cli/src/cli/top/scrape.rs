@@ -1,11 +1,9 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
 //! Of the format `top` needs only samples: a name, two labels, a number. Comments, types, timestamps, metrics of other
-//! programs and malformed lines are skipped. No input causes a panic. A server may also send too much, so the bytes
-//! read, the samples kept and the time spent are bounded, and the work is linear in the length of the answer. The
-//! values of labels are escaped here, so that printed text cannot steer a terminal.
-//!
-//! A [`Server`] is fetched from, a [`Scrape`] is one parsed answer.
+//! programs and malformed lines are skipped. A server may also send too much, so the bytes read, the samples kept and
+//! the time spent are bounded, and the work is linear in the length of the answer. The values of labels are escaped
+//! here, so that printed text cannot steer a terminal.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -92,11 +90,6 @@ impl Scrape {
             None => self.of(name, owner).fold(0.0, |sum, (_, value)| sum + value),
         }
     }
-
-    /// Whether the answer has the metrics of a pool.
-    pub fn has_pools(&self) -> bool {
-        self.metrics.contains_key("pinpool_memory_capacity_bytes")
-    }
 }
 
 /// Parses a line `name{label="value",...} number` of pinpool's metrics: the name, the pool or device, the part, the
@@ -158,20 +151,6 @@ fn late() -> String {
     format!("no answer within {} s", FETCH_TIMEOUT.as_secs())
 }
 
-/// Completes an address: `http://` and `/metrics` may be left out.
-pub fn address(given: &str) -> Result<String, String> {
-    let given = given.trim();
-    let (scheme, rest) = given.split_once("://").unwrap_or(("http", given));
-    if scheme != "http" {
-        return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
-    }
-    if rest.is_empty() || rest.starts_with('/') {
-        return Err(format!("{given:?} names no host, such as 127.0.0.1:9185"));
-    }
-    let host = rest.trim_end_matches('/');
-    Ok(if host.contains('/') { format!("http://{rest}") } else { format!("http://{host}/metrics") })
-}
-
 /// A server that is fetched from again and again, and its connections.
 pub struct Server {
     agent: ureq::Agent,
@@ -179,13 +158,25 @@ pub struct Server {
 }
 
 impl Server {
-    pub fn new(url: String) -> Self {
+    /// `http://` and `/metrics` may be left out of the address.
+    pub fn new(given: &str) -> Result<Self, String> {
+        let given = given.trim();
+        let (scheme, rest) = given.split_once("://").unwrap_or(("http", given));
+        if scheme != "http" {
+            return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
+        }
+        if rest.is_empty() || rest.starts_with('/') {
+            return Err(format!("{given:?} names no host, such as 127.0.0.1:9185"));
+        }
+        let host = rest.trim_end_matches('/');
+        let url =
+            if host.contains('/') { format!("http://{rest}") } else { format!("http://{host}/metrics") };
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             // A proxy for outside addresses does not know the addresses of this machine.
             .proxy(None)
             .build();
-        Self { agent: config.into(), url }
+        Ok(Self { agent: config.into(), url })
     }
 
     /// The address, escaped for printing.
@@ -195,10 +186,10 @@ impl Server {
 
     /// Fetches and parses an answer. The error is one short text that may be printed.
     pub fn fetch(&self) -> Result<Scrape, String> {
-        self.scrape().map_err(|why| clean(&why, LONGEST_ERROR).into_owned())
+        self.answer().map_err(|why| clean(&why, LONGEST_ERROR).into_owned())
     }
 
-    fn scrape(&self) -> Result<Scrape, String> {
+    fn answer(&self) -> Result<Scrape, String> {
         let deadline = Instant::now() + FETCH_TIMEOUT;
         let request = self.agent.get(&self.url).config().timeout_global(Some(FETCH_TIMEOUT)).build();
         let mut answer = request.call().map_err(|error| match error {
@@ -222,7 +213,7 @@ impl Server {
             error => format!("the answer broke off: {error}"),
         })?;
         let scrape = Scrape::parse(&text, deadline)?;
-        if !scrape.has_pools() {
+        if !scrape.metrics.contains_key("pinpool_memory_capacity_bytes") {
             let why = "does it have a pool, and a Sampler that feeds the recorder?";
             return Err(format!("the server answers, but has no metrics of pinpool: {why}"));
         }

@@ -93,7 +93,16 @@ impl History {
         }
         let mut pools = scrape.all("pinpool_memory_capacity_bytes");
         pools.retain(|(_, _, capacity)| *capacity != 0.0);
-        device_alarms(scrape, &mut page);
+        for (device, _, lost) in scrape.all("pinpool_device_lost").iter().take(SHOWN) {
+            if *lost > 0.0 {
+                page.note(Alarm, format!("{device} is lost: restart the process"));
+            }
+            let stuck = scrape.sum("pinpool_device_stuck_streams", device, None);
+            if stuck > 0.0 {
+                let what = "streams that get nothing done";
+                page.note(Alarm, format!("{device}: {what}: {stuck}; a kernel or copy hangs"));
+            }
+        }
         for (pool, _, capacity) in pools.iter().take(ALARMING) {
             self.pool_alarms(scrape, pool, *capacity, now, &mut page);
         }
@@ -149,14 +158,6 @@ impl History {
         buckets.iter().find(|bucket| all > 0.0 && bucket.1 >= q * all).map(|bucket| bucket.0)
     }
 
-    /// The seconds since a pool was last sampled, if that is too long: an exporter keeps the last values of a pool that
-    /// no longer exists.
-    fn idle(&self, pool: &str, now: Instant) -> Option<f64> {
-        let seen = self.sampled.get(pool)?;
-        let idle = now.saturating_duration_since(seen.at).as_secs_f64();
-        (idle > 3.0 * seen.gap + 3.0).then_some(idle)
-    }
-
     fn pool_alarms(&self, scrape: &Scrape, pool: &str, capacity: f64, now: Instant, page: &mut Page) {
         let of = |name: &str| scrape.sum(name, pool, None);
         let state = |state: &str| scrape.sum("pinpool_memory_bytes", pool, Some(state));
@@ -165,7 +166,12 @@ impl History {
         // A minute, or the time that the history covers.
         let seconds = self.before(RECENT).map_or(0.0, |(seconds, _)| seconds.max(1.0));
         let lately = format!("in the last {seconds:.0} s");
-        if let Some(idle) = self.idle(pool, now) {
+        // An exporter keeps the last values of a pool that no longer exists.
+        let seen = self
+            .sampled
+            .get(pool)
+            .map(|seen| (now.saturating_duration_since(seen.at).as_secs_f64(), seen.gap));
+        if let Some((idle, _)) = seen.filter(|(idle, gap)| *idle > 3.0 * gap + 3.0) {
             let why = "the pool or its sampler has ended";
             note(Alarm, format!("stale, this pool was last sampled {idle:.0} s ago: {why}"));
         }
@@ -175,19 +181,16 @@ impl History {
             let fix = "raise the capacity, or find what keeps buffers";
             note(Warning, format!("nearly full, {share} in use: {fix}"));
         }
-        let (timeouts, waits) = (recent("pinpool_timeouts_total"), recent("pinpool_waits_total"));
-        if timeouts > 0.0 {
-            note(Alarm, format!("waits for memory timed out {lately}: {timeouts}"));
-        } else if waits > 0.0 {
-            note(Warning, format!("requests that had to wait for memory {lately}: {waits}"));
-        }
-        let refused = recent("pinpool_refused_total");
-        if refused > 0.0 {
-            note(Warning, format!("checkouts refused {lately}: {refused}"));
-        }
-        let plain = recent("pinpool_unpinned_fallbacks_total");
-        if plain > 0.0 {
-            note(Warning, format!("unpinned buffers in place of pinned ones {lately}: {plain}"));
+        for (metric, level, what) in [
+            ("pinpool_timeouts_total", Alarm, "waits for memory timed out"),
+            ("pinpool_waits_total", Warning, "requests that had to wait for memory"),
+            ("pinpool_refused_total", Warning, "checkouts refused"),
+            ("pinpool_unpinned_fallbacks_total", Warning, "unpinned buffers in place of pinned ones"),
+        ] {
+            let count = recent(metric);
+            if count > 0.0 {
+                note(level, format!("{what} {lately}: {count}"));
+            }
         }
         let quarantined = state("quarantined");
         if quarantined > 0.0 {
@@ -224,22 +227,20 @@ impl History {
 
         let counted = |name: &str| format!("{}, {} in all", per(rate(name)), of(name));
         let wait = |q| time(self.quantile(q, "pinpool_wait_seconds", pool));
-        let hits = match (rate("pinpool_checkouts_total"), rate("pinpool_misses_total")) {
-            (Some(all), Some(misses)) if all > 0.0 => percent((all - misses).max(0.0), all),
-            _ => "-".into(),
-        };
+        let hits = rate("pinpool_checkouts_total").zip(rate("pinpool_misses_total"));
+        let hits = hits.map(|(all, misses)| percent((all - misses).max(0.0), all));
         let rows = [
             ("requests waiting now", of("pinpool_waiting_requests").to_string()),
             ("waits", counted("pinpool_waits_total")),
             ("timed out", counted("pinpool_timeouts_total")),
             ("abandoned by clients", counted("pinpool_abandoned_total")),
             ("refused", counted("pinpool_refused_total")),
-            ("refused most for", self.reason(scrape, pool)),
+            ("refused most for", shown(self.reason(scrape, pool))),
             ("half of the waits", wait(0.5)),
             ("99% of the waits", wait(0.99)),
             ("99% of buffers held for", time(self.quantile(0.99, "pinpool_holding_seconds", pool))),
             ("checkouts", per(rate("pinpool_checkouts_total"))),
-            ("from the thread's own cache", hits),
+            ("from the thread's own cache", shown(hits)),
             ("pinned", bytes(of("pinpool_memory_pinned_bytes"))),
             ("not pinned", bytes(of("pinpool_memory_unpinned_bytes"))),
             ("most in use or cached lately", bytes(of("pinpool_memory_peak_bytes"))),
@@ -247,38 +248,30 @@ impl History {
         ];
         page.table(["use", ""], rows.map(|(name, value)| [name.to_owned(), value]).to_vec(), &[]);
 
-        let size = |stride: &str| stride.parse::<f64>().unwrap_or(f64::INFINITY);
-        let of_class = |name: &str, stride: &str| scrape.sum(name, pool, Some(stride));
-        let mut classes: Vec<(&str, f64)> = scrape.of("pinpool_class_out_segments", pool).collect();
-        let bytes_of = |(stride, out): &(&str, f64)| {
-            let all = |count: f64| if count > 0.0 { count * size(stride) } else { 0.0 };
-            (all(*out), all(of_class("pinpool_class_free_segments", stride)))
+        // Each class: bytes of a segment; segments out, free, and cached by threads; checkouts a second.
+        let class = |(stride, out): (&str, f64)| {
+            let of = |name: &str| scrape.sum(name, pool, Some(stride));
+            let counts = [out, of("pinpool_class_free_segments"), of("pinpool_class_cached_segments")];
+            let checkouts = self.rate("pinpool_class_checkouts_total", pool, Some(stride));
+            (stride.parse().unwrap_or(f64::INFINITY), counts, checkouts)
         };
-        classes.sort_by_cached_key(|class| {
-            // Positive numbers are ordered as their bits are.
-            let (out, free) = bytes_of(class);
-            std::cmp::Reverse((out.to_bits(), free.to_bits()))
-        });
+        let mut classes: Vec<_> = scrape.of("pinpool_class_out_segments", pool).map(class).collect();
+        // Those of which most bytes are out, then free.
+        let all = |size: f64, count: f64| if count > 0.0 { count * size } else { 0.0 };
+        let order = |a: &(f64, [f64; 3], _), b: &(f64, [f64; 3], _)| {
+            let by = |at: usize| all(b.0, b.1[at]).total_cmp(&all(a.0, a.1[at]));
+            by(0).then(by(1))
+        };
+        classes.sort_by(order);
         let rest = classes.split_off(classes.len().min(CLASSES));
-        classes.sort_by(|a, b| size(a.0).total_cmp(&size(b.0)));
-        let row = |name: String, of: &[(&str, f64)]| {
-            let count =
-                |name| of.iter().fold(0.0, |sum, (stride, _)| sum + of_class(name, stride)).to_string();
-            let checkouts = of
-                .iter()
-                .filter_map(|(stride, _)| self.rate("pinpool_class_checkouts_total", pool, Some(stride)));
-            [
-                name,
-                of.iter().fold(0.0, |sum, (_, out)| sum + out).to_string(),
-                count("pinpool_class_free_segments"),
-                count("pinpool_class_cached_segments"),
-                per(checkouts.fold(None, |sum, rate| Some(sum.unwrap_or(0.0) + rate))),
-            ]
+        classes.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let row = |name: String, of: &[(f64, [f64; 3], Option<f64>)]| {
+            let sum = |at: usize| of.iter().fold(0.0, |sum, (_, counts, _)| sum + counts[at]).to_string();
+            let checkouts = of.iter().filter_map(|(.., checkouts)| *checkouts).reduce(|sum, rate| sum + rate);
+            [name, sum(0), sum(1), sum(2), per(checkouts)]
         };
-        let name =
-            |stride: &str| if size(stride).is_finite() { bytes(size(stride)) } else { "larger".into() };
-        let mut rows: Vec<_> =
-            classes.iter().map(|class| row(name(class.0), std::slice::from_ref(class))).collect();
+        let name = |size: f64| if size.is_finite() { bytes(size) } else { "larger".into() };
+        let mut rows: Vec<_> = classes.chunks(1).map(|class| row(name(class[0].0), class)).collect();
         if !rest.is_empty() {
             rows.push(row(format!("{} more", rest.len()), &rest));
         }
@@ -286,15 +279,14 @@ impl History {
     }
 
     /// The reason for which most checkouts were refused lately, or ever.
-    fn reason(&self, scrape: &Scrape, pool: &str) -> String {
+    fn reason(&self, scrape: &Scrape, pool: &str) -> Option<String> {
         let name = "pinpool_refused_total";
-        let counts = scrape.of(name, pool).map(|(reason, ever)| {
+        let counts = scrape.of(name, pool).filter(|(_, ever)| *ever > 0.0).map(|(reason, ever)| {
             let lately = self.since(RECENT, name, pool, Some(reason)).map_or(0.0, |(count, _)| count);
             (lately, ever, reason)
         });
         let most = counts.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
-        most.filter(|(_, ever, _)| *ever > 0.0)
-            .map_or_else(|| "-".into(), |(.., reason)| reason.replace('_', " "))
+        most.map(|(.., reason)| reason.replace('_', " "))
     }
 
     fn devices(&self, scrape: &Scrape, page: &mut Page) {
@@ -306,9 +298,8 @@ impl History {
                 let speed = self.rate("pinpool_device_copied_bytes_total", device, Some(direction));
                 // The link's peak is known only if the server exports it.
                 let peak = scrape.get("server_link_peak_bytes_per_second", device, direction);
-                let share =
-                    peak.zip(speed).map_or_else(|| "-".to_owned(), |(peak, speed)| percent(speed, peak));
-                links.push([format!("{device} {direction}"), gb(speed), share, gb(peak)]);
+                let share = peak.zip(speed).map(|(peak, speed)| percent(speed, peak));
+                links.push([format!("{device} {direction}"), gb(speed), shown(share), gb(peak)]);
             }
             rows.push([
                 (*device).to_owned(),
@@ -340,17 +331,6 @@ fn more(count: usize, shown: usize, what: &str, page: &mut Page) {
     }
 }
 
-fn device_alarms(scrape: &Scrape, page: &mut Page) {
-    let raised = |name| scrape.all(name).into_iter().filter(|(.., value)| *value > 0.0).take(SHOWN);
-    for (device, ..) in raised("pinpool_device_lost") {
-        page.note(Alarm, format!("{device} is lost: restart the process"));
-    }
-    for (device, _, streams) in raised("pinpool_device_stuck_streams") {
-        let why = "a kernel or copy hangs";
-        page.note(Alarm, format!("{device}: streams that get nothing done: {streams}; {why}"));
-    }
-}
-
 fn bytes(mut n: f64) -> String {
     let mut unit = 0;
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -362,16 +342,16 @@ fn bytes(mut n: f64) -> String {
     format!("{n:.digits$} {}", UNITS[unit])
 }
 
+fn shown(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "-".into())
+}
+
 fn per(rate: Option<f64>) -> String {
-    match rate {
-        None => "-".into(),
-        Some(rate) if rate < 10.0 => format!("{rate:.1}/s"),
-        Some(rate) => format!("{rate:.0}/s"),
-    }
+    shown(rate.map(|rate| format!("{rate:.digits$}/s", digits = usize::from(rate < 10.0))))
 }
 
 fn gb(speed: Option<f64>) -> String {
-    speed.map_or_else(|| "-".into(), |speed| format!("{:.2} GB/s", speed / 1e9))
+    shown(speed.map(|speed| format!("{:.2} GB/s", speed / 1e9)))
 }
 
 fn percent(part: f64, whole: f64) -> String {
