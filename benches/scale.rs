@@ -171,7 +171,7 @@ fn each<T>(n: usize, call: impl FnMut(usize) -> T) -> (Duration, Vec<T>) {
 
 type Waiting = Pin<Box<Checkout>>;
 
-fn wait(pool: &Pool, request: Request<'_>) -> Waiting {
+fn wait(pool: &Pool, request: Request) -> Waiting {
     let mut future = Box::pin(pool.checkout_async(request));
     assert!(poll(&mut future).is_none(), "there was no need to wait");
     future

@@ -2,7 +2,7 @@
 //!
 //! `PoolBuilder` collects the settings as they are given. `plan` checks them all at once when the pool is built, fills
 //! in the defaults, and gives a `PoolPlan`, which nothing checks again. `pool::build` is the only caller of `plan`. It
-//! hands the plan on to the central pools and their regions.
+//! hands the plan on to the central pool and its regions.
 //!
 //! An option is a field of `PoolBuilder`, its default in `new`, a setter with documentation, a line in `plan`, and a
 //! field of `PoolPlan`.
@@ -42,7 +42,7 @@ pub struct PoolBuilder {
     pub(crate) backing: Option<Backing>,
     pub(crate) huge_pages: HugePages,
     pub(crate) pin_threads: Option<usize>,
-    pub(crate) reserves: Vec<(String, usize)>,
+    pub(crate) numa_node: Option<u32>,
     pub(crate) before_unpin: Option<BeforeUnpin>,
     pub(crate) name: Option<String>,
     pub(crate) track: bool,
@@ -53,20 +53,19 @@ pub struct PoolBuilder {
 /// The settings, checked and complete.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolPlan {
-    /// The bytes that each NUMA node's store may hold, without the reserves. A pool has a store (a central pool and its
-    /// regions) for each NUMA node of its devices.
+    /// The bytes that the pool may hold.
     pub(crate) capacity: usize,
-    /// The bytes that each node's store pins at the start.
+    /// The bytes that it pins at the start.
     pub(crate) initial: usize,
-    /// The bytes by which each node's store grows.
+    /// The bytes by which it grows.
     pub(crate) region: usize,
     /// The most bytes in one thread cache.
     pub(crate) thread_cache: usize,
-    /// The most bytes in all transfer caches of a store.
+    /// The most bytes in all transfer caches.
     pub(crate) shared_cache: usize,
     /// Whether every checkout is recorded.
     pub(crate) track: bool,
-    /// What the regions are told: extents, threads, backing. `pool::build` sets the NUMA node for each store.
+    /// What the regions are told: extents, threads, NUMA node, backing.
     pub(crate) options: RegionOptions,
 }
 
@@ -83,7 +82,7 @@ impl PoolBuilder {
             backing: None,
             huge_pages: HugePages::default(),
             pin_threads: None,
-            reserves: Vec::new(),
+            numa_node: None,
             before_unpin: None,
             name: None,
             track: false,
@@ -93,11 +92,8 @@ impl PoolBuilder {
     }
 
     /// Adds a device that the pool serves. All devices must be of one family (all CUDA, all Ascend, or the host), and
-    /// every buffer serves all of them.
-    ///
-    /// Where the devices are on several NUMA nodes, each node has an equal share of the capacity, in regions of its
-    /// own. [`Request::near`](crate::Request::near) names the device that a buffer is to be near; without it, buffers
-    /// come from the first device's node.
+    /// every buffer serves all of them. The memory lies near the first device, unless
+    /// [`numa_node`](Self::numa_node) says otherwise.
     pub fn device(mut self, device: &Device) -> Self {
         // Each device once: bytes in flight are summed over the devices.
         if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
@@ -106,7 +102,7 @@ impl PoolBuilder {
         self
     }
 
-    /// The bytes that the pool may hold at most, reserves included; rounded down to whole pages. Default: 256 MiB.
+    /// The bytes that the pool may hold at most, rounded down to whole pages. Default: 256 MiB.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
@@ -141,7 +137,7 @@ impl PoolBuilder {
 
     /// The bytes that a thread may cache at most. A checkout that its thread's cache serves takes no lock, and a return
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
-    /// least 256 KiB and at most 64 MiB; for each NUMA node where the pool has several, and for each reserve.
+    /// least 256 KiB and at most 64 MiB.
     ///
     /// - **Between threads**, up to four times as much is cached: batches of segments that one thread has returned and
     ///   another may take. So `n` threads keep `n + 4` times this setting at most, whichever way buffers flow.
@@ -187,18 +183,21 @@ impl PoolBuilder {
         self
     }
 
-    /// Sets aside bytes of the capacity, rounded up to whole pages, for requests that name this reserve
-    /// ([`Request::reserve`](crate::Request::reserve)). Such a request takes them only where the rest of the pool has
-    /// nothing free. A reserve is pinned whole before [`build`](Self::build) returns, and never grows: for a buffer of
-    /// 1 MiB it needs 1 MiB and a page. May be called several times, with different names.
-    pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
-        self.reserves.push((name.into(), bytes));
+    /// The NUMA node that the pool's memory is to lie on, for a pool that serves the devices or the threads of one node:
+    /// a server with devices on several nodes has a pool for each. Default: the node of the first device
+    /// ([`Device::numa_node`]).
+    ///
+    /// Pages come from that node as long as it has any, and then from others. On a node that the system does not have,
+    /// and for memory that the driver allocates ([`Backing::HostAlloc`]) or the program gives
+    /// ([`Pool::adopt`](crate::Pool::adopt)), this has no effect; [`RegionInfo::node`] says which node a region has.
+    pub fn numa_node(mut self, node: u32) -> Self {
+        self.numa_node = Some(node);
         self
     }
 
-    /// The most requests that may wait for memory at a time; for each NUMA node where the pool has several, and for each
-    /// reserve. A request that would be one more gets [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it
-    /// is blocking or async, for one buffer or several. 0: no request waits. Default: no bound.
+    /// The most requests that may wait for memory at a time. A request that would be one more gets
+    /// [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it is blocking or async, for one buffer or several.
+    /// 0: no request waits. Default: no bound.
     ///
     /// A server under more load than it can serve so refuses clients at once, in place of letting all of them wait.
     /// A copier's own waits for segments count, and are not refused.
@@ -256,7 +255,6 @@ impl PoolBuilder {
     pub(crate) fn plan(&self) -> Result<PoolPlan> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
-        let up = |bytes: usize| bytes.checked_next_multiple_of(page).unwrap_or(usize::MAX);
         let wrong = |text: String| Err(Error::Config(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
@@ -266,33 +264,7 @@ impl PoolBuilder {
                 beside(page, self.capacity)
             ));
         }
-        let mut left = capacity;
-        for (i, (name, bytes)) in self.reserves.iter().enumerate() {
-            if *bytes == 0 {
-                return wrong(format!("reserve {name:?} has no bytes"));
-            }
-            if self.reserves[..i].iter().any(|r| r.0 == *name) {
-                return wrong(format!("reserve {name:?} is set twice"));
-            }
-            left = match left.checked_sub(up(*bytes)) {
-                Some(left) if left > 0 => left,
-                _ => {
-                    return wrong(format!(
-                        "the reserves leave nothing of the capacity of {}",
-                        amount(capacity)
-                    ));
-                }
-            };
-        }
-        let nodes = self.nodes().len();
-        let share = down(left / nodes);
-        if share == 0 {
-            return wrong(format!(
-                "a capacity of {} has no whole page for each of {nodes} NUMA nodes",
-                amount(left)
-            ));
-        }
-        let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(share);
+        let region = down(self.region.unwrap_or((capacity / 8).clamp(256 << 20, 1 << 30))).min(capacity);
         let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
         let extent =
             down(self.extent.unwrap_or(256 << 20).min(longest.unwrap_or(usize::MAX))).min(MAX_EXTENT);
@@ -300,16 +272,14 @@ impl PoolBuilder {
             return wrong(format!("regions and extents need at least one page ({})", amount(page)));
         }
         let initial = match self.initial {
-            Some(bytes) if down(bytes) > left => {
+            Some(bytes) if down(bytes) > capacity => {
                 // Both may read alike, so the difference is told.
-                let (bytes, more, left) = (amount(bytes), amount(bytes - left), amount(left));
-                let beside = if self.reserves.is_empty() { "" } else { " that the reserves leave" };
+                let (bytes, more, capacity) = (amount(bytes), amount(bytes - capacity), amount(capacity));
                 return wrong(format!(
-                    "{bytes} to start with are {more} more than the capacity of {left}{beside}"
+                    "{bytes} to start with are {more} more than the capacity of {capacity}"
                 ));
             }
-            // Each node starts with its part, at least a page.
-            Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),
+            Some(bytes) => down(bytes),
             None => region,
         };
         let threads = self
@@ -333,7 +303,7 @@ impl PoolBuilder {
         let thread_cache = if self.track { Some(0) } else { self.thread_cache };
         let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         Ok(PoolPlan {
-            capacity: share,
+            capacity,
             initial,
             region,
             thread_cache,
@@ -344,26 +314,11 @@ impl PoolBuilder {
                 threads,
                 unpinned: self.unpinned,
                 huge: self.huge_pages,
-                node: None,
+                node: self.numa_node.or_else(|| self.devices[0].numa_node()),
                 backing: self.backing,
                 check_cgroups: self.check_cgroups,
             },
         })
-    }
-
-    /// The NUMA nodes of the devices, each with the numbers of its devices. The first device's node comes first. A
-    /// device that does not know its node counts as on the first device's node.
-    pub(crate) fn nodes(&self) -> Vec<(Option<u32>, Vec<usize>)> {
-        let mut nodes: Vec<(Option<u32>, Vec<usize>)> = Vec::new();
-        for (number, device) in self.devices.iter().enumerate() {
-            let node = device.context().driver().numa_node();
-            let known = nodes.iter().position(|n| n.0 == node || node.is_none());
-            match known {
-                Some(at) => nodes[at].1.push(number),
-                None => nodes.push((node, vec![number])),
-            }
-        }
-        nodes
     }
 }
 

@@ -275,8 +275,7 @@ pub enum Error {
     Exhausted {
         /// Bytes asked for.
         len: usize,
-        /// Bytes that the pool may hold on the NUMA node that was asked, without reserves; for a request that named a
-        /// reserve, that reserve's bytes.
+        /// Bytes that the pool may hold.
         capacity: usize,
         /// Why the pool did not grow, where it tried last and failed.
         growth: Option<Box<Error>>,
@@ -316,7 +315,7 @@ pub enum Error {
         len: usize,
         /// Bytes that the pool could still take, in whole pages.
         room: usize,
-        /// Bytes that the pool may hold on the NUMA node of its first device, without reserves.
+        /// Bytes that the pool may hold.
         capacity: usize,
     },
     /// A mistake in this crate, noticed by the crate itself; the text says where. What was in flight there is
@@ -343,8 +342,7 @@ pub enum Error {
         len: usize,
         /// Bytes that are never used again.
         quarantined: usize,
-        /// Bytes that the pool may hold on the NUMA node that was asked, without reserves; for a request that named a
-        /// reserve, that reserve's bytes.
+        /// Bytes that the pool may hold.
         capacity: usize,
     },
     /// The pool is shut down, by [`Pool::shutdown`](crate::Pool::shutdown) or since its last handle was dropped.
@@ -450,12 +448,6 @@ pub enum Error {
         /// What is wrong with it.
         fault: AddressFault,
     },
-    /// The token names no buffer that is checked out of this pool: it was redeemed before, or is of another pool, or
-    /// was made up. Remedy: redeem each token once, at its own pool.
-    #[error(
-        "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"
-    )]
-    StaleToken,
     /// There is nothing to copy: the range is empty, or a list has no entries. Remedy: name some bytes.
     #[error("nothing to copy: the range, or the list, is empty; name at least one byte")]
     Empty,
@@ -627,8 +619,7 @@ pub struct Shortage {
     pub pool: String,
     /// Bytes asked for.
     pub requested: usize,
-    /// Free bytes: those that are withheld included, those that other threads have cached not. All of this is about the
-    /// memory that the request could have come from: that of a NUMA node, or of a reserve.
+    /// Free bytes: those that are withheld included, those that other threads have cached not.
     pub free: usize,
     /// The longest range of free memory that is not withheld, in bytes.
     pub largest: usize,
@@ -637,9 +628,9 @@ pub struct Shortage {
     pub withheld: usize,
     /// See [`withheld`](Self::withheld).
     pub withheld_for: usize,
-    /// Bytes that the pool may hold there.
+    /// Bytes that the pool may hold.
     pub capacity: usize,
-    /// Requests that wait there, this one not counted.
+    /// Requests that wait, this one not counted.
     pub waiting: usize,
     /// Why the pool did not grow, where it tried last and failed.
     pub growth: Option<Box<Error>>,

@@ -47,8 +47,8 @@
 //! | to | see |
 //! | --- | --- |
 //! | set up | [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`] |
-//! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment, reserve and NUMA node; [`Pool::checkout_or_unpinned`] where plain memory is better than none |
-//! | choose the memory | [`PoolBuilder::backing`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
+//! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment and tags |
+//! | choose the memory | [`PoolBuilder::backing`], [`PoolBuilder::numa_node`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
 //! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer; [`Stream::wait_for_copy`] to order other work behind a copy |
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
 //! | make many small copies | [`Copier::push`] from many threads: small pieces that go to the device together |
@@ -213,7 +213,7 @@ pub mod telemetry;
 mod timer;
 mod unwind;
 
-pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
+pub use buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 pub use config::PoolBuilder;
 pub use copy::copier;
 pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, GraphBuf, Landing, Places};

@@ -387,15 +387,6 @@ mod linux {
         unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
     }
 
-    /// 128 bits that cannot be guessed, from the system's generator. A process and its forks get different ones.
-    pub(crate) fn random() -> [u64; 2] {
-        let mut bits = [0u64; 2];
-        // SAFETY: writes that many bytes. So short a read is complete, and not interrupted by a signal, once the
-        // generator is seeded.
-        let got = unsafe { libc::getrandom((&raw mut bits).cast(), size_of_val(&bits), 0) };
-        if got == size_of_val(&bits) as isize { bits } else { super::hashed() }
-    }
-
     /// The error of the call that has just failed for `len` bytes.
     fn refused(len: usize) -> Error {
         let error = io::Error::last_os_error();
@@ -516,20 +507,6 @@ mod other {
     }
 
     pub(super) fn pin_library() {}
-
-    pub(crate) fn random() -> [u64; 2] {
-        super::hashed()
-    }
-}
-
-/// What [`random`] returns if the system gives no random bits: hashes of a counter under keys that std draws in
-/// whatever way is left to it. The child of a fork has the same keys and another process id.
-fn hashed() -> [u64; 2] {
-    use std::hash::{BuildHasher, RandomState};
-    static COUNTED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
-    // Relaxed: the counts are only to differ.
-    let count = COUNTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    [(); 2].map(|()| RandomState::new().hash_one((std::process::id(), count)))
 }
 
 #[cfg(all(test, target_os = "linux", not(loom)))]

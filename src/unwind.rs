@@ -9,7 +9,7 @@
 
 use std::panic::{RefUnwindSafe, UnwindSafe};
 
-use crate::buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf};
+use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::copy::copier::{Canceller, Collect, Feed, FileSink, FileSource, GiveWay, Transfer};
 use crate::copy::{Copier, CopierBuilder, GraphBuf};
 use crate::device::handle::Device;
@@ -29,7 +29,7 @@ macro_rules! go_on {
 }
 
 go_on!(Device, Stream, Pool, Copier, Sampler, HostNode);
-go_on!(PinnedBuf, StreamBuf, HostBuf, DeviceBuffer, DeviceSlice);
+go_on!(PinnedBuf, StreamBuf, DeviceBuffer, DeviceSlice);
 go_on!(Checkout, CheckoutMany);
 go_on!(CopierBuilder, Canceller, Feed, GiveWay, FileSource, FileSink, Collect);
 

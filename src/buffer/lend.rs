@@ -98,7 +98,7 @@ impl sealed::Sealed for PinnedBuf {
     }
 
     fn abandon(self, _: Key) {
-        let (segment, _) = self.into_parts();
+        let segment = self.into_segment();
         let descriptor = segment.descriptor();
         let word = descriptor.word();
         let detached = match word.state() {

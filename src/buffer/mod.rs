@@ -27,8 +27,8 @@
 //! # Files, in the order to read them
 //!
 //! This file has [`PinnedBuf`]. `lend`: what can be lent to a device, and how it comes back. `flight`: [`InFlight`].
-//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `unpinned`: plain memory in place of a
-//! segment. `pool` makes buffers, `copy` submits them; this module calls `central` and `stream`.
+//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `pool` makes buffers, `copy` submits them;
+//! this module calls `central` and `stream`.
 
 #![allow(unsafe_code)]
 
@@ -36,7 +36,6 @@ mod flight;
 mod lend;
 mod registered;
 mod stream;
-mod unpinned;
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::{Deref, DerefMut};
@@ -45,8 +44,7 @@ use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
-pub use crate::central::Token;
-use crate::central::{CentralPool, Fresh, Segment};
+use crate::central::{Fresh, Segment};
 use crate::device::context::Context as DeviceContext;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -56,7 +54,6 @@ pub use lend::Lend;
 pub(crate) use lend::{joint, sealed};
 pub use registered::Registered;
 pub use stream::StreamBuf;
-pub use unpinned::{HostBuf, UnpinnedBuf};
 
 /// What [`Error::WrongDevice`](crate::Error::WrongDevice) calls a buffer.
 const BUFFER: &str = "a buffer from a pool";
@@ -140,13 +137,6 @@ impl From<Fresh> for PinnedBuf {
 }
 
 impl PinnedBuf {
-    /// Turns a token back into its buffer. `None`: the token is wrong, or was redeemed already.
-    pub(crate) fn redeem(central: &CentralPool, token: Token) -> Option<Self> {
-        let (segment, len) = central.redeem(token)?;
-        // SAFETY: the token was made of a buffer with so many bytes written, and gives its segment once.
-        Some(unsafe { Self::new(segment, len) })
-    }
-
     #[cfg(all(test, loom))]
     pub(crate) fn segment(&self) -> &Segment {
         &self.segment
@@ -161,12 +151,7 @@ impl PinnedBuf {
 
     /// Takes the segment out of the buffer, which is not dropped.
     pub(crate) fn into_segment(self) -> Segment {
-        self.into_parts().0
-    }
-
-    fn into_parts(self) -> (Segment, usize) {
-        let this = ManuallyDrop::new(self);
-        (this.segment.alias(), this.len)
+        ManuallyDrop::new(self).segment.alias()
     }
 
     /// The number of bytes that fit: the length that was asked for.
@@ -367,18 +352,6 @@ impl PinnedBuf {
     pub fn view_mut<T: Pod>(&mut self) -> Result<&mut [T]> {
         let len = self.len;
         bytemuck::try_cast_slice_mut(self).map_err(|e| no_view::<T>(len, e))
-    }
-
-    /// Turns the buffer into a plain value, to pass through code that knows only numbers. The memory stays checked out
-    /// until [`Pool::redeem`](crate::Pool::redeem), and for good if that is never called. (The child of a fork can
-    /// redeem nothing.)
-    #[must_use = "without the token the segment is lost to the pool"]
-    pub fn into_token(self) -> Token {
-        let (segment, len) = self.into_parts();
-        // The central pool stays alive: the segment is still out.
-        let central: *const CentralPool = segment.central();
-        // SAFETY: alive, as said above.
-        unsafe { &*central }.deposit(segment, len)
     }
 }
 

@@ -47,7 +47,7 @@ enum Readiness {
 impl StreamBuf {
     /// From a host-ready buffer, which is ready for any stream.
     pub(crate) fn ready(timeline: Arc<Timeline>, buf: PinnedBuf) -> Self {
-        Self { timeline, kind: Readiness::Fresh, segment: buf.into_parts().0 }
+        Self { timeline, kind: Readiness::Fresh, segment: buf.into_segment() }
     }
 
     pub(crate) fn claimed(timeline: Arc<Timeline>, key: usize, segment: Segment) -> Self {

@@ -97,7 +97,7 @@ impl CentralPool {
 mod tests {
     use super::*;
     use crate::central::transfer::tests::{BYTES, CACHE, central};
-    use crate::central::{Leaving, ReclaimLevel, Take, WaitOutcome, Wake};
+    use crate::central::{ReclaimLevel, Take, WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
     use crate::sync::thread;
@@ -226,7 +226,7 @@ mod tests {
         fence.set(class(), 2);
         assert!(violation(&central).ends_with("is fenced as 2, and 3 is needed"));
         fence.set(class(), 3);
-        central.leave(large, Leaving::Abandoned);
+        central.leave(large);
         central.check(|_, _| ()).unwrap();
         assert!(!central.waits(small), "it is served with what the first was to have");
         let WaitOutcome::Granted(grants) = central.look(small, None) else { panic!() };

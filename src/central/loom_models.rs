@@ -571,7 +571,7 @@ fn loom_wait_cancelled() {
             let store = store.clone();
             move || {
                 step();
-                store.central.leave(first, Leaving::Abandoned);
+                store.central.leave(first);
             }
         });
         let giver = worker(move || one.put());

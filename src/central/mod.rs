@@ -1,5 +1,4 @@
-//! The central pool: a store of segments, and how requests get them. A pool has one central pool for each NUMA node of
-//! its devices and one for each reserve.
+//! The central pool: a store of segments, and how requests get them. Each pool has one.
 //!
 //! It joins thread caches, transfer caches, the arena and the queue of waiters. It tries to serve a request in this
 //! order, cheapest first:
@@ -39,7 +38,7 @@
 //! # Reading order
 //!
 //! This file (taking, returning, closing), `lock`, `lease` (which cache this thread has), `transfer`, `reclaim`, `queue` and
-//! `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`, `token`. The pool calls all of it. Buffers
+//! `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it. Buffers
 //! and timelines only hold [`Segment`]s and return them.
 
 #![allow(unsafe_code)]
@@ -56,7 +55,6 @@ mod raw;
 mod reclaim;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod token;
 mod transfer;
 mod waiting;
 
@@ -64,8 +62,6 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-
-use slab::Slab;
 
 use crate::arena::Arena;
 use crate::device::context::Context;
@@ -90,11 +86,9 @@ use queue::WaitQueue;
 pub(crate) use queue::{WaitOutcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
 pub(crate) use reclaim::ReclaimLevel;
-use token::Deposit;
-pub use token::Token;
 use transfer::Reservations;
+pub(crate) use waiting::LongWait;
 use waiting::{Fence, Windows};
-pub(crate) use waiting::{Leaving, LongWait};
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
@@ -121,16 +115,12 @@ impl CentralConfig {
     /// [`Error::WrongDevice`] about `what`, a pool or a buffer of one, unless the pool serves the device.
     #[inline]
     pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
-        if self.serves(device.id()) { Ok(()) } else { Err(self.does_not_serve(what, device.name())) }
-    }
-
-    #[inline]
-    pub(crate) fn serves(&self, context: u64) -> bool {
-        self.serves.iter().any(|(id, _)| *id == context)
+        let serves = self.serves.iter().any(|(id, _)| *id == device.id());
+        if serves { Ok(()) } else { Err(self.does_not_serve(what, device.name())) }
     }
 
     #[cold]
-    pub(crate) fn does_not_serve(&self, what: &'static str, device: &str) -> Error {
+    fn does_not_serve(&self, what: &'static str, device: &str) -> Error {
         let names: Vec<&str> = self.serves.iter().map(|(_, name)| &**name).collect();
         Error::wrong_pool(what, names.join(", "), device)
     }
@@ -216,8 +206,6 @@ struct Books {
     ledger: Ledger,
     /// Requested bytes, counted as [`Core::granted`] is.
     requested: u64,
-    /// Segments that are out as tokens.
-    tokens: Slab<Deposit>,
 }
 
 /// What happened on the slow path since the central pool was made.

@@ -64,8 +64,8 @@ impl CentralPool {
     pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<(NonNull<Descriptor>, bool)> {
         let cache = self.cache()?;
         let mut held = self.gate.enter(cache)?;
-        // Some callers have not tried for a hit, or have not found the cache: requests for a reserve, a thread that has
-        // completed copies since, and one that uses more pools than it can find its caches of at once.
+        // Some callers have not tried for a hit, or have not found the cache: a thread that has completed copies since,
+        // and one that uses more pools than it can find its caches of at once.
         if let Some(descriptor) = held.take(class, len) {
             return Some((descriptor, false));
         }

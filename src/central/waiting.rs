@@ -393,12 +393,13 @@ impl CentralPool {
 
     /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
     /// [`CentralPool::leave`] ends it.
+    #[cfg(test)]
     pub(crate) fn waits(&self, key: usize) -> bool {
         self.lock().queue.waits(key)
     }
 
     /// Ends a wait early. What was granted meanwhile goes back to its runs.
-    pub(crate) fn leave(&self, key: usize, why: Leaving) {
+    pub(crate) fn leave(&self, key: usize) {
         if crate::os::forked() {
             return;
         }
@@ -407,8 +408,7 @@ impl CentralPool {
         // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key, &mut ended);
         core.release(&ended);
-        let in_vain = why == Leaving::Abandoned && matches!(outcome, WaitOutcome::Waiting);
-        core.stats.abandoned += u64::from(in_vain);
+        core.stats.abandoned += u64::from(matches!(outcome, WaitOutcome::Waiting));
         let mut last = false;
         if let WaitOutcome::Granted(grants) = outcome {
             for grant in grants {
@@ -543,15 +543,6 @@ pub(crate) struct LongWait {
     pub(crate) buffers: usize,
     pub(crate) waiting: usize,
     pub(crate) growth: Option<Error>,
-}
-
-/// Why a waiter leaves the queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Leaving {
-    /// Its future was dropped.
-    Abandoned,
-    /// Another central pool served it.
-    Served,
 }
 
 impl Core {

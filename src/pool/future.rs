@@ -1,8 +1,6 @@
 //! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when it is dropped.
 //!
-//! A future owns its plan and no reference to a store: the plan names the central pool by its number. The first poll
-//! tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry. While memory
-//! for the main store is being pinned, a request for a reserve takes what comes there first.
+//! The first poll tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry.
 //!
 //! A deadline needs no runtime: the crate's timer wakes the task when its time is up.
 
@@ -14,9 +12,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::{Obtained, OwnedPlan, Pool, RequestPlan};
+use super::{Obtained, Pool};
 use crate::buffer::PinnedBuf;
-use crate::central::{CentralPool, Fresh, Leaving, WaitOutcome, Wake, Want};
+use crate::central::{Fresh, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::locks::Mutex;
@@ -89,11 +87,9 @@ impl Future for Checkout {
 pub struct CheckoutMany {
     pub(super) pool: Pool,
     /// `None` after the first poll.
-    pub(super) plan: Option<Result<OwnedPlan>>,
-    /// The central pool where the request waits, and its entry in the queue there.
-    pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
-    /// The wants for the main store, while memory for it is being pinned.
-    pub(super) first: Option<Vec<Want>>,
+    pub(super) wants: Option<Result<Vec<Want>>>,
+    /// The entry in the pool's queue, while the request waits.
+    pub(super) waiting: Option<usize>,
     pub(super) tags: Vec<Tag>,
     pub(super) site: &'static Location<'static>,
     /// When the future was made, and the bytes that it asks for.
@@ -184,32 +180,25 @@ impl CheckoutMany {
         if crate::timer::now() < deadline {
             return Poll::Pending;
         }
-        let Some((central, key)) = self.waiting.take() else { return Poll::Pending };
-        Poll::Ready(central.give_up(key, self.len, self.since))
+        let Some(key) = self.waiting.take() else { return Poll::Pending };
+        Poll::Ready(self.pool.central().give_up(key, self.len, self.since))
     }
 }
 
 impl CheckoutMany {
     /// The first poll: tries, and joins the queue. `None`: the request waits.
     fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
-        let Some(plan) = self.plan.take() else { return Ok(None) };
-        let (first, number, wants) = plan?;
+        let Some(wants) = self.wants.take() else { return Ok(None) };
+        let wants = wants?;
         if wants.is_empty() {
             return Ok(Some(Vec::new()));
         }
-        let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| s.central.number() == number) else {
-            return Err(Error::Closed);
-        };
-        let plan = RequestPlan { first, store, wants };
-        let growing = match pool.try_hard(&plan)? {
+        let growing = match self.pool.try_hard(&wants)? {
             Obtained::Granted(granted) => return Ok(Some(granted)),
             Obtained::Nothing { growing } => growing,
         };
-        let central = store.central.clone();
-        let key = central.join(plan.wants, Wake::Task(Task::of(cx.waker())), growing, self.max_waiting)?;
-        self.waiting = Some((central, key));
-        self.first = plan.first;
+        let wake = Wake::Task(Task::of(cx.waker()));
+        self.waiting = Some(self.pool.central().join(wants, wake, growing, self.max_waiting)?);
         self.pool.watch_waits();
         Ok(None)
     }
@@ -237,20 +226,12 @@ impl CheckoutMany {
         if let Some(granted) = self.start(cx).transpose() {
             return Poll::Ready(granted);
         }
-        let Some((central, key)) = self.waiting.take() else {
+        let Some(key) = self.waiting.take() else {
             return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
         };
-        match central.look(key, Some(cx.waker())) {
+        match self.pool.central().look(key, Some(cx.waker())) {
             WaitOutcome::Waiting => {
-                self.waiting = Some((central.clone(), key));
-                let Some(first) = self.first.take() else { return Poll::Pending };
-                let (grown, over) = self.pool.take_grown(&first, cx.waker());
-                if let Some(granted) = grown {
-                    self.waiting = None;
-                    central.leave(key, Leaving::Served);
-                    return Poll::Ready(Ok(granted));
-                }
-                self.first = (!over).then_some(first);
+                self.waiting = Some(key);
                 Poll::Pending
             }
             WaitOutcome::Granted(granted) => Poll::Ready(Ok(granted)),
@@ -261,8 +242,8 @@ impl CheckoutMany {
 
 impl Drop for CheckoutMany {
     fn drop(&mut self) {
-        if let Some((central, key)) = self.waiting.take() {
-            central.leave(key, Leaving::Abandoned);
+        if let Some(key) = self.waiting.take() {
+            self.pool.central().leave(key);
         }
     }
 }

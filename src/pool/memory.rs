@@ -13,22 +13,10 @@ use crate::region::{Pinning, RegionInfo};
 impl Pool {
     // --- the memory --------------------------------------------------------------------------------------------------
 
-    /// How far pinning has come, summed over the pool's NUMA nodes; reserves are pinned before the pool is built, and
-    /// left out.
+    /// How far pinning has come.
     #[must_use]
     pub fn pinning(&self) -> Pinning {
-        let mut sum = Pinning::default();
-        for Pinning { wanted, ready, made, busy, longest_call, error } in
-            self.growing().map(|s| s.regions.pinning())
-        {
-            sum.wanted += wanted;
-            sum.ready += ready;
-            sum.made += made;
-            sum.busy += busy;
-            sum.longest_call = sum.longest_call.max(longest_call);
-            sum.error = sum.error.or(error);
-        }
-        sum
+        self.0.regions.pinning()
     }
 
     /// Waits until nothing is being pinned any more, for at most `timeout`; `None`: for ever. If pinning ended early,
@@ -39,22 +27,16 @@ impl Pool {
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let since = Instant::now();
         let deadline = timeout.and_then(|t| since.checked_add(t));
-        for store in self.growing() {
-            store.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))?;
-        }
-        Ok(self.pinning())
+        self.0.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))
     }
 
     /// [`wait_pinned`](Self::wait_pinned) for a task, without a deadline. In the child of a fork it is ready at once.
     pub async fn pinned(&self) -> Pinning {
-        for store in self.growing() {
-            std::future::poll_fn(|cx| store.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
-                .await;
-        }
-        self.pinning()
+        let regions = &self.0.regions;
+        std::future::poll_fn(|cx| regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready)).await
     }
 
-    /// The pool's regions, reserves included, for a program that registers them elsewhere too (with RDMA or io_uring).
+    /// The pool's regions, for a program that registers them elsewhere too (with RDMA or io_uring).
     /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) is called before a region goes.
     ///
     /// ```
@@ -70,7 +52,7 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn regions(&self) -> Vec<RegionInfo> {
-        self.stores().flat_map(|s| s.regions.list()).collect()
+        self.0.regions.list()
     }
 
     /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on the pool cuts it up
@@ -79,10 +61,8 @@ impl Pool {
     /// feature `stable_deref_trait`). The pool uses the whole pages inside of it. Its address stays as it is, and so do
     /// its contents until a segment of it is checked out.
     ///
-    /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial). It
-    /// is never part of a reserve. Where the pool's devices are on several NUMA nodes, it counts to the share of the
-    /// first device's node, wherever it lies. Children of a fork see it, as far as the system lets them; regions of the
-    /// pool's own they do not see.
+    /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial).
+    /// Children of a fork see it, as far as the system lets them; regions of the pool's own they do not see.
     ///
     /// The region goes like any other: when it is idle and [trimmed](Self::trim), when it makes way for another region,
     /// or with the pool. Then the device's region thread unpins it and drops the value.
@@ -117,13 +97,12 @@ impl Pool {
         }
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
-        self.0.main.central.adopt(memory)
+        self.0.central.adopt(memory)
     }
 
     /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many
-    /// bytes are given back. A region with a segment in use stays. Reserves stay too, and do not count for `keep`.
-    /// Segments in thread caches are taken back first, so they do not keep a region. The region thread unpins the
-    /// memory after this call returns.
+    /// bytes are given back. A region with a segment in use stays. Segments in thread caches are taken back first, so
+    /// they do not keep a region. The region thread unpins the memory after this call returns.
     ///
     /// ```
     /// # use pinpool::{Device, Pool, Unpinned};
@@ -137,22 +116,19 @@ impl Pool {
         if crate::os::forked() {
             return 0;
         }
-        let mut regions = Vec::new();
-        for store in self.growing() {
-            // A region stays while the region thread adds extents to it, or while the central pool does not serve from
-            // its last extent yet.
-            let made = store.regions.made();
-            let complete =
-                store.central.region_use().into_iter().filter(|(id, len, _)| made.contains(&(*id, *len)));
-            regions.extend(complete.map(|(id, len, free)| (store, id, len, free)));
-        }
-        regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.1));
-        let mut total: usize = regions.iter().map(|r| r.2).sum();
+        let (central, regions) = (&self.0.central, &self.0.regions);
+        // A region stays while the region thread adds extents to it, or while the central pool does not serve from its
+        // last extent yet.
+        let made = regions.made();
+        let mut complete = central.region_use();
+        complete.retain(|(id, len, _)| made.contains(&(*id, *len)));
+        complete.sort_unstable_by_key(|region| std::cmp::Reverse(region.0));
+        let mut total: usize = complete.iter().map(|region| region.1).sum();
         let mut freed = 0;
-        for (store, id, len, free) in regions {
-            if free == len && total - len >= keep && store.central.retire(id).is_some() {
-                store.regions.remove(id);
-                store.central.left(len);
+        for (id, len, free) in complete {
+            if free == len && total - len >= keep && central.retire(id).is_some() {
+                regions.remove(id);
+                central.left(len);
                 total -= len;
                 freed += len;
             }
@@ -177,17 +153,13 @@ impl Pool {
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
-        self.stores().for_each(|s| s.central.close());
-        let outstanding = || self.stores().map(|s| s.central.outstanding()).sum::<u64>();
-        let quarantined = || {
-            self.stores()
-                .map(|s| s.central.snapshot())
-                .fold((0, 0), |(n, b), s| (n + s.quarantined_segments, b + s.quarantined))
-        };
+        let central = &self.0.central;
+        central.close();
         loop {
             let moved = self.reap()
                 | self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
-            let (left, (stuck, quarantined_bytes)) = (outstanding(), quarantined());
+            let (left, snapshot) = (central.outstanding(), central.snapshot());
+            let (stuck, quarantined_bytes) = (snapshot.quarantined_segments, snapshot.quarantined);
             let late = deadline.is_some_and(|d| Instant::now() >= d);
             let stepped = self.0.devices.iter().all(|d| d.context().driver().stepped().is_some());
             if left <= stuck || late || (stepped && !moved) {

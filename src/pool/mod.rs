@@ -15,17 +15,11 @@
 //!    takes half of what one active thread has cached of its class.
 //! 7. *Wait*: join the queue, as a thread or as a task.
 //!
-//! A pool has one or several *stores*: a central pool and the regions that feed it. The main store is on the NUMA node
-//! of the first device. Each further node of the pool's devices has one, and so has each reserve. A request is planned
-//! once ([`RequestPlan`]): the plan names the store where the request waits and, for a request that names a reserve,
-//! the main store, which is tried first.
-//!
 //! # Invariants
 //!
-//! - A request waits at one central pool only.
 //! - No clock is read and no shared counter written before the slow path (`checkout_slow`).
-//! - `PoolInner` goes with the last handle; its drop closes the central pools and waits for nothing. Buffers keep
-//!   their central pool alive.
+//! - `PoolInner` goes with the last handle; its drop closes the central pool and waits for nothing. Buffers keep the
+//!   central pool alive.
 //!
 //! # Files, in the order to read them
 //!
@@ -55,7 +49,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+use crate::buffer::{PinnedBuf, StreamBuf};
 use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
@@ -95,36 +89,23 @@ use waiting::WaitLimit;
 pub struct Pool(Arc<PoolInner>);
 
 struct PoolInner {
-    /// The store of the first device's NUMA node. The first field, since a hit reads it.
-    main: Store,
-    /// Where the devices are on several NUMA nodes: a store for each of the other nodes, with the contexts of the
-    /// devices there.
-    nodes: Vec<(Vec<u64>, Store)>,
-    reserves: Vec<(String, Store)>,
+    /// The first field, since a hit reads it.
+    central: Arc<CentralPool>,
+    regions: Arc<Regions>,
     devices: Vec<Device>,
     name: Name,
     /// Requests that the thread's own cache did not serve.
     misses: AtomicU64,
     /// Checkouts that no cache served: the ledger samples by this count.
     slow: AtomicU64,
-    fallbacks: AtomicU64,
-    fallback_bytes: AtomicU64,
     errors: ErrorTally,
     refused: RefusedTally,
-    /// The most requests that may wait at each central pool.
+    /// The most requests that may wait.
     max_waiting: usize,
     /// When the last report on stuck buffers was made.
     reported: crate::locks::Mutex<Option<Instant>>,
     /// A look at the waits is planned.
     watched: AtomicBool,
-}
-
-/// A central pool and the regions that feed it. Each reserve has a store of its own: bytes that only some requests may
-/// take must not lie in a cache that serves all requests.
-#[derive(Clone)]
-struct Store {
-    central: Arc<CentralPool>,
-    regions: Arc<Regions>,
 }
 
 impl Pool {
@@ -153,8 +134,7 @@ impl Pool {
     /// deadline and gives back what it has.
     ///
     /// # Errors
-    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`]; [`Error::Config`] for an unknown reserve;
-    ///   [`Error::WrongDevice`] for [`Request::near`] a device that the pool does not serve.
+    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`].
     /// - [`Error::Closed`], [`Error::Forked`].
     /// - [`Error::Impossible`], or the error that made growing fail, where no wait can help.
     /// - [`Error::QueueFull`] where as many requests wait as [`PoolBuilder::max_waiting`] allows.
@@ -162,7 +142,7 @@ impl Pool {
     ///   and in the drop of a value that was given to this crate.
     #[inline(always)]
     #[track_caller]
-    pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+    pub fn checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || WaitLimit::Forever)
     }
 
@@ -174,31 +154,27 @@ impl Pool {
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
     #[inline(always)]
     #[track_caller]
-    pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+    pub fn try_checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || WaitLimit::None)
     }
 
     /// [`try_checkout`](Self::try_checkout) for a copier, which tries again later. A pool that is short refuses no
     /// checkout of the program's then, so that is not counted.
     #[track_caller]
-    pub(crate) fn try_for_copier(&self, request: Request<'_>) -> Result<PinnedBuf> {
+    pub(crate) fn try_for_copier(&self, request: Request) -> Result<PinnedBuf> {
         self.for_copier(request, WaitLimit::None)
     }
 
     /// Waits for a copier's memory, until a deadline if there is one. The program's [`PoolBuilder::max_waiting`] bounds
     /// requests of its own, so this wait joins the queue however many requests wait.
     #[track_caller]
-    pub(crate) fn wait_for_copier(
-        &self,
-        request: Request<'_>,
-        deadline: Option<Instant>,
-    ) -> Result<PinnedBuf> {
+    pub(crate) fn wait_for_copier(&self, request: Request, deadline: Option<Instant>) -> Result<PinnedBuf> {
         let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
         self.for_copier(request, deadline.map_or(WaitLimit::Forever, |at| WaitLimit::For(left(at))))
     }
 
     #[track_caller]
-    fn for_copier(&self, request: Request<'_>, limit: WaitLimit) -> Result<PinnedBuf> {
+    fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
         if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(fresh.into());
         }
@@ -217,11 +193,7 @@ impl Pool {
     /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
     #[inline]
     #[track_caller]
-    pub fn checkout_timeout<'a>(
-        &self,
-        request: impl Into<Request<'a>>,
-        timeout: Duration,
-    ) -> Result<PinnedBuf> {
+    pub fn checkout_timeout(&self, request: impl Into<Request>, timeout: Duration) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || WaitLimit::For(timeout))
     }
 
@@ -231,14 +203,14 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request<'_>, limit: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
+    fn checkout_with(&self, request: Request, limit: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
         let fresh = match self.hit_with(request, CentralPool::hit) {
             Some(fresh) => fresh,
             None => {
                 let mut error = Error::Closed;
-                let Request { len, align, reserve, near, tag } = request;
+                let Request { len, align, tag } = request;
                 let origin = CheckoutSite { tag, site: Some(Location::caller()) };
-                match self.checkout_slow(len, align, reserve, near, origin, limit(), &mut error) {
+                match self.checkout_slow(len, align, origin, limit(), &mut error) {
                     // SAFETY: `checkout_slow` returned these parts just now, for this request.
                     Some(parts) => unsafe { Fresh::from_parts(parts, len) },
                     None => return Err(error),
@@ -256,13 +228,12 @@ impl Pool {
     /// Of the future: as for [`checkout`](Self::checkout), and [`Error::Timeout`] with a deadline.
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
-    pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
+    pub fn checkout_async(&self, request: impl Into<Request>) -> Checkout {
         Checkout(self.checkout_many_async([request.into()]))
     }
 
     /// Checks out several buffers together, or none: so two callers cannot each hold half of what they need and wait
-    /// for the other half. Waits for at most `timeout`; `None`: for ever. All requests must name the same reserve, or
-    /// none, and be [near](Request::near) the same device. The buffers come in the order of the requests.
+    /// for the other half. Waits for at most `timeout`; `None`: for ever. The buffers come in the order of the requests.
     ///
     /// ```
     /// # use pinpool::{Device, Pool, Unpinned};
@@ -276,11 +247,7 @@ impl Pool {
     /// # Errors
     /// As for [`checkout_timeout`](Self::checkout_timeout).
     #[track_caller]
-    pub fn checkout_many(
-        &self,
-        requests: &[Request<'_>],
-        timeout: Option<Duration>,
-    ) -> Result<Vec<PinnedBuf>> {
+    pub fn checkout_many(&self, requests: &[Request], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
         let limit = timeout.map_or(WaitLimit::Forever, WaitLimit::For);
         self.acquire(requests, limit, Location::caller())
     }
@@ -291,17 +258,14 @@ impl Pool {
     /// Of the future: as for [`checkout`](Self::checkout).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
-    pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
+    pub fn checkout_many_async(&self, requests: impl AsRef<[Request]>) -> CheckoutMany {
         let requests = requests.as_ref();
-        // The reserve's name is borrowed, so it is looked up now; the future owns all that it keeps.
-        let plan = self.plan(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
         CheckoutMany {
             pool: self.clone(),
-            plan: Some(plan),
+            wants: Some(self.wants(requests)),
             waiting: None,
-            first: None,
             tags,
             site,
             since: Instant::now(),
@@ -318,44 +282,12 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout); [`Error::Device`] where the driver writes the zeros and fails.
-    pub fn checkout_zeroed<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+    pub fn checkout_zeroed(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         let request = request.into();
         let buf = self.checkout(request)?;
         // The first device that is not lost: a lost one writes no zeros.
         let alive = self.0.devices.iter().find(|device| device.lost().is_none());
         buf.zeroed(alive.unwrap_or(&self.0.devices[0]).context(), request.len)
-    }
-
-    /// Checks out a pinned buffer if the pool has one now, and else gives out plain memory. The type says which of the
-    /// two it is; plain buffers are counted in [`stats`](Self::stats) and logged. Plain memory has no particular
-    /// alignment, whatever was asked for.
-    ///
-    /// # Errors
-    /// As for [`try_checkout`](Self::try_checkout), but without [`Error::Exhausted`] and [`Error::Impossible`], which
-    /// plain memory takes the place of; [`Error::OutOfMemory`].
-    #[track_caller]
-    pub fn checkout_or_unpinned<'a>(&self, request: impl Into<Request<'a>>) -> Result<HostBuf> {
-        let request = request.into();
-        match self.try_checkout(request) {
-            Ok(buf) => Ok(HostBuf::Pinned(buf)),
-            Err(error @ (Error::Exhausted { .. } | Error::Impossible { .. })) => {
-                let buf = UnpinnedBuf::new(request.len)?;
-                self.0.fallback_bytes.fetch_add(request.len as u64, Ordering::Relaxed);
-                if self.0.fallbacks.fetch_add(1, Ordering::Relaxed) == 0 {
-                    crate::foreign::warn!(
-                        target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
-                        "the pool is short: plain memory is given out; further ones are counted, and logged as debug"
-                    );
-                } else {
-                    crate::foreign::debug!(
-                        target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
-                        "the pool is short: plain memory is given out"
-                    );
-                }
-                Ok(HostBuf::Unpinned(buf))
-            }
-            Err(error) => Err(error),
-        }
     }
 
     /// Checks out a stream-ready buffer for `stream`: one that is free, or one that is in flight on that very stream
@@ -371,7 +303,7 @@ impl Pool {
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
     /// serve.
     #[track_caller]
-    pub fn checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
+    pub fn checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), WaitLimit::Forever, Location::caller())
     }
 
@@ -381,71 +313,54 @@ impl Pool {
     /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where segments are in flight on the
     /// stream but another request waits for memory.
     #[track_caller]
-    pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
+    pub fn try_checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), WaitLimit::None, Location::caller())
     }
 
     fn checkout_on_with(
         &self,
         stream: &Stream,
-        request: Request<'_>,
+        request: Request,
         limit: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
-        let own = (timeline.context().id(), stream.device().name());
-        let request = Request { near: request.near.or(Some(own)), ..request };
         self.check_serves(timeline.context())?;
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
         if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(ready(fresh.into()));
         }
-        let plan = self.plan(&[request])?;
-        if let Some(mut granted) = self.try_plan(&plan, ReclaimLevel::Idle)? {
+        let wants = self.wants(&[request])?;
+        if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle)? {
             self.missed();
-            let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
+            let mut bufs = self.entered(granted, [request.tag], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
         // (A claim is not entered in the ledger unless the segment was before.)
-        if let (Placement::Class(class), false) = (plan.wants[0].placement, request.tag.long_lived) {
-            let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
+        if let (Placement::Class(class), false) = (wants[0].placement, request.tag.long_lived) {
             // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
-            for central in stores.map(|store| &store.central) {
-                if let Some((key, mut segment)) = timeline.claim(central, class) {
-                    self.missed();
-                    // The claim's entry and this segment both name the length; both get the new one.
-                    timeline.rebook_claim(key, request.len);
-                    segment.relabel(request.len);
-                    central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
-                    return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
-                }
+            if let Some((key, mut segment)) = timeline.claim(&self.0.central, class) {
+                self.missed();
+                // The claim's entry and this segment both name the length; both get the new one.
+                timeline.rebook_claim(key, request.len);
+                segment.relabel(request.len);
+                self.0.central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
+                return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
             }
         }
         let bufs = self.acquire(&[request], limit, site)?;
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
-    /// Turns a token back into its buffer.
-    ///
-    /// # Errors
-    /// [`Error::StaleToken`] for a token of another pool, one that was redeemed before, or one that was made up:
-    /// [`Token`] says how these are told apart; [`Error::Forked`].
-    pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
-        crate::os::check_fork()?;
-        // The token's secret tells which store it is of.
-        self.stores().find_map(|s| PinnedBuf::redeem(&s.central, token)).ok_or(Error::StaleToken)
-    }
-
-    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request is for. `None`
-    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes, and buffers
-    /// that are to be held for long.
+    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]). `None` also for requests that no cache
+    /// serves: larger alignments, lengths beyond the size classes, and buffers that are to be held for long.
     #[inline(always)]
     fn hit_with(
         &self,
-        request: Request<'_>,
+        request: Request,
         hit: impl FnOnce(&CentralPool, Class, usize) -> Option<Fresh>,
     ) -> Option<Fresh> {
-        if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
+        if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() {
             return None;
         }
         // It is entered in the ledger, which is no work for a hit.
@@ -453,37 +368,23 @@ impl Pool {
             return None;
         }
         let class = Class::of(request.len)?;
-        let store = match request.near {
-            None => &self.0.main,
-            Some((near, _)) => self.near(near)?,
-        };
-        hit(&store.central, class, request.len)
-    }
-
-    /// The store on the node of a device. `None`: the pool does not serve it.
-    fn near(&self, context: u64) -> Option<&Store> {
-        let other = self.0.nodes.iter().find(|node| node.0.contains(&context)).map(|node| &node.1);
-        let main = || self.0.main.central.config().serves(context).then_some(&self.0.main);
-        other.or_else(main)
+        hit(&self.0.central, class, request.len)
     }
 
     /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
     /// before each hit.
     #[cold]
     #[inline(never)]
-    #[allow(clippy::too_many_arguments, reason = "see above")]
     fn checkout_slow(
         &self,
         len: usize,
         align: usize,
-        reserve: Option<&str>,
-        near: Option<(u64, &str)>,
         origin: CheckoutSite,
         limit: WaitLimit,
         error: &mut Error,
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let CheckoutSite { tag, site } = origin;
-        let request = Request { len, align, reserve, near, tag };
+        let request = Request { len, align, tag };
         // A batch of a transfer cache costs less than all that follows. What the thread's own cache serves after all is no
         // miss.
         let mut filled = true;
@@ -507,82 +408,37 @@ impl Pool {
         }
     }
 
-    /// Checks requests that are made together, and finds the stores that may serve them.
-    fn plan(&self, requests: &[Request<'_>]) -> Result<RequestPlan<'_>> {
-        let reserve = requests.first().and_then(|r| r.reserve);
-        if requests.iter().any(|r| r.reserve != reserve) {
-            return Err(Error::Config(
-                "requests that are made together must name the same reserve, or none".into(),
-            ));
-        }
-        let place =
-            |s: &Store| requests.iter().map(|r| s.central.place(r.len, r.align)).collect::<Result<Vec<_>>>();
-        let near = requests.first().and_then(|r| r.near);
-        if requests.iter().any(|r| r.near != near) {
-            return Err(Error::Config("requests that are made together must be near the same device".into()));
-        }
-        let main = &self.0.main;
-        let store = match near {
-            None => main,
-            Some((near, name)) => {
-                self.near(near).ok_or_else(|| main.central.config().does_not_serve("a pool", name))?
-            }
-        };
-        let Some(name) = reserve else { return Ok(RequestPlan { first: None, store, wants: place(store)? }) };
-        let known = self.0.reserves.iter().find(|r| r.0 == name);
-        let (_, store) = known.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
-        match (place(main), place(store)) {
-            (first, Ok(wants)) => Ok(RequestPlan { first: first.ok(), store, wants }),
-            // The request is larger than the reserve: it is served like one that names none.
-            (Ok(wants), Err(_)) => Ok(RequestPlan { first: None, store: main, wants }),
-            (Err(error), Err(_)) => Err(error),
-        }
-    }
-
-    /// Tries the stores of a plan without waiting. A request that names a reserve is tried at the main store first,
-    /// everything that is cached there included, and then at the reserve; for others there is one store.
-    fn try_plan(&self, plan: &RequestPlan<'_>, level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
-        let first = plan.first.iter().map(|wants| (&self.0.main, wants, ReclaimLevel::All));
-        for (store, wants, level) in first.chain([(plan.store, &plan.wants, level)]) {
-            let granted = self.try_all(store, wants, level)?;
-            if granted.is_some() {
-                return Ok(granted);
-            }
-        }
-        Ok(None)
+    /// What requests that are made together want of the central pool. Checks them.
+    fn wants(&self, requests: &[Request]) -> Result<Vec<Want>> {
+        requests.iter().map(|r| self.0.central.place(r.len, r.align)).collect()
     }
 
     /// Steps 2 and 4 to 6 of the module's page.
-    fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Obtained> {
+    fn try_hard(&self, wants: &[Want]) -> Result<Obtained> {
         self.missed();
-        let (main, central) = (&self.0.main.central, &plan.store.central);
-        let extents = [main, central].map(|central| central.extents());
-        if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
+        let central = &self.0.central;
+        let extents = central.extents();
+        if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
             return Ok(Obtained::Granted(got));
         }
         // Memory is short, so what is complete comes back now.
         let since = Instant::now();
         if self.reap() {
-            if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-                let (store, wants) =
-                    plan.first.as_ref().map_or((central, &plan.wants), |first| (main, first));
-                store.served_late(wants, since, Instant::now());
+            if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
+                central.served_late(wants, since, Instant::now());
                 return Ok(Obtained::Granted(got));
             }
         }
         // The pool can grow no more, so the caches of active threads are reclaimed too.
-        if !central.may_grow(&plan.wants) {
-            if let Some(got) = self.try_plan(plan, ReclaimLevel::All)? {
+        if !central.may_grow(wants) {
+            if let Some(got) = self.try_all(wants, ReclaimLevel::All)? {
                 return Ok(Obtained::Granted(got));
             }
         }
-        if let Some(wants) = &plan.first {
-            main.grow(wants, extents[0]);
-        }
-        let growing = central.grow(&plan.wants, extents[1]);
+        let growing = central.grow(wants, extents);
         // A stepped device has grown within the call.
         if self.stepped() {
-            if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
+            if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
                 return Ok(Obtained::Granted(got));
             }
         }
@@ -599,19 +455,20 @@ impl Pool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
 
-    fn try_all(&self, store: &Store, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
+    fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
+        let central = &self.0.central;
         match wants {
-            [want] => Ok(match store.central.try_take(*want, level)? {
+            [want] => Ok(match central.try_take(*want, level)? {
                 Take::Got(fresh) => Some(vec![fresh]),
                 Take::Empty => None,
             }),
-            _ => store.central.try_take_all(wants, level),
+            _ => central.try_take_all(wants, level),
         }
     }
 
     fn acquire(
         &self,
-        requests: &[Request<'_>],
+        requests: &[Request],
         limit: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
@@ -663,7 +520,7 @@ impl Pool {
         self.0.refused.note(&error);
         if let Error::Timeout(waited) = &error {
             if self.may_report() {
-                stuck::report(self.name(), waited.time, None, self.centrals(), &self.0.devices);
+                stuck::report(self.name(), waited.time, None, &self.0.central, &self.0.devices);
             }
         }
         error.of_pool(self.name())
@@ -704,28 +561,18 @@ impl Pool {
     }
 
     /// What there is for a request that is not served, as its error. Does not try.
-    pub(crate) fn shortage(&self, request: Request<'_>) -> Error {
-        let short = |plan: RequestPlan<'_>| plan.store.central.exhausted(request.len).of_pool(self.name());
-        self.plan(&[request]).map_or_else(|error| error, short)
+    pub(crate) fn shortage(&self, request: Request) -> Error {
+        let short = |_| self.0.central.exhausted(request.len).of_pool(self.name());
+        self.wants(&[request]).map_or_else(|error| error, short)
     }
 
     /// [`Error::WrongDevice`], unless the pool serves the device of this context.
     pub(crate) fn check_serves(&self, context: &crate::device::context::Context) -> Result<()> {
-        self.0.main.central.config().check_serves("a pool", context)
+        self.0.central.config().check_serves("a pool", context)
     }
 
-    /// The central pools of all stores.
-    pub(crate) fn centrals(&self) -> impl Iterator<Item = &Arc<CentralPool>> {
-        self.stores().map(|store| &store.central)
-    }
-
-    fn stores(&self) -> impl Iterator<Item = &Store> {
-        self.growing().chain(self.0.reserves.iter().map(|r| &r.1))
-    }
-
-    /// All stores but the reserves: the main one, and those of the other NUMA nodes.
-    fn growing(&self) -> impl Iterator<Item = &Store> {
-        std::iter::once(&self.0.main).chain(self.0.nodes.iter().map(|node| &node.1))
+    pub(crate) fn central(&self) -> &Arc<CentralPool> {
+        &self.0.central
     }
 
     /// The devices that the pool serves.
@@ -734,10 +581,10 @@ impl Pool {
         &self.0.devices
     }
 
-    /// Bytes that all stores but the reserves may hold, and the longest buffer that they can ever serve.
+    /// Bytes that the pool may hold, and the longest buffer that it can ever serve.
     pub(crate) fn room(&self) -> (usize, usize) {
-        let capacity = self.growing().map(|s| s.central.config().capacity).sum();
-        (capacity, self.0.main.central.config().largest)
+        let config = self.0.central.config();
+        (config.capacity, config.largest)
     }
 }
 
@@ -750,25 +597,9 @@ enum Obtained {
     },
 }
 
-/// A request plan that a future keeps: the wants for the main store, the number of the central pool to wait at, and the
-/// wants there.
-type OwnedPlan = (Option<Vec<Want>>, u64, Vec<Want>);
-
-/// What is asked for, and of which stores.
-struct RequestPlan<'a> {
-    /// For a request that names a reserve: its wants at the main store, which is tried first, since a reserve is for
-    /// when that has nothing.
-    first: Option<Vec<Want>>,
-    /// Where the request waits.
-    store: &'a Store,
-    wants: Vec<Want>,
-}
-
 impl Drop for PoolInner {
     fn drop(&mut self) {
-        self.main.central.close();
-        self.nodes.iter().for_each(|n| n.1.central.close());
-        self.reserves.iter().for_each(|r| r.1.central.close());
+        self.central.close();
     }
 }
 

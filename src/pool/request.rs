@@ -1,6 +1,5 @@
-//! A request: a length in bytes, and options on where its memory comes from.
+//! A request: a length in bytes, and options.
 
-use crate::device::handle::Device;
 use crate::error::Result;
 use crate::segment::{Placement, SEGMENT_ALIGN};
 use crate::telemetry::ledger::Tag;
@@ -11,30 +10,25 @@ use crate::telemetry::ledger::Tag;
 /// use pinpool::{Device, Pool, Request, Unpinned};
 ///
 /// let device = Device::open("host")?;
-/// let builder = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow);
-/// let pool = builder.reserve("urgent", 64 << 10).build()?;
+/// let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
 ///
 /// let buf = pool.checkout(Request::new(10_000).align(4096).tag("weights"))?;
 /// assert_eq!(buf.as_ptr() as usize % 4096, 0);
-/// let urgent = pool.checkout(Request::new(4096).reserve("urgent"))?; // the reserve, where the pool has no more
-/// # drop((buf, urgent));
+/// # drop(buf);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request<'a> {
+pub struct Request {
     pub(super) len: usize,
     pub(super) align: usize,
-    pub(super) reserve: Option<&'a str>,
-    /// The context of the device that the buffer is to be near, and that device's name.
-    pub(super) near: Option<(u64, &'a str)>,
     pub(super) tag: Tag,
 }
 
-impl<'a> Request<'a> {
+impl Request {
     /// A buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: Tag::NONE }
+        Self { len, align: SEGMENT_ALIGN, tag: Tag::NONE }
     }
 
     /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Memory that
@@ -61,26 +55,6 @@ impl<'a> Request<'a> {
         Placement::of(self.len, self.align).map(Placement::bytes)
     }
 
-    /// The buffer may come from the reserve of this name, if the rest of the pool has none free: see
-    /// [`PoolBuilder::reserve`](crate::PoolBuilder::reserve). Reserves lie near the pool's first device.
-    #[must_use]
-    pub fn reserve(mut self, name: &'a str) -> Self {
-        self.reserve = Some(name);
-        self
-    }
-
-    /// The buffer comes from memory on the NUMA node of this device, which must be one that the pool serves; otherwise
-    /// the checkout fails with [`Error::WrongDevice`](crate::Error::WrongDevice). It makes a difference only where the
-    /// pool's devices are on several nodes: see [`PoolBuilder::device`](crate::PoolBuilder::device). A buffer that a
-    /// reserve serves comes from the reserve's node.
-    #[must_use]
-    pub fn near(mut self, device: &'a Device) -> Self {
-        self.near = Some((device.context().id(), device.name()));
-        self
-    }
-}
-
-impl Request<'_> {
     /// A name for what the buffer is used for, which [`Pool::stuck`](crate::Pool::stuck) reports. It is kept only for
     /// checkouts that the pool [tracks](crate::PoolBuilder::track_checkouts) or samples, and costs nothing otherwise.
     #[must_use]
@@ -101,9 +75,9 @@ impl Request<'_> {
     }
 }
 
-impl From<usize> for Request<'_> {
+impl From<usize> for Request {
     #[inline(always)]
     fn from(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: Tag::NONE }
+        Self { len, align: SEGMENT_ALIGN, tag: Tag::NONE }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Pool, Store};
+use super::Pool;
 use crate::central::{CentralPool, CentralSnapshot};
 use crate::error::Result;
 use crate::freelist::state;
@@ -84,13 +84,8 @@ pub struct PoolStats {
     pub abandoned: u64,
     /// Requests that wait now.
     pub waiting: usize,
-    /// Plain buffers given out in place of pinned ones.
-    pub unpinned_fallbacks: u64,
-    /// Bytes of these plain buffers.
-    pub unpinned_fallback_bytes: u64,
     /// Checkouts that ended with an error, by [class](crate::ErrorClass).
-    /// [`Error::Exhausted`](crate::Error::Exhausted) and [`Error::Timeout`](crate::Error::Timeout) are transient. A
-    /// checkout that then falls back to plain memory counts here too.
+    /// [`Error::Exhausted`](crate::Error::Exhausted) and [`Error::Timeout`](crate::Error::Timeout) are transient.
     pub errors: ErrorCounts,
     /// Of the checkouts that ended with an error, those that the pool refused, by reason.
     pub refused: RefusedCounts,
@@ -147,56 +142,50 @@ pub struct Census {
 }
 
 impl Pool {
-    /// Bytes and counts, reserves included. The call takes a few microseconds, and does not slow down checkouts and
-    /// returns of other threads. In the child of a fork it has only what is counted without a lock: misses, fallbacks
-    /// and errors.
+    /// Bytes and counts. The call takes a few microseconds, and does not slow down checkouts and
+    /// returns of other threads. In the child of a fork it has only what is counted without a lock: misses and
+    /// errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.stats_of(|central| central.snapshot())
     }
 
-    /// The most bytes that were in use or cached at a time since the call before, or since the pool was built: summed
-    /// up over the stores.
-    pub(crate) fn take_peak(&self) -> usize {
-        self.centrals().map(|central| central.take_peak()).sum()
-    }
-
-    /// [`stats`](Self::stats), made of snapshots that `snapshot` takes, one of each central pool.
-    pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&CentralPool) -> CentralSnapshot) -> PoolStats {
+    /// [`stats`](Self::stats), made of a snapshot that `snapshot` takes of the central pool.
+    pub(crate) fn stats_of(&self, snapshot: impl FnOnce(&CentralPool) -> CentralSnapshot) -> PoolStats {
         let mut stats = PoolStats {
             misses: self.0.misses.load(Ordering::Relaxed),
-            unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
-            unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
             errors: self.0.errors.read(),
             refused: self.0.refused.read(),
             ..PoolStats::default()
         };
-        for store in self.stores().filter(|_| !crate::os::forked()) {
-            let (in_flight, claimed) = self.flight(store);
-            let s = snapshot(&store.central);
-            let in_flight = in_flight.min(s.out);
-            stats.pinned_bytes += s.total - s.unpinned;
-            stats.unpinned_bytes += s.unpinned;
-            stats.free_bytes += s.free;
-            stats.cached_bytes += s.cached;
-            stats.checked_out_bytes += s.out - in_flight;
-            stats.in_flight_bytes += in_flight;
-            stats.claimed_bytes += claimed.min(in_flight);
-            stats.quarantined_bytes += s.quarantined;
-            stats.cut_bytes += s.cut;
-            stats.requested_bytes += s.requested;
-            stats.largest_free_bytes = stats.largest_free_bytes.max(s.largest_free);
-            stats.capacity_bytes += store.central.config().capacity;
-            stats.checkouts += s.takes;
-            stats.returns += s.puts;
-            stats.reclaims += s.stats.reclaims;
-            stats.growths += s.stats.growths;
-            stats.growth_failures += s.stats.growth_failures;
-            stats.waits += s.stats.waits;
-            stats.timeouts += s.stats.timeouts;
-            stats.abandoned += s.stats.abandoned;
-            stats.waiting += s.waiting;
+        if crate::os::forked() {
+            return stats;
         }
+        let central = self.central();
+        let (in_flight, claimed) = self.flight();
+        let s = snapshot(central);
+        let in_flight = in_flight.min(s.out);
+        stats.pinned_bytes = s.total - s.unpinned;
+        stats.unpinned_bytes = s.unpinned;
+        stats.free_bytes = s.free;
+        stats.cached_bytes = s.cached;
+        stats.checked_out_bytes = s.out - in_flight;
+        stats.in_flight_bytes = in_flight;
+        stats.claimed_bytes = claimed.min(in_flight);
+        stats.quarantined_bytes = s.quarantined;
+        stats.cut_bytes = s.cut;
+        stats.requested_bytes = s.requested;
+        stats.largest_free_bytes = s.largest_free;
+        stats.capacity_bytes = central.config().capacity;
+        stats.checkouts = s.takes;
+        stats.returns = s.puts;
+        stats.reclaims = s.stats.reclaims;
+        stats.growths = s.stats.growths;
+        stats.growth_failures = s.stats.growth_failures;
+        stats.waits = s.stats.waits;
+        stats.timeouts = s.stats.timeouts;
+        stats.abandoned = s.stats.abandoned;
+        stats.waiting = s.waiting;
         stats.granted_bytes = stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes;
         stats.rounding_bytes = stats.granted_bytes.saturating_sub(stats.requested_bytes);
         stats
@@ -204,8 +193,8 @@ impl Pool {
 
     /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
     /// not matter.
-    fn flight(&self, store: &Store) -> (usize, usize) {
-        let central = &store.central;
+    fn flight(&self) -> (usize, usize) {
+        let central = self.central();
         let (mut joint, _) = central.joint_bytes();
         let mut left = STATS_READS;
         loop {
@@ -222,19 +211,20 @@ impl Pool {
 
     /// The same, added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
     /// submission or a completion is under way.
-    fn flight_by_stream(&self, store: &Store) -> (usize, usize, Option<u64>) {
-        let (mut joint, mut at_rest) = store.central.joint_bytes();
+    fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
+        let central = self.central();
+        let (mut joint, mut at_rest) = central.joint_bytes();
         let mut left = STATS_READS;
         loop {
             let mut sum = (joint, 0, at_rest.then_some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-                let (flight, moves) = timeline.flight(store.central.number());
+                let (flight, moves) = timeline.flight(central.number());
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
             // The two sums are of one moment only if the first one has stood still: else they are made anew.
             let before = joint;
-            (joint, at_rest) = store.central.joint_bytes();
+            (joint, at_rest) = central.joint_bytes();
             left -= 1;
             if joint == before || left == 0 {
                 return sum;
@@ -252,60 +242,45 @@ impl Pool {
     /// The first violation, in words.
     pub fn check(&self) -> Result<Census, String> {
         crate::os::check_fork().map_err(|error| error.to_string())?;
-        let mut all = Census::default();
-        for store in self.stores() {
-            let before = store.central.snapshot();
-            let (in_flight, claimed, moves) = self.flight_by_stream(store);
-            let sums = self.flight(store);
-            let mut census = Census::default();
-            store.central.check(|state, bytes| match state {
-                None => census.free_segment_bytes += bytes,
-                Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
-                Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
-                Some(state::CLAIMED) => {
-                    census.in_flight += bytes;
-                    census.claimed += bytes;
-                }
-                _ => census.quarantined += bytes,
-            })?;
-            let s = store.central.snapshot();
-            if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight_by_stream(store) {
-                if sums != (in_flight, claimed) {
-                    return Err(format!(
-                        "(in flight, claimed) are {:?} by the streams, and summed up as {sums:?}",
-                        (in_flight, claimed)
-                    ));
-                }
-                let sum = s.free + s.out + s.quarantined + s.cut;
-                if sum != s.total {
-                    return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
-                }
-                let counted = (s.out, s.quarantined, in_flight, claimed);
-                let found = (
-                    census.checked_out + census.in_flight,
-                    census.quarantined,
-                    census.in_flight,
-                    census.claimed,
-                );
-                if counted != found {
-                    return Err(format!(
-                        "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
-                    ));
-                }
-                if s.total > store.central.config().capacity {
-                    return Err(format!(
-                        "{} bytes are held of at most {}",
-                        s.total,
-                        store.central.config().capacity
-                    ));
-                }
+        let central = self.central();
+        let before = central.snapshot();
+        let (in_flight, claimed, moves) = self.flight_by_stream();
+        let sums = self.flight();
+        let mut census = Census::default();
+        central.check(|state, bytes| match state {
+            None => census.free_segment_bytes += bytes,
+            Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
+            Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
+            Some(state::CLAIMED) => {
+                census.in_flight += bytes;
+                census.claimed += bytes;
             }
-            all.free_segment_bytes += census.free_segment_bytes;
-            all.checked_out += census.checked_out;
-            all.in_flight += census.in_flight;
-            all.claimed += census.claimed;
-            all.quarantined += census.quarantined;
+            _ => census.quarantined += bytes,
+        })?;
+        let s = central.snapshot();
+        if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight_by_stream() {
+            if sums != (in_flight, claimed) {
+                return Err(format!(
+                    "(in flight, claimed) are {:?} by the streams, and summed up as {sums:?}",
+                    (in_flight, claimed)
+                ));
+            }
+            let sum = s.free + s.out + s.quarantined + s.cut;
+            if sum != s.total {
+                return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
+            }
+            let counted = (s.out, s.quarantined, in_flight, claimed);
+            let found =
+                (census.checked_out + census.in_flight, census.quarantined, census.in_flight, census.claimed);
+            if counted != found {
+                return Err(format!(
+                    "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
+                ));
+            }
+            if s.total > central.config().capacity {
+                return Err(format!("{} bytes are held of at most {}", s.total, central.config().capacity));
+            }
         }
-        Ok(all)
+        Ok(census)
     }
 }

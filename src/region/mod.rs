@@ -23,9 +23,8 @@
 //!
 //! # Several devices
 //!
-//! Memory that one device has pinned serves all devices of its family. So one device pins, on the node that the memory
-//! is for. When that device is lost, the next one that is not lost takes over, those on other nodes last. Memory that a
-//! lost device has pinned stays its own.
+//! Memory that one device has pinned serves all devices of its family. So the first device pins. When it is lost, the
+//! next one that is not lost takes over. Memory that a lost device has pinned stays its own.
 //!
 //! # Invariants
 //!
@@ -153,8 +152,9 @@ pub struct RegionInfo {
     pub len: usize,
     /// The part of these bytes that is page-locked.
     pub pinned: usize,
-    /// The NUMA node next to the device that the region was made for, if there is one. The region's pages come from
-    /// that node as long as it has any.
+    /// The NUMA node that the pool was [told](crate::PoolBuilder::numa_node) to use, or that its first device is on. The
+    /// region's pages come from that node as long as it has any. `None`: neither is known, or the pool did not map the
+    /// region itself.
     pub node: Option<u32>,
 }
 
@@ -337,8 +337,8 @@ pub(crate) struct Regions {
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
-    /// The last number given to a region, here or for another part of the same pool.
-    numbers: Arc<AtomicU64>,
+    /// The last number given to a region.
+    numbers: AtomicU64,
     progress: Mutex<RegionProgress>,
     changed: Condvar,
     /// Gets the first byte of an extent that was pinned after all.
@@ -360,14 +360,13 @@ impl Regions {
         others: Vec<Weak<Context>>,
         options: RegionOptions,
         before_unpin: Option<BeforeUnpin>,
-        numbers: Arc<AtomicU64>,
     ) -> Arc<Self> {
         Arc::new(Self {
             context,
             others,
             options,
             before_unpin: before_unpin.map(Arc::new),
-            numbers,
+            numbers: AtomicU64::new(0),
             progress: Mutex::new(RegionProgress::default()),
             changed: Condvar::new(),
             pinned_after_all: OnceLock::new(),
@@ -465,7 +464,7 @@ impl Regions {
         if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
             crate::foreign::debug!(
                 target: "pinpool::region", device = context.name(), node,
-                "the system does not let memory be taken from the device's own node"
+                "the system does not let memory be taken from this node"
             );
         }
         // Relaxed: the numbers are only to differ.

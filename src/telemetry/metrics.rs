@@ -239,10 +239,6 @@ table! {
     Refused: Counter, [pinpool.refused.total], Count, [pool, reason],
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
     Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests that wait now.";
-    Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool],
-        "Plain buffers given out in place of pinned ones.";
-    FallbackBytes: Counter, [pinpool.unpinned_fallback.bytes.total], Bytes, [pool],
-        "Bytes of plain buffers given out in place of pinned ones.";
     Errors: Counter, [pinpool.errors.total], Count, [pool, class],
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";

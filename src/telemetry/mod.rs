@@ -38,7 +38,6 @@
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
-//! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find what keeps buffers ([`Pool::stuck`](crate::Pool::stuck)) |
 //! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not known), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
@@ -100,8 +99,6 @@
 //! | `pinpool.abandoned.total` | counter | pool | Waits whose future was dropped: a client went away, or a runtime's own timeout passed |
 //! | `pinpool.refused.total` | counter | pool, reason | Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed |
 //! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
-//! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
-//! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |
 //! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown |
 //! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
 //! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight of those that no cache served |
@@ -189,6 +186,6 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        stuck::find(threshold, self.centrals(), self.devices())
+        stuck::find(threshold, self.central(), self.devices())
     }
 }

@@ -356,7 +356,7 @@ impl Watched {
             let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
             class.checkouts = class.checkouts.max(before);
         }
-        send_bytes(&now.pool, pool.take_peak(), to, labels);
+        send_bytes(&now.pool, pool.central().take_peak(), to, labels);
         self.send_counts(&now.pool, to, labels);
         to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
         to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
@@ -406,8 +406,6 @@ impl Watched {
             (Id::Waits, now.waits, was.waits),
             (Id::Timeouts, now.timeouts, was.timeouts),
             (Id::Abandoned, now.abandoned, was.abandoned),
-            (Id::Fallbacks, now.unpinned_fallbacks, was.unpinned_fallbacks),
-            (Id::FallbackBytes, now.unpinned_fallback_bytes, was.unpinned_fallback_bytes),
         ];
         counts.into_iter().for_each(|(id, now, before)| to.count(id, now, before, labels));
         to.errors(Id::Errors, now.errors, was.errors, labels);
@@ -417,7 +415,7 @@ impl Watched {
     }
 
     fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
-        let mut found = stuck::find(threshold, pool.centrals(), pool.devices());
+        let mut found = stuck::find(threshold, pool.central(), pool.devices());
         // Nothing keeps a quarantined buffer that could let go of it.
         found.retain(|buffer| !buffer.long_lived && buffer.state != stuck::BufferState::Quarantined);
         to.level(Id::StuckBuffers, found.len(), labels);

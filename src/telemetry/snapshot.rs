@@ -32,7 +32,7 @@ pub struct Snapshot {
     /// Bytes by state, and counts.
     pub pool: PoolStats,
     /// The parts by size class, smallest first; segments without a class come last. Classes that were never used are
-    /// left out. A class is the sum over the pool's NUMA nodes and reserves.
+    /// left out.
     pub classes: Vec<ClassStats>,
     /// The devices that the pool serves, with all their streams, also those that only other pools' buffers are on.
     pub devices: Vec<DeviceStats>,
@@ -190,25 +190,17 @@ impl Pool {
         let mut classes: Vec<ClassStats> = Vec::new();
         let pool = self.stats_of(|central| {
             let (snapshot, counts) = central.snapshot_by_class();
-            for count in counts {
-                let stride = count.class.map(|class| class.stride());
-                let part = ClassStats {
-                    stride,
-                    free: count.free,
-                    cached: count.cached,
-                    out: count.out,
-                    out_bytes: count.out_bytes,
-                    checkouts: count.takes,
-                    returns: count.puts,
-                };
-                match classes.iter_mut().find(|class| class.stride == stride) {
-                    Some(class) => class.add(&part),
-                    None => classes.push(part),
-                }
-            }
-            let (waited, held) = central.histograms();
-            waiting.merge(&waited);
-            holding.merge(&held);
+            let parts = counts.into_iter().map(|count| ClassStats {
+                stride: count.class.map(|class| class.stride()),
+                free: count.free,
+                cached: count.cached,
+                out: count.out,
+                out_bytes: count.out_bytes,
+                checkouts: count.takes,
+                returns: count.puts,
+            });
+            classes.extend(parts);
+            (waiting, holding) = central.histograms();
             snapshot
         });
         classes.sort_by_key(|class| class.stride.unwrap_or(usize::MAX));
@@ -216,17 +208,6 @@ impl Pool {
         let mut flight = Histogram::default();
         devices.iter().for_each(|device| flight.merge(&device.flight));
         Snapshot { pool, classes, devices, pinning: self.pinning(), waiting, holding, flight }
-    }
-}
-
-impl ClassStats {
-    fn add(&mut self, other: &Self) {
-        self.free += other.free;
-        self.cached += other.cached;
-        self.out += other.out;
-        self.out_bytes += other.out_bytes;
-        self.checkouts = self.checkouts.wrapping_add(other.checkouts);
-        self.returns = self.returns.wrapping_add(other.returns);
     }
 }
 

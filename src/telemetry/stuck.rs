@@ -174,12 +174,8 @@ impl fmt::Debug for StuckBuffer {
 }
 
 /// All buffers that have been out for at least `threshold`, oldest first.
-pub(crate) fn find<'a>(
-    threshold: Duration,
-    centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
-    devices: &[Device],
-) -> Vec<StuckBuffer> {
-    let mut out: Vec<OutSegment> = centrals.flat_map(|central| central.out_for(threshold)).collect();
+pub(crate) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
+    let mut out: Vec<OutSegment> = central.out_for(threshold);
     if out.is_empty() {
         return Vec::new();
     }
@@ -224,18 +220,18 @@ pub(crate) fn find<'a>(
 }
 
 /// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.
-pub(crate) fn report<'a>(
+pub(crate) fn report(
     pool: &str,
     waited: Duration,
     long: Option<&LongWait>,
-    centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
+    central: &CentralPool,
     devices: &[Device],
 ) {
     // Without a subscriber that listens there is nothing to look for.
     if !crate::foreign::listens(tracing::Level::WARN) {
         return;
     }
-    let mut all = find(Duration::ZERO, centrals, devices);
+    let mut all = find(Duration::ZERO, central, devices);
     // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
     all.retain(|buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
     let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();

@@ -196,21 +196,6 @@ pub fn blocking(on: &Subject) {
     assert_eq!(error, Err(Error::TooSmall { need: 100_001, have: 10 }));
 }
 
-pub fn plain(on: &Subject) {
-    let (pool, stream) = (on.pool(64 << 10), on.stream());
-    let _all = pool.checkout(50_000).unwrap();
-    let HostBuf::Unpinned(mut buf) = pool.checkout_or_unpinned(50_000).unwrap() else {
-        panic!("the pool had room for more than it has");
-    };
-    let memory = on.alloc(50_000);
-    buf.try_extend_from_slice(&bytes(1, 50_000)).unwrap();
-    stream.upload_blocking(&buf, &memory).unwrap();
-    buf.fill(0);
-    stream.download_blocking(&memory, &mut buf).unwrap();
-    assert!(*buf == *bytes(1, 50_000));
-    assert_eq!(pool.stats().unpinned_fallbacks, 1);
-}
-
 pub fn aligned(on: &Subject) {
     let (pool, stream) = (on.pool(24 << 20), on.stream());
     let memory = on.alloc(6 << 20);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{CloseError, Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
+use pinpool::{CloseError, Device, DeviceBuffer, PinnedBuf, Pool, Stream, Unpinned};
 
 use crate::support::own_process;
 
@@ -180,13 +180,8 @@ fn a_pool_of_two_devices() {
 #[test]
 fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
     let (_node, device) = open();
-    let pool = Pool::builder(&device)
-        .capacity(8 << 20)
-        .reserve("urgent", 64 << 10)
-        .unpinned(Unpinned::Allow)
-        .build()
-        .unwrap();
-    let reserved = pool.checkout(Request::new(4096).reserve("urgent")).unwrap();
+    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let held = pool.checkout(4096).unwrap();
     let over = AtomicBool::new(false);
     let (send, receive) = std::sync::mpsc::sync_channel(4);
     let mut most = 0;
@@ -204,9 +199,9 @@ fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
         }
         over.store(true, Ordering::Relaxed);
     });
-    // One is the reserve's, a few are in the channel.
+    // One is held, a few are in the channel.
     assert!(most <= 100, "{most}");
-    drop(reserved);
+    drop(held);
 }
 
 /// A stepped device is stepped by `close`.

@@ -131,7 +131,6 @@ fn a_thing_of_another_device_is_named_with_both_devices() {
         there.download(&far, full()).unwrap_err().error,
         there.hold(full()).unwrap_err().into(),
         pair.pool.checkout_on(&there, LEN).unwrap_err(),
-        pair.pool.checkout(pinpool::Request::new(LEN).near(&pair.second)).unwrap_err(),
         full().device_address(&pair.second).unwrap_err(),
         Copier::builder(&pair.pool, &pair.second).build().unwrap_err(),
     ];

@@ -195,18 +195,6 @@ fn refusing_is_an_error_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_reserve_that_cannot_be_locked_fails_the_build() {
-    limited("a_reserve_that_cannot_be_locked_fails_the_build", || {
-        let (node, locked) = (node(false), locked_bytes());
-        let device = Device::on(&node, 0).unwrap();
-        let builder = growing(&device).reserve("spare", pages(LIMIT));
-        assert!(matches!(builder.build(), Err(Error::MemLock { .. })));
-        drop(device);
-        all_is_given_back(&node, locked);
-    });
-}
-
-#[test]
 fn allowed_memory_serves_and_says_that_it_is_not_pinned() {
     limited("allowed_memory_serves_and_says_that_it_is_not_pinned", || {
         let warnings = Log::install();

@@ -1,9 +1,9 @@
-//! One pool for GPUs on several NUMA nodes, on the stand-in driver: each node has regions of its own, and a request
-//! comes from the node of the device that it names.
+//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, a pool for each node, and
+//! a pool that goes on with another GPU when its first one dies.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, RegisterError, Request};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, RegisterError};
 
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
@@ -39,81 +39,60 @@ fn node_of(pool: &Pool, address: *const u8) -> Option<u32> {
 }
 
 #[test]
-fn each_device_is_fed_from_its_own_node() {
-    on_nodes("each_device_is_fed_from_its_own_node", "0,1", |_| {
+fn a_pool_for_each_node_lies_there_and_serves_all_devices() {
+    on_nodes("a_pool_for_each_node_lies_there_and_serves_all_devices", "0,1", |_| {
         let (first, second) = both();
-        let pool = builder(&first, &second).build().unwrap();
-        assert_eq!(pool.stats().capacity_bytes, 8 * MIB);
-        let mut kept = Vec::new();
-        for len in [1, 5_000, 300_000, 500_000] {
-            for (device, node) in [(&first, 0), (&second, 1)] {
+        for (own, other, node) in [(&first, &second, 0), (&second, &first, 1)] {
+            let pool = builder(own, other).build().unwrap();
+            assert_eq!(pool.stats().capacity_bytes, 8 * MIB);
+            for len in [1, 5_000, 300_000, 500_000] {
                 // Twice: the second time it is a hit.
-                for _ in 0..2 {
-                    let mut buf = pool.checkout(Request::new(len).near(device)).unwrap();
-                    assert_eq!(node_of(&pool, buf.as_ptr()), Some(node), "{len} near {}", device.name());
+                for device in [own, other, own, other] {
+                    let mut buf = pool.checkout(len).unwrap();
+                    assert_eq!(node_of(&pool, buf.as_ptr()), Some(node), "{len} for {}", device.name());
                     buf.try_resize(len, 3).unwrap();
-                    // Near or not, every device can use it.
-                    let stream = second.stream().unwrap();
-                    let memory = second.alloc(len).unwrap();
+                    let (stream, memory) = (device.stream().unwrap(), device.alloc(len).unwrap());
                     drop(stream.upload(buf, &memory).unwrap().wait().unwrap());
                     let landing = pool.checkout_on(&stream, len).unwrap();
                     let back = stream.download(&memory, landing).unwrap().wait().unwrap();
-                    assert_eq!(node_of(&pool, back.as_ptr()), Some(1), "near the stream's device");
+                    assert_eq!(node_of(&pool, back.as_ptr()), Some(node), "the pool's");
                     assert!(back.iter().all(|b| *b == 3));
                 }
-                kept.push(pool.checkout(Request::new(len).near(device)).unwrap());
             }
-            assert_eq!(node_of(&pool, pool.checkout(len).unwrap().as_ptr()), Some(0), "the first by default");
+            // What it grows by lies there too.
+            let held: Vec<_> = (0..8).map(|_| pool.checkout_timeout(400_000, HANG).unwrap()).collect();
+            assert!(held.iter().all(|buf| node_of(&pool, buf.as_ptr()) == Some(node)));
+            drop(held);
+            pool.check().unwrap();
+            let pinned = pool.wait_pinned(Some(HANG)).unwrap().ready;
+            assert!(pinned > MIB && pool.stats().pinned_bytes == pinned);
+            assert_eq!(pool.trim(0), pinned);
+            assert!(pool.shutdown(HANG).drained);
         }
-        pool.check().unwrap();
-        drop(kept);
-        let pinned = pool.stats().pinned_bytes;
-        assert_eq!(pool.pinning().ready, pinned);
-        assert_eq!(pool.trim(0), pinned, "on all nodes");
-        assert!(pool.shutdown(HANG).drained);
     });
 }
 
 #[test]
-fn a_node_that_is_used_up_leaves_the_others_alone() {
-    on_nodes("a_node_that_is_used_up_leaves_the_others_alone", "1,0", |_| {
-        let (first, second) = both();
-        let pool = builder(&first, &second).build().unwrap();
-        let request = Request::new(200_000).near(&second);
-        // Half of the capacity: two in each extent.
-        let mut held: Vec<_> = (0..16).map(|_| pool.checkout_timeout(request, HANG).unwrap()).collect();
-        assert!(matches!(pool.try_checkout(request), Err(Error::Exhausted { .. })));
-        assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().ready, 5 * MIB);
-        drop(pool.try_checkout(200_000).unwrap());
-        drop(pool.try_checkout(Request::new(200_000).near(&first)).unwrap());
-        // A waiter is served by what returns on that node.
-        let waiting = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| pool.checkout_timeout(request, HANG).unwrap());
-            while pool.stats().waiting == 0 {
-                std::thread::yield_now();
-            }
-            drop(pool.checkout(200_000).unwrap());
-            assert_eq!(pool.stats().waiting, 1, "another node's does not help");
-            drop(held.pop());
-            waiting.join().unwrap()
-        });
-        assert_eq!(node_of(&pool, waiting.as_ptr()), Some(0));
-    });
-}
-
-#[test]
-fn devices_on_one_node_or_on_none_share_everything() {
-    for (nodes, expected) in [("0,0", Some(0)), ("-1,-1", None), ("0,-1", Some(0))] {
-        on_nodes("devices_on_one_node_or_on_none_share_everything", nodes, |_| {
-            let Ok(nodes) = std::env::var("PINPOOL_STANDIN_NUMA") else { return };
-            let expected = if nodes.starts_with("-1") { None } else { expected.or(Some(0)) };
+fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
+    const NODES: [&str; 5] = ["0,0", "-1,-1", "0,-1", "1,0", "-1,1"];
+    for nodes in NODES {
+        on_nodes("a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device", nodes, |_| {
+            let nodes = std::env::var("PINPOOL_STANDIN_NUMA").unwrap();
+            let expected = nodes.split(',').next().unwrap().parse().ok();
             let (first, second) = both();
-            let pool = builder(&first, &second).build().unwrap();
-            let a = pool.checkout(Request::new(100).near(&first)).unwrap();
-            let b = pool.checkout(Request::new(100).near(&second)).unwrap();
-            assert_eq!(node_of(&pool, a.as_ptr()), expected);
-            assert_eq!(node_of(&pool, b.as_ptr()), expected);
-            assert_eq!(pool.regions().len(), 1);
+            for (named, expected) in [(None, expected), (Some(0), Some(0)), (Some(1), Some(1))] {
+                let builder = builder(&first, &second);
+                let builder = named.into_iter().fold(builder, PoolBuilder::numa_node);
+                let pool = builder.build().unwrap();
+                assert_eq!(
+                    node_of(&pool, pool.checkout(100).unwrap().as_ptr()),
+                    expected,
+                    "{nodes} {named:?}"
+                );
+                assert_eq!(pool.regions().len(), 1);
+                // Where an adopted region lies is the program's choice.
+                assert_eq!(pool.adopt(vec![0; 64 << 10]).map_err(|e| e.error).unwrap().node, None);
+            }
         });
         if doubles::is_set() {
             return;
@@ -121,23 +100,17 @@ fn devices_on_one_node_or_on_none_share_everything() {
     }
 }
 
+/// Pages come from elsewhere, and the pool works.
 #[test]
-fn what_cannot_be_near_is_refused() {
-    on_nodes("what_cannot_be_near_is_refused", "0,1", |_| {
+fn a_node_that_there_is_not_is_no_error() {
+    on_nodes("a_node_that_there_is_not_is_no_error", "0,0", |_| {
         let (first, second) = both();
-        let alone = Pool::builder(&first).capacity(MIB).build().unwrap();
-        let error = alone.checkout(Request::new(100).near(&second)).unwrap_err();
-        assert!(matches!(&error, Error::WrongDevice { device, .. } if device == "cuda:1"), "{error}");
-        let pool = builder(&first, &second).reserve("urgent", 64 << 10).build().unwrap();
-        let mixed = [Request::new(100).near(&first), Request::new(100).near(&second)];
-        assert!(matches!(pool.checkout_many(&mixed, None), Err(Error::Config(_))));
-        assert_eq!(pool.checkout_many(&[mixed[1]; 3], None).unwrap().len(), 3);
-        // A reserve has one place.
-        let buf = pool.checkout(Request::new(40_000).near(&second).reserve("urgent")).unwrap();
-        assert_eq!(node_of(&pool, buf.as_ptr()), Some(0));
-        drop(buf);
-        let less = Pool::builder(&first).device(&second).capacity(4096).build().unwrap_err();
-        assert!(less.to_string().contains("2 NUMA nodes"), "{less}");
+        for node in [999, u32::MAX] {
+            let pool = builder(&first, &second).numa_node(node).build().unwrap();
+            let mut buf = pool.checkout(300_000).unwrap();
+            buf.try_resize(300_000, 9).unwrap();
+            assert!(buf.is_pinned());
+        }
     });
 }
 
@@ -184,25 +157,25 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
     }
 }
 
-/// Growing, adopting, trimming, several requests at once and futures that are dropped, on both nodes at the same time.
+/// Growing, adopting, trimming, several requests at once and futures that are dropped, in the pools of both nodes at the
+/// same time.
 #[test]
-fn nodes_are_used_from_many_threads() {
-    on_nodes("nodes_are_used_from_many_threads", "0,1", |_| {
+fn pools_of_two_nodes_are_used_from_many_threads() {
+    on_nodes("pools_of_two_nodes_are_used_from_many_threads", "0,1", |_| {
         let (first, second) = both();
-        let pool = builder(&first, &second).capacity(4 * MIB).initial(0).reserve("urgent", 256 << 10);
-        let pool = pool.build().unwrap();
+        let pools = [builder(&first, &second), builder(&second, &first)];
+        let pools = pools.map(|builder| builder.capacity(2 * MIB).initial(0).build().unwrap());
         let devices = [&first, &second];
         std::thread::scope(|scope| {
             for thread in 0..4_usize {
-                let pool = &pool;
+                let pools = &pools;
                 scope.spawn(move || {
                     for round in 0..150_usize {
-                        let near = devices[(thread + round) % 2];
+                        let (pool, device) = (&pools[(thread + round) % 2], devices[(thread + round) % 2]);
                         let len = [100, 5_000, 60_000, 200_000][(thread * 7 + round) % 4];
-                        let request = Request::new(len).near(near);
-                        match round % 6 {
-                            0 => drop(pool.checkout_many(&[request; 2], Some(HANG)).unwrap()),
-                            1 => drop(pool.checkout_async(request)),
+                        match round % 5 {
+                            0 => drop(pool.checkout_many(&[len.into(); 2], Some(HANG)).unwrap()),
+                            1 => drop(pool.checkout_async(len)),
                             2 => {
                                 pool.trim(round * 4096);
                             }
@@ -210,13 +183,10 @@ fn nodes_are_used_from_many_threads() {
                                 Ok(_) | Err(RegisterError { error: Error::OverCapacity { .. }, .. }) => {}
                                 Err(other) => panic!("{other}"),
                             },
-                            4 => drop(
-                                pool.checkout_timeout(Request::new(len).reserve("urgent"), HANG).unwrap(),
-                            ),
                             _ => {
-                                let stream = near.stream().unwrap();
-                                let memory = near.alloc(len).unwrap();
-                                let mut buf = pool.checkout_timeout(request, HANG).unwrap();
+                                let stream = device.stream().unwrap();
+                                let memory = device.alloc(len).unwrap();
+                                let mut buf = pool.checkout_timeout(len, HANG).unwrap();
                                 buf.try_resize(len, thread as u8).unwrap();
                                 drop(stream.upload(buf, &memory).unwrap());
                                 let landing = pool.checkout_on(&stream, len).unwrap();
@@ -231,30 +201,30 @@ fn nodes_are_used_from_many_threads() {
                 });
             }
         });
-        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!(pinning.wanted, pinning.ready);
-        pool.check().unwrap();
-        // The reaper may still be giving back what a thread saw complete.
-        until("nothing is in flight", || pool.stats().in_flight_bytes == 0);
-        // The regions of the reserve stay.
-        assert_eq!((pool.trim(0), pool.pinning().wanted), (pinning.ready, 0));
-        assert_eq!(pool.stats().pinned_bytes, 256 << 10);
-        assert!(pool.shutdown(HANG).drained);
+        for pool in &pools {
+            let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+            assert_eq!(pinning.wanted, pinning.ready);
+            pool.check().unwrap();
+            // The reaper may still be giving back what a thread saw complete.
+            until("nothing is in flight", || pool.stats().in_flight_bytes == 0);
+            assert_eq!((pool.trim(0), pool.pinning().wanted), (pinning.ready, 0));
+            assert_eq!(pool.stats().pinned_bytes, 0);
+            assert!(pool.shutdown(HANG).drained);
+        }
     });
 }
 
 #[test]
-fn what_a_pool_starts_with_is_shared_out_and_not_rounded_away() {
-    on_nodes("what_a_pool_starts_with_is_shared_out_and_not_rounded_away", "0,1", |_| {
+fn what_a_pool_starts_with_is_not_rounded_away() {
+    on_nodes("what_a_pool_starts_with_is_not_rounded_away", "0,1", |_| {
         let (first, second) = both();
         for (capacity, initial, expected) in [
             (8 * MIB, 0, 0),
-            // A page is the least, and each node has one.
             (8 * MIB, 64 << 10, 64 << 10),
             (128 << 10, 64 << 10, 64 << 10),
             (8 * MIB, 8 * MIB, 8 * MIB),
-            (8 * MIB, 4096, 8192),
-            (5 * 4096, 5 * 4096, 4 * 4096),
+            (8 * MIB, 4096, 4096),
+            (5 * 4096, 5 * 4096, 5 * 4096),
         ] {
             let pool = builder(&first, &second).capacity(capacity).initial(initial).build().unwrap();
             pool.wait_pinned(Some(HANG)).unwrap();

@@ -161,13 +161,13 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         let device = Device::open("cuda:0").unwrap();
         // What grows later falls back as what is there at the start does.
         for initial in [0, 2 * PAGE, 7 * PAGE] {
-            let pool = small(&device).initial(initial).reserve("own", PAGE).build().unwrap();
+            let pool = small(&device).initial(initial).build().unwrap();
             round_trip(&pool, &device);
             let all: Vec<PinnedBuf> =
                 (0..3).map(|_| pool.checkout_timeout(2 * PAGE - 4096, HANG).unwrap()).collect();
             assert!(all.iter().all(PinnedBuf::is_pinned));
             let stats = pool.stats();
-            assert_eq!((stats.unpinned_bytes, stats.pinned_bytes > 6 * PAGE), (0, true), "{stats:?}");
+            assert_eq!((stats.unpinned_bytes, stats.pinned_bytes >= 6 * PAGE), (0, true), "{stats:?}");
             drop(all);
             pool.check().unwrap();
             pool.trim(0);

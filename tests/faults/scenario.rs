@@ -16,7 +16,6 @@ pub fn scenario(node: &HostNode, threaded: bool) -> Report {
             .region(256 << 10)
             .extent(128 << 10)
             .pin_threads(1)
-            .reserve("spare", RESERVE)
             .before_unpin(move |_| {
                 gone.fetch_add(1, Ordering::Relaxed);
             })
@@ -215,7 +214,7 @@ fn holds(s: &mut Server<'_>) {
     }
 }
 
-/// The pool runs short: growth, claims, waiting, the reserve, plain memory.
+/// The pool runs short: growth, claims, waiting.
 fn shortage(s: &mut Server<'_>) {
     let (mut hogs, mut quiet) = (Vec::new(), 0);
     // Until all that the pool may hold is pinned and used. A region that fails is tried again.
@@ -241,18 +240,6 @@ fn shortage(s: &mut Server<'_>) {
     }
     if hogs.len() >= 5 {
         s.did("growth");
-    }
-    match s.pool.checkout_or_unpinned(BIG) {
-        Ok(pinpool::HostBuf::Unpinned(_)) => s.did("plain memory"),
-        Ok(pinpool::HostBuf::Pinned(_)) => {}
-        Err(e) if e.is_device_lost() => {}
-        Err(e) => s.wrong(format!("plain memory was refused: {e}")),
-    }
-    if let Some(buf) = s.again("reserve", |s| s.pool.try_checkout(Request::new(SLOT).reserve("spare"))) {
-        let token = buf.into_token();
-        if s.again("token", |s| s.pool.redeem(token)).is_some() && s.pool.redeem(token).is_ok() {
-            s.wrong("a token was redeemed twice");
-        }
     }
     // All of them are sent and dropped.
     s.node.hang(0);

@@ -42,7 +42,7 @@ impl Random {
         self.below(n) == 0
     }
 
-    fn request(&mut self, largest: usize) -> Request<'static> {
+    fn request(&mut self, largest: usize) -> Request {
         let len = match self.below(5) {
             0 => 1 + self.below(500),
             1 => 4096,
@@ -55,7 +55,7 @@ impl Random {
     }
 
     /// One request, or several together.
-    fn requests(&mut self, largest: usize) -> Vec<Request<'static>> {
+    fn requests(&mut self, largest: usize) -> Vec<Request> {
         let several = self.one_in(2);
         let n = if several { 2 + self.below(4) } else { 1 };
         match several && self.one_in(3) {
@@ -76,7 +76,7 @@ impl Wake for Woken {
 
 struct Wait {
     future: CheckoutMany,
-    requests: Vec<Request<'static>>,
+    requests: Vec<Request>,
     woken: Arc<Woken>,
     deadline: Option<Instant>,
 }
@@ -194,7 +194,7 @@ impl Program {
         self.check();
     }
 
-    fn note(&mut self, what: &str, requests: &[Request<'_>]) {
+    fn note(&mut self, what: &str, requests: &[Request]) {
         self.log.push(format!("{what} {}", named(requests)));
     }
 
@@ -268,11 +268,11 @@ impl Program {
     }
 }
 
-fn bytes(request: &Request<'_>) -> usize {
+fn bytes(request: &Request) -> usize {
     request.segment_bytes().unwrap()
 }
 
-fn named(requests: &[Request<'_>]) -> String {
+fn named(requests: &[Request]) -> String {
     requests.iter().map(|request| format!("{}, ", bytes(request))).collect()
 }
 

@@ -20,7 +20,6 @@ pub struct Setup {
     pub extent: usize,
     pub initial: usize,
     pub cache: usize,
-    pub reserve: usize,
     /// Streams of each device.
     pub lanes: [usize; DEVICES],
     pub end: End,
@@ -44,7 +43,6 @@ pub enum End {
 pub struct Size {
     pub len: usize,
     pub align: usize,
-    pub reserve: bool,
 }
 
 /// Which thread does it.
@@ -96,15 +94,12 @@ pub enum Misuse {
     Pool,
     /// A stream-ready buffer asked for on a stream that the pool does not serve.
     Claim,
-    /// A token of another pool, a made-up one, and one redeemed before.
-    Token,
 }
 
 #[derive(Clone, Debug)]
 pub enum Op {
     Checkout(Size, Patience, Who),
     Many(Vec<Size>, Patience),
-    OrUnpinned(Size),
     Join(Vec<Size>),
     PollWaiting,
     Cancel(usize),
@@ -132,8 +127,6 @@ pub enum Op {
     Reap(usize),
     Drain,
     Trim(usize),
-    Token(usize),
-    Redeem(usize),
     Hang(usize),
     Resume(usize),
     Sync(usize),
@@ -162,7 +155,7 @@ fn size() -> impl Strategy<Value = Size> {
         4 => (0u32..22).prop_map(|e| 1 << e),
         1 => prop_oneof![Just(0usize), Just(3), Just(1 << 22)],
     ];
-    (len, align, prop::bool::weighted(0.1)).prop_map(|(len, align, reserve)| Size { len, align, reserve })
+    (len, align).prop_map(|(len, align)| Size { len, align })
 }
 
 fn who() -> impl Strategy<Value = Who> {
@@ -190,12 +183,10 @@ fn plain() -> impl Strategy<Value = Op> {
         Misuse::Memory,
         Misuse::Pool,
         Misuse::Claim,
-        Misuse::Token,
     ]);
     prop_oneof![
         40 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
         3 => (prop::collection::vec(size(), 0..4), patience()).prop_map(|(s, p)| Op::Many(s, p)),
-        2 => size().prop_map(Op::OrUnpinned),
         5 => prop::collection::vec(size(), 1..3).prop_map(Op::Join),
         4 => Just(Op::PollWaiting),
         2 => at().prop_map(Op::Cancel),
@@ -211,7 +202,7 @@ fn plain() -> impl Strategy<Value = Op> {
         3 => (at(), any::<u8>(), keep()).prop_map(|(b, m, k)| Op::HoldAll(b, m, k)),
         8 => (at(), size(), usage.clone()).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
         6 => (at(), prop::sample::select(vec![20_000usize, 40_000, 61_000]), prop::collection::vec(usage, 1..5))
-            .prop_map(|(l, len, u)| Op::Crowd(l, Size { len, align: 64, reserve: false }, u)),
+            .prop_map(|(l, len, u)| Op::Crowd(l, Size { len, align: 64 }, u)),
         1 => (at(), at()).prop_map(|(l, r)| Op::OnDevice(l, r)),
         5 => at().prop_map(Op::Wait),
         4 => at().prop_map(Op::IsDone),
@@ -222,8 +213,6 @@ fn plain() -> impl Strategy<Value = Op> {
         8 => (0..DEVICES).prop_map(Op::Reap),
         2 => Just(Op::Drain),
         2 => (0usize..2048).prop_map(Op::Trim),
-        2 => at().prop_map(Op::Token),
-        3 => at().prop_map(Op::Redeem),
         2 => at().prop_map(Op::Hang),
         3 => at().prop_map(Op::Resume),
         2 => at().prop_map(Op::Sync),
@@ -279,19 +268,17 @@ fn setup() -> impl Strategy<Value = Setup> {
     let lanes = (2usize..=3, 2usize..=3).prop_map(|(a, b)| [a, b]);
     (
         any::<u64>(),
-        prop::sample::select(vec![128usize, 320, 1024, 2048]),
+        prop::sample::select(vec![64usize, 112, 256, 304, 1024, 2048]),
         prop::sample::select(vec![64usize, 128, 512, 2048]),
         prop::sample::select(vec![64usize, 256, 2048]),
         0usize..3,
         prop::sample::select(vec![0usize, 8, 64, 256]),
-        prop::sample::select(vec![16usize, 64]),
         lanes,
         end,
     )
-        .prop_map(|(seed, capacity, region, extent, initial, cache, reserve, lanes, end)| {
-            let most = capacity - reserve;
-            let initial = (initial * region).min(most);
-            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end, closing: None }
+        .prop_map(|(seed, capacity, region, extent, initial, cache, lanes, end)| {
+            let initial = (initial * region).min(capacity);
+            Setup { seed, capacity, region, extent, initial, cache, lanes, end, closing: None }
         })
 }
 

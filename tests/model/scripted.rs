@@ -35,12 +35,11 @@ pub fn calls() -> Vec<Call> {
 fn setup(end: End) -> Setup {
     Setup {
         seed: 1,
-        capacity: 320,
+        capacity: 256,
         region: 64,
         extent: 64,
         initial: 64,
         cache: 8,
-        reserve: 64,
         lanes: [2, 2],
         end,
         closing: None,
@@ -48,7 +47,7 @@ fn setup(end: End) -> Setup {
 }
 
 fn size(len: usize) -> Size {
-    Size { len, align: 64, reserve: false }
+    Size { len, align: 64 }
 }
 
 fn out(len: usize) -> Op {
@@ -122,9 +121,6 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
 
     let mut ops = Vec::new();
     full(&mut ops);
-    let urgent = Size { reserve: true, ..size(30 << 10) };
-    ops.push(Op::Checkout(urgent, Patience::Try, Who::Main));
-    ops.push(Op::OrUnpinned(size(60 << 10)));
     ops.push(Op::Many(vec![size(60 << 10), size(100)], Patience::Timeout));
     ops.push(Op::Many(vec![size(60 << 10); 6], Patience::Forever));
     case("full", End::Quiet, ops);
@@ -184,8 +180,7 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     case("streams wait for each other", End::Quiet, ops);
 
     let misuse = |misuse| Op::Misuse(misuse, 0);
-    let mut ops =
-        vec![out(1000), out(1000), Op::Token(0), Op::Redeem(0), Op::Token(0), misuse(Misuse::Token)];
+    let mut ops = vec![out(1000), out(1000)];
     ops.extend(
         [Misuse::Range, Misuse::Small, Misuse::Memory, Misuse::Pool, Misuse::Claim, Misuse::Empty]
             .map(misuse),

@@ -27,9 +27,8 @@ impl Size {
         }
     }
 
-    pub fn request(self, reserve: bool) -> (Request<'static>, usize, usize) {
-        let request = Request::new(self.len()).align(self.align());
-        (if reserve { request.reserve("urgent") } else { request }, self.len(), self.align())
+    pub fn request(self) -> (Request, usize, usize) {
+        (Request::new(self.len()).align(self.align()), self.len(), self.align())
     }
 }
 
@@ -41,22 +40,14 @@ pub struct Setup {
     pub region: u8,
     pub initial: u8,
     pub cache: u8,
-    pub reserve: u8,
     pub lanes: bool,
     pub mood: u8,
 }
 
-impl Setup {
-    pub fn reserve(self) -> bool {
-        self.reserve % 4 == 1
-    }
-}
-
 #[derive(Arbitrary, Debug, Clone, Copy)]
 pub enum Op {
-    Checkout { size: Size, reserve: bool },
+    Checkout { size: Size },
     CheckoutWaiting { size: Size },
-    CheckoutOrUnpinned { size: Size },
     CheckoutMany { sizes: [Size; 3] },
     CheckoutOn { lane: bool, size: Size },
     Ask { sizes: [Size; 2], two: bool },
@@ -66,8 +57,6 @@ pub enum Op {
     Write { at: u8 },
     Share { at: u8 },
     DropShared { at: u8 },
-    Tokenize { at: u8 },
-    Redeem { at: u8, bent: u8 },
     Forget { at: u8, what: u8 },
     Upload { at: u8, lane: bool, offset: u8, keep: bool },
     UploadShared { at: u8, lane: bool, offset: u8, keep: bool },

@@ -24,7 +24,6 @@
 mod foreign;
 mod input;
 
-use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -34,8 +33,8 @@ use std::time::Duration;
 use libfuzzer_sys::fuzz_target;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    CheckoutMany, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Stream, StreamBuf,
-    SubmitError, Token, Unpinned,
+    CheckoutMany, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, StreamBuf, SubmitError,
+    Unpinned,
 };
 
 use input::{Op, Setup};
@@ -79,12 +78,10 @@ struct World {
     ready: Vec<(StreamBuf, usize, bool)>,
     flying: Vec<Flying>,
     asked: Vec<(CheckoutMany, Vec<(usize, usize)>)>,
-    tokens: VecDeque<(Token, Vec<u8>, (usize, usize))>,
     /// Buffers whose handles were dropped or forgotten in flight since the device last moved.
     detached: Vec<(usize, usize)>,
     forgotten: usize,
     faults: bool,
-    reserve: bool,
     next: u32,
 }
 
@@ -118,20 +115,16 @@ impl World {
         let device = Device::on(&node, 0).ok()?;
         let capacity = (usize::from(setup.pages) + 1) * PAGE;
         let part = |n: u8| (capacity * (usize::from(n) + 1) / 256).max(PAGE);
-        let mut builder = Pool::builder(&device)
+        let pool = Pool::builder(&device)
             .capacity(capacity)
             .extent(part(setup.extent))
             .region(part(setup.region))
             .thread_cache(part(setup.cache))
             .pin_threads(1)
-            .unpinned(Unpinned::Allow);
-        let mut left = capacity;
-        if setup.reserve() && capacity >= 4 * PAGE {
-            builder = builder.reserve("urgent", capacity / 4);
-            left -= capacity / 4;
-        }
-        let pool = builder.initial(part(setup.initial).min(left) / 2).build();
-        let pool = pool.expect("a sane configuration");
+            .unpinned(Unpinned::Allow)
+            .initial(part(setup.initial) / 2)
+            .build()
+            .expect("a sane configuration");
         foreign::behave(setup.mood, &pool);
         let count = if setup.lanes { 2 } else { 1 };
         let lanes = (0..count).map(|_| Lane {
@@ -150,11 +143,9 @@ impl World {
             ready: Vec::new(),
             flying: Vec::new(),
             asked: Vec::new(),
-            tokens: VecDeque::new(),
             detached: Vec::new(),
             forgotten: 0,
             faults: false,
-            reserve: setup.reserve(),
             next: 0,
         })
     }
@@ -175,7 +166,7 @@ impl World {
         });
         let owned = self.owned.iter().map(|o| o.range);
         let shared = self.shared.iter().map(|s| s.2);
-        owned.chain(shared).chain(flying).chain(self.tokens.iter().map(|t| t.2))
+        owned.chain(shared).chain(flying)
     }
 
     /// A new buffer: checked, and filled with bytes that no other buffer has.
@@ -312,31 +303,23 @@ impl World {
 
     fn apply(&mut self, op: Op) {
         match op {
-            Op::Checkout { size, reserve } => {
-                let (request, len, align) = size.request(reserve);
+            Op::Checkout { size } => {
+                let (request, len, align) = size.request();
                 match self.pool.try_checkout(request) {
                     Ok(buf) => self.welcome(buf, len, align),
                     Err(error) => Self::refused(&error),
                 }
             }
             Op::CheckoutWaiting { size } => {
-                let (request, len, align) = size.request(false);
+                let (request, len, align) = size.request();
                 self.moves();
                 match self.pool.checkout(request) {
                     Ok(buf) => self.welcome(buf, len, align),
                     Err(error) => Self::refused(&error),
                 }
             }
-            Op::CheckoutOrUnpinned { size } => {
-                let (request, len, align) = size.request(false);
-                match self.pool.checkout_or_unpinned(request) {
-                    Ok(HostBuf::Pinned(buf)) => self.welcome(buf, len, align),
-                    Ok(HostBuf::Unpinned(buf)) => assert_eq!(buf.capacity(), len),
-                    Err(error) => Self::refused(&error),
-                }
-            }
             Op::CheckoutMany { sizes } => {
-                let wants = sizes.map(|s| s.request(false));
+                let wants = sizes.map(|s| s.request());
                 self.moves();
                 match self.pool.checkout_many(&wants.map(|w| w.0), Some(Duration::ZERO)) {
                     Ok(bufs) => {
@@ -349,7 +332,7 @@ impl World {
                 }
             }
             Op::CheckoutOn { lane, size } => {
-                let (request, len, _) = size.request(false);
+                let (request, len, _) = size.request();
                 let lane = self.lane(lane);
                 match self.pool.try_checkout_on(&self.lanes[lane].stream, request) {
                     Ok(buf) => {
@@ -360,7 +343,7 @@ impl World {
                 }
             }
             Op::Ask { sizes, two } => {
-                let wants = sizes.map(|s| s.request(false));
+                let wants = sizes.map(|s| s.request());
                 let wants = if two { &wants[..] } else { &wants[..1] };
                 let requests: Vec<_> = wants.iter().map(|w| w.0).collect();
                 let future = self.pool.checkout_many_async(&requests);
@@ -398,26 +381,6 @@ impl World {
                     if Arc::into_inner(buf).is_none() {
                         self.detached.push(range);
                     }
-                }
-            }
-            Op::Tokenize { at } => {
-                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
-                    self.tokens.push_back((buf.into_token(), bytes, range));
-                }
-            }
-            Op::Redeem { at, bent } => {
-                if let Some((token, bytes, range)) = self.tokens.pop_front() {
-                    if bent % 4 == 1 {
-                        let mut raw = token.to_raw();
-                        raw[usize::from(at) % 3] ^= 1 << (bent / 4);
-                        let made_up = Token::from_raw(raw);
-                        if !self.tokens.iter().any(|t| t.0 == made_up) {
-                            assert!(matches!(self.pool.redeem(made_up), Err(Error::StaleToken)));
-                        }
-                    }
-                    let buf = self.pool.redeem(token).expect("a token is good once");
-                    assert!(matches!(self.pool.redeem(token), Err(Error::StaleToken)));
-                    self.downloaded(buf, &known(&bytes), range);
                 }
             }
             Op::Forget { at, what } => {
@@ -678,9 +641,6 @@ impl World {
             assert_eq!(**buf, *bytes, "a shared buffer has changed");
         }
         self.ready.clear();
-        for (token, ..) in self.tokens.drain(..) {
-            drop(self.pool.redeem(token).expect("a token is good once"));
-        }
         self.wait_for_idle();
         self.check();
         let stats = self.pool.stats();
@@ -698,16 +658,14 @@ impl World {
             down.drained || self.forgotten > 0 || stats.quarantined_bytes > 0,
             "{down:?} after {stats:?}"
         );
-        let Self { node, device, pool, lanes, forgotten, faults, reserve, .. } = self;
+        let Self { node, device, pool, lanes, forgotten, faults, .. } = self;
         let regions = pool.regions();
         drop((pool, lanes, device));
-        if down.outstanding > 0 && !reserve {
+        if down.outstanding > 0 {
             // A segment that never comes back keeps its pool's memory mapped, as it must. Millions of inputs would fill
             // the machine's memory.
             for region in regions {
                 // SAFETY: the pool never unmaps this mapping, and no handle of it is left, so no code uses it any more.
-                // (With a reserve there are two pools, and which of them stays mapped does not show, so then nothing is
-                // unmapped.)
                 unsafe { libc::munmap(region.base.as_ptr().cast(), region.len) };
             }
         }

@@ -87,7 +87,7 @@ fn a_segment_outside_of_all_windows_may_be_cached() {
     assert_eq!(window(&central).0, base(&inside).addr().get());
     assert_eq!([&beside[0], &inside].map(|s| central.fences(class, base(s))), [false, true]);
     assert!(!central.fences(Class::of(100).unwrap(), base(&inside)), "no segment of this class is out");
-    central.leave(key, Leaving::Abandoned);
+    central.leave(key);
     assert!(!central.fences(class, base(&inside)));
 }
 
@@ -107,7 +107,7 @@ fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
     };
     assert!(kept(first), "nothing is fenced");
     let key = join(&central, &[pages(256)]);
-    central.leave(key, Leaving::Abandoned);
+    central.leave(key);
     assert!(!kept(second), "the owner has not come by since");
     // SAFETY: as above.
     assert!(unsafe { central.keep(class, second, 4096) } && kept(third));
@@ -162,7 +162,7 @@ fn a_request_without_a_window_keeps_no_other_from_one() {
     join(&central, &[small(100_000)]);
     assert_eq!(windows(&central), 2);
     central.check(|_, _| ()).unwrap();
-    central.leave(first, Leaving::Abandoned);
+    central.leave(first);
     assert_eq!((windows(&central), central.core.lock().queue.windows(second).len()), (5 - 1, 1));
 
     // There are only so many windows, and so many numbers of them.
@@ -170,7 +170,7 @@ fn a_request_without_a_window_keeps_no_other_from_one() {
     let _held: Vec<_> = (0..40).map(|_| out(&central, pages(1))).collect();
     let keys = [(); 40].map(|()| join(&central, &[pages(1)]));
     assert_eq!(windows(&central), MOST_WINDOWS);
-    central.leave(keys[0], Leaving::Abandoned);
+    central.leave(keys[0]);
     assert_eq!(windows(&central), MOST_WINDOWS);
 }
 
@@ -236,7 +236,7 @@ fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
         assert!(Instant::now() < end, "no look is made");
         std::thread::sleep(Duration::from_millis(1));
     }
-    central.leave(key, Leaving::Abandoned);
+    central.leave(key);
 }
 
 #[test]
@@ -245,21 +245,21 @@ fn only_a_request_that_leaves_unserved_is_abandoned() {
     let held = out(&central, pages(16));
     let [first, second, third] = [(); 3].map(|()| join(&central, &[pages(16)]));
     let abandoned = || central.core.lock().stats.abandoned;
-    central.leave(second, Leaving::Served);
+    central.leave(second);
     back(&central, held);
     assert!(!central.waits(first) && central.waits(third));
-    central.leave(first, Leaving::Abandoned);
+    central.leave(first);
     assert_eq!(
         (central.waits(third), abandoned()),
-        (false, 0),
+        (false, 1),
         "it was served, and what it was granted goes on"
     );
     let last = join(&central, &[pages(1)]);
-    central.leave(last, Leaving::Abandoned);
-    assert_eq!((abandoned(), central.core.lock().stats.timeouts), (1, 0));
+    central.leave(last);
+    assert_eq!((abandoned(), central.core.lock().stats.timeouts), (2, 0));
     // What it gives back may be the last segment of a closed pool, which is freed then.
     central.close();
-    central.leave(third, Leaving::Abandoned);
+    central.leave(third);
     let weak = Arc::downgrade(&central);
     drop(central);
     assert_eq!(weak.strong_count(), 0);

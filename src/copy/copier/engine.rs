@@ -121,7 +121,7 @@ impl Engine {
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
         Ok(Arc::new(Self {
             ring: Ring::new(settings.segment, settings.ring),
-            device: device.clone(),
+            device,
             settings,
             scheduler: Scheduler::new(),
             spreaders,
@@ -130,7 +130,7 @@ impl Engine {
             pushes: Pushes::new(&settings),
             order: Order::new(),
             lanes,
-            segments: Segments::new(pool, device, &settings),
+            segments: Segments::new(pool, &settings),
             started: Mutex::new(0),
             inline: Mutex::new(Some(Holdings::default())),
         }))

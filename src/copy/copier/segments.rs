@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 
 use super::config::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
-use crate::device::handle::Device;
 use crate::error::{Error, Result, Shortage};
 use crate::locks::Mutex;
 use crate::pool::{Checkout, Pool, Request};
@@ -44,7 +43,6 @@ pub(super) fn usable(segments: usize, priority: Priority) -> usize {
 /// See the module's page.
 pub(super) struct Segments {
     pub(super) pool: Pool,
-    device: Device,
     /// Bytes of one.
     len: usize,
     /// How many there are at most.
@@ -63,18 +61,18 @@ struct SegmentsState {
 }
 
 impl Segments {
-    pub(super) fn new(pool: Pool, device: Device, settings: &Settings) -> Self {
+    pub(super) fn new(pool: Pool, settings: &Settings) -> Self {
         let (len, most) = (settings.segment, settings.segments);
-        Self { pool, device, len, most, state: Mutex::default() }
+        Self { pool, len, most, state: Mutex::default() }
     }
 
-    fn request(&self, len: usize) -> Request<'_> {
-        Request::new(len).align(PAGE).near(&self.device)
+    fn request(len: usize) -> Request {
+        Request::new(len).align(PAGE)
     }
 
     /// A segment that is not short.
-    pub(super) fn full(&self) -> Request<'_> {
-        self.request(self.len)
+    pub(super) fn full(&self) -> Request {
+        Self::request(self.len)
     }
 
     /// Bytes that a chunk may have in this segment.
@@ -162,7 +160,7 @@ impl Segments {
         if len < least {
             return Ok(None);
         }
-        match self.pool.try_for_copier(self.request(len)) {
+        match self.pool.try_for_copier(Self::request(len)) {
             Err(Error::Exhausted { .. }) => Ok(None),
             got => got.map(Some),
         }
@@ -201,7 +199,7 @@ impl Segments {
 
     /// Waits in the pool's queue for the shortest segment. What comes is to be exchanged: [`or_longer`](Self::or_longer).
     pub(super) fn ask_pool(&self) -> Checkout {
-        self.pool.checkout_async(self.request(LEAST)).unbounded()
+        self.pool.checkout_async(Self::request(LEAST)).unbounded()
     }
 
     /// Waits for a segment that does not count.
@@ -209,13 +207,13 @@ impl Segments {
         if let Some(buf) = self.try_any()? {
             return Ok(buf);
         }
-        let short = self.pool.wait_for_copier(self.request(LEAST), deadline)?;
+        let short = self.pool.wait_for_copier(Self::request(LEAST), deadline)?;
         self.or_longer(short)
     }
 
     /// What the pool lacks for a segment, as the error of a request.
     pub(super) fn shortage(&self) -> Error {
-        self.pool.shortage(self.request(LEAST))
+        self.pool.shortage(Self::request(LEAST))
     }
 
     /// No chunk uses it any more.

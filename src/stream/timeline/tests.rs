@@ -467,7 +467,7 @@ fn a_claimed_segment_has_the_length_that_the_claimer_asked_for() {
     assert_eq!(pool.stats().requested_bytes, LEN - 100);
     let flight = stream.timeline().look().flight;
     assert!(flight.claimed >= LEN && flight.claimed == flight.bytes, "{flight:?}");
-    let central = pool.centrals().next().unwrap().number();
+    let central = pool.central().number();
     let before = stream.timeline().flight(central);
     assert_eq!(before.0, flight);
     settle(&node, &device);

@@ -56,7 +56,7 @@ fn child(
     if refused != 0 {
         return refused;
     }
-    let wrong = match turn % 7 {
+    let wrong = match turn % 6 {
         0 => {
             drop((held, rest, bulk, stream, memory, pool, tracked));
             !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
@@ -82,10 +82,6 @@ fn child(
             !empty || !none || ended || !told || held.is_pinned() || format!("{pool:?}").is_empty()
         }
         4 => {
-            let token = held.into_token();
-            !is_forked(pool.redeem(token))
-        }
-        5 => {
             // Threads of the child can use no more than it can, and their thread-locals are destroyed as ever.
             std::thread::scope(|scope| {
                 let asks = || is_forked(pool.try_checkout(7)) && is_forked(pool.clone().checkout(7));
@@ -99,7 +95,7 @@ fn child(
             std::process::exit(0)
         }
     };
-    if wrong { 20 + (turn % 7) as i32 } else { 0 }
+    if wrong { 20 + (turn % 6) as i32 } else { 0 }
 }
 
 /// Forks beside threads that are at work: whatever locks these hold at the fork, the child waits for none of them.

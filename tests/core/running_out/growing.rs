@@ -1,4 +1,4 @@
-//! The pool gets larger and smaller again: growing, trimming, reserves, and when pinning is done.
+//! The pool gets larger and smaller again: growing, trimming, and when pinning is done.
 
 use super::*;
 
@@ -196,16 +196,6 @@ fn what_fits_no_region_waits_on_threads() {
 }
 
 #[test]
-fn regions_of_reserves_have_numbers_of_their_own() {
-    let rig = Rig::stepped();
-    let pool = rig.builder(256 << 10).reserve("a", 64 << 10).reserve("b", 64 << 10).build().unwrap();
-    let mut ids: Vec<_> = pool.regions().iter().map(|r| r.id).collect();
-    assert_eq!(ids.len(), 3);
-    ids.dedup();
-    assert_eq!(ids.len(), 3, "{ids:?}");
-}
-
-#[test]
 fn buffers_that_do_not_fit_together_are_not_waited_for() {
     let rig = Rig::stepped();
     let pool = rig.pool(64 << 10);
@@ -224,42 +214,6 @@ fn buffers_that_do_not_fit_together_are_not_waited_for() {
     drop(next.ready().unwrap());
     assert!(matches!(waiting.ready(), Err(Error::Impossible { .. })));
     assert_eq!(checked(&pool).waiting, 0);
-}
-
-#[test]
-fn a_reserve_is_for_those_who_name_it() {
-    let rig = Rig::stepped();
-    let pool = rig.builder(128 << 10).reserve("decode", 32 << 10).reserve("other", 32 << 10).build().unwrap();
-    assert_eq!(checked(&pool).pinned_bytes, 128 << 10);
-    // As long as the pool's own part has free memory, the reserve stays untouched.
-    drop(pool.checkout(pages(16).reserve("decode")).unwrap());
-    let early = pool.checkout_async(pages(2).reserve("decode"));
-    let all = pool.checkout(pages(16)).unwrap();
-    assert!(matches!(pool.try_checkout(1), Err(Error::Exhausted { .. })));
-    let reserved = pool.try_checkout(pages(4).reserve("decode")).unwrap();
-    assert!(matches!(pool.try_checkout(pages(8).reserve("decode")), Err(Error::Exhausted { .. })));
-    // What counts is what is free when it is asked for, not when the future was made.
-    let early = block_on(early).unwrap();
-    // A wait for the reserve does not stop the pool's own part, nor the other way round.
-    let named = Waiter::new(pool.checkout_async(pages(8).reserve("decode")));
-    let mut unnamed = Waiter::new(pool.checkout_async(pages(1)));
-    drop((early, reserved));
-    unnamed.still_waits();
-    let named = named.ready().unwrap();
-    drop(all);
-    drop(unnamed.ready().unwrap());
-    drop(pool.checkout(pages(8).reserve("other")).unwrap());
-    let stream = rig.device.stream().unwrap();
-    let all = pool.checkout(pages(16)).unwrap();
-    drop(pool.try_checkout_on(&stream, Request::new(100).reserve("other")).unwrap());
-    assert!(matches!(pool.try_checkout_on(&stream, 100), Err(Error::Exhausted { .. })));
-    drop((all, named));
-    let mixed = [Request::new(1), Request::new(1).reserve("decode")];
-    assert!(matches!(pool.checkout_many(&mixed, None), Err(Error::Config(_))));
-    let stats = checked(&pool);
-    assert_eq!((stats.checkouts, stats.returns, stats.checked_out_bytes), (9, 9, 0), "{stats:?}");
-    // A reserve is never trimmed.
-    assert_eq!((pool.trim(0), checked(&pool).pinned_bytes), (64 << 10, 64 << 10));
 }
 
 #[test]

@@ -20,8 +20,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{
-    Checkout, Device, Error, HostBuf, PinnedBuf, Pool, PoolBuilder, PoolStats, RegionInfo, Request, Stream,
-    Token, Unpinned,
+    Checkout, Device, Error, PinnedBuf, Pool, PoolBuilder, PoolStats, RegionInfo, Request, Stream, Unpinned,
 };
 
 const PAGE: usize = 4096;
@@ -85,7 +84,7 @@ fn eventually<R>(mut what: impl FnMut() -> Option<R>, why: impl Fn() -> String) 
 }
 
 /// A request for `n` pages of its own, in one piece.
-fn pages(n: usize) -> Request<'static> {
+fn pages(n: usize) -> Request {
     Request::new(n * PAGE - 32).align(PAGE)
 }
 

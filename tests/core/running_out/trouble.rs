@@ -181,12 +181,12 @@ fn buffers_outlive_their_pool() {
         let rig = if threads { Rig::threads() } else { Rig::stepped() };
         let stream = rig.device.stream().unwrap();
         let memory = rig.device.alloc(4096).unwrap();
-        let pool = rig.builder(1 << 20).reserve("more", 64 << 10).build().unwrap();
+        let pool = rig.pool(1 << 20);
         let hog = pool.checkout(pages(240)).unwrap();
-        let more = pool.checkout(pages(16).reserve("more")).unwrap();
+        let more = pool.checkout(pages(16)).unwrap();
         drop(hog);
         let mut out = pool.checkout(4096).unwrap();
-        let reserved = pool.checkout(4096).unwrap();
+        let unused = pool.checkout(4096).unwrap();
         let ready = pool.checkout_on(&stream, 1000).unwrap();
         let mut sent = pool.checkout(4096).unwrap();
         sent.extend_from_slice(&[6; 4096]);
@@ -200,7 +200,7 @@ fn buffers_outlive_their_pool() {
         // All of it works on.
         out.extend_from_slice(&[8; 4096]);
         drop(sent.wait().unwrap());
-        let back = stream.download(&memory, reserved).unwrap().wait().unwrap();
+        let back = stream.download(&memory, unused).unwrap().wait().unwrap();
         assert!(*back == [6; 4096] && *out == [8; 4096]);
         let out = stream.upload(out, &memory).unwrap().wait().unwrap();
         stream.synchronize().unwrap();
@@ -213,11 +213,11 @@ fn buffers_outlive_their_pool() {
 fn shutting_down_ends_all_waits() {
     for threads in [false, true] {
         let rig = if threads { Rig::threads() } else { Rig::stepped() };
-        let pool = rig.builder(128 << 10).reserve("more", 64 << 10).build().unwrap();
+        let pool = rig.pool(128 << 10);
         let stream = rig.device.stream().unwrap();
-        let all = [pool.checkout(pages(16)).unwrap(), pool.checkout(pages(16).reserve("more")).unwrap()];
+        let all = [(); 2].map(|()| pool.checkout(pages(16)).unwrap());
         let one = Waiter::new(pool.checkout_async(1));
-        let named = Waiter::new(pool.checkout_many_async([Request::new(1).reserve("more")]));
+        let several = Waiter::new(pool.checkout_many_async([Request::new(1), Request::new(2)]));
         std::thread::scope(|scope| {
             let parked = threads.then(|| scope.spawn(|| pool.checkout(7)));
             if threads {
@@ -230,7 +230,7 @@ fn shutting_down_ends_all_waits() {
             }
         });
         assert!(matches!(one.ready(), Err(Error::Closed)));
-        assert!(matches!(named.ready(), Err(Error::Closed)));
+        assert!(matches!(several.ready(), Err(Error::Closed)));
         assert!(matches!(pool.checkout(1), Err(Error::Closed)));
         assert!(matches!(block_on(pool.checkout_async(1)), Err(Error::Closed)));
         let [a, b] = all;
@@ -241,26 +241,5 @@ fn shutting_down_ends_all_waits() {
         assert_eq!(checked(&pool).free_bytes, 128 << 10);
         drop((pool, stream));
         rig.all_is_given_back();
-    }
-}
-
-/// Memory that the pool grows by also serves requests that wait for a reserve, parked threads and futures alike.
-#[test]
-fn who_waits_for_a_reserve_gets_what_the_pool_grows_by() {
-    let rig = Rig::threads();
-    let urgent = || Request::new(60 << 10).reserve("urgent");
-    for how in 0..2 {
-        let builder = rig.builder(128 << 10).region(64 << 10).initial(0).reserve("urgent", 64 << 10);
-        let pool = builder.build().unwrap();
-        // From the reserve's memory, since there is no other yet; or from the first region, and then the reserve is
-        // left.
-        let held = pool.checkout_timeout(urgent(), HANG).unwrap();
-        let got = match how {
-            0 => pool.checkout_timeout(urgent(), HANG),
-            _ => block_on(pool.checkout_async(urgent())),
-        };
-        assert!(got.is_ok(), "{how}: {got:?}, {:?}", pool.stats());
-        assert_eq!(checked(&pool).waiting, 0);
-        drop(held);
     }
 }

@@ -445,7 +445,7 @@ impl Worker<'_> {
                 }
             }
             10 => {
-                let lengths: Vec<Request<'_>> = (0..self.random.below(4))
+                let lengths: Vec<Request> = (0..self.random.below(4))
                     .map(|_| Request::new(1 + self.random.below(9000) as usize))
                     .collect();
                 for mut buf in self.pool.checkout_many(&lengths, Some(Duration::from_millis(10)))? {

@@ -3,22 +3,16 @@
 use super::*;
 
 impl World<'_> {
-    pub(super) fn request(size: Size) -> Request<'static> {
-        let request = Request::new(size.len).align(size.align);
-        if size.reserve { request.reserve(RESERVE) } else { request }
+    pub(super) fn request(size: Size) -> Request {
+        Request::new(size.len).align(size.align)
     }
 
-    pub(super) fn largest(&self, size: Size) -> usize {
-        let all = self.setup.capacity - self.setup.reserve;
-        let capacity = if size.reserve { self.setup.reserve } else { all };
-        self.setup.extent.min(capacity) * KIB - 32
+    pub(super) fn largest(&self) -> usize {
+        self.setup.extent.min(self.setup.capacity) * KIB - 32
     }
 
     pub(super) fn is_bad(&self, size: Size) -> bool {
-        size.len == 0
-            || !size.align.is_power_of_two()
-            || size.align > 2 << 20
-            || size.len > self.largest(Size { reserve: false, ..size }).max(self.largest(size))
+        size.len == 0 || !size.align.is_power_of_two() || size.align > 2 << 20 || size.len > self.largest()
     }
 
     /// Checks a new buffer from all sides, and fills it.
@@ -41,8 +35,7 @@ impl World<'_> {
             Error::BadAlignment { .. } => {
                 assert!(sizes.iter().any(|s| !s.align.is_power_of_two() || s.align > 2 << 20));
             }
-            Error::TooLong { .. } => assert!(sizes.iter().any(|s| s.len > self.largest(*s))),
-            Error::Config(_) => assert!(sizes.iter().any(|s| s.reserve != sizes[0].reserve)),
+            Error::TooLong { .. } => assert!(sizes.iter().any(|s| s.len > self.largest())),
             Error::Exhausted { shortage, .. } => {
                 self.tally.note("checkout refused: exhausted");
                 self.explained(sizes, shortage.as_deref());
@@ -87,7 +80,6 @@ impl World<'_> {
 
     pub(super) fn checkout(&mut self, size: Size, patience: Patience, who: Who) {
         let pool = self.pool();
-        let full = pool.stats().free_bytes;
         let job = move || {
             let request = Self::request(size);
             match patience {
@@ -110,9 +102,6 @@ impl World<'_> {
                 }
                 if who != Who::Main {
                     self.tally.note("checkout on another thread");
-                }
-                if size.reserve && full <= self.setup.reserve * KIB {
-                    self.tally.note("checkout from the reserve while the pool is full");
                 }
                 self.admit(buf, size);
             }
@@ -139,20 +128,6 @@ impl World<'_> {
                 self.tally.note("checkout of several refused");
                 self.refused(sizes, &error);
             }
-        }
-    }
-
-    pub(super) fn or_unpinned(&mut self, size: Size) {
-        if size.len > 64 << 20 {
-            return; // Plain memory could be had.
-        }
-        match self.pool().checkout_or_unpinned(Self::request(size)) {
-            Ok(HostBuf::Pinned(buf)) => self.admit(buf, size),
-            Ok(HostBuf::Unpinned(buf)) => {
-                assert_eq!((buf.capacity(), buf.len()), (size.len, 0));
-                self.tally.note("fallback to plain memory");
-            }
-            Err(error) => self.refused(&[size], &error),
         }
     }
 

@@ -95,13 +95,6 @@ impl World<'_> {
             End::Shutdown => self.shutdown(),
         }
         self.waiting.clear();
-        for at in 0..self.tokens.len() {
-            if let (Some(pool), token) = (&self.pool, self.tokens[at].0) {
-                drop(pool.redeem(token).unwrap());
-            }
-        }
-        let lost_tokens = self.pool.is_none() && !self.tokens.is_empty();
-        self.tokens.clear();
         self.bufs.clear();
         self.shared.clear();
         self.flights.clear();
@@ -116,18 +109,17 @@ impl World<'_> {
         }
         self.regions.clear();
         self.ruins = Default::default();
-        let stuck = lost_tokens || !self.forgotten.is_empty() || self.may_lose;
+        let stuck = !self.forgotten.is_empty() || self.may_lose;
         let quiet = !stuck && self.setup.end == End::Quiet;
         if let (Some(pool), true) = (self.pool.clone(), quiet) {
             let s = pool.stats();
             assert_eq!((s.checked_out_bytes, s.requested_bytes, s.checkouts - s.returns), (0, 0, 0), "{s:?}");
             pool.trim(0);
             let s = pool.stats();
-            let reserve = self.setup.reserve * KIB;
-            assert_eq!(s.pinned_bytes + s.unpinned_bytes, reserve, "all that is idle goes: {s:?}");
+            assert_eq!(s.pinned_bytes + s.unpinned_bytes, 0, "all that is idle goes: {s:?}");
             if !self.trouble {
                 // With everything back, the longest request can be served.
-                let most = self.setup.extent.min(self.setup.capacity - self.setup.reserve) * KIB;
+                let most = self.setup.extent.min(self.setup.capacity) * KIB;
                 drop(pool.checkout(most - 4096.min(most / 2)).unwrap());
             }
             self.tally.note("ended quietly");
@@ -184,7 +176,7 @@ impl World<'_> {
         self.sweep();
         self.poll_waiting();
         assert!(self.waiting.is_empty(), "a shutdown left a waiter");
-        let ours = !self.bufs.is_empty() || !self.shared.is_empty() || !self.tokens.is_empty();
+        let ours = !self.bufs.is_empty() || !self.shared.is_empty();
         assert!(!(down.drained && ours), "drained, and yet something is out");
         assert_eq!(down.drained, down.outstanding == 0);
         self.tally.note(if down.drained {
@@ -192,7 +184,7 @@ impl World<'_> {
         } else {
             "shut down while buffers were out"
         });
-        let size = Size { len: 64, align: 64, reserve: false };
+        let size = Size { len: 64, align: 64 };
         self.checkout(size, Patience::Try, Who::Main);
         self.checkout(size, Patience::Forever, Who::Fresh);
         assert!(self.bufs.iter().all(|b| *b.buf == *b.bytes));

@@ -55,25 +55,6 @@ impl World<'_> {
         std::mem::forget(live.buf);
     }
 
-    pub(super) fn token(&mut self, at: usize) {
-        let Some(Live { buf, bytes }) = self.take_buf(at) else { return };
-        let (range, capacity) = ((buf.as_ptr() as usize, span(buf.capacity())), buf.capacity());
-        let token = Token::from_raw(buf.into_token().to_raw());
-        self.tokens.push((token, range, capacity, bytes));
-    }
-
-    pub(super) fn redeem(&mut self, at: usize) {
-        if self.tokens.is_empty() {
-            return;
-        }
-        let (token, range, capacity, bytes) = self.tokens.swap_remove(at % self.tokens.len());
-        let buf = self.pool().redeem(token).expect("redeemed once");
-        assert_eq!((buf.as_ptr() as usize, buf.capacity()), (range.0, capacity));
-        self.tally.note("token redeemed");
-        self.stale.push(token);
-        self.bufs.push(Live { buf, bytes });
-    }
-
     pub(super) fn misuse(&mut self, misuse: Misuse, at: usize) {
         let lane = self.lane(at);
         let (stream, device) = (self.lanes[lane].stream.clone(), self.lanes[lane].device);
@@ -139,28 +120,6 @@ impl World<'_> {
                 let result = other.try_checkout_on(&lane.stream, 64);
                 assert!(matches!(result, Err(Error::WrongDevice { .. })), "{result:?}");
                 self.tally.note("refused: wrong device");
-            }
-            Misuse::Token => {
-                let Some(other) = self.other.clone() else { return };
-                let pool = self.pool();
-                if let Ok(buf) = other.try_checkout(64) {
-                    let token = buf.into_token();
-                    assert!(matches!(pool.redeem(token), Err(Error::StaleToken)));
-                    other.redeem(token).expect("its own pool takes it");
-                    self.tally.note("refused: foreign token");
-                }
-                for &(token, ..) in &self.tokens {
-                    assert!(matches!(other.redeem(token), Err(Error::StaleToken)));
-                    for part in 0..3 {
-                        let mut guess = token.to_raw();
-                        guess[part] = guess[part].wrapping_add(1 << 40);
-                        assert!(matches!(pool.redeem(Token::from_raw(guess)), Err(Error::StaleToken)));
-                    }
-                }
-                for &token in &self.stale {
-                    assert!(matches!(pool.redeem(token), Err(Error::StaleToken)));
-                    self.tally.note("refused: stale token");
-                }
             }
         }
     }

@@ -32,15 +32,14 @@ use bytes::BufMut;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::ClassStats;
 use pinpool::{
-    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
-    Request, Result, Shortage, Stream, StreamBuf, SubmitError, Token, Unpinned,
+    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request,
+    Result, Shortage, Stream, StreamBuf, SubmitError, Unpinned,
 };
 
 use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
 use crate::tally::Tally;
 
 const KIB: usize = 1 << 10;
-const RESERVE: &str = "urgent";
 /// What fresh device memory is made to hold. No byte of a pattern is like it.
 const BLANK: u8 = 0;
 /// Regions of device memory that are kept for downloads.
@@ -259,8 +258,6 @@ pub struct World<'t> {
     gone: Gone,
     /// Device memory that outlives its device.
     ruins: [Option<DeviceBuffer>; DEVICES],
-    tokens: Vec<(Token, Range, usize, Vec<u8>)>,
-    stale: Vec<Token>,
     waiting: Vec<Waiting>,
     /// Addresses that must never be seen again.
     graves: Vec<Range>,
@@ -298,7 +295,6 @@ impl<'t> World<'t> {
             .extent(setup.extent * KIB)
             .initial(setup.initial * KIB)
             .thread_cache(setup.cache * KIB)
-            .reserve(RESERVE, setup.reserve * KIB)
             .unpinned(Unpinned::Allow)
             .pin_threads(1)
             .build()
@@ -331,8 +327,6 @@ impl<'t> World<'t> {
             behind: Vec::new(),
             gone,
             ruins: Default::default(),
-            tokens: Vec::new(),
-            stale: Vec::new(),
             waiting: Vec::new(),
             graves: Vec::new(),
             detached: Vec::new(),
@@ -483,8 +477,7 @@ impl<'t> World<'t> {
         let shared = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, span(s.buf.capacity())));
         let flights =
             self.flights.iter().filter(|f| matches!(f.handle, Handle::Own(_))).filter_map(|f| f.range);
-        let tokens = self.tokens.iter().map(|t| t.1);
-        bufs.chain(shared).chain(flights).chain(tokens).chain(self.forgotten.iter().map(|f| f.0)).collect()
+        bufs.chain(shared).chain(flights).chain(self.forgotten.iter().map(|f| f.0)).collect()
     }
 
     /// No buffer has this memory, and no device will ever touch it.
@@ -523,21 +516,19 @@ impl<'t> World<'t> {
         let bufs: usize = self.bufs.iter().map(|b| b.buf.capacity()).sum();
         let own = |f: &&Flight| matches!(f.handle, Handle::Own(_));
         let flights: usize = self.flights.iter().filter(own).map(|f| f.capacity).sum();
-        let tokens: usize = self.tokens.iter().map(|t| t.2).sum();
         let forgotten: usize = self.forgotten.iter().map(|f| f.1).sum();
         // A shared buffer counts once, however many handles it has.
         let arcs = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, s.buf.capacity()));
         let in_flight = self.flights.iter().filter(|f| matches!(f.handle, Handle::Shared(_)));
         let shared: BTreeSet<_> =
             arcs.chain(in_flight.filter_map(|f| f.range.map(|r| (r.0, f.capacity)))).collect();
-        bufs + flights + tokens + forgotten + shared.iter().map(|s| s.1).sum::<usize>()
+        bufs + flights + forgotten + shared.iter().map(|s| s.1).sum::<usize>()
     }
 
     pub fn apply(&mut self, op: &Op) {
         match op {
             Op::Checkout(size, patience, who) => self.checkout(*size, *patience, *who),
             Op::Many(sizes, patience) => self.many(sizes, *patience),
-            Op::OrUnpinned(size) => self.or_unpinned(*size),
             Op::Join(sizes) => self.join(sizes),
             Op::PollWaiting => self.poll_waiting(),
             Op::Cancel(at) => self.cancel(*at),
@@ -595,8 +586,6 @@ impl<'t> World<'t> {
                     self.tally.note("trim");
                 }
             }
-            Op::Token(at) => self.token(*at),
-            Op::Redeem(at) => self.redeem(*at),
             Op::Hang(at) => {
                 let lane = &self.lanes[self.lane(*at)];
                 assert!(self.node.hang_stream(lane.device as u32, lane.nth));

@@ -57,23 +57,6 @@ fn shut_down_with_buffers_out() {
 }
 
 #[test]
-fn falling_back() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder.name("short"));
-    let all = bench.pool.checkout(900 << 10).unwrap();
-    assert!(bench.pool.checkout_or_unpinned(512 << 10).is_ok());
-    let fields = ["bytes", "error", "pool"];
-    let first = event("pinpool::pool::fallback", Level::WARN, &fields);
-    assert_eq!((first.field("pool"), first.field("bytes")), ("short", "524288"));
-    assert!(first.field("error").contains("no room"), "{first:?}");
-    clear();
-    assert!(bench.pool.checkout_or_unpinned(512 << 10).is_ok());
-    event("pinpool::pool::fallback", Level::DEBUG, &fields);
-    drop(all);
-}
-
-#[test]
 fn waiting_and_what_is_out() {
     own_process!();
     record();

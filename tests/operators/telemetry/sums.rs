@@ -27,7 +27,7 @@ fn sums_hold(s: &Snapshot) {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Take(Request<'static>),
+    Take(Request),
     Return(usize),
     /// Of the buffers, this one, on one of two streams; its handle is kept or not.
     Send(usize, bool, bool),
@@ -60,7 +60,7 @@ struct Model {
     requested: usize,
 }
 
-fn stride_of(request: Request<'_>, len: usize) -> usize {
+fn stride_of(request: Request, len: usize) -> usize {
     let align = if request == Request::new(len).tag("t") { 64 } else { 4096 };
     // The rule: the length and 32 bytes, up to the next stride; strides are multiples of 64 up to 1088, and 64 more
     // than eighths of a doubling from there to 4 MiB + 64.

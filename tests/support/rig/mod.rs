@@ -46,7 +46,7 @@ impl Rig {
     /// All that the pool has left. (A copier takes the shortest pieces, too.) A worker that found no chunk for a segment may
     /// return it shortly after a transfer has ended: a test that counts on an empty pool calls `all_is_back` first.
     pub fn emptied(&self) -> Vec<PinnedBuf> {
-        let of = |request: Request<'static>| std::iter::from_fn(move || self.pool.try_checkout(request).ok());
+        let of = |request: Request| std::iter::from_fn(move || self.pool.try_checkout(request).ok());
         of(Request::new(64 << 10)).chain(of(Request::new(1).align(4096))).collect()
     }
 

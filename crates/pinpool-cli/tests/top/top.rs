@@ -164,7 +164,6 @@ fn each_condition_is_said() {
             ["checkouts refused in the last 1 s: 3", "queue full"],
         ),
         ("pinpool_waits_total{pool=\"p\"} 5", ["requests that had to wait", "in the last 1 s: 5"]),
-        ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["unpinned buffers", "in the last 1 s: 6"]),
         ("pinpool_growth_failures_total{pool=\"p\"} 1", ["pinning ended early", "doctor"]),
     ] {
         let fake = Fake::start(move |n| (200, if n == 0 { pool("p", &[]) } else { pool("p", &[metric]) }));

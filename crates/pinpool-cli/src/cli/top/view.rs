@@ -185,7 +185,6 @@ impl History {
             ("pinpool_timeouts_total", Alarm, "waits for memory timed out"),
             ("pinpool_waits_total", Warning, "requests that had to wait for memory"),
             ("pinpool_refused_total", Warning, "checkouts refused"),
-            ("pinpool_unpinned_fallbacks_total", Warning, "unpinned buffers in place of pinned ones"),
         ] {
             let count = recent(metric);
             if count > 0.0 {

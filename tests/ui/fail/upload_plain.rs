@@ -1,9 +1,9 @@
 //! Plain memory cannot be sent asynchronously.
 #![allow(unused)]
 
-use pinpool::{DeviceSlice, Stream, UnpinnedBuf};
+use pinpool::{DeviceSlice, Stream};
 
-fn misuse(stream: &Stream, buf: UnpinnedBuf, to: DeviceSlice) {
+fn misuse(stream: &Stream, buf: Vec<u8>, to: DeviceSlice) {
     drop(stream.upload(buf, to).unwrap()); //~ E0277
 }
 
