@@ -55,8 +55,7 @@
 //! - **Streams** have no lasting numbers: an adopted stream is a new [`Stream`] each time it is adopted, and
 //!   [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight there.
 //! - **Captures** cannot be detected. Do not capture a stream while this crate submits to it.
-//! - **Copies between host buffers** ([`Stream::copy_host`]) run in the stream's order where the library has
-//!   `aclrtLaunchHostFunc`; elsewhere, and on adopted streams, they wait for the stream.
+//! - **Copies between host buffers** ([`Stream::copy_host`]) wait for the stream.
 //! - **Several devices** may share a pool, as they share `aclrtMallocHost`'s memory in the frameworks.
 //! - **Sharing a process.** The crate sets a device once when it opens it (`aclrtSetDevice`), and resets it once when
 //!   it closes it. A program that makes contexts there by `aclrtCreateContext` sets the device too, or closing it may
@@ -270,9 +269,7 @@ pub fn raw_context(device: &Device) -> Result<*mut c_void> {
 
 /// The `aclrtStream` behind a stream, for servers that queue work of their own on it. It is valid for as long as a
 /// handle to the stream exists, and must not be destroyed. From here on every submit records its event at once, since
-/// the stream may carry work that the crate does not know of. Subscribe no thread to it (`aclrtSubscribeReport`) while
-/// [`Stream::copy_host`] is used on it: that may launch host functions, and the two must not meet on one stream
-/// (documentation of `aclrtLaunchHostFunc`).
+/// the stream may carry work that the crate does not know of.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of a device that is not Ascend's.

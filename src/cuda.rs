@@ -37,11 +37,10 @@
 //!
 //! - Every submit records its event at once, so that the event covers exactly what was queued by then. A
 //!   [`hold`](Stream::hold) therefore keeps a buffer until the server's own kernels that were queued before it are
-//!   complete.
+//!   complete. (Only [`hold_patiently`](Stream::hold_patiently) leaves the event to a later call.)
 //! - The stream may be captured into a graph. Each submit asks the driver first (`cuStreamIsCapturing`) and is refused
-//!   with [`Error::Capturing`], which carries the buffer back, before anything could spoil the capture. Copies and
-//!   holds that are to be a part of the graph have calls of their own: [`Stream::upload_captured`],
-//!   [`Stream::download_captured`], [`Stream::hold_captured`].
+//!   with [`Error::Capturing`], which carries the buffer back, before anything could spoil the capture. A buffer that
+//!   the server's own captured kernels and copies use is kept with the graph by [`Stream::hold_captured`].
 //! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by its handle, which the
 //!   driver gives to other streams later. A stream that is adopted twice is one [`Stream`]; a new stream under an old
 //!   handle is another. With a driver without numbers, and while the stream is being captured, each adoption is a stream
@@ -50,10 +49,10 @@
 //! # The promise about captures
 //!
 //! A stream that the program can reach neither enters nor leaves a capture while a thread is in a call of this crate
-//! that is given the stream, or memory that was [allocated on it](Stream::alloc). A stream enters a capture by
-//! `cuStreamBeginCapture`, or by a wait for an event that was recorded in one, and leaves it when the capture is ended.
-//! A lock that is taken around both keeps the promise, and so does capturing on the thread that copies. (Between its
-//! calls this crate may record events on the stream at any time. It handles those itself.)
+//! that is given the stream. A stream enters a capture by `cuStreamBeginCapture`, or by a wait for an event that was
+//! recorded in one, and leaves it when the capture is ended. A lock that is taken around both keeps the promise, and so
+//! does capturing on the thread that copies. (Between its calls this crate may record events on the stream at any time.
+//! It handles those itself.)
 //!
 //! The functions below that are `unsafe`, and every use of a raw handle, depend on this promise. Each call checks that
 //! the stream is not captured, but the driver offers no way to keep a capture out between that check and the copy, nor

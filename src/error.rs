@@ -408,15 +408,13 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// The call makes something a part of the graph that is being captured, and the stream is in no capture. Remedy:
-    /// `remedy`, which depends on the call.
-    #[error("{what} needs a stream that is being captured into a graph, and this one is not; {remedy}")]
-    NotCapturing {
-        /// What was refused.
-        what: &'static str,
-        /// What to do instead.
-        remedy: &'static str,
-    },
+    /// A buffer was to be kept with the graph that is being captured, and the stream is in no capture. Remedy:
+    /// [`hold`](crate::Stream::hold), or begin the capture first.
+    #[error(
+        "hold_captured needs a stream that is being captured into a graph, and this one is not; use hold where nothing \
+         is captured"
+    )]
+    NotCapturing,
     /// A slice of cudarc was used on another stream than its own, where cudarc keeps no order between the two: its
     /// event tracking is off, or was when the slice was made. Remedy: the slice's own stream.
     #[error(

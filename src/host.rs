@@ -68,8 +68,7 @@
 //!   and really gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
 //!   [`HostNode::live`] comes to zero.
 //! - A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators die
-//!   of an illegal address. So does one that runs on memory in a stream's order before that stream has come to the
-//!   allocation.
+//!   of an illegal address.
 //!
 //! A question about a device that the node does not have is answered with zero, and a command to it does nothing.
 

@@ -50,7 +50,7 @@
 //! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment and tags |
 //! | choose the memory | [`PoolBuilder::backing`], [`PoolBuilder::numa_node`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
 //! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer; [`Stream::wait_for_copy`] to order other work behind a copy |
-//! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
+//! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done, [`Stream::hold_captured`] for as long as a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
 //! | make many small copies | [`Copier::push`] from many threads: small pieces that go to the device together |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_buffers`] and [`Copier::download_buffers`] for pinned buffers |
 //! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`], [`Copier::feed`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the crate `pinpool-safetensors` |
@@ -216,7 +216,7 @@ mod unwind;
 pub use buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 pub use config::PoolBuilder;
 pub use copy::copier;
-pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, GraphBuf, Landing, Places};
+pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, Landing, Places};
 pub use device::HostAllocFlags;
 #[doc(hidden)]
 pub use device::family;

@@ -11,7 +11,7 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::copy::copier::{Canceller, Collect, Feed, FileSink, FileSource, GiveWay, Transfer};
-use crate::copy::{Copier, CopierBuilder, GraphBuf};
+use crate::copy::{Copier, CopierBuilder};
 use crate::device::handle::Device;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
@@ -37,8 +37,6 @@ impl<T: UnwindSafe> UnwindSafe for Transfer<T> {}
 impl<T: RefUnwindSafe> RefUnwindSafe for Transfer<T> {}
 impl<B: Lend + UnwindSafe> UnwindSafe for InFlight<B> {}
 impl<B: Lend + RefUnwindSafe> RefUnwindSafe for InFlight<B> {}
-impl<B: UnwindSafe> UnwindSafe for GraphBuf<B> {}
-impl<B: RefUnwindSafe> RefUnwindSafe for GraphBuf<B> {}
 // Shared with a device, and with other handles.
 impl<T: RefUnwindSafe + Send + Sync + 'static> UnwindSafe for Registered<T> {}
 impl<T: RefUnwindSafe + Send + Sync + 'static> RefUnwindSafe for Registered<T> {}

@@ -26,10 +26,6 @@
 //! The same pieces in pinned buffers, by one caller: as buffers, for which the copier chooses the way, and as borrowed
 //! memory.
 //!
-//! # Rows (`--only rows`)
-//!
-//! Pinned pieces of 4 and 16 KiB at even distances on both sides, as a cache's blocks are, by one call each way.
-//!
 //! # Scattered pieces (`--only scattered`)
 //!
 //! Pieces of 1 to 64 KiB between random places of pinned buffers and random places of device memory, in both
@@ -153,9 +149,6 @@ fn main() {
     }
     if wanted("pinned") {
         pieces::pinned(&device);
-    }
-    if wanted("rows") {
-        pieces::rows(&device);
     }
     if wanted("scattered") {
         scattered::scattered(driver.filter(|driver| driver.can_batch()), &device);

@@ -1,4 +1,4 @@
-//! Pieces that are neighbours on the device, pageable and pinned; packing alone; and rows.
+//! Pieces that are neighbours on the device, pageable and pinned; and packing alone.
 
 use std::sync::Barrier;
 use std::time::Instant;
@@ -228,54 +228,4 @@ pub fn pinned(device: &Device) {
         beside(format!("{count} pinned pieces of 16 KiB, {way}, of the pinned peak"), ratios.spread(i));
     }
     setup.say_ways();
-}
-
-/// Pinned pieces at even distances on both sides, as the blocks of a cache are: rows of a rectangle.
-pub fn rows(device: &Device) {
-    for len in [4 << 10, LEN] {
-        let count = if measure::quick() { 512 } else { (256 << 20) / len };
-        let setup = Setup::new(device, count * (len + len / 4), 2 * count * len);
-        let copier = &setup.copier;
-        let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(&setup.pool, len, i * 7 + 3)).collect();
-        // In the order of addresses: between extents of the pool there are gaps.
-        bufs.sort_by_key(|buf| buf.as_ptr().addr());
-        let expected: Vec<u8> = bufs.iter().map(|buf| buf[0]).collect();
-        let range = |i: usize| setup.memory.slice(2 * i * len..(2 * i + 1) * len).expect("within");
-        let (mut up, mut down) = (Vec::new(), Vec::new());
-        for _ in 0..=rounds() {
-            for (upload, ratios) in [(true, &mut up), (false, &mut down)] {
-                let best = setup.peak(upload);
-                let own = std::mem::take(&mut bufs);
-                let since = Instant::now();
-                if upload {
-                    let pieces = own.into_iter().enumerate().map(|(i, buf)| (buf, range(i))).collect();
-                    bufs = copier.upload_buffers(pieces).expect("copies").wait().expect("the device works");
-                } else {
-                    let pieces = own.into_iter().enumerate().map(|(i, buf)| (range(i), buf)).collect();
-                    bufs = copier.download_buffers(pieces).expect("copies").wait().expect("the device works");
-                }
-                ratios.push((count * len) as f64 / since.elapsed().as_nanos() as f64 / best);
-                if upload {
-                    bufs.iter_mut().for_each(|buf| buf.fill(1));
-                    continue;
-                }
-                for (i, buf) in bufs.iter().enumerate() {
-                    assert!(buf.iter().all(|byte| *byte == expected[i]), "piece {i} of {len}");
-                }
-                for (buf, byte) in bufs.iter_mut().zip(&expected) {
-                    buf.fill(*byte);
-                }
-            }
-        }
-        for (way, mut ratios) in [("up", up), ("down", down)] {
-            ratios.remove(0);
-            line(format!("rows_{way}_{}k_permille", len >> 10), 1, permille(&ratios));
-            let what = format!(
-                "{count} pinned pieces of {} KiB at even distances, {way}, of the pinned peak",
-                len >> 10
-            );
-            beside(what, Spread::of(&ratios));
-        }
-        setup.say_ways();
-    }
 }

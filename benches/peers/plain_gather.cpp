@@ -3,7 +3,6 @@
 //   plain_packing_mb_per_s_up, _down     pieces of 16 KiB of ordinary memory, in no order, into segments or out of them; no device
 //   plain_gather_mb_per_s_up, _down      the same to the device and back: two segments a thread, one stream, an event for each
 //   plain_batch_mb_per_s_up, _down       pinned pieces of 16 KiB between random places by cuMemcpyBatchAsync, a stream a thread
-//   plain_rows_{4,16}k_mb_per_s_up       pinned pieces at even distances by one cuMemcpy2DAsync
 //   plain_link_mb_per_s_up, _down        one copy of the same length
 //
 // Bytes are checked once for each way. Prints lines of: name threads median lower-quartile upper-quartile.
@@ -158,21 +157,6 @@ void batches(int number, std::atomic<size_t>& next, bool down) {
   for (auto& event : events) CHECK(cuEventDestroy(event));
 }
 
-void rows(size_t width, bool down) {
-  CUDA_MEMCPY2D copy;
-  std::memset(&copy, 0, sizeof copy);
-  copy.WidthInBytes = width;
-  copy.Height = kBytes / width;
-  copy.srcMemoryType = down ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
-  copy.dstMemoryType = down ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-  copy.srcHost = copy.dstHost = pinned;
-  copy.srcDevice = copy.dstDevice = device;
-  (down ? copy.srcPitch : copy.dstPitch) = 2 * width;
-  (down ? copy.dstPitch : copy.srcPitch) = width;
-  CHECK(cuMemcpy2DAsync(&copy, streams[0]));
-  CHECK(cuStreamSynchronize(streams[0]));
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -223,14 +207,6 @@ int main(int argc, char** argv) {
       Byte* piece = pinned + i * kPiece;
       demand(piece[0] == static_cast<Byte>(i * 5 + 1) && std::memcmp(piece, piece + 1, kPiece - 1) == 0, "plain_batch");
     }
-  }
-  for (size_t width : {size_t{4} << 10, kPiece}) {
-    std::string name = "plain_rows_" + std::to_string(width >> 10) + "k_mb_per_s_";
-    for (size_t i = 0; i < kBytes / 8; ++i) reinterpret_cast<uint64_t*>(pinned)[i] = i;
-    row(name + "up", 1, [&](int) { rows(width, false); });
-    std::memset(pinned, 0, kBytes);
-    row(name + "down", 1, [&](int) { rows(width, true); });
-    for (size_t i = 0; i < kBytes / 8; ++i) demand(reinterpret_cast<uint64_t*>(pinned)[i] == i, "plain_rows");
   }
   return 0;
 }

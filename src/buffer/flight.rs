@@ -11,22 +11,6 @@ use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::{Ticket, WaitKey};
 
-#[derive(Debug)]
-enum Tickets {
-    One(Ticket),
-    /// For a hold over several streams.
-    Many(Vec<Ticket>),
-}
-
-impl Tickets {
-    fn all(&self) -> &[Ticket] {
-        match self {
-            Self::One(ticket) => std::slice::from_ref(ticket),
-            Self::Many(tickets) => tickets,
-        }
-    }
-}
-
 /// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it, await it (under any
 /// async runtime), ask it, or drop it.
 ///
@@ -53,53 +37,34 @@ impl Tickets {
 /// ```
 #[must_use = "dropping it is fine: the buffer returns by itself when the device is done; say so with `drop`"]
 pub struct InFlight<B: Lend> {
-    tickets: Tickets,
+    ticket: Ticket,
     value: Option<B>,
     written: Option<usize>,
-    /// Index of the ticket that has the waker, and the waker's key there.
-    waker: (usize, Option<WaitKey>),
+    /// The key of the waker that was left with the timeline.
+    waker: Option<WaitKey>,
 }
 
 impl<B: Lend> InFlight<B> {
     pub(crate) fn new(ticket: Ticket, value: B, written: Option<usize>) -> Self {
-        Self { tickets: Tickets::One(ticket), value: Some(value), written, waker: (0, None) }
+        Self { ticket, value: Some(value), written, waker: None }
     }
 
     /// Makes later work of `stream` start only after this copy or hold is complete.
     pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
-        self.tickets.all().iter().try_for_each(|ticket| {
-            if ticket.timeline.is_complete(ticket.seq)? {
-                return Ok(());
-            }
-            stream.follow(&ticket.timeline)
-        })
+        if self.is_seen_done()? {
+            return Ok(());
+        }
+        stream.follow(&self.ticket.timeline)
     }
 
-    /// The sequence number that it waits for, if it is one.
-    pub(crate) fn ticket(&self) -> Option<Ticket> {
-        match &self.tickets {
-            Tickets::One(ticket) => Some(ticket.clone()),
-            Tickets::Many(_) => None,
-        }
+    /// The sequence number that it waits for.
+    pub(crate) fn ticket(&self) -> &Ticket {
+        &self.ticket
     }
 
     /// The driver call has returned: sets the sequence number.
     pub(crate) fn submitted(&mut self, seq: u64) {
-        if let Tickets::One(ticket) = &mut self.tickets {
-            ticket.seq = seq;
-        }
-    }
-
-    /// For a hold over several streams, whose tickets are added one by one.
-    pub(crate) fn joint(value: B, streams: usize) -> Self {
-        let tickets = Tickets::Many(Vec::with_capacity(streams));
-        Self { tickets, value: Some(value), written: None, waker: (0, None) }
-    }
-
-    pub(crate) fn add(&mut self, ticket: Ticket) {
-        if let Tickets::Many(tickets) = &mut self.tickets {
-            tickets.push(ticket);
-        }
+        self.ticket.seq = seq;
     }
 
     /// Whether the device is done. Never waits.
@@ -107,22 +72,12 @@ impl<B: Lend> InFlight<B> {
     /// # Errors
     /// The error with which the stream was lost: the device will never be known to be done. [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
-        for ticket in self.tickets.all() {
-            if !ticket.timeline.poll_complete(ticket.seq)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        self.ticket.timeline.poll_complete(self.ticket.seq)
     }
 
     /// Whether the device is known to be done, without asking it.
     pub(crate) fn is_seen_done(&self) -> Result<bool> {
-        for ticket in self.tickets.all() {
-            if !ticket.timeline.is_complete(ticket.seq)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        self.ticket.timeline.is_complete(self.ticket.seq)
     }
 
     fn finish(&mut self) -> Result<B> {
@@ -132,8 +87,8 @@ impl<B: Lend> InFlight<B> {
         }
     }
 
-    fn wait_all(&self, deadline: Option<Instant>) -> Result<()> {
-        self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.seq, deadline))
+    fn wait_until(&self, deadline: Option<Instant>) -> Result<()> {
+        self.ticket.timeline.wait(self.ticket.seq, deadline)
     }
 
     /// Waits until the device is done, and gives the buffer back, host-ready.
@@ -144,7 +99,7 @@ impl<B: Lend> InFlight<B> {
     /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`]. (On a stepped host
     /// device also [`Error::Timeout`], if nothing can move any more.)
     pub fn wait(mut self) -> Result<B> {
-        self.wait_all(None)?;
+        self.wait_until(None)?;
         self.finish()
     }
 
@@ -156,7 +111,7 @@ impl<B: Lend> InFlight<B> {
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let since = Instant::now();
-        let waited = self.wait_all(since.checked_add(timeout)).map_err(|error| error.waited(since));
+        let waited = self.wait_until(since.checked_add(timeout)).map_err(|error| error.waited(since));
         match waited.and_then(|()| self.finish()) {
             Ok(value) => Ok(value),
             Err(error @ (Error::Timeout(_) | Error::Capturing { .. })) => {
@@ -172,20 +127,16 @@ impl<B: Lend> Future for InFlight<B> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<B>> {
         let this = &mut *self;
-        // One ticket at a time: the first that is not complete has the waker, and the others follow.
-        while let Some(ticket) = this.tickets.all().get(this.waker.0) {
-            match ticket.timeline.wake_later(ticket.seq, &mut this.waker.1, cx.waker()) {
-                Ok(true) => this.waker.0 += 1,
-                Ok(false) => return Poll::Pending,
-                Err(error) => {
-                    if let Some(value) = this.value.take() {
-                        value.abandon(KEY);
-                    }
-                    return Poll::Ready(Err(error));
+        match this.ticket.timeline.wake_later(this.ticket.seq, &mut this.waker, cx.waker()) {
+            Ok(true) => Poll::Ready(this.finish()),
+            Ok(false) => Poll::Pending,
+            Err(error) => {
+                if let Some(value) = this.value.take() {
+                    value.abandon(KEY);
                 }
+                Poll::Ready(Err(error))
             }
         }
-        Poll::Ready(this.finish())
     }
 }
 
@@ -196,15 +147,12 @@ impl<B: Lend> Drop for InFlight<B> {
         if let Some(value) = self.value.take() {
             value.abandon(KEY);
         }
-        if let Some(ticket) = self.tickets.all().get(self.waker.0) {
-            ticket.timeline.forget_waker(&mut self.waker.1);
-        }
+        self.ticket.timeline.forget_waker(&mut self.waker);
     }
 }
 
 impl<B: Lend> std::fmt::Debug for InFlight<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let seqs: Vec<u64> = self.tickets.all().iter().map(|t| t.seq).collect();
-        f.debug_struct("InFlight").field("sequence numbers", &seqs).finish_non_exhaustive()
+        f.debug_struct("InFlight").field("seq", &self.ticket.seq).finish_non_exhaustive()
     }
 }

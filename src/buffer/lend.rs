@@ -8,7 +8,7 @@ use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::sealed::Key;
-use crate::stream::timeline::{Joint, Quarantined, Resource, Retain};
+use crate::stream::timeline::{Quarantined, Resource, Retain};
 
 /// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
 /// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
@@ -176,9 +176,4 @@ impl Retain for SharedBuf {
             && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
         if first { Quarantined::one(segment) } else { Quarantined::default() }
     }
-}
-
-/// What the timelines of a hold over several streams share: the buffer's segment, and how many of them still hold it.
-pub(crate) fn joint(buf: &PinnedBuf, streams: usize) -> Arc<Joint> {
-    Joint::new(buf.segment.alias(), streams as u32)
 }

@@ -51,7 +51,7 @@ use crate::error::{Error, Result};
 
 pub use flight::InFlight;
 pub use lend::Lend;
-pub(crate) use lend::{joint, sealed};
+pub(crate) use lend::sealed;
 pub use registered::Registered;
 pub use stream::StreamBuf;
 

@@ -1,14 +1,9 @@
-//! Copies between two buffers of pools, in a stream's order.
-//!
-//! For data that the CPU moves after one copy of the device's and before another, while no thread waits: out of
-//! a landing buffer into the buffer that feeds the next copy, say.
-
-use std::ops::RangeBounds;
+//! Copies between two buffers of pools, in a stream's order: out of a landing buffer into the buffer that feeds the next
+//! copy, say.
 
 use super::{Landing, OUTSIDE, written};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
-use crate::device::memory::bounds;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
@@ -18,10 +13,9 @@ impl Stream {
     /// after what was submitted to it before, and before what is submitted to it later. Both buffers come back in
     /// flight, each by its own handle, and the target's length is then the number of bytes copied.
     ///
-    /// Returns when the copy was submitted. The CPU does the work: on a GPU a host function of the stream
-    /// (`cuLaunchHostFunc`), which holds the stream up for some 30 us and while it copies, because the driver's own
-    /// copies between host memory keep the caller until the stream has come to them (CUDA driver API, "API
-    /// synchronization behavior": "fully synchronous with respect to the host").
+    /// **On an accelerator the call waits** until what was submitted to the stream before is complete, and then the
+    /// calling thread copies: so do the drivers' own copies between host memory (CUDA driver API, "API synchronization
+    /// behavior": "fully synchronous with respect to the host"). On a host device it returns when the copy is queued.
     ///
     /// # Errors
     /// With both buffers: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
@@ -31,32 +25,17 @@ impl Stream {
     pub fn copy_host<B: Lend, L: Landing>(
         &self,
         src: B,
-        landing: L,
-    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
-        self.copy_host_part(src, .., landing)
-    }
-
-    /// Copies a part of what was written to `src`.
-    ///
-    /// # Errors
-    /// As for [`copy_host`](Self::copy_host), and [`Error::OutOfRange`], [`Error::Empty`].
-    #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
-    pub fn copy_host_part<B: Lend, L: Landing>(
-        &self,
-        src: B,
-        part: impl RangeBounds<usize>,
         mut landing: L,
     ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         let checked = (|| {
             self.may_use(&src)?;
-            let all = written(&src)?;
-            let (start, end) = bounds(part, all.len())?;
+            let bytes = written(&src)?;
             let (dst, capacity) = landing.target(self, KEY)?;
-            let len = end - start;
+            let len = bytes.len();
             Error::unless_fits(len, capacity)?;
             self.timeline().usable()?;
             self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
-            Ok((Transfer::OnHost { src: all[start..end].as_ptr(), dst, len }, len))
+            Ok((Transfer::OnHost { src: bytes.as_ptr(), dst, len }, len))
         })();
         let ((transfer, len), (src, landing)) = SubmitError::unless(checked, (src, landing))?;
         let (source, mut sent) = match self.begin_from(src, None) {

@@ -53,9 +53,6 @@ where
         )));
     };
     let mut entries = Vec::with_capacity(1 + reads.len() + writes.len());
-    for slice in reads.iter().chain(&writes) {
-        slice.admit(timeline.stream())?;
-    }
     // The first entry stands for the function, and the others keep its memory.
     for memory in std::iter::once(None).chain(reads.iter().chain(&writes).map(Some)) {
         let begun = timeline.begin(Resource::Object(Box::new(())), memory.map(DeviceSlice::allocation));

@@ -17,9 +17,8 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-pub use self::captured::GraphBuf;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
-use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
+use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
 use crate::device::memory::{Allocation, DeviceBuffer, DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
@@ -29,10 +28,6 @@ use crate::stream::timeline::{Resource, Submission, Ticket};
 
 /// What to do where a capture is in the way.
 const OUTSIDE: &str = "submit it outside the capture";
-const UPLOAD_REMEDY: &str =
-    "submit it outside the capture, or make it a part of the graph, buffer included: upload_captured";
-const DOWNLOAD_REMEDY: &str =
-    "submit it outside the capture, or make it a part of the graph, buffer included: download_captured";
 const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hold_captured";
 
 /// The sequence number of a submission whose driver call has not returned.
@@ -278,8 +273,8 @@ impl Stream {
     ///
     /// # Errors
     /// With the buffer: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
-    /// [`Error::Capturing`] (use [`upload_captured`](Self::upload_captured)), a lost device. With `buffer: None` what
-    /// the driver said; the buffer then returns to its pool when the device is known to be done.
+    /// [`Error::Capturing`], a lost device. With `buffer: None` what the driver said; the buffer then returns to its
+    /// pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.upload_part(src, .., dst)
     }
@@ -301,8 +296,7 @@ impl Stream {
             let (start, end) = bounds(part, all.len())?;
             let bytes = &all[start..end];
             Error::unless_fits(bytes.len(), dst.len())?;
-            self.timeline().not_capturing("an upload", UPLOAD_REMEDY)?;
-            dst.admit(self.timeline().stream())?;
+            self.timeline().not_capturing("an upload", OUTSIDE)?;
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
             Ok((dst, transfer))
         })();
@@ -369,8 +363,7 @@ impl Stream {
             let (target, capacity) = landing.target(self, KEY)?;
             Error::unless_fits(src.len(), capacity)?;
             self.timeline().usable()?;
-            self.timeline().not_capturing("a download", DOWNLOAD_REMEDY)?;
-            src.admit(self.timeline().stream())?;
+            self.timeline().not_capturing("a download", OUTSIDE)?;
             Ok((src, target))
         });
         let ((src, target), landing) = SubmitError::unless(checked, landing)?;
@@ -393,8 +386,6 @@ impl Stream {
         let (src, dst) = (self.own(src)?, self.own(dst)?);
         Error::unless_fits(src.len(), dst.len())?;
         self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
-        src.admit(self.timeline().stream())?;
-        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         // Two entries under one sequence number or two: both are covered by a mark after the copy.
         let begin = |memory: &DeviceSlice| {
@@ -423,12 +414,56 @@ impl Stream {
         self.hold_by(buf, false)
     }
 
-    /// [`hold`](Self::hold), with an event that many holds share. So it may keep the buffer for work that is queued up to
-    /// a millisecond later, and the stream must exist until the hold is over, or [`record_holds`](Self::record_holds)
-    /// was called.
-    #[doc(hidden)]
+    /// [`hold`](Self::hold), with an event that many holds share: for programs that hold buffers more often than they
+    /// copy, on a stream of their own, where recording an event for each costs more than all the rest.
+    ///
+    /// # What it waits for
+    /// Everything that was submitted to the stream before the call, as `hold` does, and what is submitted until the
+    /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that shares it, when the
+    /// handle is asked, awaited or waited for, or up to a millisecond later by a thread of the crate's. So the buffer
+    /// comes back no earlier than from `hold`, and perhaps later. (On a stream that the program cannot reach, all submits
+    /// share events, and on a per-thread default stream each hold has its own: there it is `hold`.)
+    ///
+    /// # Ordering
+    /// None is added: no stream waits for the hold. [`wait_for_copy`](Self::wait_for_copy) and
+    /// [`wait_for`](Self::wait_for) order other streams behind it, by an event that they record at once.
+    ///
+    /// # The end of the stream
+    /// A thread of the crate's may name the stream to the driver for as long as the event is due. The program destroys
+    /// its stream when the hold is over, as the constructors that adopt streams ask for, or when
+    /// [`record_holds`](Self::record_holds) has succeeded and the work is complete.
+    ///
+    /// # Errors
+    /// As for [`hold`](Self::hold).
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use pinpool::{Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let stream = device.stream()?;
+    /// let block = Arc::new(pool.checkout(4096)?);
+    /// for _ in 0..100 {
+    ///     // ... a kernel of the program's that uses the block ...
+    ///     drop(stream.hold_patiently(block.clone())?); // the block returns by itself when all of them are complete
+    /// }
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     pub fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, true)
+    }
+
+    /// Records the event of all holds that were made [patiently](Self::hold_patiently) so far, for a program that
+    /// destroys its stream while their handles were dropped. After a success, and when nothing is submitted to the
+    /// stream any more, the crate names it to the driver no more; what was queued on it must still be complete before it
+    /// is destroyed. The call does not wait for the device. No other thread submits to the stream meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; what the driver says; the error with
+    /// which the stream was lost. After the first and the third the stream may still be named: call again.
+    pub fn record_holds(&self) -> Result<()> {
+        crate::os::check_fork()?;
+        self.timeline().close_for_good()
     }
 
     fn hold_by<B: Lend>(&self, buf: B, patient: bool) -> Result<InFlight<B>, SubmitError<B>> {
@@ -436,36 +471,6 @@ impl Stream {
         let ((), buf) = SubmitError::unless(checked, buf)?;
         let (submission, mut flight) = self.begin_from(buf, None)?;
         flight.submitted(if patient { submission.commit_patiently() } else { submission.commit() });
-        Ok(flight)
-    }
-
-    /// Keeps `buf` until everything submitted so far to each of several streams is done.
-    ///
-    /// # Errors
-    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], [`Error::Capturing`], a lost device.
-    /// If a device is lost in the middle of the call, the buffer is quarantined.
-    pub fn hold_on_all(
-        streams: &[&Self],
-        buf: PinnedBuf,
-    ) -> Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>> {
-        let check = |stream: &&Self| {
-            stream.may_use(&buf)?;
-            stream.timeline().usable()?;
-            stream.timeline().not_capturing("a hold", HOLD_REMEDY)
-        };
-        let checked = if streams.is_empty() { Err(Error::Empty) } else { streams.iter().try_for_each(check) };
-        let ((), buf) = SubmitError::unless(checked, buf)?;
-        let joint = joint(&buf, streams.len());
-        let mut flight = InFlight::joint(buf, streams.len());
-        for stream in streams {
-            match stream.timeline().begin(Resource::Joint(joint.clone()), None) {
-                Ok(submission) => flight.add(stream.ticket(submission.commit())),
-                Err((error, _)) => {
-                    joint.give_up();
-                    return Err(SubmitError { error, buffer: None });
-                }
-            }
-        }
         Ok(flight)
     }
 
@@ -481,7 +486,6 @@ impl Stream {
         }
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
-        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
@@ -496,7 +500,6 @@ impl Stream {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
-        src.admit(self.timeline().stream())?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }

@@ -203,8 +203,7 @@ impl Device {
     }
 
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every stream at once.
-    /// Allocating and freeing may synchronise the device: [`Stream::alloc`](crate::Stream::alloc) does not. The call
-    /// blocks until the memory is there.
+    /// Allocating and freeing may synchronise the device. The call blocks until the memory is there.
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.

@@ -1,52 +1,26 @@
 //! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
 //! freed late.
 //!
-//! An [`Allocation`] has one of three origins. Copies use all three alike:
-//!
-//! - *Plain*: the crate allocated it. It may be used on every stream at once, and the call that frees it may
-//!   synchronise the device.
-//! - *Ordered*: the crate allocated it in the order of a stream, its [`Home`]. Another stream that is about to use it
-//!   first waits for the home (an event, on the device). It is freed in the home's order. By then every handle has been
-//!   dropped, the one that the home's timeline had for the allocation too; so all work was seen complete, and it does
-//!   not matter which streams used the memory. Where the program can reach the home's driver stream, the memory is
-//!   freed like plain memory, since the program may have destroyed that stream, or may be capturing it.
-//! - *Foreign*: the crate did not allocate it. It keeps the owner, and drops the owner where it would free memory.
+//! The crate allocated the memory of an [`Allocation`], or took it from the program. Of the program's memory it keeps
+//! the owner, and drops the owner where it would free memory of its own. Copies use both alike.
 //!
 //! The end of an allocation is a job of the device's worker, whatever its origin: the last handle may be dropped on any
 //! thread, under locks of the caller's or in a callback of the driver's.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crate::locks::Mutex;
 
+use super::DevicePtr;
 use super::context::Context;
-use super::{DevicePtr, StreamHandle};
 use crate::error::{AddressFault, Error, ErrorClass, Result};
-
-/// The stream that memory was allocated on.
-pub(crate) trait Home: fmt::Debug + Send + Sync {
-    /// The stream in whose order memory is freed. `None` where the program can reach the driver's stream: it may
-    /// destroy the stream when all work on it is complete, or capture it at any time.
-    fn handle(&self) -> Option<StreamHandle>;
-
-    /// Orders later work on the stream `user`, of the same device, behind everything that was submitted here up to
-    /// `seq`.
-    fn admit(self: Arc<Self>, seq: u64, user: StreamHandle) -> Result<()>;
-
-    /// An error, unless everything that was submitted here up to `seq` is known to be complete.
-    fn is_there(self: Arc<Self>, seq: u64) -> Result<()>;
-}
 
 /// Where memory comes from, and so how it ends.
 enum AllocationOrigin {
-    Plain,
-    /// Usable from `seq` on. `seq` is set once the allocating call has its sequence number.
-    Ordered {
-        home: Arc<dyn Home>,
-        seq: OnceLock<u64>,
-    },
+    /// The crate allocated it.
+    Own,
     /// The owner, if its drop does anything. (The lock is never taken: it makes any owner `Sync`.)
     Foreign(Option<Mutex<Box<dyn Send>>>),
 }
@@ -60,15 +34,15 @@ pub(crate) struct Allocation {
 }
 
 impl Allocation {
-    /// Plain memory.
-    fn plain(context: &Arc<Context>, len: usize) -> Result<Arc<Self>> {
+    /// Memory of the crate's.
+    fn own(context: &Arc<Context>, len: usize) -> Result<Arc<Self>> {
         if len == 0 {
             return Err(Error::ZeroLength);
         }
         context.alive()?;
         let maker = context.clone();
         let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        Ok(Self::new(context, ptr, len, AllocationOrigin::Plain))
+        Ok(Self::new(context, ptr, len, AllocationOrigin::Own))
     }
 
     fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, origin: AllocationOrigin) -> Arc<Self> {
@@ -92,12 +66,7 @@ impl Drop for Allocation {
             let freed = match origin {
                 AllocationOrigin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
-                AllocationOrigin::Plain => context.driver().free(ptr),
-                // `home` is dropped after the call, and only then may the stream be destroyed.
-                AllocationOrigin::Ordered { home, .. } => match home.handle() {
-                    Some(stream) => context.driver().free_on(stream, ptr),
-                    None => context.driver().free(ptr),
-                },
+                AllocationOrigin::Own => context.driver().free(ptr),
             };
             if let Err(error) = freed {
                 context.holds().leaked(1);
@@ -107,8 +76,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of a device, from [`Device::alloc`](crate::Device::alloc), or in a stream's order from
-/// [`Stream::alloc`](crate::Stream::alloc).
+/// Memory of a device, from [`Device::alloc`](crate::Device::alloc).
 ///
 /// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceBuffer::slice), and those
 /// that copies in flight hold. Dropping a handle never blocks. The contents are undefined until a copy has written
@@ -199,29 +167,11 @@ impl StridedSlice {
 
 impl DeviceBuffer {
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
-        Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
-    }
-
-    /// Memory that was allocated in a stream's order, by a call that has no sequence number on `home` yet.
-    pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
-        let origin = AllocationOrigin::Ordered { home, seq: OnceLock::new() };
-        let allocation = Allocation::new(context, ptr, len, origin);
-        Self(DeviceSlice { allocation, offset: 0, len })
-    }
-
-    pub(crate) fn allocation(&self) -> Arc<Allocation> {
-        self.0.allocation()
+        Ok(Self(DeviceSlice { allocation: Allocation::own(context, len)?, offset: 0, len }))
     }
 
     pub(crate) fn whole(&self) -> &DeviceSlice {
         &self.0
-    }
-
-    /// Sets the sequence number of the allocating call. Called before the buffer is given to the caller.
-    pub(crate) fn there_from(&self, now: u64) {
-        if let AllocationOrigin::Ordered { seq, .. } = &self.0.allocation.origin {
-            let _ = seq.set(now);
-        }
     }
 
     /// The device address of its first byte. See [`DeviceSlice::address`].
@@ -291,29 +241,10 @@ impl DeviceSlice {
     /// The device address of its first byte, for kernels and copies of the program's own: on a GPU a `CUdeviceptr`. The
     /// CPU cannot read there.
     ///
-    /// Work that uses the address must be complete before the last handle to the memory is dropped. Memory of
-    /// [`Stream::alloc`](crate::Stream::alloc) must be used behind that call: on the same stream, or on one that
-    /// [waits](crate::Stream::wait_for) for it.
+    /// Work that uses the address must be complete before the last handle to the memory is dropped.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.ptr().0
-    }
-
-    /// Makes the stream `user` wait until the memory may be used. Called before every use. For most memory, and on most
-    /// streams, it has nothing to do.
-    pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
-        match &self.allocation.origin {
-            AllocationOrigin::Ordered { home, seq } => home.clone().admit(told(seq), user),
-            AllocationOrigin::Plain | AllocationOrigin::Foreign(_) => Ok(()),
-        }
-    }
-
-    /// An error, unless the memory may be used on every stream already. For a graph, which may be launched on any.
-    pub(crate) fn is_there(&self) -> Result<()> {
-        match &self.allocation.origin {
-            AllocationOrigin::Ordered { home, seq } => home.clone().is_there(told(seq)),
-            AllocationOrigin::Plain | AllocationOrigin::Foreign(_) => Ok(()),
-        }
     }
 
     /// Length in bytes.
@@ -381,7 +312,6 @@ impl DeviceSlice {
         Arc::as_ptr(&self.allocation).addr() as u64
     }
 
-    /// Whether this is memory of that very device.
     /// [`Error::WrongDevice`], unless it is memory of this device.
     #[inline]
     pub(crate) fn check_is_of(&self, context: &Arc<Context>) -> Result<()> {
@@ -390,10 +320,6 @@ impl DeviceSlice {
         }
         Err(Error::wrong_memory(self.device(), context.name()))
     }
-}
-
-fn told(seq: &OnceLock<u64>) -> u64 {
-    seq.get().copied().unwrap_or(u64::MAX)
 }
 
 /// A range of `len` bytes as start and end.

@@ -17,7 +17,6 @@
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
 //! | `confined.rs` | streams that one thread alone can name |
 //! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
-//! | `callback.rs` | a copy that a driver's own thread makes, for both accelerators |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
 //!
 //! # What may call it
@@ -44,10 +43,7 @@
 //!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
 //!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
 //!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for
-//!    that call alone. [`Driver::allocate_on`] comes from the caller's thread: it takes its place in the stream's order
-//!    there and then, it synchronises nothing, and behind the worker it could wait for seconds until a region is pinned.
-//!    [`Driver::free_on`] comes from the worker, since the last handle to memory may be dropped on any thread, in a
-//!    callback of the driver's too.
+//!    that call alone.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
 //!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
@@ -61,7 +57,6 @@
 
 #[cfg(feature = "acl")]
 pub(crate) mod acl;
-pub(crate) mod callback;
 pub(crate) mod confined;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
@@ -106,10 +101,12 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
-    /// From host memory to other host memory, in the stream's order. [`Driver::copy_blocking`] does not take it.
+    /// From host memory to other host memory, in the stream's order. [`Driver::copy`] may wait until the stream has come
+    /// to it. [`Driver::copy_blocking`] does not take it.
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
+#[cfg(all(test, not(loom)))]
 impl Transfer {
     /// Bytes.
     pub(crate) fn len(&self) -> usize {
@@ -118,27 +115,6 @@ impl Transfer {
         | Self::OnDevice { len, .. }
         | Self::OnHost { len, .. }) = self;
         *len
-    }
-
-    /// How many bytes the copy `next` lies behind this one, on the host and on the device. `None` unless both go the
-    /// same way, are equally long, and `next` lies wholly behind this one on both sides. Copies at even distances are
-    /// the rows of a rectangle.
-    pub(crate) fn distance(&self, next: &Self) -> Option<(u64, u64)> {
-        let (from, to, len) = match (*self, *next) {
-            (Self::Upload { src, dst, len }, Self::Upload { src: host, dst: device, len: same })
-                if len == same =>
-            {
-                ((src.addr(), dst), (host.addr(), device), len)
-            }
-            (Self::Download { src, dst, len }, Self::Download { src: device, dst: host, len: same })
-                if len == same =>
-            {
-                ((dst.addr(), src), (host.addr(), device), len)
-            }
-            _ => return None,
-        };
-        let far = |from: u64, to: u64| to.checked_sub(from).filter(|far| *far >= len as u64);
-        Some((far(from.0 as u64, to.0 as u64)?, far((from.1).0, (to.1).0)?))
     }
 }
 
@@ -373,27 +349,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
-    /// Frees device memory, that of [`Driver::allocate_on`] too. The memory must not be in use. An allocation in a
-    /// stream's order must have been seen complete: the call waits for nothing then (CUDA programming guide on
-    /// `cudaFree` and such memory).
+    /// Frees device memory. The memory must not be in use.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
-
-    /// Whether this device has memory in the order of its streams, by the two calls below.
-    fn orders_memory(&self) -> bool {
-        false
-    }
-
-    /// Device memory as for [`Driver::allocate`]. Work that is submitted to `stream` after this call may use it, and
-    /// other work that is ordered behind an event recorded after this call.
-    fn allocate_on(&self, _stream: StreamHandle, _len: usize) -> Result<DevicePtr> {
-        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
-    }
-
-    /// Frees what [`Driver::allocate_on`] gave for this stream, once the stream's earlier work is complete. No other
-    /// work uses the memory.
-    fn free_on(&self, _stream: StreamHandle, _ptr: DevicePtr) -> Result<()> {
-        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
-    }
 
     /// Whether this device's copies can use memory that the crate did not allocate. Never blocks.
     ///
@@ -411,11 +368,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         self.create_stream()
     }
 
-    /// Destroys a stream that the crate made, once all its work is complete. Memory that it has still to free is freed
-    /// all the same.
+    /// Destroys a stream that the crate made, once all its work is complete.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
-    /// Submits a copy. Returns before the copy has happened.
+    /// Submits a copy. Returns before the copy has happened, except where it is one from host to host.
     ///
     /// # Safety
     /// Host memory named by `transfer` is valid, not written (as a source) and not touched (as a target) until an
@@ -492,17 +448,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(false)
     }
 
-    /// The number of the capture that `stream` is in, which no other capture has or had.
-    fn capture_id(&self, _stream: StreamHandle) -> Result<Option<u64>> {
-        Ok(None)
-    }
-
     /// Makes the graph that `stream` is being captured into keep something: `ended` is called when that graph,
-    /// everything made from it, and every launch of these has ended. Gives the capture's number; `None`: the stream is
-    /// in no capture. After `None` and after an error `ended` is dropped or called, at any time.
-    fn keep_with_graph(&self, _stream: StreamHandle, ended: GraphEnd) -> Result<Option<u64>> {
+    /// everything made from it, and every launch of these has ended. `false`: the stream is in no capture, or in a
+    /// spoiled one. After `false` and after an error `ended` is dropped or called, at any time.
+    fn keep_with_graph(&self, _stream: StreamHandle, ended: GraphEnd) -> Result<bool> {
         drop(ended);
-        Ok(None)
+        Ok(false)
     }
 }
 

@@ -18,15 +18,14 @@
 //! # Files, in the order to read them
 //!
 //! This file has [`Stream`], the public handle, and [`Device::stream`], which makes one. [`timeline`] is the core: how
-//! the crate knows that a copy is done. [`reaper`] is the thread that finds it out. `memory` allocates device memory in
-//! a stream's order. `loom_models` has the models of all this.
+//! the crate knows that a copy is done. [`reaper`] is the thread that finds it out. `loom_models` has the models of all
+//! this.
 //!
 //! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
 //! `central` (to return segments), `device` (the driver) and `freelist` (the segments' state words).
 
 #[cfg(all(test, loom))]
 pub(crate) mod loom_models;
-mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 
@@ -122,24 +121,6 @@ impl Stream {
 
     pub(crate) fn timeline(&self) -> &Arc<Timeline> {
         &self.timeline
-    }
-
-    /// Records the event that the holds of [`hold_patiently`](Self::hold_patiently) so far share. To be called before an
-    /// adopted stream is destroyed: the crate names the stream to the driver in no later call. Waits for no work; what
-    /// the holds cover must be complete when the stream is destroyed. Nothing else is submitted by the crate's calls to
-    /// this stream during the call or after it.
-    ///
-    /// # Errors
-    /// [`Error::Capturing`] while the stream is being captured; the driver's error. Then call it again: the stream is
-    /// still named.
-    pub fn record_holds(&self) -> Result<()> {
-        self.timeline.close_for_good()
-    }
-
-    /// [`Device::reap`] for this stream alone, for a thread that is to find what its own holds and copies have given back
-    /// in its own thread cache.
-    pub fn reap(&self) {
-        self.timeline.advance(true);
     }
 
     /// The number of the stream in statistics, events and reports. No other stream of this process has or had it.

@@ -144,7 +144,7 @@ pub struct StreamStats {
     pub completed: u64,
     /// Copies and holds in flight.
     pub in_flight: usize,
-    /// Bytes of pools' segments in flight, without those that several streams hold together or that an `Arc` shares.
+    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier copies in place.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,

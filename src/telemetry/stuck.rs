@@ -144,7 +144,7 @@ pub struct StuckBuffer {
     /// Its state.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
-    /// hold over several streams.
+    /// shared buffer that several streams have.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.

@@ -102,26 +102,6 @@ pub fn holds(on: &Subject) {
     assert!(sent.is_done().unwrap(), "the hold was over before the copy");
 }
 
-pub fn joint_holds(on: &Subject) {
-    let pool = on.pool(16 << 20);
-    let streams = [on.stream(), on.stream(), on.stream()];
-    let sent: Vec<InFlight<PinnedBuf>> = streams
-        .iter()
-        .map(|s| s.upload(filled(&pool, &bytes(1, 500_000)), on.alloc(500_000)).unwrap())
-        .collect();
-    let all: Vec<&Stream> = streams.iter().collect();
-    let held = Stream::hold_on_all(&all, filled(&pool, b"held")).unwrap();
-    assert!(*held.wait().unwrap() == *b"held");
-    for sent in sent {
-        assert!(sent.is_done().unwrap(), "the hold was over before a copy");
-    }
-    let error = refusal(Stream::hold_on_all(&[], filled(&pool, b"held")), b"held");
-    assert_eq!(error, Error::Empty);
-    drop(Stream::hold_on_all(&all, filled(&pool, b"held")).unwrap());
-    streams.iter().for_each(|s| s.synchronize().unwrap());
-    assert_eq!(pool.stats().in_flight_bytes, 0);
-}
-
 pub fn memory_is_kept(on: &Subject) {
     let (pool, stream) = (on.pool(8 << 20), on.stream());
     let kept = on.alloc(50_000);

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, Stream, Unpinned,
+    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError,
+    Unpinned,
 };
 
 use crate::support::{bytes, in_use, own_process};
@@ -163,7 +164,7 @@ fn callers_share_the_threads() {
 fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
     let places: Vec<usize> = places.collect();
     let mut bufs: Vec<PinnedBuf> = places.iter().map(|_| from.checkout(LEN).unwrap()).collect();
-    // Neighbours on the device are none on the host: else they would be the rows of a rectangle.
+    // Neighbours on the device are none on the host.
     (0..bufs.len()).for_each(|i| bufs.swap(i, (i * 7919 + 13) % places.len()));
     let piece = |(i, (at, mut buf)): (usize, (usize, PinnedBuf))| {
         buf.try_extend_from_slice(&bytes(i, LEN)).unwrap();
@@ -1055,7 +1056,7 @@ fn a_busy_pool_is_sound() {
         scope.spawn(|| {
             while busy() {
                 let buf = s.pool.checkout(LEN).unwrap();
-                drop(Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap().wait().unwrap());
+                drop(streams[0].hold(buf).unwrap().wait().unwrap());
             }
         });
         let mut checks = 0;
@@ -1097,22 +1098,10 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
                 s.device.register(bytes).unwrap()
             };
             let dst = s.memory.slice(..1000).unwrap();
-            let sent = [
-                stream.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
-                stream
-                    .copy_host_part(shrinks(), part.clone(), s.pool.checkout(1000).unwrap())
-                    .map(|(sent, landing)| {
-                        assert!(*landing.wait().unwrap() == *vec![5; part.len()]);
-                        sent
-                    })
-                    .map_err(|e| (e.error, e.buffer.is_some())),
-            ];
-            for sent in sent {
-                match sent {
-                    Ok(sent) => drop(sent.wait().unwrap()),
-                    Err((error, back)) => {
-                        assert!(matches!(error, Error::OutOfRange { .. }) && back, "{error}");
-                    }
+            match stream.upload_part(shrinks(), part.clone(), &dst) {
+                Ok(sent) => drop(sent.wait().unwrap()),
+                Err(SubmitError { error, buffer }) => {
+                    assert!(matches!(error, Error::OutOfRange { .. }) && buffer.is_some(), "{error}");
                 }
             }
         }

@@ -104,7 +104,6 @@ fn another_thread_is_refused_and_loses_nothing() {
             assert!(is_of_another_thread(stream.upload_blocking(&sent, &memory)));
             assert!(is_of_another_thread(stream.download_blocking(&memory, &mut vec![0; LEN])));
             assert!(is_of_another_thread(stream.copy(&memory, &memory)));
-            assert!(is_of_another_thread(stream.alloc(100)));
             assert!(is_of_another_thread(stream.wait_for(&mine)));
             assert!(is_of_another_thread(mine.wait_for(&stream)));
             assert!(is_of_another_thread(stream.synchronize()));
@@ -179,36 +178,6 @@ fn the_reaper_records_on_the_stream_that_covers_it() {
             device.stream().unwrap().download_blocking(&memory, &mut back).unwrap();
             assert!(back == bytes(seed, LEN));
         }
-        all_back(&pool);
-    });
-}
-
-/// Memory that was allocated in the order of one thread's stream is there for another's only once it is known to be.
-#[test]
-fn memory_in_the_order_of_a_thread() {
-    on_stand_in("memory_in_the_order_of_a_thread", |gpu, d| {
-        let device = open();
-        let (pool, stream) = (pool(&device, 2 << 20), own(&device));
-        d.hang(true);
-        let memory = stream.alloc(LEN).unwrap();
-        drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
-        elsewhere(|| {
-            gpu.current(gpu.context);
-            let theirs = own(&device);
-            let refused = theirs.upload(filled(&pool, &bytes(2, LEN)), &memory).unwrap_err();
-            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
-        });
-        d.hang(false);
-        stream.synchronize().unwrap();
-        elsewhere(|| {
-            gpu.current(gpu.context);
-            let theirs = own(&device);
-            theirs.upload_blocking(&bytes(2, LEN), &memory).unwrap();
-        });
-        let mut back = vec![0; LEN];
-        stream.download_blocking(&memory, &mut back).unwrap();
-        assert!(back == bytes(2, LEN));
-        drop(memory);
         all_back(&pool);
     });
 }

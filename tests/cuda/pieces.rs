@@ -1,11 +1,11 @@
 //! Pieces by a copier on a GPU, without the kernels that spread them: how its copies go to the driver.
 //!
-//! What every device does is in `contract/copier.rs`. Here is what only a GPU's driver has: rectangles, and batches that
-//! it refuses.
+//! What every device does is in `contract/copier.rs`. Here is what only a GPU's driver has: batches that it
+//! refuses.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
-use pinpool::{Copier, Device, PinnedBuf, Pool, Unpinned};
+use pinpool::{Copier, Device, Pool, Unpinned};
 
 use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, pool};
@@ -19,41 +19,6 @@ fn open() -> Device {
 
 fn copier(pool: &Pool, device: &Device) -> Copier {
     Copier::builder(pool, device).ring(0).build().unwrap()
-}
-
-/// Pieces at even distances on both sides go as rows of rectangles, from where they are.
-#[test]
-fn rows_of_one_call_go_as_rectangles() {
-    on_gpu("rows_of_one_call_go_as_rectangles", |gpu| {
-        const ROWS: usize = 200;
-        let device = open();
-        let (pool, memory) = (pool(&device, 4 << 20), device.alloc(2 * ROWS * PIECE).unwrap());
-        let copier = copier(&pool, &device);
-        let place = |i: usize| memory.slice(2 * i * PIECE..2 * i * PIECE + LEN).unwrap();
-        let mut bufs: Vec<PinnedBuf> = (0..ROWS).map(|i| filled(&pool, &bytes(i, LEN))).collect();
-        bufs.sort_by_key(|buf| buf.as_ptr().addr());
-        let expected: Vec<Vec<u8>> = bufs.iter().map(|buf| buf.to_vec()).collect();
-        // Only the stand-in counts.
-        let rectangles = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpy2DAsync_v2"));
-        let before = rectangles();
-        let pieces = bufs.into_iter().enumerate().map(|(i, buf)| (buf, place(i))).collect();
-        let bufs = copier.upload_buffers(pieces).unwrap().wait().unwrap();
-        assert!(before.is_none() || rectangles() > before, "no rectangle");
-        let before = rectangles();
-        let landings = bufs.into_iter().enumerate().map(|(i, mut buf)| {
-            buf.fill(0);
-            (place(i), buf)
-        });
-        let bufs = copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
-        assert!(before.is_none() || rectangles() > before, "no rectangle");
-        assert!(bufs.iter().zip(&expected).all(|(buf, expected)| **buf == **expected));
-        assert_eq!(copier.stats().in_place_bytes, 2 * (ROWS * LEN) as u64);
-        if let Some(d) = &gpu.stand_in {
-            assert_eq!(d.report().violations, Vec::<String>::new());
-        }
-        drop((bufs, copier));
-        all_back(&pool);
-    });
 }
 
 /// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where

@@ -1,5 +1,5 @@
-//! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap,
-//! on the stand-in driver: what only CUDA has, and what only a double can be made to do.
+//! Device memory that others allocated, copies between host memory, and the device-side heap, on the stand-in driver: what
+//! only CUDA has, and what only a double can be made to do.
 //!
 //! What any device must do with all of these is in `contract`, and each driver call fails once in `driver.rs`. Each
 //! test runs in a child of its own, which loads the stand-in; see `support/doubles`.
@@ -58,12 +58,6 @@ impl Driver {
 
     fn calls(&self, name: &str) -> u64 {
         self.0.report().calls.iter().find(|c| c.0 == name).map_or(0, |c| c.1)
-    }
-
-    fn allocations(&self) -> usize {
-        let leaks = self.0.report().leaks;
-        let found = leaks.iter().find_map(|l| l.strip_prefix("allocations "));
-        found.map_or(0, |count| count.parse().unwrap())
     }
 
     /// Nothing was broken, and with everything closed nothing is left.
@@ -311,17 +305,22 @@ fn users_of_the_runtime_api_share_the_context() {
 }
 
 #[test]
-fn copies_between_host_memory_do_not_keep_the_caller() {
-    on_stand_in("copies_between_host_memory_do_not_keep_the_caller", &[], |d| {
+fn copies_between_host_memory_wait_for_the_stream() {
+    on_stand_in("copies_between_host_memory_wait_for_the_stream", &[], |d| {
         let device = Device::open("cuda:0").unwrap();
         let (pool, stream, memory) = (pool(&device), device.stream().unwrap(), device.alloc(1000).unwrap());
         d.0.hang(true);
         drop(stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
         let first = stream.download(&memory, pool.checkout(1000).unwrap()).unwrap();
-        let (from, to) =
-            stream.copy_host(filled(&pool, &bytes(2, 1000)), pool.checkout(2000).unwrap()).unwrap();
-        assert!(!from.is_done().unwrap() && !to.is_done().unwrap());
+        let (from, to) = (filled(&pool, &bytes(2, 1000)), pool.checkout(2000).unwrap());
+        let copies = std::thread::spawn({
+            let stream = stream.clone();
+            move || stream.copy_host(from, to).unwrap()
+        });
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(!copies.is_finished(), "the stream has not come to it");
         d.0.hang(false);
+        let (from, to) = copies.join().unwrap();
         let to = to.wait().unwrap();
         assert!(*to == bytes(2, 1000), "with the length of what was copied");
         assert!(
@@ -329,126 +328,24 @@ fn copies_between_host_memory_do_not_keep_the_caller() {
             "in the stream's order"
         );
         assert!(*from.wait().unwrap() == bytes(2, 1000));
-        // Refused by the driver, or said to be and done all the same: both buffers return by themselves.
+        // Where the wait fails nothing is copied, and both buffers return by themselves.
         for after in [false, true] {
-            d.0.fail("cuLaunchHostFunc", 1, 1, after);
+            d.0.fail("cuStreamSynchronize", 1, 1, after);
             let (from, to) = (filled(&pool, &bytes(3, 1000)), pool.checkout(1000).unwrap());
             let refusal = stream.copy_host(from, to).unwrap_err();
-            assert!(refusal.buffer.is_none() && refusal.error.to_string().contains("cuLaunchHostFunc"));
+            assert!(refusal.buffer.is_none() && refusal.error.to_string().contains("cuStreamSynchronize"));
         }
         drop(to);
         until("all is back", || (pool.stats().in_flight_bytes, pool.stats().checked_out_bytes) == (0, 0));
         pool.check().unwrap();
-        // A device that dies first never calls the function: both are quarantined, and the waiter gets an error.
-        d.0.hang(true);
-        let (from, to) =
-            stream.copy_host(filled(&pool, &bytes(4, 1000)), pool.checkout(1000).unwrap()).unwrap();
-        drop(from);
-        d.0.kill(0, 700);
-        assert!(to.wait().unwrap_err().is_device_lost());
-        d.0.hang(false);
+        // The device dies first: both are quarantined, and the caller gets the error.
+        d.0.fail("cuStreamSynchronize", 1, 700, false);
+        let (from, to) = (filled(&pool, &bytes(4, 1000)), pool.checkout(1000).unwrap());
+        let refusal = stream.copy_host(from, to).unwrap_err();
+        assert!(refusal.buffer.is_none() && refusal.error.is_device_lost(), "{}", refusal.error);
         until("both are quarantined", || pool.stats().in_flight_bytes == 0);
         assert!(pool.stats().quarantined_bytes >= 2000, "{:?}", pool.stats());
         assert_eq!(d.0.report().violations, Vec::<String>::new());
-    });
-}
-
-#[test]
-fn memory_in_stream_order_is_freed_behind_its_holds() {
-    on_stand_in("memory_in_stream_order_is_freed_behind_its_holds", &[], |d| {
-        let device = Device::open("cuda:0").unwrap();
-        let (pool, home, other) = (pool(&device), device.stream().unwrap(), device.stream().unwrap());
-        let memory = home.alloc(1000).unwrap();
-        assert_eq!((d.calls("cuMemAllocAsync"), d.calls("cuMemAlloc_v2"), d.allocations()), (1, 0, 1));
-        // Known to be complete: nothing to wait for, on whichever stream.
-        home.synchronize().unwrap();
-        drop(other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
-        other.synchronize().unwrap();
-        assert_eq!(d.calls("cuStreamWaitEvent"), 0);
-        d.0.hang(true);
-        let fresh = home.alloc(1000).unwrap();
-        drop(other.upload(filled(&pool, &bytes(2, 1000)), &fresh).unwrap());
-        assert_eq!(d.calls("cuStreamWaitEvent"), 1, "the other stream waits for the allocation");
-        drop(home.upload(filled(&pool, &bytes(2, 1000)), &fresh).unwrap());
-        assert_eq!(d.calls("cuStreamWaitEvent"), 1, "its own does not");
-        // Held by copies that are not complete, on either stream.
-        drop((memory, fresh));
-        drop(device.alloc(1).unwrap());
-        assert_eq!(d.calls("cuMemFreeAsync"), 1, "only what no copy uses is freed");
-        d.0.hang(false);
-        home.synchronize().unwrap();
-        other.synchronize().unwrap();
-        until("the other is freed, too", || d.calls("cuMemFreeAsync") == 2);
-        // The streams are destroyed with the last memory of theirs, and not before.
-        let last = home.alloc(64).unwrap();
-        drop(home);
-        other.synchronize().unwrap();
-        drop(device.alloc(1).unwrap());
-        assert_eq!(d.calls("cuStreamDestroy_v2"), 0);
-        other.upload_blocking(&[1; 64], &last).unwrap();
-        drop(last);
-        until("the stream goes", || d.calls("cuStreamDestroy_v2") == 1);
-        drop((pool, other, device));
-        d.clean();
-    });
-}
-
-#[test]
-fn without_pools_memory_is_plain() {
-    const TEST: &str = "without_pools_memory_is_plain";
-    on_stand_in(TEST, &[("PINPOOL_STANDIN_POOLS", "0")], |d| {
-        let device = Device::open("cuda:0").unwrap();
-        let (pool, home, other) = (pool(&device), device.stream().unwrap(), device.stream().unwrap());
-        let memory = home.alloc(1000).unwrap();
-        drop(other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
-        assert!(fetch(&pool, &other, &memory) == bytes(1, 1000));
-        assert_eq!(home.alloc(0).unwrap_err(), Error::ZeroLength);
-        drop(memory);
-        until("it is freed", || d.calls("cuMemFree_v2") == 1);
-        let calls = ["cuMemAllocAsync", "cuMemFreeAsync", "cuStreamWaitEvent"].map(|name| d.calls(name));
-        assert_eq!((calls, d.calls("cuMemAlloc_v2")), ([0; 3], 1));
-        drop((pool, home, other, device));
-        d.clean();
-    });
-}
-
-#[test]
-fn memory_in_stream_order_has_its_errors() {
-    on_stand_in("memory_in_stream_order_has_its_errors", &[], |d| {
-        let device = Device::open("cuda:0").unwrap();
-        let (pool, home, other) = (pool(&device), device.stream().unwrap(), device.stream().unwrap());
-        let error = home.alloc(1 << 40).unwrap_err();
-        assert!(error.is_retryable() && error.to_string().contains("cuMemAllocAsync"), "{error}");
-        assert!(device.alloc(1 << 40).unwrap_err().is_retryable());
-        // The wait for the allocation is refused: so is the copy, with its buffer, and nothing was submitted.
-        // (While nothing moves, so that there is something to wait for.)
-        d.0.hang(true);
-        let memory = home.alloc(1000).unwrap();
-        d.0.fail("cuStreamWaitEvent", 1, 1, false);
-        let refusal = other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap_err();
-        assert!(refusal.error.to_string().contains("cuStreamWaitEvent"), "{}", refusal.error);
-        assert!(*refusal.buffer.unwrap() == bytes(1, 1000));
-        assert_eq!(d.calls("cuMemcpyHtoDAsync_v2"), 0);
-        d.0.hang(false);
-        drop(other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
-        assert!(fetch(&pool, &other, &memory) == bytes(1, 1000));
-        // A free that fails leaks that memory, and nothing else.
-        d.0.fail("cuMemFreeAsync", 1, 1, false);
-        drop(memory);
-        until("it is tried", || d.calls("cuMemFreeAsync") == 1);
-        drop(home.alloc(10).unwrap());
-        until("the next goes", || d.calls("cuMemFreeAsync") == 2);
-        // The device dies with memory in flight: nothing hangs, and everything but the memory can be dropped.
-        d.0.hang(true);
-        let memory = home.alloc(1000).unwrap();
-        let flight = other.upload(filled(&pool, &bytes(2, 1000)), &memory).unwrap();
-        d.0.kill(0, 700);
-        assert!(flight.wait().unwrap_err().is_device_lost());
-        assert!(home.alloc(10).unwrap_err().is_device_lost());
-        assert!(other.upload(filled(&pool, &bytes(2, 10)), &memory).unwrap_err().error.is_device_lost());
-        d.0.hang(false);
-        assert_eq!(d.0.report().violations, Vec::<String>::new());
-        drop((memory, home, other, pool, device));
     });
 }
 
@@ -457,7 +354,6 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
     on_stand_in("a_driver_that_has_ended_is_not_called_for_memory", &[], |d| {
         let device = Device::open("cuda:0").unwrap();
         let (stream, plain) = (device.stream().unwrap(), device.alloc(64).unwrap());
-        let ordered = stream.alloc(64).unwrap();
         let gone = Arc::new(Mutex::new(None));
         // SAFETY: `plain` outlives every use, of which there is none.
         let raw =
@@ -467,10 +363,10 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         // SAFETY: refused.
         let refusal = unsafe { device.raw_memory(plain.address(), 64, ()) }.unwrap_err();
         assert_eq!(refusal.error.class(), ErrorClass::DriverShutdown);
-        drop((plain, ordered, raw));
-        // The owner is dropped last, and by then the others have had their turn.
+        drop((plain, raw));
+        // The owner is dropped last, and by then the other has had its turn.
         until("the owner goes", || gone.lock().unwrap().is_some());
-        assert_eq!((d.calls("cuMemFree_v2"), d.calls("cuMemFreeAsync")), (0, 0));
+        assert_eq!(d.calls("cuMemFree_v2"), 0);
         drop((stream, device));
     });
 }
@@ -512,13 +408,13 @@ fn a_capture_elsewhere_survives_all_of_it() {
     on_stand_in("a_capture_elsewhere_survives_all_of_it", &[], |d| {
         let device = Device::open("cuda:0").unwrap();
         d.runtime(0);
-        let (pool, home, other) = (pool(&device), device.stream().unwrap(), device.stream().unwrap());
+        let (pool, other) = (pool(&device), device.stream().unwrap());
         let captured = d.made("cuStreamCreate", 1, 0);
         // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
         assert_eq!(d.call("cuStreamBeginCapture_v2", [captured, 0, 0, 0]), 0);
         set_device_heap_limit(&device, device_heap_limit(&device).unwrap()).unwrap();
         for round in 0..10 {
-            let memory = home.alloc(1000).unwrap();
+            let memory = device.alloc(1000).unwrap();
             drop(other.upload(filled(&pool, &bytes(round, 1000)), &memory).unwrap());
             let (at, owner) = (memory.address(), memory.clone());
             drop(memory);
@@ -529,7 +425,7 @@ fn a_capture_elsewhere_survives_all_of_it() {
             let (_, to) = other.copy_host(from, to).unwrap();
             assert!(*to.wait().unwrap() == bytes(round, 500));
         }
-        drop((pool, home, other, device));
+        drop((pool, other, device));
         until("we are gone", || d.calls("cuDevicePrimaryCtxRelease_v2") == 1);
         let mut graph = 0_usize;
         let ended = d.call("cuStreamEndCapture", [captured, (&raw mut graph) as usize, 0, 0]);

@@ -361,27 +361,6 @@ fn a_context_goes_after_the_streams_in_it() {
     });
 }
 
-/// Freeing happens at a time that the program cannot know, so nothing is promised about the stream until then.
-#[test]
-fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
-    on_gpu("memory_may_outlive_the_stream_that_it_was_allocated_on", |gpu| {
-        let device = open();
-        let raw = gpu.stream();
-        let stream = adopt(&device, raw).unwrap();
-        let (used, unused) = (stream.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap());
-        stream.upload_blocking(&bytes(1, LEN), &used).unwrap();
-        // Freed when the stream has reached it, and not before.
-        drop(stream.alloc(LEN).unwrap());
-        stream.synchronize().unwrap();
-        // As `adopt_stream` has it: all that was submitted is known to be complete.
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
-        let mut back = vec![0; LEN];
-        device.stream().unwrap().download_blocking(&used, &mut back).unwrap();
-        assert!(back == bytes(1, LEN));
-        drop((used, unused, stream));
-    });
-}
-
 /// A thread of the crate frees memory at a time of its own: in the middle of a capture, too.
 #[test]
 fn freeing_memory_gets_into_no_capture() {
@@ -389,10 +368,9 @@ fn freeing_memory_gets_into_no_capture() {
         let device = open();
         let own = device.stream().unwrap();
         let (raw, raw_own) = (gpu.stream(), cuda::raw_stream(&own).unwrap() as usize);
-        let freed = || calls(d, "cuMemFreeAsync") + calls(d, "cuMemFree_v2");
+        let freed = || calls(d, "cuMemFree_v2");
         for (stream, raw) in [(adopt(&device, raw).unwrap(), raw), (own, raw_own)] {
-            let memory = stream.alloc(LEN).unwrap();
-            stream.synchronize().unwrap();
+            let memory = device.alloc(LEN).unwrap();
             let before = freed();
             gpu.begin_capture(raw, 1);
             // The thread asks just before the capture begins.
@@ -589,7 +567,7 @@ fn a_child_drops_everything_without_a_driver() {
         let shared = device.stream().unwrap();
         cuda::raw_stream(&shared).unwrap();
         gpu.begin_capture(raw, 1);
-        let captured = stream.upload_captured(filled(&pool, &bytes(2, 1000)), &memory).unwrap();
+        stream.hold_captured(filled(&pool, &bytes(2, 1000))).unwrap();
         gpu.end_capture(raw);
         let landing = pool.checkout_on(&stream, 1000).unwrap();
         let buf = filled(&pool, &bytes(3, 1000));
@@ -612,7 +590,7 @@ fn a_child_drops_everything_without_a_driver() {
                     stream.wait_for(&shared) == Err(Error::Forked),
                     pool.checkout_on(&stream, 1000).err() == Some(Error::Forked),
                 ];
-                drop((flight, captured, landing, stream, shared, memory, pool, device, other));
+                drop((flight, landing, stream, shared, memory, pool, device, other));
                 let wrong = refused.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1);
                 if made() != before || one_gone() || two_gone() { 50 } else { wrong }
             });

@@ -62,7 +62,7 @@ pub fn leftovers(
         let quarantined = report.quarantined > 0;
         (left.streams == 0 || own(Call::DestroyStream) && left.streams == 1)
             && (left.events == 0 || own(Call::DestroyEvent) && left.events == 1 || quarantined)
-            && (left.allocations == 0 || (own(Call::Free) || own(Call::FreeOn)) && left.allocations == 1)
+            && (left.allocations == 0 || own(Call::Free) && left.allocations == 1)
             && (left.pinned_bytes == 0 || own(Call::Unpin) && left.pinned_bytes <= 128 << 10 || quarantined)
             && left.queued == 0
     };

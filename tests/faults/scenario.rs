@@ -110,21 +110,24 @@ fn copies(s: &mut Server<'_>) {
     }
 }
 
-/// Memory in stream order, memory by its address, and copies between host memory.
+/// Memory by its address, and copies between host memory.
 fn memories(s: &mut Server<'_>) {
     let seed = s.next_seed();
     s.expected[11] = None;
-    // Used on another stream than the one that it was allocated on, and dropped in use.
-    let copied = s.again("memory in stream order", |s| {
-        let memory = s.streams[2].alloc(SLOT)?;
-        s.streams[0].upload_blocking(&bytes(seed as usize, SLOT), &memory)?;
-        let flight = s.streams[1].copy(&memory, s.slot(11))?;
-        drop(memory);
+    // On one stream, and then on another one that waits for it.
+    let copied = s.again("wait_for", |s| {
+        s.streams[0].upload_blocking(&bytes(seed as usize, SLOT), s.slot(12))?;
+        let first = s.streams[0].copy(s.slot(12), s.slot(11))?;
+        s.streams[1].wait_for(&s.streams[0])?;
+        drop(first);
+        let flight = s.streams[1].copy(s.slot(11), s.slot(12))?;
         Ok(s.settle(flight))
     });
+    s.expected[12] = None;
     if let Some(Some(())) = copied {
         s.expected[11] = Some(seed);
-        s.download(1, 11);
+        s.expected[12] = Some(seed);
+        s.download(2, 12);
     }
     let mut back = vec![0; SLOT];
     let by_address = s.again("memory by its address", |s| {
@@ -150,7 +153,7 @@ fn memories(s: &mut Server<'_>) {
 }
 
 fn holds(s: &mut Server<'_>) {
-    // For one stream, waited for and dropped; for all of them.
+    // Waited for, and dropped.
     for dropped in [false, true] {
         if let Some(mut buf) = s.checkout(1000) {
             buf.extend_from_slice(&[7; 1000]);
@@ -165,22 +168,6 @@ fn holds(s: &mut Server<'_>) {
                 }
                 Err(e) if e.error.is_device_lost() => {}
                 Err(e) => s.wrong(format!("a hold was refused: {e}")),
-            }
-        }
-        if let Some(mut buf) = s.checkout(1000) {
-            buf.extend_from_slice(&[8; 1000]);
-            s.upload_and_drop(1, 12);
-            let all: Vec<&Stream> = s.streams.iter().collect();
-            match Stream::hold_on_all(&all, buf) {
-                Ok(flight) if dropped => drop(flight),
-                Ok(flight) => {
-                    if s.settle(flight).is_some_and(|buf| *buf != [8; 1000]) {
-                        s.wrong("a buffer held by several streams came back with other bytes");
-                    }
-                    s.did("hold on all");
-                }
-                Err(e) if e.error.is_device_lost() => {}
-                Err(e) => s.wrong(format!("a hold on all was refused: {e}")),
             }
         }
     }

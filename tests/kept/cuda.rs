@@ -1,6 +1,7 @@
 //! What only CUDA has.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use pinpool::cuda::{adopt_context, adopt_stream, device_heap_limit, raw_context, set_device_heap_limit};
 use pinpool::{AddressFault, Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, SubmitError};
@@ -266,6 +267,56 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
 }
 
 #[test]
+fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
+    on_each_gpu("patient_holds_share_an_event_and_end_no_earlier_than_others", |gpu| {
+        const LEN: usize = 50_000;
+        let device = open();
+        // Room for one buffer.
+        let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
+        let (raw, theirs) = (gpu.stream(), gpu.memory(LEN));
+        // SAFETY: destroyed when all work on it is complete.
+        let stream = unsafe { adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        let records = || gpu.stand_in.as_ref().map_or(0, |stand_in| calls(stand_in, "cuEventRecord"));
+        let sent = bytes(1, LEN);
+        let buf = Arc::new(filled(&pool, &sent));
+        if let Some(stand_in) = &gpu.stand_in {
+            stand_in.hang(true);
+        }
+        // A copy of the program's, and many holds behind it, all of whose handles but one are dropped.
+        gpu.upload(theirs, buf.as_ptr(), LEN, raw);
+        let before = records();
+        for _ in 0..160 {
+            drop(stream.hold_patiently(buf.clone()).unwrap());
+        }
+        let held = stream.hold_patiently(buf).unwrap();
+        // One event for sixteen holds, and those of threads that find some due.
+        assert!(records() - before < 160 / 2, "{} events", records() - before);
+        stream.record_holds().unwrap();
+        if let Some(stand_in) = &gpu.stand_in {
+            assert!(!held.is_done().unwrap(), "the device still reads it");
+            assert!(pool.try_checkout(LEN).is_err(), "the device still reads it");
+            stand_in.hang(false);
+        }
+        drop(held);
+        until("all holds are over", || pool.try_checkout(LEN).is_ok());
+        // Whoever gets the memory next overwrites it.
+        drop(filled(&pool, &bytes(2, LEN)));
+        assert!(gpu.read(theirs, LEN, raw) == sent);
+        // While the stream is captured, the buffer comes back.
+        gpu.begin_capture(raw, 1);
+        let refused = stream.hold_patiently(filled(&pool, &sent)).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        assert!(refused.buffer.is_some_and(|buf| *buf == *sent));
+        assert!(matches!(stream.record_holds(), Err(Error::Capturing { .. })));
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        stream.record_holds().unwrap();
+        drop((stream, pool));
+        gpu.ok("cuMemFree_v2", &[theirs]);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+#[test]
 fn a_graph_keeps_what_is_held_for_it() {
     on_each_gpu("a_graph_keeps_what_is_held_for_it", |gpu| {
         const LEN: usize = 50_000;
@@ -281,14 +332,14 @@ fn a_graph_keeps_what_is_held_for_it() {
             refused.buffer.expect("the buffer comes back")
         };
         let refused = stream.hold_captured(filled(&pool, &sent)).unwrap_err();
-        let buf = back(refused, |error| matches!(error, Error::NotCapturing { .. } | Error::Unsupported(_)));
+        let buf = back(refused, |error| matches!(error, Error::NotCapturing | Error::Unsupported(_)));
         gpu.begin_capture(raw, 1);
         // Copies and holds that belong to no graph are refused, and do not spoil the capture.
         let capturing = |error: &Error| matches!(error, Error::Capturing { .. });
         let buf = back(stream.upload(buf, &memory).unwrap_err(), capturing);
         let buf = back(stream.hold(buf).unwrap_err(), capturing);
         let kept = match stream.hold_captured(buf) {
-            Ok(_) => true,
+            Ok(()) => true,
             Err(refused) => {
                 // Drivers before CUDA 11.3 have no owners of graphs.
                 let buf = back(refused, |error| matches!(error, Error::Unsupported(_)));

@@ -113,7 +113,6 @@ pub enum Op {
     Share(usize, usize, usize, Keep),
     DropShared(usize),
     Hold(usize, usize, Keep),
-    HoldAll(usize, u8, Keep),
     Claim(usize, Size, Use),
     /// All segments of this size are put in flight, on this stream and the next, and then some of them are claimed.
     Crowd(usize, Size, Vec<Use>),
@@ -199,7 +198,6 @@ fn plain() -> impl Strategy<Value = Op> {
         4 => (at(), at(), at(), keep()).prop_map(|(b, l, m, k)| Op::Share(b, l, m, k)),
         3 => at().prop_map(Op::DropShared),
         4 => (at(), at(), keep()).prop_map(|(b, l, k)| Op::Hold(b, l, k)),
-        3 => (at(), any::<u8>(), keep()).prop_map(|(b, m, k)| Op::HoldAll(b, m, k)),
         8 => (at(), size(), usage.clone()).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
         6 => (at(), prop::sample::select(vec![20_000usize, 40_000, 61_000]), prop::collection::vec(usage, 1..5))
             .prop_map(|(l, len, u)| Op::Crowd(l, Size { len, align: 64 }, u)),

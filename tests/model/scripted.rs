@@ -20,15 +20,7 @@ pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
 
 /// The calls that the model's pool makes. (The others are in `tests/faults/memory.rs` and `faults`.)
 pub fn calls() -> Vec<Call> {
-    let elsewhere = [
-        Call::AllocateHost,
-        Call::FreeHost,
-        Call::DeviceAddress,
-        Call::AllocateOn,
-        Call::FreeOn,
-        Call::Examine,
-        Call::Launch,
-    ];
+    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress, Call::Examine, Call::Launch];
     Call::ALL.into_iter().filter(|call| !elsewhere.contains(call)).collect()
 }
 
@@ -74,8 +66,6 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         | Call::AllocateHost
         | Call::FreeHost
         | Call::DeviceAddress
-        | Call::AllocateOn
-        | Call::FreeOn
         | Call::Examine
         | Call::Launch => vec![],
     };

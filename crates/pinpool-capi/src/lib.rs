@@ -543,21 +543,21 @@ unsafe fn hold(
         // SAFETY: the caller's promise.
         None => unsafe { adopt(&opened.devices[index], raw) }?,
     };
-    match stream.hold_patiently(buf) {
-        // The timeline has its own reference.
-        Ok(held) => drop(held),
+    let held = match stream.hold_patiently(buf) {
+        Ok(held) => held,
         Err(refused) => match (refused.error, refused.buffer) {
             (Error::Capturing { .. }, Some(buf)) => {
-                drop(stream.hold_captured(buf).map_err(|refused| refused.error)?);
+                stream.hold_captured(buf).map_err(|refused| refused.error)?;
                 opened.blocks.held(index, handle, None);
                 return Ok(());
             }
             (error, _) => return Err(error.into()),
         },
-    }
+    };
     let known = (new && handle != PER_THREAD).then(|| stream.clone());
     if opened.blocks.held(index, handle, known) {
-        stream.reap();
+        // A look at the stream. What it says of this hold makes no difference: the stream has its own reference.
+        let _ = held.is_done();
     }
     Ok(())
 }

@@ -66,7 +66,7 @@ pub enum Op {
     WaitReady { at: u8 },
     DropReady { at: u8 },
     OnDevice { lane: bool, from: u8, to: u8, len: u8 },
-    Hold { at: u8, lane: bool, both: bool, keep: bool },
+    Hold { at: u8, lane: bool, keep: bool },
     Wait { at: u8 },
     PollFlight { at: u8 },
     IsDone { at: u8 },

@@ -492,15 +492,10 @@ impl World {
                 }
                 self.flying.extend(result.ok().map(Flying::Unit));
             }
-            Op::Hold { at, lane, both, keep } => {
+            Op::Hold { at, lane, keep } => {
                 if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
                     let lane = self.lane(lane);
-                    let result = if both {
-                        let streams: Vec<&Stream> = self.lanes.iter().map(|l| &l.stream).collect();
-                        Stream::hold_on_all(&streams, buf)
-                    } else {
-                        self.lanes[lane].stream.hold(buf)
-                    };
+                    let result = self.lanes[lane].stream.hold(buf);
                     self.submitted(result, bytes.clone(), known(&bytes), range, keep);
                 }
             }

@@ -158,11 +158,6 @@ impl Engine {
         Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
     }
 
-    /// Makes all streams wait until this memory may be used. Copies of a job may go on any of them.
-    pub(super) fn admit(&self, memory: &DeviceSlice) -> Result<()> {
-        self.streams().try_for_each(|stream| memory.admit(stream.timeline().stream()))
-    }
-
     /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
     pub(super) fn order(self: &Arc<Self>, job: &Arc<Job>, ranges: Vec<Range<u64>>) {
         let (number, free) = self.order.enter(job.clone(), ranges, job.direction == Direction::Up);
@@ -440,7 +435,7 @@ impl Engine {
             Flight::Segment(flight) => flight.submitted(seq),
             Flight::Lent(ticket, _) => ticket.seq = seq,
         }
-        said.map_err(|error| Refusal { error, ticket: flight.ticket() }).map(|()| flight)
+        said.map_err(|error| Refusal { error, ticket: Some(flight.ticket().clone()) }).map(|()| flight)
     }
 
     /// # Safety
@@ -504,10 +499,10 @@ pub(super) enum Flight {
 }
 
 impl Flight {
-    pub(super) fn ticket(&self) -> Option<Ticket> {
+    pub(super) fn ticket(&self) -> &Ticket {
         match self {
             Self::Segment(flight) => flight.ticket(),
-            Self::Lent(ticket, _) => Some(ticket.clone()),
+            Self::Lent(ticket, _) => ticket,
         }
     }
 

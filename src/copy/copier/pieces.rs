@@ -29,12 +29,8 @@ use crate::stream::timeline::{Resource, RetainedResource};
 /// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
 /// there is nothing to be done beside the last ones: chunks there are short.
 pub(super) const LEAST: usize = 256 << 10;
-/// Copies and bytes of a chunk whose pieces are in place; and copies, where they are the rows of a rectangle, which the
-/// device copies by one call.
+/// Copies and bytes of a chunk whose pieces are in place.
 const MOST_IN_PLACE: (usize, usize) = (256, 32 << 20);
-const MOST_ROWS: usize = 1024;
-/// Windows of three pieces that tell whether all are rows.
-const SAMPLES: usize = 256;
 
 /// How the chunks of a call grow and shrink.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +115,6 @@ impl Survey {
             return Ok(());
         }
         memory.check_is_of(engine.device.context())?;
-        engine.admit(memory)?;
         self.at = self.memories.len();
         self.known.insert(number, self.at);
         self.memories.push(memory.allocation());
@@ -475,49 +470,24 @@ impl<S: Side> Drop for List<S> {
 pub(super) struct Buffers<S: Side> {
     pieces: Vec<Piece>,
     values: List<S>,
-    /// The pieces are the rows of rectangles, nearly all of them.
-    rows: bool,
     ramp: Ramp,
 }
 
 impl<S: Side> Buffers<S> {
     /// `pieces`: where each buffer's bytes are, in the order of the values.
     pub(super) fn new(pieces: Vec<Piece>, values: Vec<Held<S>>, ramp: Ramp) -> Self {
-        let rows = are_rows(&pieces);
-        Self { pieces, values: List(UnsafeCell::new(values)), rows, ramp }
-    }
-
-    /// Whether a piece is copied from or to where it is.
-    fn stays(&self, piece: &Piece) -> bool {
-        self.rows || piece.len >= IN_PLACE
+        Self { pieces, values: List(UnsafeCell::new(values)), ramp }
     }
 }
 
-/// Whether pieces are mostly rows of rectangles, which the device copies at full speed from where they are: equally
-/// long, and at even distances on both sides, in the order of the call.
-fn are_rows(pieces: &[Piece]) -> bool {
-    let windows = pieces.len().saturating_sub(2);
-    let step = (windows / SAMPLES).max(1);
-    let far = |a: &Piece, b: &Piece| {
-        let follows = a.host.addr() < b.host.addr() && a.device < b.device && a.len == b.len;
-        follows.then(|| (b.host.addr() - a.host.addr(), b.device - a.device))
-    };
-    let mut sampled = pieces.windows(3).step_by(step).peekable();
-    if sampled.peek().is_none() {
-        return false;
-    }
-    let (mut seen, mut even) = (0, 0);
-    for window in sampled {
-        let [a, b, c] = window else { continue };
-        seen += 1;
-        even += usize::from(far(a, b).is_some() && far(a, b) == far(b, c));
-    }
-    even >= seen - seen / 4
+/// Whether a piece is copied from or to where it is.
+fn stays(piece: &Piece) -> bool {
+    piece.len >= IN_PLACE
 }
 
 impl<S: Side> Work for Buffers<S> {
     fn needs(&self, cursor: &Cursor) -> Needs {
-        let stays = self.pieces.get(cursor.at.piece).is_some_and(|piece| self.stays(piece));
+        let stays = self.pieces.get(cursor.at.piece).is_some_and(stays);
         match (stays, cursor.at.from) {
             (true, 0) => Needs::Nothing,
             (false, 0) => Needs::SegmentIfAny,
@@ -530,14 +500,14 @@ impl<S: Side> Work for Buffers<S> {
         let most = self.ramp.next(cursor, room);
         let needs = self.needs(cursor);
         if room.is_some() && needs != Needs::Nothing {
-            let (get, fits) = (|n: usize| self.pieces[n], |piece: &Piece| !self.stays(piece));
+            let (get, fits) = (|n: usize| self.pieces[n], |piece: &Piece| !stays(piece));
             return cut(self.pieces.len(), get, fits, anywhere, most, cursor);
         }
-        let most = if self.rows { MOST_ROWS } else { MOST_IN_PLACE.0 };
+        let (most, most_bytes) = MOST_IN_PLACE;
         let (mut end, mut bytes) = (cursor.at.piece, 0);
-        while end < self.pieces.len() && end - cursor.at.piece < most && bytes < MOST_IN_PLACE.1 {
+        while end < self.pieces.len() && end - cursor.at.piece < most && bytes < most_bytes {
             // A short one joins only where there is no segment for it.
-            if needs == Needs::Nothing && !self.stays(&self.pieces[end]) {
+            if needs == Needs::Nothing && !stays(&self.pieces[end]) {
                 break;
             }
             bytes += self.pieces[end].len;

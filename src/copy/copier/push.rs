@@ -155,18 +155,13 @@ pub(super) struct Filling {
 /// What came of a push into the open chunk.
 enum Put {
     Done(Shared),
-    /// The chunk has no push to this allocation yet, and the streams have to be told.
-    Unknown,
     Full,
 }
 
 impl Filling {
-    fn put(&mut self, bytes: &[u8], memory: &DeviceSlice, is_admitted: bool) -> Put {
+    fn put(&mut self, bytes: &[u8], memory: &DeviceSlice) -> Put {
         let number = memory.allocation_number();
         let is_last = self.memories.last().is_some_and(|last| Arc::as_ptr(last).addr() as u64 == number);
-        if !is_last && !is_admitted && !self.known.contains(&number) {
-            return Put::Unknown;
-        }
         let (mut layout, data) = (self.layout, self.layout.data());
         let part = match layout.put(number, memory.address(), bytes.len()) {
             Some(part) if part.len == bytes.len() => part,
@@ -413,27 +408,18 @@ impl Copier {
         let lanes = &engine.pushes.lanes[self.priority as usize];
         let place = number() % lanes.len();
         let lane = &lanes[place];
-        let mut is_admitted = false;
         let mut segment = None;
         loop {
-            match lane.put(|open| open.put(bytes, memory, is_admitted)).unwrap_or(Put::Full) {
+            match lane.put(|open| open.put(bytes, memory)).unwrap_or(Put::Full) {
                 Put::Done(shared) => {
                     // Another thread has opened a chunk meanwhile.
                     segment.into_iter().for_each(|(segment, counts)| give(engine, segment, counts));
                     return Ok(self.pushed(shared));
                 }
-                Put::Unknown => is_admitted = true,
                 Put::Full => match segment.take() {
                     Some((segment, counts)) => return self.open(segment, counts, place, bytes, memory),
-                    None => {
-                        segment = Some(self.push_segment(lane, waits)?);
-                        continue;
-                    }
+                    None => segment = Some(self.push_segment(lane, waits)?),
                 },
-            }
-            if let Err(error) = engine.admit(memory) {
-                segment.into_iter().for_each(|(segment, counts)| give(engine, segment, counts));
-                return Err(error);
             }
         }
     }
@@ -484,10 +470,6 @@ impl Copier {
         memory: &DeviceSlice,
     ) -> Result<Transfer> {
         let (engine, priority) = (self.engine(), self.priority);
-        if let Err(error) = engine.admit(memory) {
-            give(engine, segment, counts);
-            return Err(error);
-        }
         let pushes = engine.pushes.clone();
         // Relaxed: only to be different.
         let place = Place { priority, lane, number: pushes.next.fetch_add(1, Ordering::Relaxed) };
@@ -528,7 +510,7 @@ impl Copier {
             shared: shared.clone(),
         };
         // It fits: `longest`.
-        filling.put(bytes, memory, true);
+        filling.put(bytes, memory);
         engine.pushes.lanes[priority as usize][lane].open(place.number, filling, job.clone());
         engine.start(&job, 0).inspect_err(|error| job.fail(error.clone()))?;
         Ok(self.pushed(shared))

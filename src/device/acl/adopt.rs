@@ -16,11 +16,8 @@
 //! be recorded on a stream of the current context (107003), and recording one does no harm: the crate checks a stream
 //! in that way.
 
-use std::collections::HashSet;
 use std::ffi::c_void;
 use std::sync::Arc;
-
-use crate::locks::Mutex;
 
 use super::api::AclApi;
 use super::error::AclCode;
@@ -29,20 +26,6 @@ use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
 use crate::os;
-
-/// Handles of adopted streams.
-#[derive(Debug, Default)]
-pub(super) struct Foreign(Mutex<HashSet<u64>>);
-
-impl Foreign {
-    pub(super) fn has(&self, stream: StreamHandle) -> bool {
-        self.0.lock().contains(&stream.0)
-    }
-
-    pub(super) fn forget(&self, stream: StreamHandle) {
-        self.0.lock().remove(&stream.0);
-    }
-}
 
 /// A driver for a context that the program made.
 ///
@@ -112,7 +95,6 @@ impl Acl {
         }
         // It may be a long time before it is complete.
         self.events.set_aside(event);
-        self.foreign.0.lock().insert(handle.0);
         Ok(handle)
     }
 

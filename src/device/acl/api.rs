@@ -33,7 +33,6 @@ use crate::escape::unnamed;
 pub(super) type AclContext = *mut c_void;
 pub(super) type AclStream = *mut c_void;
 pub(super) type AclEvent = *mut c_void;
-pub(super) type HostFunc = unsafe extern "C" fn(*mut c_void);
 
 /// acl_rt.h: aclrtMallocAttribute, whose value is a union of 8 bytes.
 #[derive(Debug)]
@@ -167,8 +166,6 @@ table! {
     host_unregister = "aclrtHostUnregister": fn(*mut c_void);
     /// Late 2025.
     pointer_attributes = "aclrtPointerGetAttributes": fn(*const c_void, *mut PointerAttributes);
-    /// CANN 8.5.
-    launch_host = "aclrtLaunchHostFunc": fn(AclStream, HostFunc, *mut c_void);
     version = "aclrtGetVersion": fn(*mut i32, *mut i32, *mut i32);
     soc_name = "aclrtGetSocName": fn() -> *const c_char;
     recent_message = "aclGetRecentErrMsg": fn() -> *const c_char;

@@ -18,17 +18,12 @@
 //!
 //! # From host to host
 //!
-//! The library refuses such a copy on a stream (207000). Newer libraries run a function of the crate's in the stream's
-//! order (`aclrtLaunchHostFunc`); it makes no call of the library's. On an adopted stream the program may use the older
-//! way of running functions, and the two must not meet on one stream. There, and with older libraries, the caller's
-//! thread drains the stream and copies.
+//! The library refuses such a copy on a stream (207000). So the caller's thread drains the stream and copies.
 
 use std::ffi::{c_int, c_void};
 
-use super::api::AclStream;
 use super::host::{cuts, is_locked};
 use super::{Acl, stream};
-use crate::device::callback;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
@@ -71,8 +66,8 @@ impl Acl {
             Transfer::OnDevice { src, dst, len } => {
                 (CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
             }
-            // SAFETY: the caller promises both ranges, as `copy_on_host` asks for.
-            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_on_host(on, src, dst, len) },
+            // SAFETY: the caller's promise holds for longer than this call.
+            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
         };
         if !locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
             // SAFETY: the caller's promise holds for longer than this call.
@@ -190,20 +185,6 @@ impl Acl {
             attempt += 1;
         }
         true
-    }
-
-    /// # Safety
-    /// As for [`Driver::copy`](crate::device::Driver::copy).
-    unsafe fn copy_on_host(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
-        let Some(launch) = self.api.launch_host.filter(|_| !self.foreign.has(on)) else {
-            // SAFETY: the caller's promise holds for longer than this call.
-            return unsafe { self.copy_by_cpu(on, src, dst, len) };
-        };
-        let _current = self.current()?;
-        let (run, place) = callback::copy(src, dst, len);
-        let on: AclStream = stream(on);
-        // SAFETY: the function finds its copy by the key `place`; the caller promises both ranges.
-        self.said("aclrtLaunchHostFunc", unsafe { launch.call(on, run, place) })
     }
 
     /// # Safety

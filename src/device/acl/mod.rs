@@ -84,8 +84,6 @@ pub(crate) struct Acl {
     on_device: bool,
     events: AclEvents,
     host: host::Host,
-    /// Handles of adopted streams.
-    foreign: adopt::Foreign,
     /// Whether this is the device's default context, counted once. Another one is the program's.
     default: bool,
     /// The error that the device was lost with.
@@ -277,7 +275,6 @@ impl Acl {
             on_device: found.on_device,
             events: AclEvents::of(api),
             host: host::Host::new(found.on_device),
-            foreign: adopt::Foreign::default(),
             default,
             lost: OnceLock::new(),
             ending: Ending::new(),
@@ -475,10 +472,7 @@ impl Driver for Acl {
         let mut stream: AclStream = std::ptr::null_mut();
         // SAFETY: writes a handle.
         self.said("aclrtCreateStream", unsafe { self.api.stream_create.call(&raw mut stream) })?;
-        let handle = StreamHandle(stream as usize as u64);
-        // An adopted stream with that handle has been destroyed.
-        self.foreign.forget(handle);
-        Ok(handle)
+        Ok(StreamHandle(stream as usize as u64))
     }
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {

@@ -24,7 +24,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
-use super::{Cuda, CudaCurrent, batch, check, memory, numa_node, stream};
+use super::{Cuda, CudaCurrent, batch, check, numa_node, stream};
 use crate::device::confined::Confined;
 use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
@@ -73,11 +73,9 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     let name: Arc<str> =
         format!("cuda:{ordinal} (adopted context {})", AdoptedContext::number(context as usize)).into();
     let key = format!("cuda context {:#x}", context as usize);
-    let pools = memory::has_pools(api, &name, device)?;
     let driver = Cuda {
         ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
         numa_node: numa_node(api, device),
-        pools,
         api,
         name,
         device,

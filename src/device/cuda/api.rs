@@ -28,7 +28,6 @@ pub(crate) type CUcontext = *mut c_void;
 pub(crate) type CUstream = *mut c_void;
 pub(crate) type CUevent = *mut c_void;
 pub(crate) type CUdeviceptr = u64;
-pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 pub(crate) type CUgraph = *mut c_void;
 pub(crate) type CUuserObject = *mut c_void;
 pub(crate) type CUmodule = *mut c_void;
@@ -42,31 +41,6 @@ pub(crate) struct CUmemcpyAttributes {
     pub(crate) source: [c_int; 2],
     pub(crate) target: [c_int; 2],
     pub(crate) flags: c_uint,
-}
-
-/// cuda.h's `CUDA_MEMCPY2D`: `height` rows of `width` bytes at even distances (pitches), each side in host or device
-/// memory.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct CUDA_MEMCPY2D {
-    pub(crate) source: Side2D,
-    pub(crate) target: Side2D,
-    pub(crate) width: usize,
-    pub(crate) height: usize,
-}
-
-/// One side of a [`CUDA_MEMCPY2D`]. (In cuda.h these are fields of the whole.)
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Side2D {
-    pub(crate) x: usize,
-    pub(crate) y: usize,
-    /// `CU_MEMORYTYPE_HOST` or `CU_MEMORYTYPE_DEVICE`.
-    pub(crate) kind: c_uint,
-    pub(crate) host: *mut c_void,
-    pub(crate) device: CUdeviceptr,
-    pub(crate) array: *mut c_void,
-    pub(crate) pitch: usize,
 }
 
 /// The environment variable that names the library to load in place of `libcuda.so.1`.
@@ -175,16 +149,12 @@ table! {
     copy_to_device = "cuMemcpyHtoDAsync_v2": fn(CUdeviceptr, *const c_void, usize, CUstream);
     copy_to_host = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, CUdeviceptr, usize, CUstream);
     copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
-    launch_host = "cuLaunchHostFunc": fn(CUstream, CUhostFn, *mut c_void);
     error_name = "cuGetErrorName": fn(CudaCode, *mut *const c_char);
     error_string = "cuGetErrorString": fn(CudaCode, *mut *const c_char);
     }
     optional {
     /// Sets relaxed capture mode, so that queries spoil no capture.
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
-    /// Memory in stream order, since CUDA 11.2.
-    mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
-    mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
     /// 12.8: many copies by one call. Targets, sources, lengths, their number; attributes, the first copy of each,
     /// their number; the place where the call failed; the stream.
     copy_batch = "cuMemcpyBatchAsync": fn(
@@ -196,8 +166,6 @@ table! {
         *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
     );
-    /// The rows of a rectangle.
-    copy_rows = "cuMemcpy2DAsync_v2": fn(*const CUDA_MEMCPY2D, CUstream);
     /// Kernels: a module of PTX, its functions, and launches. Function; blocks and threads of a block, in three
     /// dimensions each; shared memory; the stream; parameters in either of two ways.
     module_load = "cuModuleLoadData": fn(*mut CUmodule, *const c_void);

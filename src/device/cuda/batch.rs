@@ -13,12 +13,9 @@
 //! itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a call of
 //! 93 us, and 9 us with the short one first (H200, driver 580).
 //!
-//! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
-//!
 //! The call takes addresses and no kinds of memory. Where registered memory has another address on the device than on the
 //! host (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is an illegal one there, and the device
-//! is lost (sglang issue 40232). The calls for one copy and for a rectangle say which side is host memory, and the driver
-//! translates. So there each copy from or to the host is a call of its own.
+//! is lost (sglang issue 40232). The calls for one copy say which side is host memory, and the driver translates. So there each copy from or to the host is a call of its own.
 //!
 //! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
 //! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100.
@@ -34,7 +31,7 @@ use std::cell::RefCell;
 use std::ffi::c_int;
 
 use super::api::{CUdevice, CUdeviceptr, CUmemcpyAttributes, CudaApi, CudaCode};
-use super::{Cuda, rows, stream};
+use super::{Cuda, stream};
 use crate::device::{Driver, StreamHandle, Transfer};
 use crate::error::{Error, Result};
 
@@ -98,16 +95,22 @@ impl Lists {
     }
 }
 
-/// Whether the outcome of one call for all of these is final: the call was accepted, or the device is lost. After any
-/// other error the copies are to be submitted in another way.
-fn concluded(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
+/// Whether the outcome of one call for so many copies is final: the call was accepted, or the device is lost. After
+/// any other error the copies are to be submitted one by one.
+fn concluded(device: &str, said: Result<()>, copies: usize, failed: &mut dyn FnMut(usize, Error)) -> bool {
     match said {
         Ok(()) => true,
         Err(error) if error.is_device_lost() => {
-            (0..transfers.len()).for_each(|place| failed(place, error.clone()));
+            (0..copies).for_each(|place| failed(place, error.clone()));
             true
         }
-        Err(_) => false,
+        Err(error) => {
+            crate::foreign::debug!(
+                target: "pinpool::stream", device, %error, copies,
+                "a batch was refused: its copies go one by one"
+            );
+            false
+        }
     }
 }
 
@@ -122,64 +125,29 @@ impl Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
-        let mut from = 0;
-        while from < transfers.len() {
-            let (part, is_rectangle) = rows::part(transfers, from);
-            from = part.end;
-            let (first, part) = (part.start, &transfers[part]);
-            let mut failed = |place, error| failed(first + place, error);
-            // SAFETY: the caller's promise covers each transfer, and a part has those of `transfers`.
-            let done = is_rectangle
-                && unsafe { self.try_rows(handle, part) }
-                    .is_some_and(|said| concluded(said, part, &mut failed));
-            if done {
-                continue;
-            }
-            for (n, call) in part.chunks(MOST).enumerate() {
-                // SAFETY: as above.
-                unsafe { self.copy_part(handle, call, &mut |place, error| failed(n * MOST + place, error)) };
-            }
-        }
-    }
-
-    /// As [`Driver::copy_many`], for copies that are no rectangle.
-    ///
-    /// # Safety
-    /// As there.
-    unsafe fn copy_part(
-        &self,
-        handle: StreamHandle,
-        transfers: &[Transfer],
-        failed: &mut dyn FnMut(usize, Error),
-    ) {
-        // A copy from host to host is made by a host function.
+        // A copy from host to host is no copy of the device's.
         let may_join = |transfer: &Transfer| match transfer {
             Transfer::Upload { .. } | Transfer::Download { .. } => self.host_batches,
             Transfer::OnDevice { .. } => true,
             Transfer::OnHost { .. } => false,
         };
-        // A batch of one would cost more than a copy.
-        let batched = transfers.len() > 1
-            && transfers.iter().all(may_join)
-            // SAFETY: the caller's promise, handed on.
-            && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
-                match &said {
-                    Err(error) if !error.is_device_lost() => crate::foreign::debug!(
-                        target: "pinpool::stream", device = &*self.name, %error, copies = transfers.len(),
-                        "a batch was refused: its copies go one by one"
-                    ),
-                    _ => (),
+        for (n, call) in transfers.chunks(MOST).enumerate() {
+            let mut failed = |place, error| failed(n * MOST + place, error);
+            // A batch of one would cost more than a copy.
+            let batched = call.len() > 1
+                && call.iter().all(may_join)
+                // SAFETY: the caller's promise, handed on.
+                && unsafe { self.try_batch(handle, call) }
+                    .is_some_and(|said| concluded(&self.name, said, call.len(), &mut failed));
+            if batched {
+                continue;
+            }
+            for (place, transfer) in call.iter().enumerate() {
+                // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted
+                // writes the same bytes again.
+                if let Err(error) = unsafe { self.copy(handle, *transfer) } {
+                    failed(place, error);
                 }
-                concluded(said, transfers, failed)
-            });
-        if batched {
-            return;
-        }
-        for (place, transfer) in transfers.iter().enumerate() {
-            // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted writes
-            // the same bytes again.
-            if let Err(error) = unsafe { self.copy(handle, *transfer) } {
-                failed(place, error);
             }
         }
     }
@@ -257,10 +225,9 @@ mod tests {
             let (device, text) = ("cuda:0".into(), "for a test".into());
             Error::Device(DeviceError { device, call: "cuMemcpyBatchAsync", code: 1, text, class })
         };
-        let copy = Transfer::OnDevice { src: DevicePtr(1), dst: DevicePtr(2), len: 8 };
         let concludes = |said| {
             let mut failed = Vec::new();
-            (concluded(said, &[copy, copy], &mut |place, _| failed.push(place)), failed)
+            (concluded("cuda:0", said, 2, &mut |place, _| failed.push(place)), failed)
         };
         assert_eq!(concludes(Ok(())), (true, vec![]));
         assert_eq!(concludes(Err(error(ErrorClass::DeviceLost))), (true, vec![0, 1]));

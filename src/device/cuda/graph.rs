@@ -1,6 +1,6 @@
-//! Graphs that keep what their copies use.
+//! Graphs that keep the buffers that they use.
 //!
-//! A copy that was captured reads its buffer with each launch of the graph, so the buffer is needed for as long as the
+//! A captured kernel or copy uses its buffer with each launch of the graph, so the buffer is needed for as long as the
 //! graph, its executable forms and their launches exist. The driver counts these itself for *user objects*
 //! (`cuUserObjectCreate`, CUDA 11.3): a graph's reference is inherited by everything that is made from the graph, and
 //! after the last one is released the driver calls back, on a thread of its own. No driver call is allowed there, so
@@ -23,12 +23,6 @@ const NO_DESTRUCTOR_SYNC: c_uint = 1;
 /// cuda.h: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 const ACTIVE: c_uint = 1;
 
-/// A capture that is active.
-pub(super) struct Capture {
-    pub(super) id: u64,
-    graph: CUgraph,
-}
-
 /// The driver's callback: the last graph that kept the object was destroyed.
 unsafe extern "C" fn graph_ended(object: *mut c_void) {
     // SAFETY: `keep` made the object out of such a box, and the driver calls this once.
@@ -38,8 +32,8 @@ unsafe extern "C" fn graph_ended(object: *mut c_void) {
 }
 
 impl Cuda {
-    /// The capture that a stream is in, if it is in one that is active. A spoiled one is not.
-    pub(super) fn capture(&self, on: StreamHandle) -> Result<Option<Capture>> {
+    /// The graph of the capture that a stream is in, if it is in one that is active. A spoiled one is not.
+    fn captured_graph(&self, on: StreamHandle) -> Result<Option<CUgraph>> {
         let (mut status, mut id): (c_uint, u64) = (0, 0);
         let mut graph: CUgraph = std::ptr::null_mut();
         let (mut nodes, mut edges): (*const c_void, *const c_void) = (std::ptr::null(), std::ptr::null());
@@ -78,17 +72,17 @@ impl Cuda {
         } else {
             return Err(too_old());
         }
-        Ok((status == ACTIVE).then_some(Capture { id, graph }))
+        Ok((status == ACTIVE).then_some(graph))
     }
 
     /// See [`crate::device::Driver::keep_with_graph`].
-    pub(super) fn keep(&self, on: StreamHandle, call: GraphEnd) -> Result<Option<u64>> {
+    pub(super) fn keep(&self, on: StreamHandle, call: GraphEnd) -> Result<bool> {
         let (Some(create), Some(release), Some(retain)) =
             (self.api.user_object_create, self.api.user_object_release, self.api.graph_retain)
         else {
             return Err(too_old());
         };
-        let Some(capture) = self.capture(on)? else { return Ok(None) };
+        let Some(graph) = self.captured_graph(on)? else { return Ok(false) };
         let _current = self.relaxed()?;
         let mut object: CUuserObject = std::ptr::null_mut();
         let boxed = Box::into_raw(Box::new(call));
@@ -99,8 +93,7 @@ impl Cuda {
             drop(unsafe { Box::from_raw(boxed) });
         })?;
         // SAFETY: the graph of an active capture may be given references, by the manual on cuStreamGetCaptureInfo.
-        let retained =
-            self.said("cuGraphRetainUserObject", unsafe { retain.call(capture.graph, object, 1, 0) });
+        let retained = self.said("cuGraphRetainUserObject", unsafe { retain.call(graph, object, 1, 0) });
         // SAFETY: the reference that the object was made with. Where the graph has none, the callback comes now.
         let released = self.said("cuUserObjectRelease", unsafe { release.call(object, 1) });
         if let Err(error) = released {
@@ -109,14 +102,14 @@ impl Cuda {
                 "a reference to a graph's buffer is leaked, and with it the buffer"
             );
         }
-        retained.map(|()| Some(capture.id))
+        retained.map(|()| true)
     }
 }
 
 fn too_old() -> Error {
     Error::Unsupported(
         "buffers can be tied to a graph from CUDA 11.3 on (cuUserObjectCreate, cuStreamGetCaptureInfo_v2), and this driver \
-         is older; install a newer one, or keep the buffers yourself for as long as the graph and copy outside the capture"
+         is older; install a newer one, or keep the buffers yourself for as long as the graph"
             .into(),
     )
 }

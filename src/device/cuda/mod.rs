@@ -7,8 +7,8 @@
 //! | `api.rs` | the library, loaded at run time, and its entry points; classes of error codes |
 //! | this one | opening a GPU, the current context, capture modes; streams, events and single copies |
 //! | `host.rs` | host memory: registered, allocated by the driver, managed |
-//! | `memory.rs` | device memory in a stream's order, copies from host to host, the limit of the heap on the device |
-//! | `batch.rs`, `rows.rs` | many copies by one call: any copies, and the rows of a rectangle |
+//! | `heap.rs` | the limit of the heap on the device |
+//! | `batch.rs` | many copies by one call |
 //! | `spread/` | kernels that spread bytes over device memory and collect them, and streams of high priority |
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
@@ -42,10 +42,9 @@ mod adopt;
 mod api;
 mod batch;
 mod graph;
+mod heap;
 mod host;
-mod memory;
 mod pointers;
-mod rows;
 mod spread;
 
 use std::any::Any;
@@ -93,8 +92,6 @@ pub(crate) struct Cuda {
     device: CUdevice,
     context: CUcontext,
     numa_node: Option<u32>,
-    /// Whether the device has memory in stream order, and the driver the calls for it.
-    pools: bool,
     /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
     /// Whether batches of copies can have addresses of host memory: see [`batch`].
@@ -135,7 +132,6 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut device: CUdevice = 0;
     // SAFETY: writes a handle.
     said("cuDeviceGet", unsafe { api.device_get.call(&raw mut device, index) })?;
-    let pools = memory::has_pools(api, &name, device)?;
     let mut context: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { api.primary_retain.call(&raw mut context, device) })?;
@@ -149,7 +145,6 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         device,
         context,
         numa_node,
-        pools,
         primary: true,
         host_batches: batch::shares_addresses(api, device),
         batches: Mutex::default(),
@@ -277,6 +272,13 @@ impl Cuda {
         Ok(current)
     }
 
+    /// Waits until the stream has nothing to do.
+    fn synchronize(&self, handle: StreamHandle) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: a stream of this context that is alive.
+        self.said("cuStreamSynchronize", unsafe { self.api.stream_synchronize.call(stream(handle)) })
+    }
+
     /// Waits until the stream has nothing to do, for a blocking copy. Tries again after an error, since the copy's
     /// memory is borrowed from the caller.
     ///
@@ -285,11 +287,7 @@ impl Cuda {
     fn drain(&self, handle: StreamHandle) -> Result<()> {
         let mut attempt = 0_u64;
         loop {
-            let waited = self.relaxed().and_then(|_current| {
-                // SAFETY: a stream of this context that is alive.
-                self.said("cuStreamSynchronize", unsafe { self.api.stream_synchronize.call(stream(handle)) })
-            });
-            match waited {
+            match self.synchronize(handle) {
                 Err(error) if !error.is_device_lost() => {
                     if attempt % 1024 == 0 {
                         crate::foreign::warn!(
@@ -419,18 +417,6 @@ impl Driver for Cuda {
         self.said("cuMemFree", code)
     }
 
-    fn orders_memory(&self) -> bool {
-        self.pools
-    }
-
-    fn allocate_on(&self, on: StreamHandle, len: usize) -> Result<DevicePtr> {
-        self.pool_allocate(stream(on), len)
-    }
-
-    fn free_on(&self, on: StreamHandle, ptr: DevicePtr) -> Result<()> {
-        self.pool_free(stream(on), ptr)
-    }
-
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         self.examine_range(ptr, len)
     }
@@ -475,8 +461,14 @@ impl Driver for Cuda {
                 // SAFETY: both are within allocations that the copy's handles keep.
                 self.said("cuMemcpyDtoDAsync", unsafe { api.copy_on_device.call(dst.0, src.0, len, stream) })
             }
-            // SAFETY: the caller promises both.
-            Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
+            Transfer::OnHost { src, dst, len } => {
+                // `cuMemcpyAsync` would keep the caller for as long: between host memory it is "fully synchronous with
+                // respect to the host" (driver API manual, "API synchronization behavior").
+                self.synchronize(handle)?;
+                // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
+                unsafe { dst.copy_from_nonoverlapping(src, len) };
+                Ok(())
+            }
         }
     }
 
@@ -549,11 +541,7 @@ impl Driver for Cuda {
         self.is_capturing(on)
     }
 
-    fn capture_id(&self, on: StreamHandle) -> Result<Option<u64>> {
-        Ok(self.capture(on)?.map(|capture| capture.id))
-    }
-
-    fn keep_with_graph(&self, on: StreamHandle, ended: GraphEnd) -> Result<Option<u64>> {
+    fn keep_with_graph(&self, on: StreamHandle, ended: GraphEnd) -> Result<bool> {
         self.keep(on, ended)
     }
 }

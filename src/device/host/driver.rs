@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use super::fault::{Call, Failure};
 use super::memory::HostPlace;
 use super::node::{HostNode, Node};
-use super::stream::{Freeing, HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
+use super::stream::{HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
 use super::unit::HostUnit;
 use super::{HostFunction, Refusal};
 use crate::device::holds::Last;
@@ -69,7 +69,7 @@ impl HostDriver {
     fn enter(&self, call: Call) -> Result<Twist> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
         // A dead device still gives back what it was given.
-        if !matches!(call, Call::Unpin | Call::Free | Call::FreeOn | Call::FreeHost) {
+        if !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
             self.unit.check(call)?;
         }
         match failure {
@@ -88,8 +88,7 @@ impl HostDriver {
             Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
             Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
             Failure::Stall => Ok(Twist::Stall),
-            // An allocation that fails and is made all the same could not be freed: its address is known nowhere.
-            Failure::RunsAnyway if call.queues() && call != Call::AllocateOn => Ok(Twist::FailAfter),
+            Failure::RunsAnyway if call.queues() => Ok(Twist::FailAfter),
             Failure::Transient | Failure::RunsAnyway => refuse(ErrorClass::Transient, libc::EAGAIN),
             Failure::DeviceLost => {
                 self.unit.kill("a fault was armed for a call, and killed the device");
@@ -329,37 +328,6 @@ impl Driver for HostDriver {
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.enter(Call::Free)?;
         self.unit.memory.free(ptr.0).map_err(|refusal| self.error(Call::Free, refusal))
-    }
-
-    fn orders_memory(&self) -> bool {
-        true
-    }
-
-    fn allocate_on(&self, stream: StreamHandle, len: usize) -> Result<DevicePtr> {
-        let call = Call::AllocateOn;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        let (address, birth) =
-            self.unit.memory.allocate_later(len).map_err(|refusal| self.error(call, refusal))?;
-        let queued = self.unit.submit(call, &stream, StreamWork::Allocate(birth), twist == Twist::Stall);
-        queued.inspect_err(|_| drop(self.unit.memory.free(address)))?;
-        Ok(DevicePtr(address))
-    }
-
-    fn free_on(&self, stream: StreamHandle, ptr: DevicePtr) -> Result<()> {
-        let call = Call::FreeOn;
-        let twist = self.enter(call)?;
-        // A dead device frees at once, and does not look for the stream.
-        let stream = self.unit.is_alive().then(|| self.unit.find(call, stream.0)).transpose()?;
-        self.unit.memory.begin_free(ptr.0).map_err(|refusal| self.error(call, refusal))?;
-        // Its drop frees the memory, so the memory is freed too where the device dies or the stream ends before its
-        // turn.
-        let unit = Arc::downgrade(&self.unit) as _;
-        let freeing = Freeing { unit, address: ptr.0 };
-        if let Some(stream) = stream {
-            self.unit.submit(call, &stream, StreamWork::Free(freeing), twist == Twist::Stall)?;
-        }
-        self.leave(call, twist)
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {

@@ -39,10 +39,6 @@ pub enum Call {
     Allocate,
     /// Frees device memory.
     Free,
-    /// Allocates device memory in a stream's order.
-    AllocateOn,
-    /// Frees device memory in a stream's order.
-    FreeOn,
     /// Checks memory that the crate did not allocate.
     Examine,
     /// Creates a stream.
@@ -69,7 +65,7 @@ pub enum Call {
 
 impl Call {
     /// Every kind of call, for tests that go through all of them.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 18] = [
         Self::Pin,
         Self::Unpin,
         Self::AllocateHost,
@@ -77,8 +73,6 @@ impl Call {
         Self::DeviceAddress,
         Self::Allocate,
         Self::Free,
-        Self::AllocateOn,
-        Self::FreeOn,
         Self::Examine,
         Self::CreateStream,
         Self::DestroyStream,
@@ -103,8 +97,6 @@ impl Call {
             Self::DeviceAddress => "device_address",
             Self::Allocate => "allocate",
             Self::Free => "free",
-            Self::AllocateOn => "allocate_on",
-            Self::FreeOn => "free_on",
             Self::Examine => "examine",
             Self::CreateStream => "create_stream",
             Self::DestroyStream => "destroy_stream",
@@ -124,16 +116,7 @@ impl Call {
     /// [`Failure::RunsAnyway`] and [`Failure::Stall`] differ from other failures for such a call only.
     #[must_use]
     pub const fn queues(self) -> bool {
-        matches!(
-            self,
-            Self::Copy
-                | Self::CopyBlocking
-                | Self::Launch
-                | Self::AllocateOn
-                | Self::FreeOn
-                | Self::Record
-                | Self::WaitEvent
-        )
+        matches!(self, Self::Copy | Self::CopyBlocking | Self::Launch | Self::Record | Self::WaitEvent)
     }
 }
 

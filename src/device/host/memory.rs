@@ -11,9 +11,7 @@
 //! of its own, and then writes.
 //!
 //! *Lifetime.* A queued operation keeps its allocation's memory. A flag says that the memory was freed meanwhile, so an
-//! operation that runs late is a reported error, and never an access to memory with another owner. Memory in a stream's
-//! order has its address from the call on, as a real driver's has, and is there when that stream comes to the
-//! allocation: a copy that runs on it earlier is the same error.
+//! operation that runs late is a reported error, and never an access to memory with another owner.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -50,10 +48,6 @@ pub(super) struct HostAllocation {
     layout: Layout,
     data: NonNull<u8>,
     stripes: Box<[RwLock<()>]>,
-    /// In a stream's order: the stream has not come to the allocation. Cleared once, by [`Birth`].
-    unborn: AtomicBool,
-    /// In a stream's order: the call that frees it is queued.
-    dying: AtomicBool,
     freed: AtomicBool,
 }
 
@@ -63,7 +57,7 @@ unsafe impl Send for HostAllocation {}
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
-    fn new(address: u64, len: usize, unborn: bool) -> Option<Self> {
+    fn new(address: u64, len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
         let data = if len >= MAPPED {
             let data = os::map(len, MAPPED).ok()?;
@@ -75,15 +69,13 @@ impl HostAllocation {
             NonNull::new(unsafe { alloc_zeroed(layout) })?
         };
         let stripes = (0..len.div_ceil(STRIPE)).map(|_| RwLock::new(())).collect();
-        let (unborn, dying, freed) =
-            (AtomicBool::new(unborn), AtomicBool::new(false), AtomicBool::new(false));
-        Some(Self { address, layout, data, stripes, unborn, dying, freed })
+        Some(Self { address, layout, data, stripes, freed: AtomicBool::new(false) })
     }
 
-    /// Whether the memory was freed or is not there yet, so that no copy may use it.
-    pub(super) fn is_absent(&self) -> bool {
-        // Acquire: pairs with the release stores in `HostMemory::free` and `Birth::come`.
-        self.freed.load(Ordering::Acquire) || self.unborn.load(Ordering::Acquire)
+    /// Whether the memory was freed, so that no copy may use it.
+    pub(super) fn is_freed(&self) -> bool {
+        // Acquire: pairs with the release store in `HostMemory::free`.
+        self.freed.load(Ordering::Acquire)
     }
 
     fn len(&self) -> usize {
@@ -164,8 +156,8 @@ impl HostPlace {
         self.len
     }
 
-    pub(super) fn is_absent(&self) -> bool {
-        self.allocation.is_absent()
+    pub(super) fn is_freed(&self) -> bool {
+        self.allocation.is_freed()
     }
 
     /// Whether a copy from here to `to`, front to back, would overwrite bytes before they are read.
@@ -191,17 +183,6 @@ impl HostPlace {
     pub(super) unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { self.allocation.write(self.offset + at, from, len) }
-    }
-}
-
-/// The queued half of an allocation in a stream's order: the memory is there once the stream has come to it.
-#[derive(Debug)]
-pub(super) struct Birth(Arc<HostAllocation>);
-
-impl Birth {
-    pub(super) fn come(self) {
-        // Release: pairs with the acquire in `is_absent`.
-        self.0.unborn.store(false, Ordering::Release);
     }
 }
 
@@ -235,15 +216,6 @@ impl HostMemory {
     }
 
     pub(super) fn allocate(&self, len: usize) -> Result<u64, Refusal> {
-        self.enter(len, false).map(|allocation| allocation.address)
-    }
-
-    /// Memory in a stream's order: its address now, the memory itself when that stream comes to the [`Birth`].
-    pub(super) fn allocate_later(&self, len: usize) -> Result<(u64, Birth), Refusal> {
-        self.enter(len, true).map(|allocation| (allocation.address, Birth(allocation)))
-    }
-
-    fn enter(&self, len: usize, unborn: bool) -> Result<Arc<HostAllocation>, Refusal> {
         if len == 0 {
             return Err(Refusal::argument("0 bytes of device memory were asked for"));
         }
@@ -262,36 +234,22 @@ impl HostMemory {
         };
         // Under the lock, or another allocation could take the gap. Large memory is only mapped here; the first use
         // pages it in.
-        let Some(allocation) = HostAllocation::new(address, len, unborn) else {
+        let Some(allocation) = HostAllocation::new(address, len) else {
             return Err(Refusal::out_of_memory(format!(
                 "the system has no {} for device memory",
                 amount(len)
             )));
         };
         table.used += len;
-        let allocation = Arc::new(allocation);
-        table.by_address.insert(address, Arc::clone(&allocation));
-        Ok(allocation)
-    }
-
-    /// Notes that memory is to be freed in a stream's order. From here on no new copy may name it.
-    pub(super) fn begin_free(&self, address: u64) -> Result<(), Refusal> {
-        let table = self.table.read();
-        // Relaxed: the swap only tells a first call from a second one for the same memory.
-        match table.by_address.get(&address) {
-            Some(allocation) if !allocation.dying.swap(true, Ordering::Relaxed) => Ok(()),
-            _ => Err(self.no_such(address, "is not the start of an allocation")),
-        }
+        table.by_address.insert(address, Arc::new(allocation));
+        Ok(address)
     }
 
     /// Whether a range of addresses is memory of this device. `Err(None)`: it is no device's.
     pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), Option<AddressFault>> {
         let table = self.table.read();
         let below = table.by_address.range(..=address).next_back();
-        let here = below.filter(|(start, allocation)| {
-            // Relaxed: an answer just before the free is as right as one just after it.
-            address - *start < allocation.len() as u64 && !allocation.dying.load(Ordering::Relaxed)
-        });
+        let here = below.filter(|(start, allocation)| address - *start < allocation.len() as u64);
         let Some((start, allocation)) = here else {
             let owner = self.owner(address);
             return Err(owner.map(|owner| AddressFault::OtherDevice { device: format!("host:{owner}") }));
@@ -324,8 +282,7 @@ impl HostMemory {
     /// Checks a range and finds the allocation that it lies in.
     pub(super) fn find(&self, address: u64, len: usize) -> Result<HostPlace, Refusal> {
         let table = self.table.read();
-        let below = table.by_address.range(..=address).next_back();
-        let Some((_, allocation)) = below.filter(|(_, found)| !found.dying.load(Ordering::Relaxed)) else {
+        let Some((_, allocation)) = table.by_address.range(..=address).next_back() else {
             return Err(self.no_such(address, "is outside of any allocation"));
         };
         let (start, size) = (allocation.address, allocation.len());

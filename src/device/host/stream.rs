@@ -22,7 +22,7 @@ use crate::foreign::{self, Owned};
 use crate::locks::{Condvar, Mutex, MutexGuard};
 
 use super::HostFunction;
-use super::memory::{Birth, HostPlace, STRIPE};
+use super::memory::{HostPlace, STRIPE};
 
 /// Bytes that a copy moves between two checks that its device is alive.
 const PART: usize = STRIPE;
@@ -42,9 +42,6 @@ pub(super) trait StreamDevice: Debug + Send + Sync {
 
     /// Notes that the turn of an event's recording has come.
     fn record(&self, slot: u32, number: u64);
-
-    /// Frees device memory whose freeing has begun.
-    fn free(&self, address: u64);
 
     /// Takes a stream that has nothing more to run out of the table.
     fn forget(&self, stream: u64);
@@ -66,8 +63,8 @@ unsafe impl Send for StreamJob {}
 enum Stopped {
     /// The device died.
     Dead,
-    /// The copy uses device memory that is not there: freed, or not yet allocated in its stream's order.
-    Absent,
+    /// The copy uses device memory that was freed.
+    Freed,
 }
 
 impl StreamJob {
@@ -81,10 +78,10 @@ impl StreamJob {
         }
     }
 
-    fn uses_absent_memory(&self) -> bool {
+    fn uses_freed_memory(&self) -> bool {
         match self {
-            Self::Upload { to: place, .. } | Self::Download { from: place, .. } => place.is_absent(),
-            Self::OnDevice { from, to, .. } => from.is_absent() || to.is_absent(),
+            Self::Upload { to: place, .. } | Self::Download { from: place, .. } => place.is_freed(),
+            Self::OnDevice { from, to, .. } => from.is_freed() || to.is_freed(),
             Self::OnHost { .. } => false,
         }
     }
@@ -95,8 +92,8 @@ impl StreamJob {
         unit: &dyn StreamDevice,
         scratch: &mut Scratch,
     ) -> Result<(), Stopped> {
-        if self.uses_absent_memory() {
-            return Err(Stopped::Absent);
+        if self.uses_freed_memory() {
+            return Err(Stopped::Freed);
         }
         match *self {
             Self::Upload { src, ref to, len } => parts(len, PART, false, stream, unit, |at, n| {
@@ -165,8 +162,8 @@ impl HostKernel {
     /// device can be killed while the function waits for something.
     fn run(self, stream: &HostStream, unit: &dyn StreamDevice) -> Result<(), Stopped> {
         let Self { reads, writes, function } = self;
-        if reads.iter().chain(&writes).any(HostPlace::is_absent) {
-            return Err(Stopped::Absent);
+        if reads.iter().chain(&writes).any(HostPlace::is_freed) {
+            return Err(Stopped::Freed);
         }
         let fetch = |places: &[HostPlace]| -> Result<Vec<Vec<u8>>, Stopped> {
             let fetch_one = |place: &HostPlace| {
@@ -258,28 +255,11 @@ impl Drop for Promise {
     }
 }
 
-/// Device memory that is freed when this is dropped: when its turn comes, or with the queue.
-#[derive(Debug)]
-pub(super) struct Freeing {
-    pub(super) unit: Weak<dyn StreamDevice>,
-    pub(super) address: u64,
-}
-
-impl Drop for Freeing {
-    fn drop(&mut self) {
-        if let Some(unit) = self.unit.upgrade() {
-            unit.free(self.address);
-        }
-    }
-}
-
 /// What an operation does. `Record` has an event's slot in the event table, and the number of this recording of it.
 #[derive(Debug)]
 pub(super) enum StreamWork {
     Copy { job: StreamJob, promise: Option<Promise> },
     Launch(HostKernel),
-    Allocate(Birth),
-    Free(Freeing),
     Record { slot: u32, number: u64 },
     Wait { on: Arc<HostStream>, position: u64 },
 }
@@ -531,26 +511,14 @@ impl HostStream {
                 unit.record(slot, number);
                 Ok(())
             }
-            StreamWork::Allocate(birth) => {
-                birth.come();
-                Ok(())
-            }
-            StreamWork::Free(freeing) => {
-                // Not under the lock: this may be the last reference to the memory, which is then freed here.
-                MutexGuard::unlocked(queue, || drop(freeing));
-                Ok(())
-            }
             StreamWork::Wait { .. } => Ok(()),
         };
         queue.busy = None;
         if let Err(stopped) = ran {
             // The operation does not count as ended, so nothing behind it can look complete.
             return MutexGuard::unlocked(queue, || {
-                if matches!(stopped, Stopped::Absent) {
-                    unit.kill(
-                        "a queued operation was to use device memory that had been freed, or was not yet allocated in \
-                         its stream's order",
-                    );
+                if matches!(stopped, Stopped::Freed) {
+                    unit.kill("a queued operation was to use device memory that had been freed");
                 }
                 drop(job);
             });

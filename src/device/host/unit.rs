@@ -278,11 +278,6 @@ impl StreamDevice for HostUnit {
         self.events.complete(slot, number);
     }
 
-    fn free(&self, address: u64) {
-        // It cannot fail: the address was checked at the submit, and `begin_free` refuses a second free.
-        let _ = self.memory.free(address);
-    }
-
     fn forget(&self, stream: u64) {
         // A statement of its own: the stream is dropped after the lock is released.
         let removed = self.streams.write().remove(&stream);

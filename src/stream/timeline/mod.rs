@@ -84,7 +84,7 @@ use slab::Slab;
 use self::claims::Claim;
 pub use self::look::EventState;
 use self::retained::{After, InUse, Retained, TimelineEntry, complete_segment, quarantine_segment};
-pub(crate) use self::retained::{Joint, Quarantined, Resource, Retain, RetainedResource};
+pub(crate) use self::retained::{Quarantined, Resource, Retain, RetainedResource};
 pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
 use super::reaper::Listing;
@@ -319,7 +319,7 @@ impl Timeline {
     // --- shared streams ----------------------------------------------------------------------------------------------
 
     /// Whether the program can submit to the stream. A hint without the lock, see the field.
-    pub(crate) fn is_shared(&self) -> bool {
+    fn is_shared(&self) -> bool {
         self.shared.load(std::sync::atomic::Ordering::Relaxed)
     }
 
@@ -345,7 +345,7 @@ impl Timeline {
 
     /// An error if the calling thread cannot name the stream: to be asked before any call that the driver gets its
     /// handle in.
-    pub(crate) fn nameable(&self) -> Result<()> {
+    fn nameable(&self) -> Result<()> {
         match self.elsewhere() {
             Some(_) => Err(Error::WrongThread { device: self.context.name().into() }),
             None => Ok(()),
@@ -412,7 +412,6 @@ impl Timeline {
                 }
                 (Retained::Segment { segment: claim.segment, word }, claim.bytes)
             }
-            Resource::Joint(joint) => (Retained::Joint(joint), 0),
             Resource::Object(object) => (Retained::Object(InUse::new(object)), 0),
         };
         state.flights.moves += 1;
@@ -570,10 +569,6 @@ impl TimelineState {
                     after.returned.extend(complete_segment(&segment, word));
                     after.dropped.push((None, memory.release()));
                 }
-                Retained::Joint(joint) => {
-                    after.returned.extend(joint.complete());
-                    after.dropped.push((None, memory.release()));
-                }
                 Retained::Object(object) => after.dropped.push((Some(object.release()), memory.release())),
                 Retained::Nothing => after.dropped.push((None, memory.release())),
             }
@@ -610,7 +605,6 @@ impl TimelineState {
                     self.flights.change(segment.central(), -(bytes as isize), 0);
                     quarantined.extend(quarantine_segment(&segment, word));
                 }
-                Retained::Joint(joint) => quarantined.extend(joint.quarantine()),
                 Retained::Object(object) => quarantined_objects.push(object),
                 Retained::Nothing => {}
             }
@@ -638,13 +632,6 @@ pub(crate) struct Submission<'a> {
 }
 
 impl Submission<'_> {
-    /// Keeps device memory that the driver has just given, as a copy's is kept.
-    pub(crate) fn keep(&self, memory: Arc<Allocation>) {
-        if let Some(key) = self.key {
-            self.timeline.state.lock().pending[key].memory = InUse::new(Some(memory));
-        }
-    }
-
     /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
     pub(crate) fn commit(mut self) -> u64 {
         self.key.take().map_or(0, |key| self.timeline.commit(key, false))

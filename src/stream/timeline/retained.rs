@@ -15,7 +15,6 @@ use crate::central::{Segment, Wake};
 use crate::device::memory::Allocation;
 use crate::foreign;
 use crate::freelist::{Word, state};
-use crate::sync::{AtomicU32, Ordering};
 
 /// A value that a device may use. Dropping this leaks the value. Only [`release`](Self::release) gives it back, to a
 /// caller that knows the device to be done with it.
@@ -46,8 +45,6 @@ impl<T> std::ops::Deref for InUse<T> {
 pub(crate) enum Retained {
     /// A segment, with its state word as of when it went in flight.
     Segment { segment: Segment, word: Word },
-    /// A segment held by several timelines at once.
-    Joint(Arc<Joint>),
     /// Any other object, dropped when the device is done with it.
     Object(InUse<Box<dyn Retain>>),
     /// Nothing but the entry's device memory.
@@ -61,8 +58,6 @@ pub(crate) enum Resource {
     Segment(Segment),
     /// A segment claimed from this timeline, by its key.
     Claimed(usize),
-    /// One timeline's part of a joint hold.
-    Joint(Arc<Joint>),
     Object(Box<dyn Retain>),
 }
 
@@ -131,55 +126,6 @@ impl Retain for () {
     }
 }
 
-/// A segment that several timelines hold, and that comes back when all of them are done with it.
-#[derive(Debug)]
-pub(crate) struct Joint {
-    segment: Segment,
-    word: Word,
-    left: AtomicU32,
-}
-
-impl Joint {
-    /// For that many timelines. The segment is in flight from here on.
-    pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
-        let bytes = segment.granted() as isize;
-        let word = segment.central().in_one(|central| {
-            central.joint_in_flight(bytes);
-            segment.descriptor().depart()
-        });
-        Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
-    }
-
-    /// The address of the segment's descriptor, for reports.
-    fn descriptor(&self) -> usize {
-        std::ptr::from_ref(self.segment.descriptor()).addr()
-    }
-
-    /// One timeline is done with the segment. Returns the segment if that was the last one and the handle was dropped:
-    /// then the caller has to return it.
-    pub(super) fn complete(&self) -> Option<Segment> {
-        // AcqRel: the last timeline sees what all the others saw complete.
-        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
-            return None;
-        }
-        self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
-        complete_segment(&self.segment, self.word)
-    }
-
-    /// A part of the hold could not be entered, so when the segment is free can never be known: quarantines it.
-    pub(crate) fn give_up(&self) {
-        self.quarantine().map(Quarantined::one).unwrap_or_default().log();
-    }
-
-    pub(super) fn quarantine(&self) -> Option<Segment> {
-        let lost = quarantine_segment(&self.segment, self.word);
-        if lost.is_some() {
-            self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
-        }
-        lost
-    }
-}
-
 /// What one copy of a batch uses of host memory. Such a copy has no entry of its own on a timeline; the owner of the
 /// batch calls `complete` or `quarantine`. Forgotten or dropped, this leaks, and never lets anything be reused early.
 #[derive(Debug)]
@@ -202,7 +148,6 @@ impl RetainedResource {
                 return Self { retained: Retained::Segment { segment, word }, bytes };
             }
             Resource::Object(object) => Retained::Object(InUse::new(object)),
-            Resource::Joint(joint) => Retained::Joint(joint),
             // A claim belongs to its timeline, and is no part of a batch.
             Resource::Claimed(_) => Retained::Nothing,
         };
@@ -229,7 +174,6 @@ impl RetainedResource {
             Retained::Segment { segment, word } => {
                 Self::leave(&segment, bytes, || complete_segment(&segment, word))
             }
-            Retained::Joint(joint) => joint.complete(),
             Retained::Object(object) => {
                 drop(object.release());
                 None
@@ -251,7 +195,6 @@ impl RetainedResource {
             Retained::Segment { segment, word } => {
                 Self::leave(&segment, bytes, || quarantine_segment(&segment, word))
             }
-            Retained::Joint(joint) => joint.quarantine(),
             Retained::Object(object) => return object.release().quarantine(),
             Retained::Nothing => None,
         };
@@ -264,7 +207,6 @@ impl Retained {
     pub(super) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         match self {
             Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.descriptor()).addr()),
-            Self::Joint(joint) => visit(joint.descriptor()),
             Self::Object(object) => object.for_each_descriptor(visit),
             Self::Nothing => {}
         }

@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 use crate::locks::Mutex;
 
 use super::look::Stillness;
-use super::{EVENT_TRIES, Resource, complete_segment};
-use crate::buffer::InFlight;
-use crate::buffer::sealed::Sealed;
+use super::{EVENT_TRIES, Resource};
 use crate::device::confined::Confined;
 use crate::device::handle::Device;
 use crate::device::hooked::Hooked;
@@ -21,7 +19,6 @@ use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
 use crate::error::Error;
 use crate::pool::Pool;
 use crate::region::Unpinned;
-use crate::sealed::KEY;
 use crate::stream::Stream;
 
 /// A stepped host device. The first call of one kind tells that it has begun, and waits until the test lets it go on.
@@ -427,31 +424,7 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     drop(using.hold(Arc::new(pool.checkout(100).unwrap())).unwrap());
     lose(&using);
     assert!(device.context().holds().has_quarantined());
-    // A hold on two streams that could be entered on one only.
-    let before = pool.stats().quarantined_bytes;
-    let buf = pool.checkout(100).unwrap();
-    let Resource::Segment(segment) = Sealed::lend(&buf, KEY) else { panic!("not a segment") };
-    let joint = crate::buffer::joint(&buf, 2);
-    let (flight, word) = (InFlight::joint(buf, 2), segment.descriptor().word());
-    joint.give_up();
-    drop(flight);
-    let stats = pool.stats();
-    assert!(stats.quarantined_bytes >= before + 100 && stats.in_flight_bytes == 0, "{stats:?}");
-    // Even if the device was done with it afterwards, it would not come back.
-    assert!(complete_segment(&segment, word).is_none());
     pool.check().unwrap();
-}
-
-/// Memory in a stream's order is not freed before the stream has come to its allocation, though nothing uses it.
-#[test]
-fn memory_is_kept_until_its_allocation_has_happened() {
-    let (node, device, stream) = stepped();
-    let memory = stream.alloc(100).unwrap();
-    let allocation = Arc::downgrade(&memory.allocation());
-    drop(memory);
-    assert_eq!(allocation.strong_count(), 1);
-    settle(&node, &device);
-    assert_eq!(allocation.strong_count(), 0);
 }
 
 /// In the statistics it has the claimer's length until it is back.

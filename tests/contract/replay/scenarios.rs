@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pinpool::{PinnedBuf, Stream};
+use pinpool::PinnedBuf;
 
 use super::plain::Words;
 use super::worker::{Site, replay};
@@ -179,10 +179,10 @@ pub fn two_streams_with_one_shared_buffer(site: &dyn Site) {
                     _ => {
                         // Held by both, for work that the pool does not see.
                         let (held, seq, n) = w.filled();
-                        let all = [&w.streams[0], &w.streams[1]];
-                        let flight = Stream::hold_on_all(&all, held).unwrap();
+                        let held = Arc::new(held);
+                        let flights = [0, 1].map(|s| w.streams[s].hold(held.clone()).unwrap());
                         if w.random.one_in(2) {
-                            let held = w.land(flight);
+                            flights.into_iter().for_each(|flight| drop(w.land(flight)));
                             w.expect_in(&held, seq, n);
                         }
                     }

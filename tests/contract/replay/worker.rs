@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceBuffer, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceBuffer, DeviceSlice, InFlight, Lend, PinnedBuf, Pool, Stream};
 
 use super::plain::{self, Engine, Words};
 use super::{BYTES, Random, SLOTS, WORDS, message, word};
@@ -177,7 +177,7 @@ impl Worker<'_> {
     }
 
     /// Waits for a handle in one of the ways that there are.
-    pub fn land(&mut self, flight: InFlight<PinnedBuf>) -> PinnedBuf {
+    pub fn land<B: Lend>(&mut self, flight: InFlight<B>) -> B {
         match self.random.below(3) {
             0 => self.block_on(flight),
             1 => {

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
-use pinpool::{Copier, Device, Error, Pool, Request, Result, Stream, Unpinned};
+use pinpool::{Copier, Device, Error, Pool, Request, Result, Unpinned};
 
 use crate::support::process::{self, forked};
 use crate::support::{own_process, skip};
@@ -82,7 +82,7 @@ fn drops_in_a_child_do_nothing() {
     };
     let mut everything = Some({
         let (bufs, sent) = (vec![filled(), filled()], stream.upload(filled(), &memory).unwrap());
-        let held = Stream::hold_on_all(&[&stream, &stream], filled()).unwrap();
+        let held = stream.hold(filled()).unwrap();
         let large = pool.checkout(300_000).unwrap();
         let claimed = pool.checkout_on(&stream, 1000).unwrap();
         (bufs, sent, held, large, claimed)

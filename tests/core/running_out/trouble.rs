@@ -55,7 +55,7 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
         let (stuck, going) = (rig.device.stream().unwrap(), rig.device.stream().unwrap());
         assert!(rig.node.hang_stream(0, 0));
         send(&stuck, pool.checkout(pages(4)).unwrap());
-        let held = Stream::hold_on_all(&[&going, &stuck], pool.checkout(pages(1)).unwrap()).unwrap();
+        let held = stuck.hold(pool.checkout(pages(1)).unwrap()).unwrap();
         for _ in 0..50 {
             // All that the other stream uses is reused again and again.
             send(&going, pool.checkout_timeout(pages(8), HANG).unwrap());

@@ -8,9 +8,9 @@ use std::ffi::c_void;
 use pinpool::{Device, DeviceBuffer, DeviceSlice, PinnedBuf, Result, Stream};
 
 pub use pointers::{address, heap_limit, raw_memory, set_heap_limit};
-pub use streams::{adopt_stream, raw_stream, upload_captured};
+pub use streams::{adopt_stream, hold_captured, raw_stream};
 
-/// `pinpool::cuda::{raw_stream, adopt_stream}`, `Stream::upload_captured`.
+/// `pinpool::cuda::{raw_stream, adopt_stream}`, `Stream::hold_captured`.
 mod streams {
     use super::*;
 
@@ -25,9 +25,9 @@ mod streams {
         Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void) })
     }
 
-    /// Makes an upload a part of the graph that the stream is captured into, which alone keeps the buffer from then on.
-    pub fn upload_captured(stream: &Stream, buf: PinnedBuf, to: &DeviceBuffer) -> Option<Result<()>> {
-        Some(stream.upload_captured(buf, to).map(drop).map_err(|refused| refused.error))
+    /// Gives a buffer to the graph that the stream is captured into, which alone keeps it from then on.
+    pub fn hold_captured(stream: &Stream, buf: PinnedBuf) -> Option<Result<()>> {
+        Some(stream.hold_captured(buf).map_err(|refused| refused.error))
     }
 }
 

@@ -110,7 +110,7 @@ pub fn survives(gpu: &Gpu) {
     println!("{TEST}: {ROUNDS} rounds on the capturing thread, {rounds} beside it, the graph is {graph:#x}");
 }
 
-/// The same with the crate's own captured uploads, whose buffers only the graph has.
+/// The same with captured uploads from buffers that only the graph has.
 pub fn keeps(gpu: &Gpu) {
     const TEST: &str = "a_graph_keeps_what_it_was_given";
     const LEN: usize = 64 << 10;
@@ -127,9 +127,11 @@ pub fn keeps(gpu: &Gpu) {
     gpu.raw.enter(0);
     gpu.raw.begin_capture(raw);
     for (n, memory) in memory.iter().enumerate() {
-        let kept = bridge::upload_captured(&stream, filled(&pool, LEN, n as u64), memory);
-        kept.expect("switched on").expect("it becomes a part of the graph");
-        if let (Some((counts, kernels)), Some(at)) = (&kernels, bridge::address(memory)) {
+        let (buf, at) = (filled(&pool, LEN, n as u64), bridge::address(memory).expect("switched on"));
+        // SAFETY: the graph keeps the source.
+        unsafe { gpu.raw.upload(at, buf.as_ptr(), LEN, raw) };
+        bridge::hold_captured(&stream, buf).expect("switched on").expect("the graph keeps it");
+        if let Some((counts, kernels)) = &kernels {
             kernels.check(at, LEN, n as u64, *counts, raw);
         }
     }

@@ -461,7 +461,6 @@ behaviour! {
 const ALL: &[&[Rule]] = &[
     PLAIN,
     rules::batches::BATCHES,
-    rules::batches::ROWS,
     rules::host::HOST,
     rules::kernels::KERNELS,
     rules::pointers::POINTERS,

@@ -65,7 +65,7 @@ impl World<'_> {
         let streams = all.devices.iter().flat_map(|device| &device.streams);
         let flying: usize = streams.map(|stream| stream.in_flight_bytes).sum();
         let other = self.other.as_ref().map_or(0, |other| other.stats().in_flight_bytes);
-        // Without what several streams hold together, and with what is the other pool's.
+        // The streams have what is the other pool's, too.
         assert!(flying <= s.in_flight_bytes + other, "{flying}: {all:#?}");
         for device in &all.devices {
             assert!(device.completed <= device.submitted, "{device:?}");

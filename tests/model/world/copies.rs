@@ -321,30 +321,23 @@ impl World<'_> {
         self.detached.push(shared.buf.capacity());
     }
 
-    pub(super) fn hold(&mut self, at: usize, lanes: &[usize], keep: Keep) {
+    pub(super) fn hold(&mut self, at: usize, lane: usize, keep: Keep) {
+        let lane = self.lane(lane);
         let Some(Live { buf, bytes }) = self.take_buf(at) else { return };
         self.sweep();
         let range = (buf.as_ptr() as usize, span(buf.capacity()));
         let capacity = buf.capacity();
-        let after = self.outstanding(lanes);
-        let streams: Vec<Stream> = lanes.iter().map(|&l| self.lanes[l].stream.clone()).collect();
-        let result = match &streams[..] {
-            [stream] => stream.hold(buf),
-            _ => Stream::hold_on_all(&streams.iter().collect::<Vec<_>>(), buf),
-        };
-        match result {
+        let after = self.outstanding(lane);
+        match self.lanes[lane].stream.hold(buf) {
             Ok(flight) => {
-                let several = lanes.len() > 1;
-                self.tally.note(if several { "hold on several streams" } else { "hold on one stream" });
+                self.tally.note("hold");
                 let handle = Handle::Own(flight);
                 let expect = Expect::Same(bytes);
                 let flight = Flight { handle, range: Some(range), capacity, expect, after, flag: None };
-                self.keep(flight, keep, lanes);
+                self.keep(flight, keep, &[lane]);
             }
             Err(SubmitError { error, buffer: Some(buf) }) => {
-                if !lanes.is_empty() {
-                    self.submit_error(&error);
-                }
+                self.submit_error(&error);
                 self.bufs.push(Live { buf, bytes });
             }
             Err(SubmitError { error, buffer: None }) => {
@@ -444,7 +437,7 @@ impl World<'_> {
                 }
                 let handle = Handle::Own(flight);
                 let expect = Expect::OneOf(allowed);
-                let after = self.outstanding(&[lane]);
+                let after = self.outstanding(lane);
                 let flight = Flight { handle, range: None, capacity, expect, after, flag: None };
                 self.keep(flight, keep, &[lane]);
             }
@@ -466,7 +459,7 @@ impl World<'_> {
         match self.lanes[lane].stream.clone().copy(slice, memory) {
             Ok(flight) => {
                 self.tally.note("copy within the device");
-                let after = self.outstanding(&[lane]);
+                let after = self.outstanding(lane);
                 let (handle, expect) = (Handle::Nothing(flight), Expect::Same(Vec::new()));
                 self.flights.push(Flight { handle, range: None, capacity: 0, expect, after, flag: None });
             }

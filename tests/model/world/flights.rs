@@ -81,7 +81,7 @@ impl World<'_> {
 
     pub(super) fn wait_for(&mut self, waiter: usize, other: usize) {
         self.sweep();
-        let after = self.outstanding(&[other]);
+        let after = self.outstanding(other);
         let result = self.lanes[waiter].stream.wait_for(&self.lanes[other].stream);
         if self.lanes[waiter].device != self.lanes[other].device {
             assert!(matches!(result, Err(Error::WrongDevice { .. })), "{result:?}");

@@ -467,9 +467,9 @@ impl<'t> World<'t> {
         !self.copies.iter().any(|c| ids.contains(&c.id))
     }
 
-    /// Copies on these lanes that have not run.
-    fn outstanding(&self, lanes: &[usize]) -> Vec<u64> {
-        self.copies.iter().filter(|c| lanes.contains(&c.lane)).map(|c| c.id).collect()
+    /// Copies on this lane that have not run.
+    fn outstanding(&self, lane: usize) -> Vec<u64> {
+        self.copies.iter().filter(|c| c.lane == lane).map(|c| c.id).collect()
     }
 
     fn owned(&self) -> Vec<Range> {
@@ -539,13 +539,7 @@ impl<'t> World<'t> {
             Op::Download(at, lane, region, keep) => self.download(*at, *lane, *region, *keep),
             Op::Share(at, lane, other, keep) => self.share(*at, *lane, *other, *keep),
             Op::DropShared(at) => self.drop_shared(*at),
-            Op::Hold(at, lane, keep) => self.hold(*at, &[self.lane(*lane)], *keep),
-            Op::HoldAll(at, mask, keep) => {
-                let lanes: Vec<usize> = (0..self.lanes.len()).filter(|l| mask >> l & 1 != 0).collect();
-                if lanes.len() != 1 {
-                    self.hold(*at, &lanes, *keep);
-                }
-            }
+            Op::Hold(at, lane, keep) => self.hold(*at, *lane, *keep),
             Op::Claim(lane, size, usage) => self.claim(*lane, *size, *usage),
             Op::Crowd(lane, size, usages) => self.crowd(*lane, *size, usages),
             Op::OnDevice(lane, region) => self.on_device(*lane, *region),
@@ -599,7 +593,7 @@ impl<'t> World<'t> {
             Op::Sync(at) => {
                 let lane = self.lane(*at);
                 self.sweep();
-                let after = self.outstanding(&[lane]);
+                let after = self.outstanding(lane);
                 match self.lanes[lane].stream.clone().synchronize() {
                     Ok(()) => {
                         self.sweep();

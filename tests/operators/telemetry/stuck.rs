@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::HostConfig;
 use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
-use pinpool::{Copier, PoolBuilder, Request, Stream};
+use pinpool::{Copier, PoolBuilder, Request};
 
 use super::record::{events, record};
 use super::{Bench, eventually};
@@ -96,7 +96,7 @@ fn claimed_and_quarantined() {
 }
 
 #[test]
-fn a_hold_over_two_streams_waits_for_both() {
+fn a_buffer_held_on_two_streams_waits_for_both() {
     own_process!();
     record();
     let bench = Bench::stepped(tracked);
@@ -105,8 +105,9 @@ fn a_hold_over_two_streams_waits_for_both() {
     for stream in &streams {
         drop(stream.copy(memory.slice(..8).unwrap(), memory.slice(8..16).unwrap()).unwrap());
     }
-    let buf = bench.pool.checkout(Request::new(64).tag("both")).unwrap();
-    let held = Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap();
+    let buf = Arc::new(bench.pool.checkout(Request::new(64).tag("both")).unwrap());
+    let held = [0, 1].map(|i: usize| streams[i].hold(buf.clone()).unwrap());
+    drop(buf);
     let mut at: Vec<u64> = tagged(&bench, "both").awaited.iter().map(|at| at.stream).collect();
     at.sort_unstable();
     assert_eq!(at, [streams[0].number(), streams[1].number()]);

@@ -151,7 +151,7 @@ impl Worker<'_> {
                         (Then::Spread(Entry { slot: Some(slot), ..entry }), Some(done))
                     }
                 };
-                engine.sent(job, flight.ticket().map(|ticket| (ticket, then)));
+                engine.sent(job, Some((flight.ticket().clone(), then)));
                 Step::Moved(Stage::Copying { flight, done })
             }
             Err(refusal) => {

@@ -3,7 +3,7 @@
 
 mod failing;
 mod hostmem;
-mod ordered;
+mod memory;
 mod stepped;
 mod threads;
 

@@ -107,5 +107,4 @@ pub const LISTED: &[Listed] = &[
     not_tried("ker_6_no_row_meets_what_another_one_writes", 0, ALL_OF_IT, 0, MEETING),
     not_tried("ker_8_a_module_whose_kernel_is_queued", 0, ALL_OF_IT, 0, UNLOADING),
     // pointers
-    not_tried("host_1_host_functions_make_no_calls", 0, ALL_OF_IT, 0, CALLBACK),
 ];

@@ -1,4 +1,4 @@
-//! Rules of the stand-in about batches of copies, and about rectangles.
+//! Rules of the stand-in about batches of copies.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,16 +16,6 @@ impl Lists {
         let places = |start: usize| (0..count).map(|i| start + i * len).collect();
         Self(places(memory), places(bytes.as_ptr() as usize), vec![len; count])
     }
-}
-
-/// cuda.h's `CUDA_MEMCPY2D` for rows of equal length from host to device: host, pitch; device, pitch; bytes, rows.
-fn rectangle(
-    (host, source): (usize, usize),
-    (device, target): (usize, usize),
-    width: usize,
-    rows: usize,
-) -> [usize; 16] {
-    [0, 0, 1, host, 0, 0, source, 0, 0, 2, 0, device, 0, target, width, rows]
 }
 
 impl Driver {
@@ -176,63 +166,7 @@ rules! {
     }
 }
 
-rules! {
-    ROWS:
-
-    row_1_a_pitch_is_no_shorter_than_a_row (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 5));
-        assert_eq!(d.register(&mut bytes), 0);
-        let host = bytes.as_ptr() as usize;
-        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 512), (memory, 1024), 1024, 4).as_ptr(), stream);
-        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 1024), (memory, 1000), 1024, 4).as_ptr(), stream);
-        d.broken(&["ROW-1"; 2]);
-        // With pitches of two rows it is copied, and what lies between is not.
-        bytes[1024..2048].fill(7);
-        says!(d, 0, "cuMemcpy2DAsync_v2", rectangle((host, 2048), (memory, 1024), 1024, 4).as_ptr(), stream);
-        says!(d, 0, "cuStreamSynchronize", stream);
-        let mut back = d.pages(1, 0);
-        assert_eq!(d.download(&mut back, memory, stream), 0);
-        says!(d, 0, "cuStreamSynchronize", stream);
-        assert!(back.iter().all(|byte| *byte == 5));
-        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
-    }
-}
-
 behaviour! {
-    /// A rectangle is within one allocation and one registered range, or refused before anything is copied.
-    rectangles_do_not_reach_from_range_to_range (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(4, 5));
-        let (one, other) = bytes.split_at_mut(8192);
-        assert_eq!((d.register(one), d.register(other)), (0, 0));
-        let host = one.as_ptr() as usize;
-        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 4096), (memory, 1024), 1024, 4).as_ptr(), stream);
-        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 1024), (memory, 1 << 30), 1024, 2).as_ptr(), stream);
-        says!(d, 0, "cuMemcpy2DAsync_v2", rectangle((host, 4096), (memory, 1024), 1024, 2).as_ptr(), stream);
-        says!(d, 0, "cuStreamSynchronize", stream);
-        assert_eq!(call!(d, "cuMemHostUnregister", one.as_mut_ptr()), 0);
-        assert_eq!(call!(d, "cuMemHostUnregister", other.as_mut_ptr()), 0);
-    }
-
-    /// Whichever of its rows would be written there.
-    rectangles_do_not_write_to_what_is_only_read (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 5));
-        let host = bytes.as_mut_ptr() as usize;
-        // From device memory to the host's.
-        let down = |host: usize, rows: usize| {
-            [0, 0, 2, 0, memory, 0, 1024, 0, 0, 1, host, 0, 0, 2048, 1024, rows]
-        };
-        says!(d, 0, "cuMemHostRegister_v2", host + 4096, 4096, 9);
-        says!(d, 1, "cuMemcpy2DAsync_v2", down(host + 4096, 2).as_ptr(), stream);
-        d.broken(&["HST-6"]);
-        // The first rows are before it: that is two ranges.
-        says!(d, 1, "cuMemcpy2DAsync_v2", down(host, 4).as_ptr(), stream);
-        d.broken(&["HST-6"]);
-        says!(d, 0, "cuMemcpy2DAsync_v2", down(host, 2).as_ptr(), stream);
-        says!(d, 0, "cuStreamSynchronize", stream);
-        assert!(bytes[4096..].iter().all(|byte| *byte == 5), "nothing was written there");
-        says!(d, 0, "cuMemHostUnregister", host + 4096);
-    }
-
     /// The copies of a batch have no order, and what comes before one that is refused is queued.
     batches_run_backwards_and_in_part (ready) |d| {
         let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 1));

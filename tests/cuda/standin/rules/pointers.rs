@@ -1,4 +1,4 @@
-//! Rules of the stand-in about memory of others, memory in stream order and host functions.
+//! Rules of the stand-in about memory of others and memory in stream order.
 
 use std::path::Path;
 
@@ -179,24 +179,6 @@ rules! {
         says!(d, 0, "cuMemFree_v2", memory);
         says!(d, 0, "cuStreamSynchronize", stream);
         d.broken(&["POOL-5"]);
-    }
-
-    host_1_host_functions_make_no_calls (ready) |d| {
-        static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        extern "C" fn asks(query: *mut std::ffi::c_void) {
-            // SAFETY: the test passes the address of the call.
-            let query: extern "C" fn(usize) -> u32 = unsafe { std::mem::transmute(query) };
-            ASKED.store(query(0), std::sync::atomic::Ordering::Relaxed);
-        }
-        let stream = d.stream();
-        // SAFETY: as for all of them.
-        let query = unsafe { *d.stand_in.get::<extern "C" fn(usize) -> u32>("cuEventQuery") };
-        let function: extern "C" fn(*mut std::ffi::c_void) = asks;
-        says!(d, 0, "cuLaunchHostFunc", stream, function, query);
-        assert_eq!(ASKED.load(std::sync::atomic::Ordering::Relaxed), 0, "in the stream's order, which is late");
-        says!(d, 0, "cuStreamSynchronize", stream);
-        assert_eq!(ASKED.load(std::sync::atomic::Ordering::Relaxed), 800);
-        d.broken(&["HOST-1"]);
     }
 }
 

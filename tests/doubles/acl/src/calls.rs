@@ -31,11 +31,7 @@ fn needs_no_init(name: &str) -> bool {
 /// Counts the call, fails it if a test asked for that, and else makes it.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let Some(_inside) = crate::shared::Inside::begin(name) else { return UNINITIALIZE };
-    let code = match crate::reports::refused(name) {
-        Some(code) => code,
-        None => locked(name, body),
-    };
-    fails(name, code)
+    fails(name, locked(name, body))
 }
 
 /// Stores an error's text, if it is an error.

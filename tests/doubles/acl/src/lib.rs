@@ -79,15 +79,13 @@
 //! | REG-4 | registers nothing, or memory that is not mapped or cannot be written to | 107000? |
 //! | REG-5 | unregisters memory that a queued copy uses, or frees what is registered | it is done |
 //! | REG-6 | pins memory that is page-locked already | 107000? |
-//! | HOST-1 | makes a call from a host function | 507000? |
-//! | HOST-2 | launches callbacks or processes reports without having subscribed, or subscribes twice | 107015, 107012, 107000? |
 //! | ARG-1 | passes null where something is read or written | 100000, and 107000 in a configuration |
 //! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000 for timeouts and attributes |
 //!
 //! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008),
 //! events (207007) or memory (207001), a single block of host memory above the extent's limit (207001), `VA_FLAG` or
 //! registering where driver or product have neither (207000), a library that is initialised already (100002), a time
-//! that ran out (507046 for a stream, 507047 for an event, 507012 for reports). A bare thread that asks for its context
+//! that ran out (507046 for a stream, 507047 for an event). A bare thread that asks for its context
 //! or device gets 107002: there is no other way to ask. Nor can a thread be given no context: null is refused.
 //!
 //! From CANN 8.5 on, and with a driver that can tell, CPY-4 is no loss: the copy is done when the call returns. A
@@ -104,8 +102,8 @@
 //!
 //! # Not there
 //!
-//! Captures and models, values written and waited for, batched copies, events between processes, memory of the virtual
-//! address calls. Host functions and callbacks run when a call finds out about their stream, on the calling thread.
+//! Captures and models, values written and waited for, batched copies, host functions and callbacks, events between
+//! processes, memory of the virtual address calls.
 //!
 //! # The end of the process
 //!
@@ -134,7 +132,6 @@ mod copies;
 mod devices;
 mod events;
 mod host;
-mod reports;
 #[path = "../../control.rs"]
 mod shared;
 mod streams;

@@ -96,7 +96,6 @@ impl World {
         }
         // It stays, for events that were recorded on it.
         self.drain(handle);
-        self.subscriptions.retain(|s| s.stream != handle);
         Ok(())
     }
 }

@@ -7,7 +7,6 @@ use std::sync::{Mutex, MutexGuard};
 use crate::codes::*;
 use crate::events::Event;
 use crate::host::Hosts;
-use crate::reports::{Subscription, Task};
 
 /// A call's outcome: a code other than zero is the error.
 pub type Outcome<T = ()> = Result<T, u32>;
@@ -67,8 +66,6 @@ pub enum Op {
         upto: u64,
     },
     Record,
-    /// A host function, or a callback.
-    Host(Task),
 }
 
 pub struct Stream {
@@ -107,7 +104,6 @@ pub struct World {
     /// Device memory: its device and its bytes.
     pub blocks: BTreeMap<usize, (usize, Vec<u8>)>,
     pub hosts: Hosts,
-    pub subscriptions: Vec<Subscription>,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,
     /// Each copy is of a whole segment, so that two of them keep the distance that segments have.
@@ -346,7 +342,6 @@ impl World {
                 Op::Garbage { dst: dst @ Place::Device(_), len } => self.write(dst, &vec![GARBAGE; len]),
                 // The memory may be freed by now: then the bytes are discarded.
                 Op::Garbage { .. } => {}
-                Op::Host(task) => self.run_host(task),
             }
             if let Some(stream) = self.streams.get_mut(&handle) {
                 stream.done += 1;

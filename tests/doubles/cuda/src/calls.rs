@@ -10,9 +10,6 @@ use crate::world::*;
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let Some(_inside) = crate::shared::Inside::begin(name) else { return DEINITIALIZED };
-    if let Some(code) = crate::hostfn::refused(name) {
-        return code;
-    }
     let code = locked(name, body);
     crate::graphs::run_due();
     code

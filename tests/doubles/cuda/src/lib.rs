@@ -78,7 +78,6 @@
 //! | POOL-3 | frees in stream order what is not the start of such an allocation, or was freed | 1 |
 //! | POOL-4 | frees memory in stream order that a copy uses which is not ordered before | the copy runs first |
 //! | POOL-5 | frees memory in stream order by `cuMemFree` before the stream has reached the allocation | it is freed |
-//! | HOST-1 | makes a call from a host function | 800 |
 //! | CAP-5 | uses the legacy default stream while a blocking stream of its context is captured | 906, and the capture is spoiled |
 //! | CAP-6 | makes a capturing stream wait for an event of outside | 905, and the capture is spoiled |
 //! | GRA-1 | makes a call from a user object's destructor | 800 |
@@ -92,7 +91,6 @@
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | BAT-6 | submits batches on one context from two threads at once (drivers then lose the device now and then) | they run |
 //! | BAT-7 | names registered memory in a batch by the host's address where the device has another | the context is lost: 700 |
-//! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | KER-1 | loads a module without pinpool's two kernels | 218 |
 //! | KER-2 | names a module or function that does not exist, or no more | 400 |
 //! | KER-3 | asks for a function that the module does not have | 500 |
@@ -105,8 +103,7 @@
 //!
 //! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are
 //! taken during the call, and there when the call returns, as the driver manual has it ("API synchronization
-//! behavior"). A rectangle that reaches beyond one allocation or registered range is refused and counted as a note,
-//! ROWS. After a sticky error every call that touches the context gives its code, and what was queued never runs.
+//! behavior"). After a sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! # Where drivers differ
 //!
@@ -140,7 +137,6 @@
 //! | KER-2 | 6: cuLaunchKernel | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | KER-6 | 0: all of it | 0 | not tried | - | threads that write the same bytes without order: undefined there |
 //! | KER-8 | 0: all of it | 0 | not tried | - | a module is unloaded while its kernel may run: undefined there |
-//! | HOST-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
 //!
 //! # The end of the process
 //!
@@ -153,12 +149,10 @@
 //!
 //! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
 //! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
-//! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
-//! in stream order), `PINPOOL_STANDIN_ATTRIBUTES` (`number:value`, with commas between them, as `standin_attribute` takes
-//! them: `91:0` is a system like WSL2, `99:0` a machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL`
-//! (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_FIRST_PIN_MS` (what the first registration takes
-//! beside its pages, 0),
-//! `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
+//! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_ATTRIBUTES`
+//! (`number:value`, with commas between them, as `standin_attribute` takes them: `91:0` is a system like WSL2, `99:0` a
+//! machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it),
+//! `PINPOOL_STANDIN_FIRST_PIN_MS` (what the first registration takes beside its pages, 0), `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older drivers have fewer calls.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]
@@ -168,12 +162,10 @@ mod calls;
 mod control;
 mod graphs;
 mod host;
-mod hostfn;
 mod kernels;
 mod others;
 mod pointers;
 mod pools;
-mod rows;
 #[path = "../../control.rs"]
 mod shared;
 mod streams;

@@ -107,7 +107,6 @@ pub enum Op {
         upto: u64,
     },
     Record,
-    Host(crate::hostfn::Task),
     Kernel(crate::kernels::Launch),
     /// Memory in stream order begins, and ends.
     Allocate(u64),
@@ -314,7 +313,7 @@ impl World {
             // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID; -1: none is known.
             134 => Ok(self.devices[device].numa_node),
             // CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
-            115 => Ok(number("PINPOOL_STANDIN_POOLS", 1) as i32),
+            115 => Ok(1),
             _ => self.hosts.attribute(attribute).ok_or(INVALID_VALUE),
         }
     }
@@ -552,7 +551,6 @@ impl World {
                     }
                     self.write(dst, &bytes);
                 }
-                Op::Host(task) => self.run_host(task),
                 Op::Kernel(launch) => self.run_kernel(&launch),
                 Op::Allocate(at) => self.run_allocate(at),
                 Op::Free(at) => self.run_free(at),
@@ -706,7 +704,7 @@ impl World {
         let copies = stream
             .queue
             .iter()
-            .filter(|op| matches!(op, Op::Copy { .. } | Op::Staged { .. } | Op::Host(_) | Op::Kernel(_)))
+            .filter(|op| matches!(op, Op::Copy { .. } | Op::Staged { .. } | Op::Kernel(_)))
             .count();
         let upto = stream.submitted;
         if copies > 0 {
