@@ -10,15 +10,8 @@ use crate::small::{checkout, pool};
 
 const PIECE: usize = 4 << 10;
 /// Each way, and the one that it is compared with.
-const WAYS: [(&str, usize); 7] = [
-    ("stream", 0),
-    ("blocking", 1),
-    ("slice", 1),
-    ("buffers", 0),
-    ("push", 0),
-    ("down", 5),
-    ("slice_down", 5),
-];
+const WAYS: [(&str, usize); 6] =
+    [("stream", 0), ("blocking", 1), ("slice", 1), ("buffers", 0), ("down", 4), ("slice_down", 4)];
 
 pub fn lone(device: &Device) {
     let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
@@ -43,7 +36,6 @@ pub fn lone(device: &Device) {
                 match name {
                     "blocking" => stream.upload_blocking(&bytes, &memory).expect("a copy"),
                     "slice" => copier.upload_slice(&bytes, &memory).expect("a copy"),
-                    "push" => copier.push(&bytes, &memory).expect("a push").wait().expect("the device works"),
                     "down" => stream.download_blocking(&memory, &mut bytes).expect("a copy"),
                     _ => copier.download_slice(&memory, &mut bytes).expect("a copy"),
                 }

@@ -1,10 +1,9 @@
-//! Thousands of pieces by one call of a copier, and pushes by many threads, beside packing alone, the driver's own batches
-//! and copies that the threads submit themselves.
+//! Thousands of pieces by one call of a copier, beside packing alone and the driver's own batches.
 //!
 //! # Files
 //!
 //! This file has the options of all parts; read it first. `pieces.rs`: pieces that are neighbours on the device, and
-//! rows. `scattered.rs`: pieces at random places on both sides. `pushes.rs`: pushes. `../driver` calls the driver, `../measure` has rounds,
+//! rows. `scattered.rs`: pieces at random places on both sides. `../driver` calls the driver, `../measure` has rounds,
 //! gates and options.
 //!
 //! Each figure is over the pinned peak, measured just before: the best of five copies of 64 MiB in the same direction.
@@ -31,36 +30,19 @@
 //! Pieces of 1 to 64 KiB between random places of pinned buffers and random places of device memory, in both
 //! directions, by one call. Beside it the best of bare batches by 1, 2 and 3 threads with a stream each.
 //!
-//! # Pushes (`--only pushes`)
-//!
-//! Threads upload 1 and 4 KiB again and again, each to ranges of its own. A thread submits a burst, waits until the
-//! burst's copies are complete, and begins again, as a server's worker does for a request. Meanwhile the other threads
-//! submit their bursts.
-//!
-//! | contender | a copy is |
-//! | --- | --- |
-//! | `bare` | `cuMemcpyHtoDAsync` on the thread's own stream; the burst ends with an event, which is polled |
-//! | `batch_1`, `_2`, `_3` | 1 to 3 threads with a stream each: `cuMemcpyBatchAsync` of 256 copies, lists prepared |
-//! | `stream` | `Stream::upload` on the thread's own stream, of a buffer that the thread keeps |
-//! | `push` | `Copier::push` of borrowed bytes; the thread waits for one handle after the other |
-//!
-//! *rate* is copies a second of all threads together, by wall time. *call* is the time that a thread spends in its
-//! calls, divided by copies: the cost of submitting to the caller.
-//!
 //! # A lone copy (`--only lone`)
 //!
 //! One thread, one copy of 4 KiB at a time, from before the call until it is complete; once back to back, once with 2 ms of
 //! sleep before each. By an idle copier: borrowed bytes (`slice`, and from the device `slice_down`), a pinned buffer
-//! (`buffers`), a push. Beside them a pinned buffer on a stream, which comes back (`stream`), and borrowed bytes by the
+//! (`buffers`). Beside them a pinned buffer on a stream, which comes back (`stream`), and borrowed bytes by the
 //! stream's blocking calls (`blocking`, `down`).
 //!
 //! # Running it
 //!
 //! `cargo bench --bench copier`, or the executable by itself. `--threads`, `--chunk` (KiB) and `--ringless` set the
-//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count`, `--packing 1,8` (threads), `--lens
-//! 1,4` (KiB of a push), `--pushers 1,16` and `--burst` what is measured. With `--cache` all threads push to one
-//! allocation, each to places of its own. With `--ringless` no device ring is used, and pieces go in batches. Without a
-//! GPU all of it runs on the host device, which only shows that it runs.
+//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count` and `--packing 1,8` (threads) what
+//! is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
+//! host device, which only shows that it runs.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "../driver/batches.rs"]
@@ -71,7 +53,6 @@ mod lone;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pieces;
-mod pushes;
 mod scattered;
 #[path = "../measure/small.rs"]
 mod small;
@@ -152,9 +133,6 @@ fn main() {
     }
     if wanted("scattered") {
         scattered::scattered(driver.filter(|driver| driver.can_batch()), &device);
-    }
-    if wanted("pushes") {
-        pushes::rate(driver, &device);
     }
     if wanted("lone") {
         lone::lone(&device);

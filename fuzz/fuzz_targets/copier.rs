@@ -1,5 +1,5 @@
 //! Any transfers by a copier: pieces of any lengths, alignments, overlaps and allocations, both ways, borrowed and
-//! owned, and pushes of them one by one, on a device that the input steps, stalls, fails and loses.
+//! owned, on a device that the input steps, stalls, fails and loses.
 //!
 //! Most inputs run on a stepped device, whose copier has no threads, so that the input determines the whole run. The
 //! others run on a late device, with threads.
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use pinpool::copier::{Priority, Transfer};
+use pinpool::copier::Transfer;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
     Copier, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
@@ -35,8 +35,6 @@ use pinpool::{
 /// The most operations of one input, so that it takes a few milliseconds.
 const OPS: usize = 24;
 const FLIGHTS: usize = 6;
-/// The most pushes that are under way, and those of one operation.
-const PUSHES: usize = 40;
 /// Allocations of device memory, and the bytes of each.
 const MEMORIES: usize = 3;
 const MEMORY: usize = 160 << 10;
@@ -79,8 +77,6 @@ enum Then {
 enum Op {
     Upload { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
     Download { rows: Vec<Row>, owned: bool, full: bool, wrong: u8, then: Then },
-    /// `tries`: without waiting.
-    Push { rows: Vec<Row>, urgent: bool, tries: bool, wrong: u8, then: Then },
     Wait { at: u8 },
     WaitFor { at: u8, micros: u8 },
     Poll { at: u8 },
@@ -344,7 +340,9 @@ impl World {
                 .iter()
                 .zip(&spans)
                 .enumerate()
-                .map(|(n, (bytes, span))| (&bytes[span.shift..], self.slice(span, usize::from(n + 200 == wrong))))
+                .map(|(n, (bytes, span))| {
+                    (&bytes[span.shift..], self.slice(span, usize::from(n + 200 == wrong)))
+                })
                 .collect();
             let refused = pieces.iter().any(|(bytes, place)| bytes.len() > place.len());
             self.begins(&spans);
@@ -400,39 +398,6 @@ impl World {
         }
     }
 
-    /// Pushes pieces one by one. Each is a transfer of its own.
-    fn push(&mut self, spans: Vec<Span>, urgent: bool, tries: bool, wrong: u8, then: Then) {
-        let priority = if urgent { Priority::Foreground } else { Priority::Bulk };
-        let copier = self.copier.with_priority(priority);
-        for (n, span) in spans.into_iter().take(PUSHES).enumerate() {
-            let mut lent = self.fresh(span.shift + span.len);
-            let bytes = vec![known(&lent[span.shift..])];
-            let place = self.slice(&span, usize::from(n + 200 == usize::from(wrong)));
-            let (refused, long) = (place.len() < span.len, span.len > copier.chunk() / 2);
-            let plan = Plan { spans: vec![span], bytes, cancelled: false };
-            self.begins(&plan.spans);
-            let from = &lent[span.shift..];
-            let sent = if tries { copier.try_push(from, &place) } else { copier.push(from, &place) };
-            lent.fill(0xEE);
-            match sent {
-                Ok(sent) => {
-                    assert!(!refused, "a push is longer than its place");
-                    match then {
-                        Then::Keep if self.flights.len() < PUSHES => self.flights.push(Flight::Up(sent, plan)),
-                        then => self.started(Flight::Up(sent, plan), then),
-                    }
-                }
-                Err(Error::TooSmall { .. }) if refused => self.untouched(&plan),
-                Err(Error::Unsupported(_)) if tries && long => self.untouched(&plan),
-                Err(Error::Exhausted { .. }) if tries => self.untouched(&plan),
-                Err(error) => {
-                    self.failed(&error, false);
-                    self.ends(&plan, 0);
-                }
-            }
-        }
-    }
-
     /// An upload was refused: nothing was written. (What was there before is forgotten.)
     fn untouched(&mut self, plan: &Plan) {
         let unknown = plan.bytes.iter().map(|bytes| vec![None; bytes.len()]).collect();
@@ -447,7 +412,8 @@ impl World {
             let mut back: Vec<Vec<u8>> =
                 spans.iter().map(|span| vec![0xA5; span.shift + span.len + 3]).collect();
             let target = |(n, (bytes, span)): (usize, (&'_ mut Vec<u8>, &Span))| -> (DeviceSlice, *mut [u8]) {
-                let end = if n + 200 == wrong { span.shift + span.len.saturating_sub(1) } else { bytes.len() };
+                let end =
+                    if n + 200 == wrong { span.shift + span.len.saturating_sub(1) } else { bytes.len() };
                 (self.slice(span, 0), &raw mut bytes[span.shift..end])
             };
             let targets: Vec<(DeviceSlice, *mut [u8])> =
@@ -597,7 +563,9 @@ impl World {
         match came {
             Ok(came) => {
                 assert_eq!(came.len(), plan.bytes.len());
-                came.iter().zip(&plan.bytes).for_each(|(buf, bytes)| compare(buf, bytes, "a buffer that came"));
+                came.iter()
+                    .zip(&plan.bytes)
+                    .for_each(|(buf, bytes)| compare(buf, bytes, "a buffer that came"));
             }
             Err(said) => self.failed(&said.error, plan.cancelled),
         }
@@ -662,9 +630,6 @@ impl World {
             }
             Op::Download { rows, owned, full, wrong, then } => {
                 self.download(spans(&rows), owned, full, wrong, then);
-            }
-            Op::Push { rows, urgent, tries, wrong, then } => {
-                self.push(spans(&rows), urgent, tries, wrong, then);
             }
             Op::Wait { at } => _ = nth(&self.flights, at).map(|at| self.wait(at)),
             Op::WaitFor { at, micros } => {
@@ -796,7 +761,10 @@ impl World {
                     break;
                 }
                 // Threads of a copier may be about to end.
-                assert!(!stepped && since.elapsed() < HANG, "the device was not given everything back: {left:?}");
+                assert!(
+                    !stepped && since.elapsed() < HANG,
+                    "the device was not given everything back: {left:?}"
+                );
                 std::thread::yield_now();
             }
         }

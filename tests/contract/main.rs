@@ -19,12 +19,12 @@ mod copies;
 mod ends;
 mod memories;
 mod memory;
-mod push;
 mod refusals;
 mod replay;
 #[path = "../support/mod.rs"]
 mod support;
 mod tier;
+mod transfers;
 mod waiting;
 
 use std::future::Future;
@@ -171,7 +171,7 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
 }
 
 /// The host devices' test leaks a handle, so that device stays open.
-const FORGETS: &str = "pushes and their copier are dropped in every order";
+const FORGETS: &str = "transfers and their copier are dropped in every order";
 
 /// The suite.
 const TESTS: &[Test] = &[
@@ -204,14 +204,10 @@ const TESTS: &[Test] = &[
     ("values that are only read", memory::read_only),
     ("mapped files and shared memory", memory::mapped),
     ("addresses on the device", memory::addresses),
-    ("pushes arrive", push::round_trips),
-    ("order of pushes and streams", push::order),
-    ("pushes that overlap", push::overlaps),
-    ("pushes that are refused", push::refusals),
-    ("pushes without room", push::room),
-    ("pushes are awaited", push::awaited),
-    (FORGETS, push::drops),
-    ("pushes of many threads", push::threads),
+    ("order of transfers and streams", transfers::order),
+    ("transfers are awaited", transfers::awaited),
+    (FORGETS, transfers::drops),
+    ("transfers of many threads", transfers::threads),
     ("a host tier of many threads", tier::storm),
     ("many pieces both ways", copier::pieces),
     ("many pinned buffers both ways", copier::buffers),

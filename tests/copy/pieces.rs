@@ -1050,7 +1050,7 @@ fn a_busy_pool_is_sound() {
             while busy() {
                 let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
                 let (buf, place) = sent.remove(0);
-                s.copier.push(&buf, place).unwrap().wait().unwrap();
+                s.copier.upload_pieces(&[(&buf, place)]).unwrap().wait().unwrap();
             }
         });
         scope.spawn(|| {

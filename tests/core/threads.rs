@@ -12,7 +12,7 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Canceller, Collect, Feed, FileSink, FileSource, GiveWay, Transfer};
+use pinpool::copier::{Canceller, Collect, FileSink, FileSource, GiveWay, Transfer};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
     Checkout, CheckoutMany, Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool,
@@ -786,7 +786,7 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     is::<(DeviceBuffer, DeviceSlice)>();
     is::<(Checkout, CheckoutMany)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
-    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller, Feed, GiveWay)>();
+    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller, GiveWay)>();
     is::<(FileSource, FileSink, Collect)>();
     is::<pinpool::telemetry::Sampler>();
 }

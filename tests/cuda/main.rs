@@ -15,7 +15,7 @@ mod nodes;
 mod per_thread;
 mod pieces;
 mod pointers;
-mod push;
+mod scattered;
 mod sharing_faults;
 mod spread;
 mod standin;

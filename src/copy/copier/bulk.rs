@@ -4,13 +4,13 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 
 use super::collect::{Collect, Collected};
-use super::feed::{Fed, Feed};
 use super::file::FileSource;
 use super::job::{Body, Direction, Plan};
 use super::packing::Piece as Place;
 use super::pieces::{Borrowed, Survey};
 use super::pull::Pull;
 use super::ranges::{FromFile, FromSource, Kept, Piece, Pulled, Ranges, ToSink};
+use super::reader::{FromReader, Upload};
 use super::source::{self, Sink, Source};
 use super::transfer::Transfer;
 use super::{Copier, may_wait};
@@ -97,26 +97,14 @@ impl Copier {
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
     pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
         may_wait()?;
-        let feed = self.feed(dst)?;
-        // Dropped behind the feed, which cancels what is not finished.
-        let _settled = feed.settled();
-        let mut feed = feed;
-        feed.read_from(reader, "the reader")?;
-        feed.finish_blocking()
-    }
-
-    /// An upload to the front of `dst` whose bytes are pushed, in order.
-    ///
-    /// # Errors
-    /// [`Error::WrongDevice`], a bad range, a lost device.
-    pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
         let device = self.own(dst)?;
         self.alive()?;
         let survey = Survey::one(self.engine(), &device, device.len())?;
-        let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some("what is fed".into())) };
-        let work = Fed::new(self.engine(), device);
+        let name = "the reader";
+        let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some(name.into())) };
+        let work = FromReader::new(device);
         let job = self.job(plan, Body::Owned(work.clone()));
-        Ok(Feed::new(self.clone(), job, work))
+        Upload::new(self, job, work).read_from(reader, name)
     }
 
     // --- from the device ---------------------------------------------------------------------------------------------

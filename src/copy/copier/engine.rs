@@ -12,7 +12,6 @@ use super::order::Order;
 use super::packing::Host;
 use super::permits::Permits;
 use super::pieces::LEAST;
-use super::push::Pushes;
 use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
@@ -38,10 +37,6 @@ use crate::stream::timeline::{Resource, Submission, Ticket};
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
 const RUNS: [usize; 2] = [2, 8];
 
-/// The ranks of pushes. They need no segment and no time to be filled, so they go before long transfers.
-const URGENT_PUSHES: usize = 0;
-const PUSHES: usize = 2;
-
 impl Takes for Arc<Job> {
     fn may_take(&self) -> bool {
         Job::may_take(self)
@@ -51,13 +46,8 @@ impl Takes for Arc<Job> {
         Job::needs_none(self)
     }
 
-    fn rank(&self) -> usize {
-        match (self.priority, self.is_shared) {
-            (Priority::Foreground, true) => URGENT_PUSHES,
-            (Priority::Foreground, false) => 1,
-            (Priority::Bulk, true) => PUSHES,
-            (Priority::Bulk, false) => 3,
-        }
+    fn priority(&self) -> Priority {
+        self.priority
     }
 
     fn direction(&self) -> Direction {
@@ -99,7 +89,6 @@ pub(super) struct Engine {
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
     pub(super) permits: Permits,
-    pub(super) pushes: Arc<Pushes>,
     order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
@@ -127,7 +116,6 @@ impl Engine {
             spreaders,
             counters: Counters::default(),
             permits: Permits::new(&settings),
-            pushes: Pushes::new(&settings),
             order: Order::new(),
             lanes,
             segments: Segments::new(pool, &settings),
@@ -213,7 +201,7 @@ impl Engine {
             return;
         }
         let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
-        self.scheduler.add(job.clone(), || if job.is_shared { self.pushes.going.wakes() } else { chunks });
+        self.scheduler.add(job.clone(), chunks);
         if self.settings.threads == 0 {
             Worker::advance(self);
         }
@@ -227,25 +215,16 @@ impl Engine {
         }
     }
 
-    /// Before a wait for a job's end, however long that takes: moves chunks of the job, or of pushes the one, if no worker
-    /// is about to.
+    /// Before a wait for a job's end, however long that takes: moves chunks of the job.
     pub(super) fn hasten(self: &Arc<Self>, job: &Arc<Job>) {
-        let helps = || if job.is_shared { self.pushes.going.wakes() > 0 } else { job.may_hasten() };
-        if self.settings.threads == 0 || !helps() {
+        if self.settings.threads == 0 || !job.may_hasten() {
             return;
         }
-        let hasten = || {
-            // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
-            foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
-                Worker::new(self).hasten(job);
-            });
-        };
-        if job.is_shared {
-            self.pushes.going.by_caller(hasten)
-        } else {
-            hasten()
-        }
-        if !self.scheduler.leave() {
+        // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
+        foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
+            Worker::new(self).hasten(job);
+        });
+        if !self.scheduler.has_work() {
             self.segments.rest();
         }
     }
@@ -311,18 +290,6 @@ impl Engine {
             return false;
         }
         may
-    }
-
-    /// Whether chunks of this rank may be taken. A chunk of pushes is taken when its copy can go: until then it grows.
-    pub(super) fn is_open(&self, rank: usize) -> bool {
-        let priority = match rank {
-            URGENT_PUSHES => Priority::Foreground,
-            PUSHES => Priority::Bulk,
-            _ => return true,
-        };
-        self.pushes.going.count(priority) < self.pushes.most
-            && (priority == Priority::Foreground
-                || self.lanes[Direction::Up as usize].flights.has_room(self.permits.depth()))
     }
 
     /// A copy was submitted, or (`None`) was not.

@@ -35,11 +35,6 @@ impl<S> Flights<S> {
         room
     }
 
-    /// Whether there is room now.
-    pub(super) fn has_room(&self, depth: usize) -> bool {
-        self.state.lock().bulk < depth
-    }
-
     pub(super) fn release(&self) {
         self.state.lock().bulk -= 1;
     }

@@ -12,10 +12,8 @@
 //! it is over. An upload reads all of it before its copies are complete, so a caller that lends bytes may go on as soon
 //! as the job is [read](Job::is_read).
 //!
-//! Pushes of several callers can be one job: a *shared* one. None of these callers can cancel it.
-//!
-//! A job has one lock. No other lock of the crate is taken under it, but a lane's when a chunk of pushes is taken, and a
-//! feed's when one of its chunks is.
+//! A job has one lock. No other lock of the crate is taken under it, but that of the segments from a reader when one of
+//! its chunks is taken.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -107,11 +105,6 @@ pub(super) trait Work: Send + Sync {
 
     /// Whether the caller itself takes the bytes of a download out of the segments, in order.
     fn is_pulled(&self) -> bool {
-        false
-    }
-
-    /// Whether it is the work of several callers.
-    fn is_shared(&self) -> bool {
         false
     }
 
@@ -283,7 +276,6 @@ pub(super) struct Job {
     /// What the work says: see [`Work`].
     pub(super) may_block: bool,
     pub(super) is_pulled: bool,
-    pub(super) is_shared: bool,
     pub(super) deadline: Option<Instant>,
     since: Instant,
     body: Body,
@@ -378,11 +370,11 @@ impl Job {
     pub(super) fn new(plan: Plan, body: Body) -> Arc<Self> {
         let Plan { direction, priority, total, name, memories, fed, spans: _, trace, timeout } = plan;
         let (since, left) = (Instant::now(), if fed { 0 } else { total });
-        let (may_block, is_pulled, is_shared) = {
+        let (may_block, is_pulled) = {
             let work = body.work();
             // SAFETY: a lender waits from here on.
             let work = unsafe { &*work };
-            (work.may_block(), work.is_pulled(), work.is_shared())
+            (work.may_block(), work.is_pulled())
         };
         let state = JobState {
             cursor: Cursor { left, ..Cursor::default() },
@@ -398,7 +390,6 @@ impl Job {
             name,
             may_block,
             is_pulled,
-            is_shared,
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
             body,
@@ -451,10 +442,6 @@ impl Job {
             return None;
         }
         let chunk = work.cut(&mut state.cursor, room);
-        if self.is_shared {
-            // Known now.
-            state.total = state.cursor.cut;
-        }
         state.active += 1;
         state.preparing += 1;
         Some(chunk)
@@ -521,11 +508,8 @@ impl Job {
         }
     }
 
-    /// No further chunk is taken. Does nothing to a shared job.
+    /// No further chunk is taken.
     pub(super) fn cancel(&self) {
-        if self.is_shared {
-            return;
-        }
         let mut state = self.state.lock();
         if state.over.is_none() {
             state.cancelled = true;

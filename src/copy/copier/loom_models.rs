@@ -1,6 +1,5 @@
 //! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a caller that waits
-//! for a job is woken, and what it has lent is touched by no worker any more; every copy is seen complete once; every
-//! push is in a chunk that a worker takes.
+//! for a job is woken, and what it has lent is touched by no worker any more; every copy is seen complete once.
 
 #![allow(unsafe_code)]
 
@@ -12,10 +11,8 @@ use super::flights::Flights;
 use super::job::{Body, Chunk, Cursor, Cut, Direction, End, Job, LentWork, Needs, Plan, Work};
 use super::packing::{Content, Packing};
 use super::pieces::finish;
-use super::push::{Going, Lane};
-use super::scheduler::{RANKS, Scheduler, Takes, Woken};
+use super::scheduler::{Scheduler, Takes, Woken};
 use crate::error::Result;
-use crate::locks;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
 
 /// A job of so many chunks.
@@ -31,8 +28,8 @@ impl Takes for Counted {
         false
     }
 
-    fn rank(&self) -> usize {
-        RANKS - 1
+    fn priority(&self) -> Priority {
+        Priority::Bulk
     }
 
     fn direction(&self) -> Direction {
@@ -55,7 +52,7 @@ impl Counted {
 fn serve(scheduler: &Scheduler<Counted>) -> u64 {
     let mut taken = 0;
     loop {
-        while let Some(job) = scheduler.first(|_| true, Direction::Up) {
+        while let Some(job) = scheduler.first(Direction::Up) {
             taken += u64::from(job.take());
         }
         if scheduler.park(None) == Woken::Closed {
@@ -74,7 +71,7 @@ fn loom_copier_workers_find_all_chunks() {
             loom::thread::spawn(move || serve(&scheduler))
         });
         for chunks in [2, 1] {
-            scheduler.add(Counted::new(chunks), || 1);
+            scheduler.add(Counted::new(chunks), 1);
         }
         scheduler.close();
         let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
@@ -111,14 +108,14 @@ fn loom_copier_a_sleeper_is_woken() {
             loom::thread::spawn(move || {
                 let mut taken = 0;
                 while taken < 1 {
-                    match scheduler.first(|_| true, Direction::Up) {
+                    match scheduler.first(Direction::Up) {
                         Some(job) => taken += u64::from(Counted::take(&job)),
                         None => _ = scheduler.park(None),
                     }
                 }
             })
         };
-        scheduler.add(Counted::new(1), || 2);
+        scheduler.add(Counted::new(1), 2);
         worker.join().unwrap();
     });
 }
@@ -324,197 +321,4 @@ fn loom_copier_copies_are_seen() {
             assert!(sent[0] || sent[1]);
         });
     }
-}
-
-/// Lanes whose chunks are numbers, and the worker that takes them.
-struct Pushing {
-    scheduler: Scheduler<Arc<Job>>,
-    lanes: [Arc<Lane<Vec<u32>>>; 2],
-    going: Arc<Going>,
-    next: AtomicUsize,
-    /// What workers found in the chunks that they took. No part of the protocol, so not loom's.
-    found: Arc<locks::Mutex<Vec<u32>>>,
-    /// Told when two were found.
-    both: loom::sync::Notify,
-}
-
-/// The job of a chunk.
-struct Combined {
-    lane: Arc<Lane<Vec<u32>>>,
-    going: Arc<Going>,
-    number: u64,
-    found: Arc<locks::Mutex<Vec<u32>>>,
-}
-
-impl Work for Combined {
-    fn is_shared(&self) -> bool {
-        true
-    }
-
-    fn needs(&self, _cursor: &Cursor) -> Needs {
-        Needs::Nothing
-    }
-
-    fn cut(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
-        let chunk = self.lane.close(self.number).expect("a chunk is closed once");
-        self.going.begin(Priority::Bulk);
-        cursor.left = chunk.len() as u64;
-        let len = chunk.len();
-        self.found.lock().extend(chunk);
-        finish(cursor, Cut { piece: 1, from: 0 }, len, None)
-    }
-
-    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>, _job: &Job) -> Result<Content> {
-        unreachable!("models move no bytes")
-    }
-}
-
-impl Pushing {
-    fn new() -> Arc<Self> {
-        Arc::new(Self {
-            scheduler: Scheduler::new(),
-            lanes: [Arc::new(Lane::new()), Arc::new(Lane::new())],
-            going: Arc::new(Going::new()),
-            next: 0.into(),
-            found: Arc::default(),
-            both: loom::sync::Notify::new(),
-        })
-    }
-
-    /// What `Copier::push` does. Chunks have room for two.
-    fn push(&self, lane: usize, value: u32) {
-        let lane = &self.lanes[lane];
-        step();
-        let put = lane.put(|open| {
-            let room = open.len() < 2;
-            if room {
-                open.push(value);
-            }
-            room
-        });
-        if put == Some(true) {
-            return;
-        }
-        let number = self.next.fetch_add(1, Ordering::Relaxed) as u64;
-        let (going, found) = (self.going.clone(), self.found.clone());
-        let work = Arc::new(Combined { lane: lane.clone(), going, number, found });
-        let job = Job::new(plan(Direction::Up, 1), Body::Owned(work));
-        let (own, going) = (lane.clone(), self.going.clone());
-        job.hold(
-            false,
-            Box::new(move || {
-                drop(own.over(number));
-                going.end(Priority::Bulk);
-            }),
-        );
-        lane.open(number, vec![value], job.clone());
-        step();
-        self.scheduler.add(job, || self.going.wakes());
-    }
-
-    /// What a thread does that waits for a push, if no worker has one. `copying`: while the chunk's copy is in flight.
-    fn hasten(&self, copying: impl FnOnce()) {
-        if self.going.wakes() == 0 {
-            return;
-        }
-        let Some(job) = self.lanes[0].first() else { return };
-        self.going.by_caller(|| self.take(&job, copying));
-        self.scheduler.leave();
-    }
-
-    fn take(&self, job: &Job, copying: impl FnOnce()) {
-        let Some(chunk) = job.take(None, Needs::Nothing) else { return };
-        job.prepared();
-        if self.found.lock().len() == 2 {
-            self.both.notify();
-        }
-        step();
-        copying();
-        job.end(&chunk, End::Arrived);
-    }
-
-    /// What a worker does, until so much was found, or the scheduler is closed. With a wake-up missed it sleeps for good,
-    /// which loom tells.
-    fn serve(&self, count: usize) {
-        while self.found.lock().len() < count {
-            let Some(job) = self.scheduler.first(|_| true, Direction::Up) else {
-                if self.scheduler.park(None) == Woken::Closed {
-                    return;
-                }
-                continue;
-            };
-            self.take(&job, || {});
-        }
-    }
-}
-
-/// What is pushed while a worker closes the chunk is in that chunk or in the next, and a worker takes both: also the one
-/// whose job woke none.
-#[test]
-fn loom_copier_pushes_are_found() {
-    model("copier: a thread pushes, a worker closes chunks", 3, || {
-        let pushing = Pushing::new();
-        let worker = {
-            let pushing = pushing.clone();
-            loom::thread::spawn(move || pushing.serve(3))
-        };
-        (1..=3).for_each(|value| pushing.push(0, value));
-        worker.join().unwrap();
-        assert_eq!(*pushing.found.lock(), [1, 2, 3]);
-    });
-}
-
-/// A worker that looks for two pushes, and a thread that makes one into this lane.
-fn beside_a_push(lane: usize) -> (Arc<Pushing>, loom::thread::JoinHandle<()>, loom::thread::JoinHandle<()>) {
-    let pushing = Pushing::new();
-    let (served, pushed) = (pushing.clone(), pushing.clone());
-    let worker = loom::thread::spawn(move || served.serve(2));
-    let other = loom::thread::spawn(move || pushed.push(lane, 2));
-    (pushing, worker, other)
-}
-
-/// Two threads push into one lane.
-#[test]
-fn loom_copier_pushes_of_two_threads_are_found() {
-    model("copier: two threads push into a lane, a worker closes chunks", 2, || {
-        let (pushing, worker, other) = beside_a_push(0);
-        pushing.push(0, 1);
-        other.join().unwrap();
-        worker.join().unwrap();
-        let mut found = std::mem::take(&mut *pushing.found.lock());
-        found.sort_unstable();
-        assert_eq!(found, [1, 2]);
-    });
-}
-
-/// A thread moves the chunk of its own push, another one pushes, and a worker sleeps.
-fn beside_a_waiting_caller(copying: impl Fn(&Pushing)) {
-    let (pushing, worker, other) = beside_a_push(1);
-    pushing.push(0, 1);
-    pushing.hasten(|| copying(&pushing));
-    other.join().unwrap();
-    // Only if the worker has nothing left to find: the end would wake it.
-    if pushing.found.lock().len() == 2 {
-        pushing.scheduler.close();
-    }
-    worker.join().unwrap();
-    assert_eq!(pushing.found.lock().len(), 2);
-}
-
-/// A push that comes while such a thread ends its chunk is found by a worker.
-#[test]
-fn loom_copier_a_push_beside_a_waiting_caller_is_found() {
-    model("copier: a push while a caller ends a chunk", 2, || beside_a_waiting_caller(|_| {}));
-}
-
-/// A push waits for no chunk of such a thread: here the chunk's copy goes on until a worker has found the push.
-#[test]
-fn loom_copier_a_push_waits_for_no_waiting_caller() {
-    model("copier: a push while a caller's chunk takes long", 2, || {
-        beside_a_waiting_caller(|pushing| {
-            if pushing.found.lock().len() < 2 {
-                pushing.both.wait();
-            }
-        });
-    });
 }

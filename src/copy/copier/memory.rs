@@ -319,14 +319,10 @@ impl Copier {
 
     /// Device memory of this device.
     pub(super) fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        self.own_ref(&range).cloned()
-    }
-
-    pub(super) fn own_ref<'a>(&self, range: &'a impl DeviceRange) -> Result<&'a DeviceSlice> {
         crate::os::check_fork()?;
         let slice = range.get(KEY)?;
         slice.check_is_of(self.device().context())?;
-        Ok(slice)
+        Ok(slice.clone())
     }
 
     /// As many bytes at its front.

@@ -27,7 +27,6 @@
 //! | --- | --- | --- |
 //! | borrowed bytes | [`upload_slice`](Copier::upload_slice), [`download_slice`](Copier::download_slice) | blocking |
 //! | many pieces of borrowed bytes | [`upload_pieces`](Copier::upload_pieces), [`download_pieces`](Copier::download_pieces) | a [`Transfer`] when all is read; blocking |
-//! | a small piece of borrowed bytes, by each of many threads | [`push`](Copier::push), [`try_push`](Copier::try_push) | a [`Transfer`], at once |
 //! | many pinned buffers | [`upload_buffers`](Copier::upload_buffers), [`download_buffers`](Copier::download_buffers) | a [`Transfer`] |
 //! | pinned blocks of many pages each | [`upload_pages`](Copier::upload_pages), [`download_pages`](Copier::download_pages) | a [`Transfer`] |
 //! | one pinned value | [`upload_pinned`](Copier::upload_pinned) | a [`Transfer`] |
@@ -35,7 +34,6 @@
 //! | owned bytes, any [`Source`], any [`Sink`] | [`upload`](Copier::upload), [`upload_ranges`](Copier::upload_ranges), [`download`](Copier::download), [`download_ranges`](Copier::download_ranges) | a [`Transfer`] |
 //! | files | [`upload_file`](Copier::upload_file), [`upload_file_ranges`](Copier::upload_file_ranges), [`download`](Copier::download) to a [`FileSink`] | a [`Transfer`] |
 //! | `Read`, `Write` | [`upload_read`](Copier::upload_read), [`download_write`](Copier::download_write) | blocking, on the caller's thread |
-//! | async streams, sockets | [`feed`](Copier::feed) | a [`Feed`], pushed to |
 //!
 //! # How it works
 //!
@@ -47,18 +45,53 @@
 //! from where they are. So CPU and link are busy at once, in a bounded number of segments
 //! ([`share`](CopierBuilder::share)).
 //!
-//! A push copies its bytes into a chunk that the calling thread shares with few others, and returns. The chunk goes when
-//! a copy can go: at once where nothing is in flight; else it takes further pushes until then. So the more pushes there
-//! are, the longer are the copies.
-//!
 //! # Ordering
 //!
 //! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
 //! device memory take effect in the order of the calls, but for those with many pieces, buffers or pages
-//! (`upload_pieces`, `download_buffers` and their like) and pushes: these are ordered with nothing, so wait for the
+//! (`upload_pieces`, `download_buffers` and their like): these are ordered with nothing, so wait for the
 //! handle. With other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to
 //! any stream after the end was seen finds the bytes there. The same holds for [a part](Transfer::wait_landed) that was
 //! seen to have arrived.
+//!
+//! # Streams of bytes
+//!
+//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task, which must not
+//! block, needs no copier: it checks buffers out, fills each, and uploads it by a stream. One is filled while the one
+//! before is copied.
+//!
+//! ```
+//! # use pinpool::{DeviceBuffer, Pool, Stream};
+//! # struct Socket;
+//! # impl Socket { async fn read(&mut self, _: &mut [u8]) -> usize { 0 } }
+//! /// Puts all that comes to the front of device memory. How many bytes.
+//! async fn store(
+//!     socket: &mut Socket,
+//!     pool: &Pool,
+//!     stream: &Stream,
+//!     memory: &DeviceBuffer,
+//! ) -> pinpool::Result<usize> {
+//!     let (mut at, mut under_way) = (0, None);
+//!     loop {
+//!         let mut buf = pool.checkout_async(1 << 20).await?;
+//!         buf.try_resize(1 << 20, 0)?;
+//!         let len = socket.read(&mut buf).await;
+//!         if len == 0 {
+//!             break;
+//!         }
+//!         buf.truncate(len);
+//!         let sent = stream.upload(buf, memory.slice(at..at + len)?)?;
+//!         at += len;
+//!         if let Some(before) = under_way.replace(sent) {
+//!             before.await?;
+//!         }
+//!     }
+//!     if let Some(last) = under_way {
+//!         last.await?;
+//!     }
+//!     Ok(at)
+//! }
+//! ```
 //!
 //! # A pool that others hold
 //!
@@ -86,8 +119,7 @@
 // which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
 // in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
 // where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
-// `ranges.rs`, `feed.rs`, `push.rs`, `pull.rs`: memory; sources, files and sinks; what the caller brings, in order
-// or in small pieces; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
+// `ranges.rs`, `reader.rs`, `pull.rs`: memory; sources, files and sinks; what the caller reads; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
 // CPU copies.
 //
@@ -104,7 +136,6 @@ mod bulk;
 mod collect;
 mod config;
 mod engine;
-mod feed;
 mod file;
 mod flights;
 mod job;
@@ -119,8 +150,8 @@ mod pages;
 mod permits;
 mod pieces;
 mod pull;
-mod push;
 mod ranges;
+mod reader;
 mod ring;
 mod scheduler;
 mod segments;
@@ -138,7 +169,6 @@ use std::time::Duration;
 
 pub use self::collect::Collect;
 pub use self::config::{CopierBuilder, Priority};
-pub use self::feed::Feed;
 pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
 pub use self::ranges::Piece;
@@ -175,12 +205,10 @@ pub fn may_wait() -> Result<()> {
 /// # What it uses
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
 /// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the share,
-/// an open [`Feed`], a [`download_write`](Self::download_write) that runs, and a thread that [pushes](Self::push) while
-/// the share is used up use one segment each.
+/// an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use one segment each.
 ///
 /// # The end
-/// Dropping the last handle waits for nothing: transfers that were started go on, pushes among them, and then the threads
-/// end.
+/// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.
 ///
 /// ```
 /// # use pinpool::{Copier, Device, Pool, Unpinned};
@@ -223,10 +251,8 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if crate::os::forked() {
             // The parent's threads use these.
-            std::mem::forget((self.inline.get_mut().take(), self.pushes.clone()));
-            return;
+            std::mem::forget(self.inline.get_mut().take());
         }
-        self.pushes.clear();
     }
 }
 
@@ -286,7 +312,7 @@ impl Copier {
     /// until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends
     /// well. What is on the device after the error is undefined, but for the bytes before [`Progress::landed_to`].
     ///
-    /// Slices of up to 64 KiB that go by a single call of the driver, and pushes, have no deadline.
+    /// Slices of up to 64 KiB that go by a single call of the driver have no deadline.
     ///
     /// ```
     /// # use pinpool::{Copier, Device, Error, Pool, Unpinned};

@@ -1,9 +1,8 @@
 //! What a chunk is made of: where its bytes are on the host and on the device. Filling a segment, and emptying it.
 
 use std::mem::MaybeUninit;
-use std::sync::Arc;
 
-use super::job::{Chunk, Direction, Memories};
+use super::job::{Chunk, Direction};
 use super::layout::{LONGEST_ROW, Layout, ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::ring::Slot;
@@ -30,10 +29,6 @@ pub(super) struct Brought {
     pub(super) stretches: Vec<Stretch>,
     /// See [`super::segments`].
     pub(super) counts: bool,
-    /// Pushes that are in it.
-    pub(super) pushes: usize,
-    /// The device memory of the chunk, where it is not the job's.
-    pub(super) memories: Option<Arc<Memories>>,
 }
 
 /// The host's side of a chunk.

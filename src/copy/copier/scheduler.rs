@@ -1,11 +1,10 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait by rank and direction, and there in the order in which they were started. A worker that looks for work gets
-//! the first job of which a chunk can be taken, of the ranks that are open: those of pushes are closed while as many
-//! copies are in flight as may be. Of jobs of one rank it gets one in the direction that it asks for, if there is one.
-//! Workers ask for both directions by turns, since the link carries both at once. Where there is no job, a worker that
-//! owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come one by one is started
-//! anew for each.
+//! Jobs wait by priority and direction, and there in the order in which they were started. A worker that looks for work
+//! gets the first job of which a chunk can be taken. Of jobs of one priority it gets one in the direction that it asks
+//! for, if there is one. Workers ask for both directions by turns, since the link carries both at once. Where there is no
+//! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come
+//! one by one is started anew for each.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
@@ -15,6 +14,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use super::config::Priority;
 use super::job::Direction;
 use crate::sync::Mutex;
 use crate::sync::thread::{self, Thread};
@@ -25,13 +25,9 @@ pub(super) trait Takes {
     fn may_take(&self) -> bool;
     /// Whether a chunk of it can be taken by a worker without a segment.
     fn needs_none(&self) -> bool;
-    /// Its rank, less than [`RANKS`]: jobs of a lower one go first.
-    fn rank(&self) -> usize;
+    fn priority(&self) -> Priority;
     fn direction(&self) -> Direction;
 }
-
-/// Ranks of jobs.
-pub(super) const RANKS: usize = 4;
 
 /// How many jobs are looked at for one that needs no segment.
 const NEAR: usize = 64;
@@ -44,8 +40,8 @@ pub(super) struct Scheduler<J> {
 
 #[derive(Debug)]
 struct SchedulerState<J> {
-    /// By rank and direction.
-    jobs: [[VecDeque<J>; 2]; RANKS],
+    /// Of the foreground, then bulk ones; by direction.
+    jobs: [[VecDeque<J>; 2]; 2],
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
     /// No worker slept when one was to look around: the next one does not park.
@@ -70,20 +66,20 @@ impl<J: Takes + Clone> Scheduler<J> {
         Self { state: Mutex::new(state) }
     }
 
-    /// Starts a job that is worth so many workers, as `workers` says when the job can be found.
-    pub(super) fn add(&self, job: J, workers: impl FnOnce() -> usize) {
+    /// Starts a job that is worth so many workers.
+    pub(super) fn add(&self, job: J, workers: usize) {
         let mut state = self.state.lock();
-        let (rank, direction) = (job.rank(), job.direction());
+        let (rank, direction) = (usize::from(job.priority() == Priority::Bulk), job.direction());
         state.jobs[rank][direction as usize].push_back(job);
-        let awake = state.sleepers.len().saturating_sub(workers());
+        let awake = state.sleepers.len().saturating_sub(workers);
         let sleepers = state.sleepers.split_off(awake);
         drop(state);
         sleepers.iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken, of the ranks that are open. Of one rank, one in this direction first.
-    pub(super) fn first(&self, is_open: impl Fn(usize) -> bool, direction: Direction) -> Option<J> {
-        self.state.lock().first(is_open, direction)
+    /// The first job of which a chunk can be taken. Of one priority, one in this direction first.
+    pub(super) fn first(&self, direction: Direction) -> Option<J> {
+        self.state.lock().first(direction)
     }
 
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
@@ -98,7 +94,7 @@ impl<J: Takes + Clone> Scheduler<J> {
         state.jobs.iter().find_map(near)
     }
 
-    /// Whether there is a chunk to be taken, now or when a segment is free or a rank is open.
+    /// Whether there is a chunk to be taken, now or when a segment is free.
     pub(super) fn has_work(&self) -> bool {
         self.state.lock().has_work()
     }
@@ -111,16 +107,6 @@ impl<J: Takes + Clone> Scheduler<J> {
         state.poked |= sleeper.is_none();
         drop(state);
         sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
-    }
-
-    /// A caller has ended a chunk, on which a job may have counted
-    /// ([`Going::wakes`](super::push::Going::wakes)): wakes a worker for what is left. Whether anything is.
-    pub(super) fn leave(&self) -> bool {
-        let left = self.has_work();
-        if left {
-            self.poke();
-        }
-        left
     }
 
     /// Parks this thread until there may be work, or until the deadline.
@@ -154,14 +140,14 @@ impl<J: Takes + Clone> Scheduler<J> {
 }
 
 impl<J: Takes + Clone> SchedulerState<J> {
-    fn first(&mut self, is_open: impl Fn(usize) -> bool, direction: Direction) -> Option<J> {
-        for (rank, jobs) in self.jobs.iter_mut().enumerate() {
+    fn first(&mut self, direction: Direction) -> Option<J> {
+        for jobs in &mut self.jobs {
             for way in [direction, direction.other()] {
                 let jobs = &mut jobs[way as usize];
                 while jobs.front().is_some_and(|job| !job.may_take()) {
                     jobs.pop_front();
                 }
-                if let Some(job) = jobs.front().filter(|_| is_open(rank)) {
+                if let Some(job) = jobs.front() {
                     return Some(job.clone());
                 }
             }
@@ -170,6 +156,6 @@ impl<J: Takes + Clone> SchedulerState<J> {
     }
 
     fn has_work(&mut self) -> bool {
-        self.first(|_| true, Direction::Up).is_some()
+        self.first(Direction::Up).is_some()
     }
 }

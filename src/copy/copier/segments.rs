@@ -33,7 +33,7 @@ const RETRY: Duration = Duration::from_millis(1);
 const LEAST: usize = PAGE + BESIDE;
 
 /// How many of so many segments transfers of a priority use.
-pub(super) fn usable(segments: usize, priority: Priority) -> usize {
+fn usable(segments: usize, priority: Priority) -> usize {
     match priority {
         Priority::Foreground => segments,
         Priority::Bulk => segments - (segments / 8).max(usize::from(segments > 3)),
@@ -71,7 +71,7 @@ impl Segments {
     }
 
     /// A segment that is not short.
-    pub(super) fn full(&self) -> Request {
+    fn full(&self) -> Request {
         Self::request(self.len)
     }
 
@@ -190,11 +190,6 @@ impl Segments {
             Poll::Ready(got) => self.or_longer(got?).map(Some),
             Poll::Pending => Ok(None),
         }
-    }
-
-    /// There is none now.
-    pub(super) fn exhausted(&self) -> Error {
-        Error::Exhausted { len: self.len, capacity: self.pool.room().0, growth: None, shortage: None }
     }
 
     /// Waits in the pool's queue for the shortest segment. What comes is to be exchanged: [`or_longer`](Self::or_longer).

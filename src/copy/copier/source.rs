@@ -1,8 +1,7 @@
 //! Where an upload's bytes come from, and where a download's go.
 //!
 //! Both are read and written at offsets, by several threads at once, since that is what makes them fast. What can only
-//! be read in order goes through [`Copier::upload_read`](super::Copier::upload_read) or a [`Feed`](super::Feed)
-//! instead.
+//! be read in order goes through [`Copier::upload_read`](super::Copier::upload_read) instead.
 
 use std::borrow::Cow;
 use std::io;

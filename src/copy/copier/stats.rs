@@ -19,8 +19,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct CopierStats {
     /// Chunks that were moved. A short slice counts as one.
     pub chunks: u64,
-    /// Pushes that were moved.
-    pub pushes: u64,
     /// Bytes that went through the device ring, spread or collected there by a kernel.
     pub ring_bytes: u64,
     /// Bytes that went between a segment and their places by copies, and those of short slices, which need no segment.
@@ -52,7 +50,6 @@ pub struct CopierStats {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) chunks: AtomicU64,
-    pub(super) pushes: AtomicU64,
     pub(super) ring: AtomicU64,
     pub(super) batch: AtomicU64,
     pub(super) in_place: AtomicU64,
@@ -71,7 +68,6 @@ impl Counters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         CopierStats {
             chunks: read(&self.chunks),
-            pushes: read(&self.pushes),
             ring_bytes: read(&self.ring),
             batch_bytes: read(&self.batch),
             in_place_bytes: read(&self.in_place),

@@ -39,7 +39,7 @@ use crate::stream::Stream;
 /// ```
 #[must_use = "dropping it is fine: the transfer goes on; say so with `drop`"]
 pub struct Transfer<T = ()> {
-    copier: Arc<Copier>,
+    copier: Copier,
     job: Arc<Job>,
     values: Option<Arc<dyn Values<Back = T>>>,
     waker: Option<u64>,
@@ -47,11 +47,6 @@ pub struct Transfer<T = ()> {
 
 impl<T> Transfer<T> {
     pub(super) fn new(copier: Copier, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
-        Self::shared(Arc::new(copier), job, values)
-    }
-
-    /// One of several handles of a job.
-    pub(super) fn shared(copier: Arc<Copier>, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
         Self { copier, job, values: Some(values), waker: None }
     }
 
@@ -196,7 +191,7 @@ impl<T> Transfer<T> {
 
     /// Cancels the transfer: no further chunk is begun, and chunks that are under way are dropped where that is
     /// possible. Waiting tells when it is over. What is on the device then is undefined, but for the bytes before
-    /// [`Progress::landed_to`]. The handle of a [push](Copier::push) is one of several, and cancels nothing.
+    /// [`Progress::landed_to`].
     pub fn cancel(&self) {
         if !crate::os::forked() {
             self.job.cancel();

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use super::config::Priority;
 use super::engine::{Engine, Flight, Kept, Refusal, Then};
-use super::job::{Chunk, Direction, End, Job, Memories, Needs};
+use super::job::{Chunk, Direction, End, Job, Needs};
 use super::layout::ROW;
 use super::lent::Lent;
 use super::packing::{Content, Host, Packed, Packing, transfer};
@@ -91,8 +91,6 @@ enum Step {
 struct Owned {
     job: Arc<Job>,
     chunk: Chunk,
-    /// Its device memory.
-    memories: Arc<Memories>,
     packed: Packed,
     /// Its segment, if it has one, counts: see [`super::segments`].
     counts: bool,
@@ -329,8 +327,7 @@ impl<'a> Worker<'a> {
     /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
         let scheduler = &self.engine.scheduler;
-        let first = scheduler.first(|rank| self.engine.is_open(rank), self.next);
-        let Some(first) = first else { return false };
+        let Some(first) = scheduler.first(self.next) else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
@@ -345,10 +342,7 @@ impl<'a> Worker<'a> {
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         let Some(needs) = job.needs() else { return false };
-        if !self.has_room(job, needs) || !self.engine.is_open(job.rank()) {
-            return false;
-        }
-        if self.has_to_wait(job) {
+        if !self.has_room(job, needs) || self.has_to_wait(job) {
             return false;
         }
         let got = match needs {
@@ -423,7 +417,6 @@ impl<'a> Worker<'a> {
         });
         let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let (stretches, room) = (packing.stretches, self.ring_room(job));
-        let mut memories = job.memories.clone();
         let laid_out = match (content, buf) {
             (Ok(Content::Packed), Some(mut buf)) => {
                 let packed = Packed::in_segment(direction, &mut buf, stretches, room);
@@ -439,8 +432,6 @@ impl<'a> Worker<'a> {
                     }
                     Ok(Content::Brought(mut brought)) => {
                         counts = brought.counts;
-                        memories = brought.memories.unwrap_or(memories);
-                        Counters::add(&self.engine.counters.pushes, brought.pushes);
                         let (segment, stretches) = (&mut brought.segment, brought.stretches);
                         let packed = Packed::in_segment(direction, segment, stretches, room);
                         Ok((Host::Segment(brought.segment), packed))
@@ -454,14 +445,14 @@ impl<'a> Worker<'a> {
         match laid_out {
             Ok((host, packed)) => {
                 let (job, stage) = (job.clone(), Some(Stage::Ready(host)));
-                self.owned.push(Owned { job, chunk, memories, packed, counts, stage });
+                self.owned.push(Owned { job, chunk, packed, counts, stage });
             }
             Err(error) => job.end(&chunk, End::Failed(error)),
         }
     }
 
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
-    /// not for a while. (For a push it may be the one that was counted on: see `Going::wakes`.)
+    /// not for a while.
     fn may_block(&self, job: &Job) {
         if job.may_block && self.engine.scheduler.has_work() {
             self.engine.scheduler.poke();

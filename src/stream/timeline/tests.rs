@@ -113,22 +113,22 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     pool.check().unwrap();
 }
 
-/// The submission of a chunk panics before any copy is made. No push of it reads as done, and the copier goes on.
+/// The submission of a chunk panics before any copy is made. Its transfer does not read as done, and the copier goes on.
 #[test]
-fn a_panic_in_a_submission_fails_its_pushes() {
+fn a_panic_in_a_submission_fails_its_transfer() {
     const LEN: usize = 256;
     let node = HostNode::new(HostConfig::new()).unwrap();
     let (device, at_copy) = panics(&node, Call::Copy, "panics in submissions");
     let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let copier = crate::Copier::builder(&pool, &device).threads(1).build().unwrap();
     let memory = device.alloc(LEN).unwrap();
-    let push = || copier.push(&[7; LEN], &memory).unwrap().wait();
-    push().unwrap();
+    let upload = || copier.upload(vec![7; LEN], &memory).unwrap().wait();
+    upload().unwrap();
     for _ in 0..4 {
         at_copy.store(true, Ordering::SeqCst);
-        assert!(push().is_err());
+        assert!(upload().is_err());
         assert!(!at_copy.load(Ordering::SeqCst), "nothing was submitted");
-        push().unwrap();
+        upload().unwrap();
     }
     drop(copier);
     let since = Instant::now();

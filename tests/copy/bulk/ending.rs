@@ -1,17 +1,14 @@
 //! Transfers that stop: what they leave in flight, with workers and in the memory of handles that outlive them.
 
 use std::borrow::Cow;
-use std::future::Future as _;
 use std::io::{self, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::pin;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
-use std::task::{Context, Waker};
 use std::time::Duration;
 
 use pinpool::Error;
-use pinpool::copier::{FileSink, Fill, Priority, Source};
+use pinpool::copier::{FileSink, Fill, Source};
 
 use super::{Rig, block_on, pattern};
 
@@ -58,27 +55,6 @@ fn a_call_that_fails_leaves_nothing_on_the_wire() {
         });
         rig.all_is_back();
     }
-}
-
-#[test]
-fn to_drop_what_finishes_a_feed_cancels_it() {
-    let rig = Rig::plain();
-    // The second chunk could go after 18 hours.
-    let copier = rig.builder().rate(1).build().unwrap();
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    let mut feed = copier.feed(&memory).unwrap();
-    feed.push_blocking(&pattern(100 << 10, 1)).unwrap();
-    {
-        let mut finish = pin!(feed.finish());
-        assert!(finish.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
-    }
-    // A transfer of the same memory begins when that one is over.
-    let bytes = pattern(1 << 20, 2);
-    let next = copier.with_priority(Priority::Foreground).upload(bytes.clone(), &memory).unwrap();
-    next.wait_timeout(HANG).expect("the feed is over").unwrap();
-    copier.set_rate(None);
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
-    rig.all_is_back();
 }
 
 #[test]

@@ -12,7 +12,7 @@ use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call, HostConfig};
 use pinpool::{Copier, Error};
 
-use super::{Rig, block_on, pattern};
+use super::{Rig, pattern};
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {
@@ -235,11 +235,10 @@ fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
         while since.elapsed() < Duration::from_micros(round % 200) {
             std::hint::spin_loop();
         }
-        // The feed stays open, so that its end wakes no worker.
-        let feed = copier.feed(&small).unwrap();
+        // On this thread alone.
+        copier.download_write(&small, &mut io::sink()).unwrap();
         let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: no worker drains") };
         assert!(back.unwrap().into_vec().unwrap() == bytes);
-        drop(feed);
     }
     rig.all_is_back();
 }
@@ -323,20 +322,18 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
     all.truncate(all.len() / 2);
     load.wait().unwrap();
     drop(all);
-    // A load that waits can be cancelled, and a feed's task too.
+    // A load that waits can be cancelled, and a reader is served when there is room.
     let mut all = rig.emptied();
     let load = copier.upload(bytes.clone(), &memory).unwrap();
     load.cancel();
     assert!(matches!(load.wait().unwrap_err().error, Error::Cancelled { done: 0, .. }));
-    let mut feed = copier.feed(&memory).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(20));
             all.clear();
         });
-        block_on(feed.push(&bytes)).unwrap();
+        assert_eq!(copier.upload_read(&mut &bytes[..], &memory).unwrap(), 1 << 20);
     });
-    assert_eq!(block_on(feed.finish()).unwrap(), 1 << 20);
     assert!(copier.download_vec(&memory).unwrap() == bytes);
     rig.all_is_back();
 }

@@ -1,12 +1,12 @@
-//! Sources, files, sinks and feeds by a copier on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
+//! Sources, files, sinks, readers and writers by a copier on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
 //! others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod ending;
-mod feeds;
 mod files;
 mod manners;
 mod memory;
+mod readers;
 mod scarce;
 mod shapes;
 mod trouble;

@@ -9,7 +9,7 @@ use pinpool::Error;
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::host::HostConfig;
 
-use super::{Rig, block_on, pattern};
+use super::{Rig, pattern};
 
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
@@ -82,12 +82,11 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     drop(all);
     assert!(second.wait_timeout(HANG).is_ok(), "no worker is in the pool's queue any more");
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
-    // A worker in the queue, and a task that waits.
+    // A worker in the queue, and a thread that waits.
     rig.all_is_back();
     let all = rig.emptied();
     let first = copier.upload(bytes.clone(), &memory[0]).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
-    let mut feed = copier.feed(&memory[1]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
@@ -95,41 +94,49 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
             std::thread::sleep(Duration::from_millis(500));
             drop(all);
         });
-        block_on(feed.push(&bytes)).unwrap();
+        copier.upload_read(&mut &bytes[..], &memory[1]).unwrap();
     });
-    block_on(feed.finish()).unwrap();
     drop(first);
     assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
     rig.all_is_back();
 }
 
-/// The feed's owner may be waiting for one of the other transfers.
+/// A reader that makes a call before it gives its first bytes.
+struct Reads<'a, F: FnMut()>(Option<F>, &'a [u8]);
+
+impl<F: FnMut()> io::Read for Reads<'_, F> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0.take().iter_mut().for_each(|call| call());
+        self.1.read(into)
+    }
+}
+
+/// The reader may be waiting for one of the other transfers.
 #[test]
-fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
+fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
     let copier = rig.copier();
     let bytes = pattern(200_000, 4);
     let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
     copier.upload_slice(&bytes, &memory[0]).unwrap();
     rig.all_is_back();
-    let mut feed = copier.feed(&memory[1]).unwrap();
-    feed.push_blocking(&bytes[..10]).unwrap();
-    for upload in [false, true] {
-        let all = rig.emptied();
-        let third = rig.device.alloc(200_000).unwrap();
-        let waits: Box<dyn FnOnce() -> bool> = if upload {
-            let load = copier.upload(bytes.clone(), &third).unwrap();
-            Box::new(move || load.wait_timeout(HANG).is_ok())
-        } else {
-            let load = copier.download_collect(&memory[0]).unwrap();
-            Box::new(move || load.wait_timeout(HANG).is_ok())
-        };
-        std::thread::sleep(Duration::from_millis(50));
-        drop(all);
-        assert!(waits(), "upload: {upload}");
-    }
-    feed.push_blocking(&bytes[10..]).unwrap();
-    feed.finish_blocking().unwrap();
+    let beside = || {
+        for upload in [false, true] {
+            let all = rig.emptied();
+            let third = rig.device.alloc(200_000).unwrap();
+            let waits: Box<dyn FnOnce() -> bool> = if upload {
+                let load = copier.upload(bytes.clone(), &third).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
+            } else {
+                let load = copier.download_collect(&memory[0]).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
+            };
+            std::thread::sleep(Duration::from_millis(50));
+            drop(all);
+            assert!(waits(), "upload: {upload}");
+        }
+    };
+    copier.upload_read(&mut Reads(Some(beside), &bytes), &memory[1]).unwrap();
     assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
     rig.all_is_back();
 }
@@ -283,46 +290,43 @@ impl Source for Told {
     }
 }
 
-/// The same for a task, for which no thread waits, also where a watcher waits for the rate.
+/// A caller with a reader asks the pool itself while all workers are busy, also where they wait for the rate.
 #[test]
-fn a_task_is_looked_after_while_all_workers_are_busy() {
+fn a_reader_is_served_while_all_workers_are_busy() {
     for (rate, rounds) in [(None, 3), (Some(256), 10)] {
         let rig = Rig::plain();
-        let copier = rig.builder().threads(1).build().unwrap();
+        let builder = rig.builder().threads(1);
+        let copier = rate.map_or(builder.clone(), |rate| builder.rate(rate)).build().unwrap();
         let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-        copier.set_rate(rate);
         copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
         rig.all_is_back();
         let (told, hears) = std::sync::mpsc::channel::<()>();
         let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
         let all = rig.emptied();
-        let mut feed = copier.feed(&memory[1]).unwrap();
-        // The watcher sleeps.
-        std::thread::sleep(Duration::from_millis(50));
         let (done, hears_done) = std::sync::mpsc::channel();
+        let urgent = copier.with_priority(Priority::Foreground);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                block_on(feed.push(&[7; 1000])).unwrap();
-                done.send(()).unwrap();
+                let reads = || done.send(()).unwrap();
+                urgent.upload_read(&mut Reads(Some(reads), &[7; 1000]), &memory[1]).unwrap();
             });
             // It has asked the pool in vain, more than once.
             std::thread::sleep(Duration::from_millis(rounds * 250));
             drop(all);
-            let pushed = hears_done.recv_timeout(HANG);
-            copier.set_rate(None);
+            let read = hears_done.recv_timeout(HANG);
+            slow.cancel();
             drop(told);
-            assert_eq!(pushed, Ok(()), "no thread asks the pool");
+            assert_eq!(read, Ok(()), "no thread asks the pool");
         });
-        slow.wait().unwrap();
-        feed.finish_blocking().unwrap();
+        assert!(slow.wait().is_err());
         rig.all_is_back();
     }
 }
 
 /// The same beside a transfer that needs neither workers nor segments, and keeps the link busy.
 #[test]
-fn a_task_is_looked_after_beside_a_busy_wire() {
+fn a_reader_is_served_beside_a_busy_wire() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
     let copier = rig.builder().threads(1).depth(2).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
@@ -334,22 +338,20 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
     let all = rig.emptied();
     let wire = copier.upload_pinned(pinned.unwrap(), &place).unwrap();
-    let mut feed = copier.feed(&memory[1]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            block_on(feed.push(&[7; 1000])).unwrap();
-            done.send(wire.is_over()).unwrap();
+            let reads = || done.send(wire.is_over()).unwrap();
+            copier.upload_read(&mut Reads(Some(reads), &[7; 1000]), &memory[1]).unwrap();
         });
         std::thread::sleep(Duration::from_millis(400));
         drop(all);
-        let pushed = hears_done.recv_timeout(HANG);
+        let read = hears_done.recv_timeout(HANG);
         wire.cancel();
         drop(told);
-        assert_eq!(pushed, Ok(false), "no thread asks the pool");
+        assert_eq!(read, Ok(false), "no thread asks the pool");
     });
     slow.wait().unwrap();
-    feed.finish_blocking().unwrap();
     drop(wire);
     rig.all_is_back();
 }
@@ -360,8 +362,6 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
     let rig = Rig::plain();
     let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
-    let mut feed = copier.feed(&memory[0]).unwrap();
-    feed.push_blocking(&[7; 1000]).unwrap();
     let all = rig.emptied();
     let busy = copier.download_collect(&memory[1]).unwrap();
     let (done, hears) = std::sync::mpsc::channel();
@@ -378,11 +378,11 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
         busy.cancel();
         assert_eq!(heard, Ok(false), "no thread asks the pool");
     });
-    drop((busy, feed));
+    drop(busy);
     rig.all_is_back();
 }
 
-/// Where all workers are busy with something else, feeds and writers ask the pool themselves.
+/// Where all workers are busy with something else, writers ask the pool themselves.
 #[test]
 fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     let rig = Rig::plain();

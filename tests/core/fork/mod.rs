@@ -328,13 +328,10 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     node.hang(0);
     let flight = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
     let awaited = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
-    let pushed = Cell::new(Some(copier.push(&[1; 64], at(0..64)).unwrap()));
     let claimed = Cell::new(Some(pool.checkout_on(&stream, 1000).unwrap()));
     let bytes = vec![1_u8; 300_000];
     let upload = || Cell::new(Some(bulk.upload(bytes.clone(), at(0..300_000)).unwrap()));
     let (ticket, polled, left) = (upload(), upload(), upload());
-    let feed = || Cell::new(Some(bulk.feed(at(400_000..500_000)).unwrap()));
-    let (feed, other_feed) = (feed(), feed());
     let pieces = [(&[1_u8; 100][..], at(0..100))];
     let copying = || Cell::new(Some(copier.upload_buffers(vec![(filled(100), at(0..100))]).unwrap()));
     let (copying, copying_too, cancelled) = (copying(), copying(), copying());
@@ -361,15 +358,11 @@ fn a_child_is_told_by_whatever_it_waits_for() {
                 poll(&mut |cx| Pin::new(&mut copy).poll(cx).map(is_forked))
             }),
         ),
-        ("what was pushed", Box::new(|| is_forked(pushed.take().unwrap().wait()))),
-        ("order behind a push", Box::new(|| is_forked(pushed.take().unwrap().order(&stream)))),
         ("order behind a copy", Box::new(|| is_forked(stream.wait_for_copy(&flight.take().unwrap())))),
         ("a stream-ready buffer", Box::new(|| is_forked(claimed.take().unwrap().wait()))),
         ("a stream", Box::new(|| is_forked(stream.synchronize()))),
         ("a blocking copy", Box::new(|| is_forked(stream.upload_blocking(&[1; 10], at(0..10))))),
         ("a hold", Box::new(|| is_forked(stream.hold(())))),
-        ("a push", Box::new(|| is_forked(copier.push(&[1; 10], at(0..10))))),
-        ("a push that does not wait", Box::new(|| is_forked(copier.try_push(&[1; 10], at(0..10))))),
         ("a copier's transfer", Box::new(|| is_forked(copying.take().unwrap().wait()))),
         (
             "a copier's transfer, for a while",
@@ -450,23 +443,6 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         ("a vector", Box::new(|| is_forked(bulk.download_vec(at(0..10))))),
         ("a reader", Box::new(|| is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
         ("a writer", Box::new(|| is_forked(bulk.download_write(at(0..10), &mut Vec::new())))),
-        ("a feed's end", Box::new(|| is_forked(feed.take().unwrap().finish_blocking()))),
-        (
-            "a feed's end, by a task",
-            Box::new(|| {
-                let mut end = pin!(feed.take().unwrap().finish());
-                poll(&mut |cx| end.as_mut().poll(cx).map(is_forked))
-            }),
-        ),
-        ("a feed", Box::new(|| is_forked(feed.take().unwrap().push_blocking(&[1; 100_000])))),
-        (
-            "a feed, by a task",
-            Box::new(|| {
-                let mut feed = other_feed.take().unwrap();
-                let mut push = pin!(feed.push(&[1; 100_000]));
-                poll(&mut |cx| push.as_mut().poll(cx).map(is_forked))
-            }),
-        ),
         (
             "making way",
             Box::new(|| {

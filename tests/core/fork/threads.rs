@@ -26,7 +26,7 @@ fn busy(device: &Device, pool: &Pool, tracked: &Pool, bulk: &Copier, stop: &Atom
                 drop(sent.wait_timeout(Duration::from_millis(5)));
             }
         }
-        drop(bulk.try_push(&[1; 64], memory.slice(..64)));
+        drop(bulk.upload(vec![1; 64], memory.slice(..64)));
         if i % 16 == 0 {
             bulk.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
             pool.trim(1 << 20);
@@ -62,7 +62,7 @@ fn child(
             !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
         }
         1 => {
-            let sent = bulk.push(&held, memory.slice(..10));
+            let sent = bulk.upload(held.to_vec(), memory.slice(..10)).map_err(|refused| refused.error);
             let slice = bulk.upload_slice(&[1; 10], memory.slice(..10));
             !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
         }
@@ -121,12 +121,11 @@ fn beside_threads(device: &Device, rounds: usize) {
             let sent = stream.upload(buf.take().unwrap(), memory.slice(..1000)).unwrap();
             let landing = pool.try_checkout_on(&stream, 500);
             let transfer = bulk.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
-            let feed = bulk.feed(memory.slice(300_000..400_000)).unwrap();
             let all = Cell::new(Some((
                 (device.clone(), pool.clone(), tracked.clone(), bulk.clone()),
                 (stream.clone(), memory.clone()),
                 held,
-                (sent, landing, pool.checkout_async(500), transfer, feed),
+                (sent, landing, pool.checkout_async(500), transfer),
             )));
             let code = forked(|| {
                 let (whole, made, held, rest) = all.take().unwrap();

@@ -404,18 +404,18 @@ impl Worker<'_> {
             7 => {
                 let (buf, stamped) = self.filled(len.min(4096))?;
                 let memory = self.device.alloc(buf.len())?;
-                let sent = self.copier.push(&buf, &memory)?;
+                let sent = self.copier.upload_pieces(&[(&buf, memory.slice(..)?)])?;
                 match self.random.below(2) {
                     0 => sent.wait().map_err(refused)?,
                     _ => match awaited(self.mischief, sent, HANG) {
-                        Some(pushed) => pushed.map_err(refused)?,
+                        Some(uploaded) => uploaded.map_err(refused)?,
                         None => return Ok(()),
                     },
                 }
-                stamped.check(&buf, "a pushed buffer");
+                stamped.check(&buf, "a buffer that was lent");
                 let back = self.stream.download(&memory, buf).map_err(refused)?.wait()?;
                 if !self.faults {
-                    stamped.check(&back, "what was pushed");
+                    stamped.check(&back, "what was lent");
                 }
             }
             8 | 9 => {

@@ -37,7 +37,7 @@ fn only_what_crosses_the_link_is_counted() {
     stream.download(memory.slice(..300), full(4096)).unwrap().wait().unwrap();
     stream.download_blocking(memory.slice(..7), &mut [0; 7]).unwrap();
     let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
-    copier.push(&full(200), memory.slice(..200)).unwrap().wait().unwrap();
+    copier.upload(vec![1; 200], memory.slice(..200)).unwrap().wait().unwrap();
     // Within the device, within the host, and copies that fail: none of these count.
     stream.copy(memory.slice(..1000), memory.slice(4096..)).unwrap().wait().unwrap();
     stream.hold(full(100)).unwrap().wait().unwrap();

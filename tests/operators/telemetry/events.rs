@@ -185,7 +185,7 @@ fn what_a_copier_loses_is_in_the_event() {
     let memory = bench.device.alloc(4096).unwrap();
     let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
     bench.node.hang(0);
-    let sent = copier.push(&[1; 4096], &memory).unwrap();
+    let sent = copier.upload(vec![1; 4096], &memory).unwrap();
     eventually("submitted", || bench.pool.stats().in_flight_bytes > 0);
     bench.node.kill(0);
     assert!(sent.wait().is_err());

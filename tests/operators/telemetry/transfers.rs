@@ -173,11 +173,15 @@ fn what_was_cancelled() {
     assert!(matches!(transfer.wait().unwrap_err().error, Error::Cancelled { .. }));
     let span = ended(&["copied_bytes", "outcome", "seconds"]);
     assert_eq!((span.field("outcome"), span.field("what")), ("cancelled", "the source"));
-    // A feed that is dropped early cancels, too.
+    // A reader that fails cancels, too.
     clear();
-    let mut feed = copier.feed(&memory).unwrap();
-    feed.push_blocking(&[1; 1000]).unwrap();
-    drop(feed);
+    struct Broken;
+    impl io::Read for Broken {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::Error::other("broken"))
+        }
+    }
+    copier.upload_read(&mut io::Read::chain(&[1; 1000][..], Broken), &memory).unwrap_err();
     eventually("closed", || spans("pinpool::copier", "transfer").iter().all(|span| span.closed));
     assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
 }

@@ -101,14 +101,14 @@ impl Worker<'_> {
 
     /// What a kernel does for a chunk in a slot, which is not given back then.
     fn entry(&self, n: usize, slot: &Slot) -> (Entry, Done) {
-        let (Owned { memories, packed, .. }, done) = (&self.owned[n], Done::default());
-        let (run, memories, ring) = (packed.spread(slot), memories.clone(), slot.memory.allocation());
+        let (Owned { job, packed, .. }, done) = (&self.owned[n], Done::default());
+        let (run, memories, ring) = (packed.spread(slot), job.memories.clone(), slot.memory.allocation());
         (Entry { run, memories, ring, slot: None, done: done.clone() }, done)
     }
 
     /// Submits the copies of a chunk: between the host and the slot, or the places on the device.
     fn copy(&mut self, n: usize, mut host: Host, mut slot: Option<Slot>) -> Step {
-        let Owned { job, chunk, memories, packed, .. } = &self.owned[n];
+        let Owned { job, chunk, packed, .. } = &self.owned[n];
         let (direction, engine) = (job.direction, self.engine);
         if !engine.may_send(direction, job.priority, chunk.bytes) {
             if direction == Direction::Down {
@@ -134,8 +134,8 @@ impl Worker<'_> {
         }
         let (kept, counter) = match (&slot, &host) {
             (Some(slot), _) => (Kept::Ring(slot.memory.allocation()), &engine.counters.ring),
-            (None, Host::Segment(_)) => (Kept::Job(memories), &engine.counters.batch),
-            (None, Host::Lent(_)) => (Kept::Job(memories), &engine.counters.in_place),
+            (None, Host::Segment(_)) => (Kept::Job(&job.memories), &engine.counters.batch),
+            (None, Host::Lent(_)) => (Kept::Job(&job.memories), &engine.counters.in_place),
         };
         Counters::add(counter, chunk.bytes);
         let stream = engine.stream(direction, job.priority);

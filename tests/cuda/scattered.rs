@@ -1,8 +1,7 @@
-//! Pushes on a GPU: the device ring and its kernels, batches, drivers with and without them, and trouble.
+//! Many short pieces on a GPU: the device ring and its kernels, batches, drivers with and without them, and trouble.
 //!
-//! What every device does is in `contract/push.rs`. Here is what only a GPU's driver has: the kernel, the call for many
-//! copies in its two forms, streams of the server's, and a driver that fails, hangs and dies, which only a double can be
-//! made to do.
+//! What every device does is in `contract`. Here is what only a GPU's driver has: the kernel, the call for many copies in
+//! its two forms, streams of the server's, and a driver that fails, hangs and dies, which only a double can be made to do.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
@@ -11,14 +10,17 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceBuffer, Error, ErrorClass, Pool, Unpinned, cuda};
+use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Unpinned, cuda};
 
 use crate::support::doubles::gpu::{all_back, bytes, calls, on_gpu, on_stand_in, until};
-use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::doubles::{self, StandIn};
 use crate::support::{in_use, skip};
 
-const LEN: usize = 500;
 const PIECE: usize = 512;
+/// Of different lengths, so that they are no rows of a rectangle.
+fn len(i: usize) -> usize {
+    500 - i % 7
+}
 
 fn open() -> Device {
     Device::open("cuda:0").unwrap()
@@ -34,22 +36,31 @@ fn copier(pool: &Pool, device: &Device, ring: usize) -> Copier {
     Copier::builder(pool, device).threads(2).chunk(256 << 10).ring(ring).build().unwrap()
 }
 
-/// Pushes pieces that lie next to each other.
-fn push(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Vec<Transfer> {
-    (0..count)
-        .map(|i| copier.push(&bytes(i, LEN), memory.slice(i * PIECE..i * PIECE + LEN)).unwrap())
-        .collect()
+fn place(memory: &DeviceBuffer, i: usize) -> DeviceSlice {
+    memory.slice(i * PIECE..i * PIECE + len(i)).unwrap()
+}
+
+/// Uploads pieces that lie near each other, by one call.
+fn upload(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Result<(), Error> {
+    let sources: Vec<_> = (0..count).map(|i| bytes(i, len(i))).collect();
+    let pieces: Vec<_> = (0..).zip(&sources).map(|(i, bytes)| (&bytes[..], place(memory, i))).collect();
+    copier.upload_pieces(&pieces)?.wait().map_err(|refused| refused.error)
+}
+
+/// Starts an upload of each piece by itself.
+fn start(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Vec<Transfer<Vec<u8>>> {
+    (0..count).map(|i| copier.upload(bytes(i, len(i)), place(memory, i)).unwrap()).collect()
 }
 
 fn arrived(device: &Device, memory: &DeviceBuffer, count: usize) {
     let mut all = vec![0; memory.len()];
     device.stream().unwrap().download_blocking(memory, &mut all).unwrap();
     for i in 0..count {
-        assert!(all[i * PIECE..][..LEN] == bytes(i, LEN), "piece {i}");
+        assert!(all[i * PIECE..][..len(i)] == bytes(i, len(i)), "piece {i}");
     }
 }
 
-/// Pushes while the device is busy go together: by the kernel, or in batches, with one event each.
+/// The pieces of a call go together: by the kernel, or in batches, with one event each.
 fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, ring: usize) {
     if let (Some(library), false) = (library, doubles::is_set() || doubles::required()) {
         let Some(library) = doubles::older(library) else { return skip!("no cargo") };
@@ -69,16 +80,10 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
             ]
         };
         let before = gpu.stand_in.as_ref().map(counts);
-        gpu.stand_in.iter().for_each(|d| d.hang(true));
-        let sent = push(&copier, &memory, COUNT);
-        gpu.stand_in.iter().for_each(|d| d.hang(false));
-        sent.into_iter().for_each(|sent| sent.wait().unwrap());
+        upload(&copier, &memory, COUNT).unwrap();
         arrived(&device, &memory, COUNT);
         let stats = copier.stats();
-        assert_eq!(
-            (stats.pushes, stats.ring_bytes + stats.batch_bytes),
-            (COUNT as u64, (COUNT * LEN) as u64)
-        );
+        assert_eq!(stats.ring_bytes + stats.batch_bytes, (0..COUNT).map(len).sum::<usize>() as u64);
         if let (Some(d), Some(before)) = (&gpu.stand_in, before) {
             let now = counts(d);
             let [copies, events, batches] = [0, 1, 2].map(|i| now[i] - before[i]);
@@ -88,12 +93,9 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
                 assert!(stats.ring_bytes > 0 && stats.launches > 0, "{stats:?}");
                 assert!(copies < COUNT as u64 / 2, "{copies} copies");
             } else {
-                match batch {
-                    Some(_) => {
-                        assert!(batches > 0 && copies < COUNT as u64 / 2, "{batches}, {copies}");
-                    }
-                    None => assert_eq!(calls(d, "cuMemcpyBatchAsync"), 0),
-                }
+                let together = batches > 0 && copies < COUNT as u64 / 2;
+                assert_eq!(together, batch.is_some(), "{batches}, {copies}");
+                assert!(together || calls(d, "cuMemcpyBatchAsync") == 0);
             }
         }
         drop(copier);
@@ -102,29 +104,29 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
 }
 
 #[test]
-fn pushes_go_by_the_kernel() {
-    go_together("pushes_go_by_the_kernel", None, Some("cuMemcpyBatchAsync"), 16 << 20);
+fn pieces_go_by_the_kernel() {
+    go_together("pieces_go_by_the_kernel", None, Some("cuMemcpyBatchAsync"), 16 << 20);
 }
 
 #[test]
-fn pushes_go_in_batches() {
-    go_together("pushes_go_in_batches", None, Some("cuMemcpyBatchAsync"), 0);
+fn pieces_go_in_batches() {
+    go_together("pieces_go_in_batches", None, Some("cuMemcpyBatchAsync"), 0);
 }
 
 #[test]
-fn pushes_go_in_batches_of_the_newer_form() {
-    go_together("pushes_go_in_batches_of_the_newer_form", Some("cuda13"), Some("cuMemcpyBatchAsync_v2"), 0);
+fn pieces_go_in_batches_of_the_newer_form() {
+    go_together("pieces_go_in_batches_of_the_newer_form", Some("cuda13"), Some("cuMemcpyBatchAsync_v2"), 0);
 }
 
 #[test]
-fn pushes_arrive_where_there_are_no_batches() {
-    go_together("pushes_arrive_where_there_are_no_batches", Some("cuda12"), None, 0);
+fn pieces_arrive_where_there_are_no_batches() {
+    go_together("pieces_arrive_where_there_are_no_batches", Some("cuda12"), None, 0);
 }
 
-/// Threads that have another context current, or none, and one in the middle of a capture: pushes are not in its way.
+/// Threads that have another context current, or none, and one in the middle of a capture: transfers are not in its way.
 #[test]
-fn pushes_leave_captures_and_contexts_alone() {
-    on_gpu("pushes_leave_captures_and_contexts_alone", |gpu| {
+fn transfers_leave_captures_and_contexts_alone() {
+    on_gpu("transfers_leave_captures_and_contexts_alone", |gpu| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
@@ -134,7 +136,7 @@ fn pushes_leave_captures_and_contexts_alone() {
         gpu.begin_capture(raw, 0);
         for context in [0, other] {
             gpu.current(context);
-            push(&copier, &memory, 64).into_iter().for_each(|sent| sent.wait().unwrap());
+            upload(&copier, &memory, 64).unwrap();
             assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
         }
         gpu.current(gpu.context);
@@ -148,10 +150,10 @@ fn pushes_leave_captures_and_contexts_alone() {
     });
 }
 
-/// A stream of the server's comes after a push, and pushes after the stream's work.
+/// A stream of the server's comes after a transfer, and transfers after the stream's work.
 #[test]
-fn streams_of_the_server_depend_on_pushes() {
-    on_gpu("streams_of_the_server_depend_on_pushes", |gpu| {
+fn streams_of_the_server_depend_on_transfers() {
+    on_gpu("streams_of_the_server_depend_on_transfers", |gpu| {
         const LARGE: usize = 300_000;
         let device = open();
         let pool = pool(&device, 16 << 20);
@@ -162,7 +164,7 @@ fn streams_of_the_server_depend_on_pushes() {
         let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void) }.unwrap();
         for seed in 0..20 {
             let sent = bytes(seed, 100_000);
-            copier.push(&sent, memory.slice(..100_000)).unwrap().order(&stream).unwrap();
+            copier.upload(sent.clone(), memory.slice(..100_000)).unwrap().order(&stream).unwrap();
             // The server's own work, of which the crate is not told.
             gpu.ok(
                 "cuMemcpyDtoDAsync_v2",
@@ -188,39 +190,27 @@ fn streams_of_the_server_depend_on_pushes() {
 
 /// A batch that the driver refuses goes one by one: only if one is refused then has the chunk failed.
 #[test]
-fn a_refused_batch_of_pushes_goes_one_by_one() {
-    on_stand_in("a_refused_batch_of_pushes_goes_one_by_one", |_, d| {
+fn a_refused_batch_of_pieces_goes_one_by_one() {
+    on_stand_in("a_refused_batch_of_pieces_goes_one_by_one", |_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 0);
         let memory = device.alloc(300 * PIECE).unwrap();
-        let refuse = |code, after| {
-            (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, code, after));
-        };
+        let refuse = |code, after| (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, code, after));
         for after in [false, true] {
-            d.hang(true);
-            let sent = push(&copier, &memory, 300);
             refuse(1, after);
-            d.hang(false);
-            sent.into_iter().for_each(|sent| sent.wait().unwrap());
+            upload(&copier, &memory, 300).unwrap();
             d.calm();
             arrived(&device, &memory, 300);
         }
         // And one copy of those is refused as well.
         refuse(2, false);
         d.fail("cuMemcpyHtoDAsync_v2", 7, 2, false);
-        let failed: Vec<Error> = push(&copier, &memory, 300)
-            .into_iter()
-            .filter_map(|sent| sent.wait().err())
-            .map(|e| e.error)
-            .collect();
+        let failed = upload(&copier, &memory, 300).unwrap_err();
         d.calm();
-        assert!(
-            !failed.is_empty() && failed.iter().all(|error| error.class() == ErrorClass::Transient),
-            "{failed:?}"
-        );
+        assert_eq!(failed.class(), ErrorClass::Transient, "{failed:?}");
         all_back(&pool);
-        push(&copier, &memory, 300).into_iter().for_each(|sent| sent.wait().unwrap());
+        upload(&copier, &memory, 300).unwrap();
         arrived(&device, &memory, 300);
         assert_eq!(d.report().violations, Vec::<String>::new());
         drop(copier);
@@ -228,11 +218,11 @@ fn a_refused_batch_of_pushes_goes_one_by_one() {
     });
 }
 
-/// Each call that pushes make fails once, with each kind of error, done or not: nothing is lost, and nothing is reported
+/// Each call that pieces make fails once, with each kind of error, done or not: nothing is lost, and nothing is reported
 /// as done that is not.
 #[test]
-fn every_call_of_pushes_fails_once() {
-    on_stand_in("every_call_of_pushes_fails_once", |_, d| {
+fn every_call_of_pieces_fails_once() {
+    on_stand_in("every_call_of_pieces_fails_once", |_, d| {
         const COUNT: usize = 150;
         for call in [
             "cuMemcpyBatchAsync",
@@ -252,18 +242,20 @@ fn every_call_of_pushes_fails_once() {
                         for nth in [1, 2, 3] {
                             d.fail(call, nth, code, after);
                         }
-                        let sent: Vec<bool> = push(&copier, &memory, COUNT)
-                            .into_iter()
-                            .map(|sent| sent.wait().is_ok())
-                            .collect();
+                        let together = upload(&copier, &memory, COUNT / 3).is_ok();
+                        let mut sent = vec![together; COUNT / 3];
+                        for i in COUNT / 3..COUNT {
+                            let one = copier.upload(bytes(i, len(i)), place(&memory, i)).unwrap();
+                            sent.push(one.wait().is_ok());
+                        }
                         d.calm();
                         let mut all = vec![0; memory.len()];
                         device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
                         for (i, sent) in sent.iter().enumerate() {
-                            let there = all[i * PIECE..][..LEN] == bytes(i, LEN);
+                            let there = all[i * PIECE..][..len(i)] == bytes(i, len(i));
                             assert!(!sent || there, "{call} {code} {ring}: piece {i}");
                         }
-                        push(&copier, &memory, COUNT).into_iter().for_each(|sent| sent.wait().unwrap());
+                        upload(&copier, &memory, COUNT).unwrap();
                         drop(copier);
                         all_back(&pool);
                         assert_eq!(pool.stats().quarantined_bytes, 0, "{call} {code} {ring}");
@@ -276,16 +268,16 @@ fn every_call_of_pushes_fails_once() {
     });
 }
 
-/// The device dies with pushes in chunks, in flight, and waited for.
+/// The device dies with transfers that wait, that are in flight, and that are waited for.
 #[test]
-fn a_device_dies_under_pushes() {
-    on_stand_in("a_device_dies_under_pushes", |_, d| {
+fn a_device_dies_under_transfers() {
+    on_stand_in("a_device_dies_under_transfers", |_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
         let memory = device.alloc(400 * PIECE).unwrap();
         d.hang(true);
-        let mut sent = push(&copier, &memory, 400);
+        let mut sent = start(&copier, &memory, 400);
         let last = sent.pop().unwrap();
         let waiting = std::thread::spawn(move || last.wait().unwrap_err().error);
         std::thread::sleep(Duration::from_millis(20));
@@ -293,13 +285,13 @@ fn a_device_dies_under_pushes() {
         let error = waiting.join().unwrap();
         assert!(error.is_device_lost(), "{error}");
         for sent in sent {
-            // Some may have completed before; no push says so that did not.
+            // Some may have completed before; no transfer says so that did not.
             if let Err(refused) = sent.wait() {
                 assert!(refused.error.is_device_lost(), "{refused:?}");
             }
         }
         until("nothing is in flight", || in_use(&pool) == 0);
-        let error = copier.push(b"more", &memory).unwrap_err();
+        let error = copier.upload(b"more".to_vec(), &memory).unwrap_err().error;
         assert!(error.is_device_lost(), "{error}");
         pool.check().unwrap();
         drop((copier, memory, pool, device));
@@ -307,48 +299,15 @@ fn a_device_dies_under_pushes() {
     });
 }
 
-/// A hung device: a waiter with a deadline gets the handle back, and a push that does not wait says that there is no
-/// room.
+/// In the child of a fork transfers are refused, and their handles may be dropped.
 #[test]
-fn a_hung_device_fills_its_lanes() {
-    on_stand_in("a_hung_device_fills_its_lanes", |_, d| {
-        let device = open();
-        let pool = pool(&device, 8 << 20);
-        let copier =
-            Copier::builder(&pool, &device).threads(1).chunk(16 << 10).share(100 << 10).build().unwrap();
-        let memory = device.alloc(4096 * PIECE).unwrap();
-        d.hang(true);
-        let mut sent = Vec::new();
-        let error = loop {
-            let i = sent.len();
-            match copier.try_push(&bytes(i, LEN), memory.slice(i * PIECE..i * PIECE + LEN)) {
-                Ok(push) => sent.push(push),
-                Err(error) => break error,
-            }
-        };
-        assert!(matches!(error, Error::Exhausted { .. }), "{error}");
-        assert_eq!(error.class(), ErrorClass::Transient);
-        let late = sent.pop().unwrap().wait_timeout(Duration::from_millis(5)).unwrap_err();
-        assert!(matches!(late.error, Error::Timeout(_)));
-        sent.push(late.buffer.unwrap());
-        d.hang(false);
-        let count = sent.len();
-        sent.into_iter().for_each(|sent| sent.wait_timeout(HANG).unwrap().unwrap());
-        arrived(&device, &memory, count);
-        drop(copier);
-        all_back(&pool);
-    });
-}
-
-/// In the child of a fork pushes are refused, and their handles may be dropped.
-#[test]
-fn a_child_leaves_pushes_alone() {
-    on_stand_in("a_child_leaves_pushes_alone", |_, d| {
+fn a_child_leaves_transfers_alone() {
+    on_stand_in("a_child_leaves_transfers_alone", |_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
         let memory = device.alloc(64 * PIECE).unwrap();
-        let mut sent = push(&copier, &memory, 64);
+        let mut sent = start(&copier, &memory, 64);
         let last = sent.pop().unwrap();
         last.wait().unwrap();
         all_back(&pool);
@@ -362,8 +321,10 @@ fn a_child_leaves_pushes_alone() {
         if pid == 0 {
             let child = std::panic::AssertUnwindSafe(|| {
                 let refused = [
-                    copier.push(b"more", &memory).is_err_and(|error| error == Error::Forked),
-                    copier.try_push(b"more", &memory).is_err_and(|error| error == Error::Forked),
+                    copier.upload_slice(b"more", &memory).is_err_and(|error| error == Error::Forked),
+                    copier
+                        .upload(b"more".to_vec(), &memory)
+                        .is_err_and(|refused| refused.error == Error::Forked),
                     sent.pop()
                         .is_some_and(|sent| sent.wait().is_err_and(|refused| refused.error == Error::Forked)),
                 ];

@@ -1,12 +1,12 @@
 //! What the caller's own thread brings or takes: where it ends, what it costs, and both at once.
 
 use std::io::{self, Read};
-use std::sync::mpsc::channel;
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::Priority;
-use pinpool::host::{Call, Failure, Fault};
-use pinpool::{Copier, Pool, Unpinned};
+use pinpool::copier::{Fill, Priority, Source};
+use pinpool::{Copier, Error};
 
 use super::{Rig, pattern};
 
@@ -27,9 +27,6 @@ fn a_reader_may_end_where_a_chunk_does() {
         assert_eq!(copier.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
         let back = copier.download_vec(&memory).unwrap();
         assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
-        let mut feed = copier.feed(&memory).unwrap();
-        feed.push_blocking(&bytes[..len]).unwrap();
-        assert_eq!(feed.finish_blocking().unwrap(), len as u64);
     }
     rig.all_is_back();
 }
@@ -63,25 +60,58 @@ fn a_reader_of_small_parts_fills_chunks() {
     rig.all_is_back();
 }
 
-/// From the device to the device, by way of the caller.
+/// What is written to it can be read, by another thread.
+#[derive(Default)]
+struct Pipe<E>(E, Vec<u8>);
+
+impl io::Write for Pipe<SyncSender<Vec<u8>>> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.send(bytes.to_vec()).map_err(io::Error::other)?;
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Read for Pipe<Receiver<Vec<u8>>> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.1.is_empty() {
+            self.1 = self.0.recv().unwrap_or_default();
+        }
+        let n = into.len().min(self.1.len());
+        into[..n].copy_from_slice(&self.1[..n]);
+        self.1.drain(..n);
+        Ok(n)
+    }
+}
+
+/// From the device to the device, by way of a writer and a reader.
 fn round_trip(rig: &Rig, copier: Copier) {
     let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
     let bytes = pattern(4 << 20, 2);
     rig.copier().upload_slice(&bytes, &from).unwrap();
     let (done, is_done) = channel();
+    let (written, read) = sync_channel(0);
     let target = to.slice(..).unwrap();
-    let thread = std::thread::spawn(move || {
-        let mut feed = copier.feed(target).unwrap();
-        let written = copier.download_write(&from, &mut feed).unwrap();
-        done.send((written, feed.finish_blocking().unwrap())).unwrap();
-    });
-    assert_eq!(is_done.recv_timeout(HANG).expect("neither waits for the other"), (4 << 20, 4 << 20));
-    thread.join().unwrap();
+    let (down, both) = (copier.clone(), done.clone());
+    let threads = [
+        std::thread::spawn(move || {
+            both.send(down.download_write(&from, &mut Pipe(written, Vec::new())).unwrap()).unwrap();
+        }),
+        std::thread::spawn(move || {
+            done.send(copier.upload_read(&mut Pipe(read, Vec::new()), target).unwrap()).unwrap();
+        }),
+    ];
+    for _ in 0..2 {
+        assert_eq!(is_done.recv_timeout(HANG).expect("neither waits for the other"), 4 << 20);
+    }
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
     assert!(rig.copier().download_vec(&to).unwrap() == bytes);
 }
 
 #[test]
-fn a_download_can_be_written_to_a_feed_of_the_same_copier() {
+fn a_download_can_be_read_by_an_upload_of_the_same_copier() {
     let rig = Rig::plain();
     round_trip(&rig, rig.copier());
     round_trip(&rig, rig.copier().with_priority(Priority::Foreground));
@@ -170,29 +200,6 @@ fn a_writer_may_wait_for_another_download() {
     }
 }
 
-#[test]
-fn one_thread_may_fill_two_feeds_by_turns() {
-    let rig = Rig::plain();
-    let copier = rig.builder().share(300 << 10).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(100_000).unwrap());
-    let bytes = pattern(100_000, 5);
-    let (done, is_done) = channel();
-    let (sent, to) = (bytes.clone(), [0, 1].map(|i: usize| memory[i].slice(..).unwrap()));
-    let feeding = copier.clone();
-    let thread = std::thread::spawn(move || {
-        let mut feeds = to.map(|to| feeding.feed(to).unwrap());
-        for part in sent.chunks(1000) {
-            feeds.iter_mut().for_each(|feed| feed.push_blocking(part).unwrap());
-        }
-        feeds.into_iter().for_each(|feed| assert_eq!(feed.finish_blocking().unwrap(), 100_000));
-        done.send(()).unwrap();
-    });
-    is_done.recv_timeout(HANG).expect("neither waits for the other");
-    thread.join().unwrap();
-    assert!(memory.iter().all(|memory| copier.download_vec(memory).unwrap() == bytes));
-    rig.all_is_back();
-}
-
 /// Two of them together leave room for what their writers wait for.
 #[test]
 fn writers_of_two_downloads_may_wait_for_others() {
@@ -222,43 +229,53 @@ fn writers_of_two_downloads_may_wait_for_others() {
     }
 }
 
-/// Chunks that were fed and that no worker had taken when the transfer failed leave the copier's share.
+/// Chunks that were read and that no worker had taken when the reader failed leave the copier's share.
 #[test]
-fn feeds_that_fail_leave_no_segment_in_use() {
-    const CHUNK: usize = 1 << 20;
+fn readers_that_fail_leave_no_segment_in_use() {
     let rig = Rig::plain();
-    let pool = Pool::builder(&rig.device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let builder = Copier::builder(&pool, &rig.device).threads(1).chunk(CHUNK).share(14 << 20);
-    let copier = builder.build().unwrap();
-    let urgent = copier.with_priority(Priority::Foreground);
-    let (memory, many) = (rig.device.alloc(8 << 20).unwrap(), rig.device.alloc(2 << 20).unwrap());
-    let pause = || std::thread::sleep(Duration::from_millis(50));
+    // One thread, and room for few segments.
+    let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let chunk = copier.chunk();
     for round in 0..12 {
-        rig.node.hang(0);
-        rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::RunsAnyway });
-        let mut feed = urgent.feed(&memory).unwrap();
-        // Refused, and in flight.
-        feed.push_blocking(&pattern(CHUNK, 1)).unwrap();
-        pause();
-        // The worker has as many chunks as it may have.
-        copier.set_rate(Some(1 << 20));
-        let waits: Vec<_> = (0..20)
-            .map(|n| {
-                let mut buf = pool.checkout(64 << 10).unwrap();
-                buf.try_resize(64 << 10, 1).unwrap();
-                copier.upload_buffers(vec![(buf, many.slice(n * (64 << 10)..).unwrap())]).unwrap()
-            })
-            .collect();
-        pause();
-        let feeds = std::thread::spawn(move || {
-            feed.push_blocking(&pattern(2 * CHUNK, 2)).and_then(|()| feed.finish_blocking())
-        });
-        pause();
-        rig.node.resume(0);
-        assert!(feeds.join().unwrap().is_err(), "round {round}");
-        copier.set_rate(None);
-        waits.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-        let after = copier.upload(vec![3; 64], &memory).unwrap();
-        after.wait_timeout(HANG).expect("a segment is left").unwrap();
+        // The only worker.
+        let (told, hears) = channel::<()>();
+        let hears = Mutex::new(hears);
+        let held = copier.upload(Held(chunk, hears), &memory[0]).unwrap();
+        let since = Instant::now();
+        while rig.pool.stats().checked_out_bytes == 0 {
+            assert!(since.elapsed() < HANG);
+            std::thread::yield_now();
+        }
+        let bytes = pattern(2 * chunk + 10, round);
+        let failed = copier.upload_read(&mut (&bytes[..]).chain(Broken), &memory[1]).unwrap_err();
+        assert!(matches!(failed, Error::Read { .. }), "round {round}: {failed}");
+        drop(told);
+        held.wait().unwrap();
+    }
+    let after = copier.upload(vec![3; 4 * chunk], &memory[1]).unwrap();
+    after.wait_timeout(HANG).expect("a segment is left").unwrap();
+    rig.all_is_back();
+}
+
+struct Broken;
+
+impl Read for Broken {
+    fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+        Err(io::Error::other("the line is dead"))
+    }
+}
+
+/// So many bytes, when its sender is dropped.
+struct Held(usize, Mutex<Receiver<()>>);
+
+impl Source for Held {
+    fn len(&self) -> u64 {
+        self.0 as u64
+    }
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let _ = self.1.lock().unwrap().recv_timeout(HANG);
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
     }
 }

@@ -1,0 +1,374 @@
+//! Which thread moves a small transfer, on host devices: the copier's own, one that waits for it, or one that steps the
+//! device; and what a waker on such a thread may do.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::task::{Context, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::copier::{Fill, Priority, Source, Transfer};
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, Pool, Stream, Unpinned};
+
+use crate::support::{bytes, in_use};
+
+const LEN: usize = 300;
+const PIECE: usize = 512;
+const HANG: Duration = Duration::from_secs(20);
+
+struct Setup {
+    node: HostNode,
+    device: Device,
+    pool: Pool,
+    copier: Copier,
+    memory: DeviceBuffer,
+}
+
+fn setup(config: HostConfig, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
+    let node = HostNode::new(config.memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let copier = options(Copier::builder(&pool, &device)).build().unwrap();
+    let memory = device.alloc(4 << 20).unwrap();
+    Setup { node, device, pool, copier, memory }
+}
+
+/// With threads, some of which are late, and without any.
+fn everywhere(test: impl Fn(Setup)) {
+    test(setup(HostConfig::new(), |copier| copier.threads(3)));
+    test(setup(HostConfig::new(), |copier| copier.threads(1).chunk(16 << 10).share(100 << 10)));
+    test(setup(HostConfig::new().late(Duration::from_micros(100), 3), |copier| {
+        copier.threads(2).chunk(16 << 10)
+    }));
+    test(setup(HostConfig::new().stepped(5), |copier| copier));
+}
+
+impl Setup {
+    fn range(&self, i: usize) -> DeviceSlice {
+        self.memory.slice(i * PIECE..i * PIECE + LEN).unwrap()
+    }
+
+    fn start(&self, i: usize) -> Transfer<Vec<u8>> {
+        self.copier.upload(bytes(i, LEN), self.range(i)).unwrap()
+    }
+
+    fn all(&self, count: usize) -> Vec<Transfer<Vec<u8>>> {
+        (0..count).map(|i| self.start(i)).collect()
+    }
+
+    fn is_there(&self, i: usize) {
+        let mut back = vec![0; LEN];
+        self.copier.download_slice(self.range(i), &mut back).unwrap();
+        assert!(back == bytes(i, LEN), "piece {i}");
+    }
+
+    fn all_back(&self) {
+        let since = Instant::now();
+        while in_use(&self.pool) > 0 {
+            assert!(since.elapsed() < HANG, "never back: {:?}", self.pool.stats());
+            self.node.step();
+            self.device.reap();
+            self.copier.reap();
+            std::thread::yield_now();
+        }
+        self.pool.check().unwrap();
+    }
+}
+
+/// Runs a test that may hang instead of failing.
+fn ends(what: &str, test: impl FnOnce() + Send + 'static) {
+    let (done, ended) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        let _done = done;
+        test();
+    });
+    let ended = ended.recv_timeout(2 * HANG);
+    assert_ne!(ended, Err(std::sync::mpsc::RecvTimeoutError::Timeout), "hangs: {what}");
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// A failed event is made up for by a later one.
+#[test]
+fn events_fail() {
+    everywhere(|s| {
+        for call in [Call::Record, Call::Query, Call::CreateEvent] {
+            for nth in 0..3 {
+                s.node.fail(Fault { device: 0, call, nth, failure: Failure::Transient });
+            }
+            s.all(100).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+            (0..100).for_each(|i| s.is_there(i));
+            s.node.clear_faults();
+            s.all_back();
+        }
+    });
+}
+
+/// What a waker tries, though it must not wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tries {
+    Start,
+    Wait,
+    Order,
+}
+
+struct Waiter {
+    tries: Tries,
+    copier: Copier,
+    stream: Stream,
+    memory: DeviceSlice,
+    told: SyncSender<(bool, Result<(), Error>)>,
+}
+
+impl Waiter {
+    fn run(&self) -> Result<(), Error> {
+        let sent = self.copier.upload(vec![7; LEN], &self.memory).map_err(|refused| refused.error)?;
+        match self.tries {
+            Tries::Start => Ok(drop(sent)),
+            Tries::Wait => sent.wait().map(drop).map_err(|refused| refused.error),
+            Tries::Order => sent.order(&self.stream),
+        }
+    }
+}
+
+impl Wake for Waiter {
+    fn wake(self: Arc<Self>) {
+        let is_the_copiers =
+            std::thread::current().name().is_some_and(|name| name.starts_with("pinpool-copy"));
+        let result = self.run();
+        let _ = self.told.send((is_the_copiers, result));
+    }
+}
+
+/// Wakers run on threads that move chunks. They may start transfers, and are refused where they would wait.
+#[test]
+fn a_waker_starts_transfers_and_does_not_wait() {
+    for tries in [Tries::Start, Tries::Wait, Tries::Order] {
+        ends(&format!("{tries:?}"), move || {
+            let config = HostConfig::new().late(Duration::from_micros(100), 3);
+            let s = setup(config, |copier| copier.threads(1).chunk(16 << 10).share(100 << 10));
+            let stream = s.device.stream().unwrap();
+            let (told, hears) = sync_channel(1000);
+            let (mut there, since) = (0, Instant::now());
+            while there < 5 {
+                assert!(since.elapsed() < HANG, "{tries:?}: never on the copier's thread");
+                let waker = Waker::from(Arc::new(Waiter {
+                    tries,
+                    copier: s.copier.clone(),
+                    stream: stream.clone(),
+                    memory: s.range(900),
+                    told: told.clone(),
+                }));
+                let mut sent = s.all(20);
+                let mut first = sent.remove(0);
+                let polled = std::pin::Pin::new(&mut first).poll(&mut Context::from_waker(&waker));
+                drop(waker);
+                if polled.is_pending() {
+                    let (is_the_copiers, result) = hears.recv_timeout(HANG).expect("the waker returns");
+                    if is_the_copiers {
+                        let as_due = match tries {
+                            Tries::Start => result.is_ok(),
+                            // What is over already is not waited for.
+                            Tries::Wait | Tries::Order => {
+                                matches!(result, Ok(()) | Err(Error::Unsupported(_)))
+                            }
+                        };
+                        assert!(as_due, "{tries:?}: {result:?}");
+                        there += 1;
+                    }
+                    first.wait().unwrap();
+                }
+                sent.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+            }
+            s.start(1).order(&stream).unwrap();
+            s.all_back();
+        });
+    }
+}
+
+/// A waker that is woken since the device is lost starts another transfer, and is told.
+#[test]
+fn a_waker_starts_a_transfer_to_a_lost_device() {
+    ends("a waker on a lost device", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(1));
+        s.node.hang(0);
+        let (told, hears) = sync_channel(100);
+        let waker = Waker::from(Arc::new(Waiter {
+            tries: Tries::Start,
+            copier: s.copier.clone(),
+            stream: s.device.stream().unwrap(),
+            memory: s.range(900),
+            told,
+        }));
+        let mut sent = s.start(0);
+        assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
+        drop(waker);
+        s.node.kill(0);
+        // It may have been woken before, when the chunk was taken.
+        let (_, result) = hears.recv_timeout(HANG).expect("the waker returns");
+        assert!(result.is_ok() || result.is_err_and(|error| error.is_device_lost()));
+        assert!(sent.wait().is_err_and(|refused| refused.error.is_device_lost()));
+        let refused = s.copier.upload(vec![7; LEN], s.range(1));
+        assert!(refused.is_err_and(|refused| refused.error.is_device_lost()));
+    });
+}
+
+/// A source that blocks until it is told to go on.
+#[derive(Clone, Default)]
+struct Blocks {
+    calls: Arc<AtomicUsize>,
+    goes_on: Arc<AtomicBool>,
+}
+
+impl Source for Blocks {
+    fn len(&self) -> u64 {
+        32 << 10
+    }
+
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        while !self.goes_on.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are awake turn to a
+/// source of the foreground, whose chunks are short, so that few workers are woken for it.
+#[test]
+fn a_transfer_does_not_wait_for_sources_that_block() {
+    ends("a transfer beside a source that blocks", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(3).chunk(16 << 10).depth(1));
+        let until = |what: &str, holds: &dyn Fn() -> bool| {
+            let since = Instant::now();
+            while !holds() {
+                assert!(since.elapsed() < HANG, "{what}");
+                std::thread::yield_now();
+            }
+        };
+        for _ in 0..5 {
+            s.start(0).wait().unwrap();
+            s.all_back();
+            s.node.hang(0);
+            let first = s.start(0);
+            until("the first goes", &|| s.pool.stats().in_flight_bytes > 0);
+            let source = Blocks::default();
+            let urgent = s.copier.with_priority(Priority::Foreground);
+            let upload = urgent.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
+            until("the source is asked", &|| source.calls.load(Ordering::Relaxed) >= 1);
+            // The worker of the first is to send this one.
+            let second = s.start(1);
+            s.node.resume(0);
+            while !first.is_over() {
+                std::thread::yield_now();
+            }
+            until("all of the source is asked for", &|| source.calls.load(Ordering::Relaxed) == 2);
+            second.wait_timeout(HANG).expect("it waits for the source").unwrap();
+            source.goes_on.store(true, Ordering::Relaxed);
+            upload.wait().unwrap();
+            s.is_there(1);
+            s.all_back();
+        }
+    });
+}
+
+/// A thread that waits moves all chunks of its transfer itself where no worker does: here the only one is held up by a
+/// source.
+#[test]
+fn a_thread_that_waits_moves_its_transfer() {
+    ends("transfers while all threads of the copier are held up", || {
+        let s = setup(HostConfig::new(), |copier| copier.threads(1));
+        let source = Blocks::default();
+        let upload = s.copier.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
+        while source.calls.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        for i in 0..50 {
+            s.start(i).wait().unwrap();
+            s.is_there(i);
+        }
+        // A failure of its copy is that transfer's alone.
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Argument });
+        s.start(50).wait().unwrap_err();
+        s.start(51).wait().unwrap();
+        s.is_there(51);
+        // Of many chunks.
+        let all = bytes(3, 4 << 20);
+        let long = s.device.alloc(all.len()).unwrap();
+        s.copier.upload(all.clone(), &long).unwrap().wait().unwrap();
+        assert!(s.copier.download_vec(&long).unwrap() == all);
+        source.goes_on.store(true, Ordering::Relaxed);
+        upload.wait().unwrap();
+        s.all_back();
+    });
+}
+
+/// Such a thread may have its chunk for long. Transfers of others do not wait for it, nor for its rate.
+#[test]
+fn a_thread_that_waits_holds_up_no_other_transfer() {
+    ends("a transfer beside a thread that waits for its own", || {
+        for round in 0..5 {
+            let s = setup(HostConfig::new(), |copier| copier.threads(1).rate(1 << 10));
+            // The next bulk copy has to wait for half a minute.
+            s.copier.upload(bytes(0, 32 << 10), s.memory.slice(1 << 20..)).unwrap().wait().unwrap();
+            let slow = s.copier.upload(bytes(round, LEN), s.range(0)).unwrap();
+            let canceller = slow.canceller();
+            std::thread::scope(|scope| {
+                let slow = scope.spawn(|| slow.wait());
+                std::thread::sleep(Duration::from_millis(2));
+                let urgent = s.copier.with_priority(Priority::Foreground);
+                for i in 1..20 {
+                    let sent = urgent.upload(bytes(i, LEN), s.range(i)).unwrap();
+                    sent.wait_timeout(HANG / 2).expect("it waits for the other thread").unwrap();
+                }
+                assert!(!slow.is_finished());
+                canceller.cancel();
+                assert!(matches!(slow.join().unwrap().unwrap_err().error, Error::Cancelled { .. }));
+            });
+            let urgent = s.copier.with_priority(Priority::Foreground);
+            for i in 1..20 {
+                let mut back = vec![0; LEN];
+                urgent.download_slice(s.range(i), &mut back).unwrap();
+                assert!(back == bytes(i, LEN), "piece {i}");
+            }
+            s.all_back();
+        }
+    });
+}
+
+/// Two threads drive one stepped device.
+#[test]
+fn two_threads_wait_on_a_stepped_device() {
+    let s = setup(HostConfig::new().stepped(7), |copier| copier);
+    let stream = s.device.stream().unwrap();
+    std::thread::scope(|scope| {
+        for t in 0..2 {
+            let (s, stream) = (&s, &stream);
+            scope.spawn(move || {
+                for i in 0..1000 {
+                    let (piece, place) = (bytes(i, LEN), s.range(t));
+                    s.copier.upload(piece.clone(), &place).unwrap().wait().unwrap();
+                    let mut buf = s.pool.checkout(LEN).unwrap();
+                    buf.extend_from_slice(&piece);
+                    drop(stream.upload(buf, &place).unwrap().wait().unwrap());
+                }
+            });
+        }
+    });
+    // Where no thread steps the device, a wait ends.
+    s.node.hang(0);
+    let is_late = |sent: Transfer<Vec<u8>>| match sent.wait().unwrap_err().error {
+        Error::Transfer { cause, .. } => matches!(*cause, Error::Timeout(_)),
+        _ => false,
+    };
+    assert!(is_late(s.start(0)));
+    // Also that of a chunk which no worker has taken.
+    assert!(s.all(18).into_iter().all(is_late));
+    s.node.resume(0);
+    s.all(3).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+    s.all_back();
+}
