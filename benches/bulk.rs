@@ -24,7 +24,7 @@
 //! A row that is as fast as that loop is as fast as staging can be on this machine.
 //!
 //! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile and the bulk rate beside it,
-//! by a stream of the caller's own, by such a stream with the copier told to give way, and by the copier. On the
+//! by a stream of the caller's own, and by the copier, whose depth is 2. On the
 //! host device the link is the CPU, which other programs use as well; there each row is compared with a copy of the
 //! bare link right before it, and that copy with copies by threads of the bench (`memcpy`).
 //!
@@ -442,7 +442,8 @@ fn main() {
         let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth);
         foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
     }
-    foreground(&bench, bench.copier(bench.cores.min(8)), peaks[UP]);
+    let builder = bench.builder(bench.cores.min(8)).depth(2);
+    foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
     println!("{:?}", copier.stats());
     let stats = bench.pool.stats();
     assert_eq!(stats.in_flight_bytes + stats.checked_out_bytes, 0, "{stats:?}");
@@ -480,14 +481,13 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
             let Bench { source, target, memory, .. } = bench;
             let [up, down] = &two;
             timed(2 * source.len(), || {
-                let mut sent = Vec::new();
-                for (number, buf) in std::mem::take(&mut link.bufs[UP]).into_iter().enumerate() {
-                    let there = memory[UP].slice(number * link.piece..(number + 1) * link.piece);
-                    sent.push(up.upload_pinned(buf, there).expect("starts"));
-                }
+                let there = |number: usize| {
+                    memory[UP].slice(number * link.piece..(number + 1) * link.piece).expect("within")
+                };
+                let bufs = std::mem::take(&mut link.bufs[UP]).into_iter().enumerate();
+                let sent = up.upload_pages(bufs.map(|(number, buf)| (buf, there(number))).collect());
                 down.download_slice(&memory[DOWN], target).expect("the transfer completes");
-                link.bufs[UP] =
-                    sent.into_iter().map(|sent| sent.wait().expect("the transfer completes")).collect();
+                link.bufs[UP] = sent.expect("starts").wait().expect("the transfer completes");
             })
         }
     };
@@ -525,12 +525,7 @@ fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
     };
     let through =
         |_: &mut Option<PinnedBuf>| first.upload_slice(&bytes, &memory).expect("the transfer completes");
-    let told = |own: &mut Option<PinnedBuf>| {
-        let _way = bulk.give_way();
-        direct(own);
-    };
-    let mut all =
-        || [times(&mut |own| direct(own)), times(&mut |own| told(own)), times(&mut |own| through(own))];
+    let mut all = || [times(&mut |own| direct(own)), times(&mut |own| through(own))];
     let idle = all();
     let stop = AtomicBool::new(false);
     let (mut moved, mut took) = (0_u64, 0.0);
@@ -556,7 +551,7 @@ fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
         moved as f64 / took / 1e9,
         2.0 * chunk
     );
-    let kinds = ["direct", "direct, way given", "copier"];
+    let kinds = ["direct", "copier"];
     for (what, (idle, busy)) in kinds.iter().zip(idle.iter().zip(&busy)) {
         let (before, during) = (quantile(idle, 0.99), quantile(busy, 0.99));
         println!(

@@ -12,6 +12,7 @@
 use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -393,17 +394,12 @@ fn transfers(n: usize, same: bool) -> Transfers {
         let at = if same { 0 } else { i * LEN };
         memory.slice(at..at + LEN).expect("within")
     };
-    let filled = |_| {
-        let mut buf = pool.checkout(LEN).expect("room");
-        buf.try_resize(LEN, 7).expect("room");
-        buf
-    };
+    let bytes = Arc::new(vec![7; LEN]);
+    let upload = |i: usize| copier.upload(bytes.clone(), place(i)).expect("it starts");
     // The threads start with the first one.
-    drop(copier.upload_pinned(filled(0), place(0)).expect("it starts").wait().expect("it ends"));
-    let mut bufs: Vec<PinnedBuf> = (0..n).map(filled).collect();
+    upload(0).wait().expect("it ends");
     node.hang(0);
-    let (start, sent) =
-        each(n, |i| copier.upload_pinned(bufs.pop().expect("one for each"), place(i)).expect("it starts"));
+    let (start, sent) = each(n, upload);
     node.resume(0);
     let mut sent = sent.into_iter();
     let (end, _) = each(n, |_| sent.next().map(|sent| sent.wait().expect("it ends")));

@@ -32,19 +32,16 @@
 //!
 //! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
 //! streams waits for earlier uses of the slice. It does that only while its context *manages synchronisation*: with
-//! event tracking on, and more than the default stream in use. A copy here is therefore made under cudarc's own guard,
-//! like a copy of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. Where cudarc
-//! records nothing, only the slice's own stream orders its uses, and a copy on another stream is refused. So the slice
-//! is borrowed only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy.
+//! event tracking on, and more than the default stream in use. A copy here is made under cudarc's own guard, like a copy
+//! of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. So the slice is borrowed
+//! only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy. Where cudarc records
+//! nothing, only the slice's own stream orders its uses, and a copy on another stream is refused
+//! ([`Error::Unordered`]); so is a slice of the default stream of another `CudaContext` object, which stops tracking
+//! with its last stream.
 //!
-//! The events of a slice that was just allocated were never recorded, and look the same as events that are complete;
-//! meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream also waits for
-//! all work that was queued on the slice's own stream so far (by an event of the pool's, on the device; the caller does
-//! not wait). To overlap with other streams' work, let the stream that copies allocate the slices that it copies to: on
-//! a slice's own stream a copy waits for no other.
-//!
-//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, and those of the default
-//! stream of another `CudaContext` object (which stops tracking with its last stream).
+//! The events of a slice that was just allocated were never recorded, and look the same as events that are complete. So
+//! a copy on another stream also waits, on the device, for all work that was queued on the slice's own stream so far. To
+//! overlap with other streams' work, let the stream that copies allocate the slices that it copies to.
 //!
 //! The per-thread default stream is another stream on each thread, and a slice of it does not say of which. So a copy
 //! of such a slice waits for the work of all threads' streams so far, and their later work waits for the copy: by the
@@ -54,50 +51,28 @@
 //! it, so that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream
 //! while a download of it is in flight, wait for the download before the slice is written or dropped.
 //!
-//! # Memory of a server's own
-//!
-//! Where copies are to use a slice for longer than a call, as a loader does that fills a server's allocations,
-//! [`SharedSlice`] takes it, and gives it back when nothing uses it any more.
-//!
 //! # Waiting
 //!
-//! cudarc's own pinned slice waits for its event before it lets the CPU read. It does so even where the event was never
-//! recorded, and such an event reads as complete: on the default stream, and with event tracking off, it shows bytes
-//! that are not copied yet (seen with 0.19.10). The pool does not depend on cudarc's events: [`InFlight`] waits for an
-//! event of the pool's.
+//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of cudarc's before it lets the
+//! CPU read, and an event that was never recorded reads as complete: on the default stream, and with event tracking
+//! off, it shows bytes that are not copied yet, seen with 0.19.10.)
 //!
 //! # Passing a buffer to cudarc
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not
 //! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be checked
-//! out again. **Never pass a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
-//! [`CudarcStream::download_from`] take the buffer for as long as the copy needs it, and
-//! [`CudarcStream::upload_to_blocking`] and [`CudarcStream::download_from_blocking`] borrow it and return when the
-//! device will not touch it again. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc
-//! skips the wait that such a slice asks for while its context has an error on record, and returns `Ok` with the copy
-//! under way, seen with 0.19.10.)
+//! out again. **Never pass a slice of a pinned buffer to cudarc's own copies**, but the buffer to the copies here.
+//! ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's: cudarc skips the wait that such a slice asks for while
+//! its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
 //!
 //! # Captures
 //!
 //! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream.
 //! But cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, even between the check of the stream
-//! and the copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after
-//! it has returned to the pool. A second check does not help: after a capture has ended the driver says only that there
-//! is none. So [`CudarcStream::new`] is `unsafe`, and depends on [the promise about
-//! captures](crate::cuda#the-promise-about-captures), as [`cuda::adopt_stream`](crate::cuda::adopt_stream) does. That
-//! adds nothing to the cost of a copy. (By the documentation no capture makes the driver refuse a submit. Driver 580
-//! refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture of the crate's around
-//! each copy, whose number would show whether there were others, costs many times what the copy does.)
-//!
-//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other
-//! code can reach, for copies to and from memory of [`Device::alloc`].
-//!
-//! # Features
-//!
-//! A program has one cudarc, built with all features that any crate in it asks for, and many of these exclude each
-//! other. This crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that
-//! the build system has, else the latest. The pool itself does not call the driver through cudarc, so it works, and
-//! fails, in the same way with this feature and without.
+//! and the copy. So [`CudarcStream::new`] is `unsafe`, and depends on [the promise about
+//! captures](crate::cuda#the-promise-about-captures). Without a stream of cudarc's there is nothing to promise:
+//! `device(&context)?.stream()` makes a stream that no other code can reach, for copies to and from memory of
+//! [`Device::alloc`].
 
 #![allow(unsafe_code)]
 
@@ -111,10 +86,13 @@ use ::cudarc::driver::{
     CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
     DriverError, SyncOnDrop,
 };
+use bytemuck::AnyBitPattern;
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
-use crate::device::cuda::Cuda;
+use crate::cuda::{adopt_context_with, adopt_stream, adopt_stream_with};
+use crate::device::context::Context;
+use crate::device::cuda::{Cuda, LEGACY, PER_THREAD};
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::stream::Stream;
@@ -126,22 +104,20 @@ pub use self::shared::SharedSlice;
 ///
 /// # Errors
 /// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
-///
-/// ```no_run
-/// # fn demo(context: std::sync::Arc<cudarc::driver::CudaContext>) -> pinpool::Result<()> {
-/// let device = pinpool::cudarc::device(&context)?;
-/// let stream = device.stream()?; // a stream of the crate's, in cudarc's context
-/// # drop(stream);
-/// # Ok(()) }
-/// ```
 pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
     // SAFETY: the context is alive, and the device keeps it so.
-    unsafe { crate::cuda::adopt_context_with(context.cu_ctx().cast(), context.clone()) }
+    unsafe { adopt_context_with(context.cu_ctx().cast(), context.clone()) }
 }
 
-/// cuda.h: CU_STREAM_LEGACY, and CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
-const LEGACY: usize = 1;
-const PER_THREAD: usize = 2;
+/// The error of a call that cudarc made in this context, as one of this crate's.
+fn said(context: &Context, call: &'static str, error: Option<DriverError>) -> Result<()> {
+    let Some(error) = error else { return Ok(()) };
+    let cuda = context.driver().as_any().downcast_ref::<Cuda>();
+    let error = cuda.map_or(Error::Internal("a context of cudarc's is of no GPU"), |cuda| {
+        cuda.theirs(call, error.0 as u32)
+    });
+    context.noting(Err(error))
+}
 
 /// A slice that a copy is about to use.
 struct Taken<'a> {
@@ -160,30 +136,7 @@ enum Owner {
     SomeThread(Stream),
 }
 
-/// A stream of cudarc's as a [`Stream`], which keeps it.
-///
-/// # Safety
-/// The stream is of the device's context, and [the promise about captures](crate::cuda#the-promise-about-captures)
-/// holds for it.
-unsafe fn adopted(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
-    // SAFETY: the stream is alive, and its clone keeps it so; the caller promises the rest.
-    unsafe { crate::cuda::adopt_stream_with(device, stream.cu_stream().cast(), stream.clone()) }
-}
-
 /// A stream of cudarc's, kept alive until everything on it is complete. It derefs to a [`Stream`].
-///
-/// ```no_run
-/// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
-/// use pinpool::cudarc::CudarcStream;
-///
-/// // SAFETY: the server captures none of its streams.
-/// let stream = unsafe { CudarcStream::new(&server_stream)? };
-/// let zeros = stream.cudarc().alloc_zeros::<f32>(100).expect("cudarc's memory");
-/// let mut numbers = [1_u8; 400];
-/// stream.download_from_blocking(&zeros, &mut numbers)?;
-/// assert_eq!(numbers, [0; 400]);
-/// # Ok(()) }
-/// ```
 #[derive(Clone)]
 pub struct CudarcStream {
     /// The crate's handle to the stream.
@@ -203,6 +156,10 @@ impl CudarcStream {
     ///
     /// // SAFETY: the server captures none of its streams.
     /// let stream = unsafe { CudarcStream::new(&server_stream)? };
+    /// let zeros = stream.cudarc().alloc_zeros::<f32>(100).expect("cudarc's memory");
+    /// let mut numbers = [1_u8; 400];
+    /// stream.download_from_blocking(&zeros, &mut numbers)?;
+    /// assert_eq!(numbers, [0; 400]);
     /// # Ok(()) }
     /// ```
     ///
@@ -221,20 +178,18 @@ impl CudarcStream {
     ///
     /// # Safety
     /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this stream, and for the own
-    ///   streams of the slices that are copied on it: none of them enters or leaves a capture while a thread is in a
-    ///   call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take a stream in
-    ///   and out; so do its `join` and `wait` for a stream or an event of a capture, and work that is given slices of a
-    ///   captured stream.) Otherwise a graph may keep reading and writing a buffer that has returned to the pool. A
-    ///   lock that is taken around both keeps the promise, and so does capturing on the thread that copies, or
-    ///   capturing only streams that no copy is made on.
+    ///   streams of the slices that are copied on it. (cudarc's `begin_capture` and `end_capture` take a stream in and
+    ///   out of a capture; so do its `join` and `wait` for a stream or an event of a capture, and work that is given
+    ///   slices of a captured stream.)
     /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a
     ///   context has no other. Where a slice of such a stream is copied on another stream, or another stream's slice on
     ///   such a stream, the slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is
     ///   complete.
     pub unsafe fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
+        let keep_alive = stream.clone();
         // SAFETY: the stream is alive, and `ours` keeps it so. The caller promises the rest.
-        let ours = unsafe { adopted(&device, stream) }?;
+        let ours = unsafe { adopt_stream_with(&device, stream.cu_stream().cast(), keep_alive) }?;
         Ok(Self { ours, theirs: stream.clone() })
     }
 
@@ -253,17 +208,13 @@ impl CudarcStream {
     /// [`Error::WrongDevice`] for a slice of another context, what the driver says where one stream cannot be made to
     /// wait for the other, and an error that cudarc's context has on record ([`CudaContext::check_err`]), which would
     /// break the order.
-    pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
+    pub fn upload_to<B: Lend, T: AnyBitPattern>(
         &self,
         src: B,
         dst: &mut impl SliceMut<T>,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         match self.target(dst) {
-            Ok(Taken { range, guard, owner }) => {
-                let sent = self.ours.upload(src, range);
-                self.release(guard, &owner);
-                sent
-            }
+            Ok(taken) => self.copy(taken, |range| self.ours.upload(src, range)),
             Err(error) => Err(SubmitError::refused(error, src)),
         }
     }
@@ -279,11 +230,7 @@ impl CudarcStream {
         landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
-            Ok(Taken { range, guard, owner }) => {
-                let sent = self.ours.download(range, landing);
-                self.release(guard, &owner);
-                sent
-            }
+            Ok(taken) => self.copy(taken, |range| self.ours.download(range, landing)),
             Err(error) => Err(SubmitError::refused(error, landing)),
         }
     }
@@ -293,15 +240,8 @@ impl CudarcStream {
     ///
     /// # Errors
     /// As for [`Stream::upload_blocking`] and [`upload_to`](Self::upload_to).
-    pub fn upload_to_blocking<T: bytemuck::AnyBitPattern>(
-        &self,
-        src: &[u8],
-        dst: &mut impl SliceMut<T>,
-    ) -> Result<()> {
-        let Taken { range, guard, owner } = self.target(dst)?;
-        let done = self.ours.upload_blocking(src, range);
-        self.release(guard, &owner);
-        done
+    pub fn upload_to_blocking<T: AnyBitPattern>(&self, src: &[u8], dst: &mut impl SliceMut<T>) -> Result<()> {
+        self.copy(self.target(dst)?, |range| self.ours.upload_blocking(src, range))
     }
 
     /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and returns when the
@@ -310,9 +250,13 @@ impl CudarcStream {
     /// # Errors
     /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
     pub fn download_from_blocking<T>(&self, src: &impl Slice<T>, dst: &mut [u8]) -> Result<()> {
-        let Taken { range, guard, owner } = self.source(src)?;
-        let done = self.ours.download_blocking(range, dst);
-        self.release(guard, &owner);
+        self.copy(self.source(src)?, |range| self.ours.download_blocking(range, dst))
+    }
+
+    /// A copy of a slice, and then the event or the wait after which the slice may be used again.
+    fn copy<R>(&self, taken: Taken<'_>, copy: impl FnOnce(crate::DeviceSlice) -> R) -> R {
+        let done = copy(taken.range);
+        self.release(taken.guard, &taken.owner);
         done
     }
 
@@ -320,17 +264,16 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(src)?;
         let owner = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
-        let mut waited = Ok(());
-        if let SyncOnDrop::Record(Some((read, _))) = &guard {
+        let refused = match &guard {
             // On the slice's own stream too: the guard's record replaces one that another stream may have made.
-            waited = match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
-                // Recorded in a capture that has ended, the event stands for no read.
-                Err(error) if !matches!(owner, Owner::Other) && error.class() == ErrorClass::Capture => {
-                    Ok(())
-                }
-                said => said,
-            };
-        }
+            SyncOnDrop::Record(Some((read, _))) => self.theirs.wait(read).err(),
+            _ => None,
+        };
+        let waited = match said(self.ours.device().context(), "cuStreamWaitEvent", refused) {
+            // Recorded in a capture that has ended, the event stands for no read.
+            Err(error) if !matches!(owner, Owner::Other) && error.class() == ErrorClass::Capture => Ok(()),
+            waited => waited,
+        };
         self.take(src.stream(), owner, address, bytes, guard, waited)
     }
 
@@ -370,7 +313,7 @@ impl CudarcStream {
         let handle = owner.cu_stream() as usize;
         let order = if handle == PER_THREAD {
             // SAFETY: it lives as long as its context, and is never captured.
-            let legacy = unsafe { crate::cuda::adopt_stream(self.ours.device(), LEGACY as *mut _) };
+            let legacy = unsafe { adopt_stream(self.ours.device(), LEGACY as *mut _) };
             let legacy = legacy.and_then(|legacy| self.ours.wait_for(&legacy).map(|()| legacy));
             Owner::SomeThread(legacy.map_err(capturing)?)
         } else if handle == self.theirs.cu_stream() as usize {
@@ -379,7 +322,8 @@ impl CudarcStream {
             self.orders(owner)?;
             // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it so. The promise
             // about captures is `new`'s.
-            let owner = unsafe { adopted(self.ours.device(), owner) };
+            let owner =
+                unsafe { adopt_stream_with(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
             Owner::Other
         };
@@ -395,41 +339,27 @@ impl CudarcStream {
         // unless that is a default stream, or this one, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
-        match tracked && lasts {
-            true => Ok(()),
-            false => Err(self.unordered()),
+        if tracked && lasts {
+            Ok(())
+        } else {
+            Err(Error::Unordered { device: self.ours.device().name().into() })
         }
-    }
-
-    fn unordered(&self) -> Error {
-        Error::Unordered { device: self.ours.device().name().into() }
     }
 
     /// An error if cudarc's contexts have one on record. The guard records one there where this stream could not be
     /// made to wait, and does not even try while there is one.
     fn nothing_noted(&self, owner: &CudaStream) -> Result<()> {
         for context in [self.theirs.context(), owner.context()] {
-            self.said("a call that cudarc noted", context.check_err())?;
+            said(self.ours.device().context(), "a call that cudarc noted", context.check_err().err())?;
         }
         Ok(())
-    }
-
-    /// The result of a call of cudarc's, as a [`Result`] of this crate's.
-    fn said(&self, call: &'static str, result: std::result::Result<(), DriverError>) -> Result<()> {
-        let context = self.ours.timeline().context();
-        match (result, context.driver().as_any().downcast_ref::<Cuda>()) {
-            (Err(error), Some(cuda)) => context.noting(Err(cuda.theirs(call, error.0 as u32))),
-            _ => Ok(()),
-        }
     }
 
     /// Called once the copy is submitted: records the slice's event, or else waits. Either way the slice's next use
     /// comes after the copy.
     fn release(&self, mut guard: SyncOnDrop<'_>, owner: &Owner) {
-        if let Owner::SomeThread(legacy) = owner {
-            if legacy.wait_for(&self.ours).is_err() {
-                self.wait_somehow();
-            }
+        if matches!(owner, Owner::SomeThread(legacy) if legacy.wait_for(&self.ours).is_err()) {
+            self.wait_somehow();
         }
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
@@ -469,7 +399,7 @@ impl CudarcStream {
             if matches!(owner, Owner::Other)
                 && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
             {
-                return Err(self.unordered());
+                return Err(Error::Unordered { device: self.ours.device().name().into() });
             }
             // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later it is freed on its
             // own stream, which is this one or waits for the event that the guard records.
@@ -502,41 +432,18 @@ impl fmt::Debug for CudarcStream {
 
 /// A source of copies on a [`CudarcStream`]: `CudaSlice`, `CudaView`, `CudaViewMut`. The trait is sealed, since safe
 /// code can implement cudarc's own trait for any type, with an invented address.
-///
-/// ```no_run
-/// use pinpool::cudarc::{CudarcStream, Slice};
-///
-/// /// Any of the three types.
-/// fn read(stream: &CudarcStream, src: &impl Slice<f32>) -> pinpool::Result<Vec<u8>> {
-///     let mut bytes = vec![0; src.num_bytes()];
-///     stream.download_from_blocking(src, &mut bytes)?;
-///     Ok(bytes)
-/// }
-/// ```
 pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
 
 /// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. The trait is sealed, like [`Slice`].
-///
-/// ```no_run
-/// use pinpool::cudarc::{CudarcStream, SliceMut};
-///
-/// /// Either type.
-/// fn write(stream: &CudarcStream, bytes: &[u8], dst: &mut impl SliceMut<f32>) -> pinpool::Result<()> {
-///     stream.upload_to_blocking(bytes, dst)
-/// }
-/// ```
 pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
 
 mod sealed {
-    use super::{CudaSlice, CudaView, CudaViewMut};
     pub trait SealedSlice {}
-    impl<T> SealedSlice for CudaSlice<T> {}
-    impl<T> SealedSlice for CudaView<'_, T> {}
-    impl<T> SealedSlice for CudaViewMut<'_, T> {}
 }
 
-impl<T> Slice<T> for CudaSlice<T> {}
-impl<T> Slice<T> for CudaView<'_, T> {}
-impl<T> Slice<T> for CudaViewMut<'_, T> {}
-impl<T> SliceMut<T> for CudaSlice<T> {}
-impl<T> SliceMut<T> for CudaViewMut<'_, T> {}
+impl<T> sealed::SealedSlice for CudaSlice<T> {}
+impl<T> sealed::SealedSlice for CudaView<'_, T> {}
+impl<T> sealed::SealedSlice for CudaViewMut<'_, T> {}
+
+impl<T, S: DevicePtr<T> + sealed::SealedSlice> Slice<T> for S {}
+impl<T, S: DevicePtrMut<T> + sealed::SealedSlice> SliceMut<T> for S {}

@@ -10,7 +10,7 @@
 use std::panic::{RefUnwindSafe, UnwindSafe};
 
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
-use crate::copy::copier::{Canceller, Collect, FileSink, FileSource, GiveWay, Transfer};
+use crate::copy::copier::{Canceller, FileSink, FileSource, Transfer};
 use crate::copy::{Copier, CopierBuilder};
 use crate::device::handle::Device;
 use crate::device::host::HostNode;
@@ -31,7 +31,7 @@ macro_rules! go_on {
 go_on!(Device, Stream, Pool, Copier, Sampler, HostNode);
 go_on!(PinnedBuf, StreamBuf, DeviceBuffer, DeviceSlice);
 go_on!(Checkout, CheckoutMany);
-go_on!(CopierBuilder, Canceller, GiveWay, FileSource, FileSink, Collect);
+go_on!(CopierBuilder, Canceller, FileSource, FileSink);
 
 impl<T: UnwindSafe> UnwindSafe for Transfer<T> {}
 impl<T: RefUnwindSafe> RefUnwindSafe for Transfer<T> {}

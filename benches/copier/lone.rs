@@ -10,8 +10,8 @@ use crate::small::{checkout, pool};
 
 const PIECE: usize = 4 << 10;
 /// Each way, and the one that it is compared with.
-const WAYS: [(&str, usize); 6] =
-    [("stream", 0), ("blocking", 1), ("slice", 1), ("buffers", 0), ("down", 4), ("slice_down", 4)];
+const WAYS: [(&str, usize); 5] =
+    [("stream", 0), ("blocking", 1), ("slice", 1), ("down", 3), ("slice_down", 3)];
 
 pub fn lone(device: &Device) {
     let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
@@ -25,13 +25,6 @@ pub fn lone(device: &Device) {
         let since = Instant::now();
         let own = match WAYS[way].0 {
             "stream" => stream.upload(own, &memory).expect("a copy").wait().expect("the device works"),
-            "buffers" => {
-                let sent = copier
-                    .upload_buffers(vec![(own, memory.slice(..).expect("all of it"))])
-                    .expect("a copy")
-                    .wait();
-                sent.expect("the device works").pop().expect("it comes back")
-            }
             name => {
                 match name {
                     "blocking" => stream.upload_blocking(&bytes, &memory).expect("a copy"),

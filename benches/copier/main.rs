@@ -1,10 +1,9 @@
-//! Thousands of pieces by one call of a copier, beside packing alone and the driver's own batches.
+//! Thousands of pieces by one call of a copier, beside packing alone.
 //!
 //! # Files
 //!
-//! This file has the options of all parts; read it first. `pieces.rs`: pieces that are neighbours on the device, and
-//! rows. `scattered.rs`: pieces at random places on both sides. `../driver` calls the driver, `../measure` has rounds,
-//! gates and options.
+//! This file has the options of all parts; read it first. `pieces.rs`: pieces that are neighbours on the device.
+//! `../driver` calls the driver, `../measure` has rounds, gates and options.
 //!
 //! Each figure is over the pinned peak, measured just before: the best of five copies of 64 MiB in the same direction.
 //! All bytes are compared after each measurement.
@@ -18,42 +17,29 @@
 //!
 //! # Packing (`--only packing`)
 //!
-//! Packing alone, without the device, from pageable and from pinned memory: a bound of what threads can reach.
-//!
-//! # Pinned neighbours (`--only pinned`)
-//!
-//! The same pieces in pinned buffers, by one caller: as buffers, for which the copier chooses the way, and as borrowed
-//! memory.
-//!
-//! # Scattered pieces (`--only scattered`)
-//!
-//! Pieces of 1 to 64 KiB between random places of pinned buffers and random places of device memory, in both
-//! directions, by one call. Beside it the best of bare batches by 1, 2 and 3 threads with a stream each.
+//! Packing alone, without the device: a bound of what threads can reach.
 //!
 //! # A lone copy (`--only lone`)
 //!
 //! One thread, one copy of 4 KiB at a time, from before the call until it is complete; once back to back, once with 2 ms of
-//! sleep before each. By an idle copier: borrowed bytes (`slice`, and from the device `slice_down`), a pinned buffer
-//! (`buffers`). Beside them a pinned buffer on a stream, which comes back (`stream`), and borrowed bytes by the
+//! sleep before each. By an idle copier: borrowed bytes (`slice`, and from the device `slice_down`). Beside them a pinned
+//! buffer on a stream, which comes back (`stream`), and borrowed bytes by the
 //! stream's blocking calls (`blocking`, `down`).
 //!
 //! # Running it
 //!
 //! `cargo bench --bench copier`, or the executable by itself. `--threads`, `--chunk` (KiB) and `--ringless` set the
-//! copier; `--quick`, `--rounds`, `--pieces 1,4,16,64` (KiB), `--callers`, `--count` and `--packing 1,8` (threads) what
-//! is measured. With `--ringless` no device ring is used, and pieces go in batches. Without a GPU all of it runs on the
-//! host device, which only shows that it runs.
+//! copier; `--quick`, `--rounds`, `--callers`, `--count` and `--packing 1,8` (threads) what is measured. With `--ringless`
+//! no device ring is used, and pieces go in batches. Without a GPU all of it runs on the host device, which only shows
+//! that it runs.
 #![allow(missing_docs, unsafe_code)]
 
-#[path = "../driver/batches.rs"]
-mod batches;
 #[path = "../driver/mod.rs"]
 mod driver;
 mod lone;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pieces;
-mod scattered;
 #[path = "../measure/small.rs"]
 mod small;
 
@@ -90,9 +76,9 @@ struct Setup {
 }
 
 impl Setup {
-    /// With room for so many bytes of pieces in the pool and on the device.
-    fn new(device: &Device, pinned: usize, memory: usize) -> Self {
-        let pool = pool(device, pinned + WHOLE + SEGMENTS);
+    /// With room for so many bytes of pieces on the device.
+    fn new(device: &Device, memory: usize) -> Self {
+        let pool = pool(device, WHOLE + SEGMENTS);
         Self {
             copier: builder(&pool, device).share(SEGMENTS / 2).build().expect("a copier"),
             pool,
@@ -109,12 +95,11 @@ impl Setup {
     fn say_ways(&self) {
         let stats = self.copier.stats();
         println!(
-            "{} MiB by the ring ({} launches of {} chunks), {} in batches, {} in place",
+            "{} MiB by the ring ({} launches of {} chunks), {} in batches",
             stats.ring_bytes >> 20,
             stats.launches,
             stats.launched_chunks,
-            stats.batch_bytes >> 20,
-            stats.in_place_bytes >> 20
+            stats.batch_bytes >> 20
         );
     }
 }
@@ -127,12 +112,6 @@ fn main() {
     }
     if wanted("packing") {
         pieces::packing(&device);
-    }
-    if wanted("pinned") {
-        pieces::pinned(&device);
-    }
-    if wanted("scattered") {
-        scattered::scattered(driver.filter(|driver| driver.can_batch()), &device);
     }
     if wanted("lone") {
         lone::lone(&device);

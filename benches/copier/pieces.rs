@@ -1,12 +1,12 @@
-//! Pieces that are neighbours on the device, pageable and pinned; and packing alone.
+//! Pieces that are neighbours on the device, and packing alone.
 
 use std::sync::Barrier;
 use std::time::Instant;
 
-use pinpool::{Device, DeviceSlice, PinnedBuf, Pool};
+use pinpool::{Device, DeviceSlice, Pool};
 
 use crate::Setup;
-use crate::measure::{self, Rounds, Spread, at_least, beside, line, number, numbers};
+use crate::measure::{self, Spread, at_least, beside, line, number, numbers};
 use crate::small::{Random, checkout};
 
 const LEN: usize = 16 << 10;
@@ -24,8 +24,8 @@ fn permille(ratios: &[f64]) -> Spread {
 }
 
 impl Setup {
-    fn neighbours(device: &Device, pinned: usize) -> Self {
-        Self::new(device, pinned * (LEN + LEN / 8), count() * LEN)
+    fn neighbours(device: &Device) -> Self {
+        Self::new(device, count() * LEN)
     }
 
     fn range(&self, place: usize) -> DeviceSlice {
@@ -44,7 +44,7 @@ impl Setup {
 
 /// Pageable memory, by several calling threads with a part each.
 pub fn pageable(device: &Device) {
-    let setup = Setup::neighbours(device, 0);
+    let setup = Setup::neighbours(device);
     let (Setup { pool, copier, .. }, count) = (&setup, count());
     let sources: Vec<Vec<u8>> = (0..count).map(|i| vec![(i * 7 + 3) as u8; LEN]).collect();
     let mut back: Vec<Vec<u8>> = (0..count).map(|_| vec![1; LEN]).collect();
@@ -147,85 +147,17 @@ fn packed(pool: &Pool, sources: &[&[u8]], threads: usize) -> f64 {
     (sources.len() * LEN) as f64 / took.as_nanos() as f64
 }
 
-/// Packing alone, from pageable and from pinned memory.
+/// Packing alone.
 pub fn packing(device: &Device) {
-    let (setup, count) = (Setup::neighbours(device, count()), count());
+    let (setup, count) = (Setup::neighbours(device), count());
     let pool = &setup.pool;
     let order = Random(5).order(count);
-    let pageable: Vec<Vec<u8>> = (0..count).map(|i| vec![i as u8; LEN]).collect();
-    let pinned: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i)).collect();
-    let pageable: Vec<&[u8]> = order.iter().map(|i| &pageable[*i][..]).collect();
-    let pinned: Vec<&[u8]> = order.iter().map(|i| &pinned[*i][..]).collect();
-    for (what, sources) in [("pageable", &pageable), ("pinned", &pinned)] {
-        for threads in numbers("packing", &[1, 4, 8, 12, 16]) {
-            let rates: Vec<f64> = (0..rounds()).map(|_| packed(pool, sources, threads) * 1e3).collect();
-            let spread = Spread::of(&rates);
-            println!("packing alone, {what}, {threads} threads: {:.1} GB/s", spread.mid / 1e3);
-            line(format!("packing_{what}_16k_mb_per_s"), threads, spread);
-        }
+    let pieces: Vec<Vec<u8>> = (0..count).map(|i| vec![i as u8; LEN]).collect();
+    let sources: Vec<&[u8]> = order.iter().map(|i| &pieces[*i][..]).collect();
+    for threads in numbers("packing", &[1, 4, 8, 12, 16]) {
+        let rates: Vec<f64> = (0..rounds()).map(|_| packed(pool, &sources, threads) * 1e3).collect();
+        let spread = Spread::of(&rates);
+        println!("packing alone, {threads} threads: {:.1} GB/s", spread.mid / 1e3);
+        line("packing_pageable_16k_mb_per_s", threads, spread);
     }
-}
-
-/// Pinned pieces that are neighbours on the device, by one caller: as buffers, for which the copier chooses the way,
-/// and as borrowed memory.
-pub fn pinned(device: &Device) {
-    let (setup, count) = (Setup::neighbours(device, count()), count());
-    let Setup { pool, copier, .. } = &setup;
-    let order = Random(5).order(count);
-    let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i * 7 + 3)).collect();
-    let ways = [
-        "up by upload_buffers",
-        "up by upload_pieces",
-        "down by download_buffers",
-        "down by download_pieces",
-    ];
-    let mut ratios = Rounds::new(ways.len());
-    for round in 0..=rounds() {
-        let mut turn = [0.0; 4];
-        // Random places on the host, neighbours on the device.
-        let mut there: Vec<Option<PinnedBuf>> = bufs.drain(..).map(Some).collect();
-        let pieces: Vec<(PinnedBuf, DeviceSlice)> = (0..count)
-            .map(|place| (there[order[place]].take().expect("there"), setup.range(place)))
-            .collect();
-        let mut came = Vec::new();
-        (_, turn[0]) = setup.speed(true, || {
-            came = copier.upload_buffers(pieces).expect("copies").wait().expect("the device works");
-        });
-        let pieces: Vec<(&[u8], DeviceSlice)> =
-            came.iter().enumerate().map(|(place, buf)| (&buf[..], setup.range(place))).collect();
-        (_, turn[1]) = setup.speed(true, || {
-            copier.upload_pieces(&pieces).and_then(|sent| Ok(sent.wait()?)).expect("the device works");
-        });
-        drop(pieces);
-        came.iter_mut().for_each(|buf| buf.fill(1));
-        let pieces: Vec<_> =
-            came.into_iter().enumerate().map(|(place, buf)| (setup.range(place), buf)).collect();
-        let mut came = Vec::new();
-        (_, turn[2]) = setup.speed(false, || {
-            came = copier.download_buffers(pieces).expect("copies").wait().expect("the device works");
-        });
-        for (place, buf) in came.iter_mut().enumerate() {
-            let expected = (order[place] * 7 + 3) as u8;
-            assert!(buf.iter().all(|byte| *byte == expected), "piece {place}");
-            buf.fill(1);
-        }
-        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-            came.iter_mut().enumerate().map(|(place, buf)| (setup.range(place), &mut buf[..])).collect();
-        (_, turn[3]) = setup.speed(false, || copier.download_pieces(&mut targets).expect("the device works"));
-        drop(targets);
-        let mut sorted: Vec<Option<PinnedBuf>> = (0..count).map(|_| None).collect();
-        for (place, buf) in came.into_iter().enumerate() {
-            assert!(buf.iter().all(|byte| *byte == (order[place] * 7 + 3) as u8), "piece {place}");
-            sorted[order[place]] = Some(buf);
-        }
-        bufs.extend(sorted.into_iter().flatten());
-        if round > 0 {
-            turn.into_iter().enumerate().for_each(|(way, ratio)| ratios.add(way, ratio));
-        }
-    }
-    for (i, way) in ways.into_iter().enumerate() {
-        line(format!("pinned_{}_16k_permille", way.replace(' ', "_")), 1, permille(ratios.values(i)));
-        beside(format!("{count} pinned pieces of 16 KiB, {way}, of the pinned peak"), ratios.spread(i));
-    }
-    setup.say_ways();
 }

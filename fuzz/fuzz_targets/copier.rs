@@ -306,7 +306,7 @@ impl World {
 
     // --- operations --------------------------------------------------------------------------------------------------
 
-    /// All that the copier's pool has, so that buffers stay where they are.
+    /// All that the copier's pool has.
     fn all(&self) -> Vec<PinnedBuf> {
         let mut taken = Vec::new();
         for len in [256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10] {
@@ -331,7 +331,7 @@ impl World {
     }
 
     fn upload(&mut self, mut spans: Vec<Span>, owned: bool, full: bool, wrong: u8, then: Then) {
-        // The piece whose place is too short, if any.
+        // The piece whose place, or the block whose buffer, is too short, if any.
         let wrong = usize::from(wrong);
         if !owned {
             let sources: Vec<Vec<u8>> = spans.iter().map(|span| self.fresh(span.shift + span.len)).collect();
@@ -364,23 +364,22 @@ impl World {
             }
             return;
         }
-        let bufs = self.bufs(&mut spans, true);
+        let mut bufs = self.bufs(&mut spans, true);
         let bytes: Vec<_> = bufs.iter().map(|buf| known(buf)).collect();
-        let pieces: Vec<_> = bufs
-            .into_iter()
-            .zip(&spans)
-            .enumerate()
-            .map(|(n, (buf, span))| (buf, self.slice(span, usize::from(n + 200 == wrong))))
-            .collect();
-        let refused = pieces.iter().any(|(buf, place)| buf.is_empty() || buf.len() > place.len());
+        if let Some(short) = wrong.checked_sub(200).and_then(|n| bufs.get_mut(n)) {
+            short.truncate(short.len() - 1);
+        }
+        let blocks: Vec<_> =
+            bufs.into_iter().zip(&spans).map(|(buf, span)| (buf, self.slice(span, 0))).collect();
+        let refused = blocks.iter().any(|(buf, place)| buf.len() < place.len());
         let taken = if full { self.all() } else { Vec::new() };
         self.begins(&spans);
-        let sent = self.copier.upload_buffers(pieces);
+        let sent = self.copier.upload_pages(blocks);
         drop(taken);
         let plan = Plan { spans, bytes, cancelled: false };
         match sent {
             Ok(sent) => {
-                assert!(!refused, "a piece is empty, or longer than its place");
+                assert!(!refused, "a block is shorter than its place");
                 self.started(Flight::UpOwned(sent, plan), then);
             }
             Err(said) => {
@@ -390,7 +389,7 @@ impl World {
                 let back = said.buffer.expect("refused before anything was copied");
                 assert_eq!(back.len(), plan.spans.len());
                 for ((buf, place), (bytes, span)) in back.iter().zip(plan.bytes.iter().zip(&plan.spans)) {
-                    compare(buf, bytes, "a buffer that was refused");
+                    compare(buf, &bytes[..buf.len()], "a block that was refused");
                     assert_eq!(place.address(), self.slice(span, 0).address(), "in their order");
                 }
                 self.untouched(&plan);
@@ -444,16 +443,16 @@ impl World {
         }
         let bufs = self.bufs(&mut spans, false);
         let bytes = self.expected(&spans);
-        let mut pieces: Vec<_> =
+        let mut blocks: Vec<_> =
             bufs.into_iter().zip(&spans).map(|(buf, span)| (self.slice(span, 0), buf)).collect();
-        if let Some((place, buf)) = wrong.checked_sub(200).and_then(|n| pieces.get_mut(n)) {
+        if let Some((place, buf)) = wrong.checked_sub(200).and_then(|n| blocks.get_mut(n)) {
             if let (true, Ok(short)) = (place.len() > 1, self.from.try_checkout(place.len() - 1)) {
                 *buf = short;
             }
         }
-        let refused = pieces.iter().any(|(place, buf)| place.len() > buf.capacity());
+        let refused = blocks.iter().any(|(place, buf)| place.len() > buf.capacity());
         let taken = if full { self.all() } else { Vec::new() };
-        let sent = self.copier.download_buffers(pieces);
+        let sent = self.copier.download_pages(blocks);
         drop(taken);
         let plan = Plan { spans, bytes, cancelled: false };
         match sent {

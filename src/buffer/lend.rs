@@ -64,11 +64,6 @@ pub(crate) mod sealed {
         /// The written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self, _: Key) -> &[u8];
-        /// What is read first to find them, if that is elsewhere; else null. Not to be read by this address.
-        #[doc(hidden)]
-        fn descriptor(&self, _: Key) -> *const u8 {
-            std::ptr::null()
-        }
         /// [`Error::WrongDevice`](crate::Error::WrongDevice), unless this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -116,11 +111,6 @@ impl sealed::Sealed for PinnedBuf {
     #[inline]
     fn bytes(&self, _: Key) -> &[u8] {
         self
-    }
-
-    #[inline]
-    fn descriptor(&self, _: Key) -> *const u8 {
-        std::ptr::from_ref(self.segment.descriptor()).cast()
     }
 
     #[inline]

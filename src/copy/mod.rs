@@ -178,22 +178,10 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-        /// As for [`Lend`](crate::buffer::sealed::Sealed).
-        #[doc(hidden)]
-        fn descriptor(&self, _: Key) -> *const u8 {
-            std::ptr::null()
-        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self::Half);
-        /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is
-        /// not the CPU's to write to.
-        ///
-        /// # Safety
-        /// The first `written` bytes from the start that [`target`](Self::target) gave are written, and fit.
-        #[doc(hidden)]
-        unsafe fn filled(self, written: usize, _: Key) -> Option<Self::Half>;
     }
 
     impl Sealed for PinnedBuf {
@@ -203,18 +191,9 @@ mod landing {
             stream.may_use(self)?;
             Ok((self.as_mut_ptr(), self.capacity()))
         }
-        #[inline]
-        fn descriptor(&self, _: Key) -> *const u8 {
-            crate::buffer::sealed::Sealed::descriptor(self, KEY)
-        }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
             (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
-        }
-        unsafe fn filled(mut self, written: usize, _: Key) -> Option<Self> {
-            // SAFETY: the caller's word.
-            unsafe { self.set_len(written) };
-            Some(self)
         }
     }
 
@@ -233,9 +212,6 @@ mod landing {
             // landed, and nothing of it counts as written until then.
             (resource, unsafe { PinnedBuf::new(segment, 0) })
         }
-        unsafe fn filled(self, _: usize, _: Key) -> Option<PinnedBuf> {
-            None
-        }
     }
 
     impl<T> Sealed for Registered<T>
@@ -250,9 +226,6 @@ mod landing {
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
             (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
-        }
-        unsafe fn filled(self, _: usize, _: Key) -> Option<Self> {
-            Some(self)
         }
     }
 }

@@ -11,9 +11,8 @@ use std::time::Duration;
 
 use ::cudarc::driver::{CudaSlice, DevicePtr as _};
 
-use super::device;
+use super::{device, said};
 use crate::copy::copier::may_wait;
-use crate::device::cuda::Cuda;
 use crate::device::handle::Device;
 use crate::error::{Error, Result, SubmitError};
 use crate::locks::{Condvar, Mutex};
@@ -72,22 +71,20 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
     /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
     #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
-        match Self::looked_at(&slice) {
-            Ok((device, address, len)) => {
-                let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
-                let owner = Owner { slice: Some(slice), back: back.clone() };
-                // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code
-                // could use it. All work that did is complete. Any bytes are a `T`.
-                match unsafe { device.raw_memory(address, len, owner) } {
-                    Ok(memory) => Ok(Self { memory, device, back }),
-                    Err(refused) => {
-                        drop(refused.buffer);
-                        let slice = back.slice.lock().take();
-                        Err(SubmitError { error: refused.error, buffer: slice })
-                    }
-                }
+        let (device, address, len) = match Self::looked_at(&slice) {
+            Ok(found) => found,
+            Err(error) => return Err(SubmitError::refused(error, slice)),
+        };
+        let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
+        let owner = Owner { slice: Some(slice), back: back.clone() };
+        // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code could use
+        // it. All work that did is complete. Any bytes are a `T`.
+        match unsafe { device.raw_memory(address, len, owner) } {
+            Ok(memory) => Ok(Self { memory, device, back }),
+            Err(SubmitError { error, buffer }) => {
+                drop(buffer);
+                Err(SubmitError { error, buffer: back.slice.lock().take() })
             }
-            Err(error) => Err(SubmitError::refused(error, slice)),
         }
     }
 
@@ -98,16 +95,9 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
         let device = device(stream.context())?;
         let context = device.context();
         context.alive()?;
-        let address = {
-            let (address, _recorded) = slice.device_ptr(stream);
-            address
-        };
-        if let Err(error) = stream.context().synchronize() {
-            let cuda = context.driver().as_any().downcast_ref::<Cuda>();
-            let theirs = |cuda: &Cuda| cuda.theirs("cuCtxSynchronize", error.0 as u32);
-            return context
-                .noting(Err(cuda.map_or(Error::Internal("a context of cudarc's is of no GPU"), theirs)));
-        }
+        let (address, recorded) = slice.device_ptr(stream);
+        drop(recorded);
+        said(context, "cuCtxSynchronize", stream.context().synchronize().err())?;
         match slice.num_bytes() {
             0 => Err(Error::Empty),
             len => Ok((device, address, len)),
@@ -126,8 +116,9 @@ impl<T: Send + 'static> SharedSlice<T> {
     /// loader has given out are such handles.) Dropping a `SharedSlice` instead frees the slice then.
     ///
     /// # Errors
-    /// The device's loss, if what was in flight is not given up in a second after it; the slice is dropped then. [`Error::Unsupported`] on a thread that must not wait
-    /// (in a waker, a source or a sink), and [`Error::Forked`]: the slice is freed when nothing uses it any more.
+    /// The device's loss, if what was in flight is not given up in a second after it; the slice is dropped then.
+    /// [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink), and [`Error::Forked`]: the
+    /// slice is freed when nothing uses it any more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;
         may_wait()?;

@@ -172,8 +172,6 @@ pub struct Vendor {
     pub absent: &'static str,
     /// The kernel's name for that part, where another one can hold the card.
     pub module: Option<&'static str>,
-    /// The oldest major version that will do, and why.
-    pub oldest: Option<(u32, &'static str)>,
     /// How to install the driver.
     pub install: Remedies,
 
@@ -194,9 +192,6 @@ pub struct Vendor {
     pub candidates: Option<fn() -> Vec<PathBuf>>,
     /// Where no library is found.
     pub library_missing: Remedies,
-    /// What the library's file is called before the driver's version, where it is named after that, and what to do
-    /// where the kernel's part has another version.
-    pub mismatch: Option<(&'static str, Remedies)>,
 
     /// Where there is no device of the number that was asked for.
     pub unknown_device: Remedies,

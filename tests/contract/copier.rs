@@ -126,10 +126,10 @@ pub(super) fn pieces(on: &Subject) {
     });
 }
 
-pub(super) fn buffers(on: &Subject) {
+pub(super) fn blocks(on: &Subject) {
     copiers(on, |pool, copier| {
         let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
-        // Pinned pieces come back.
+        // Pinned blocks come back.
         let bufs = || -> Vec<(PinnedBuf, DeviceSlice)> {
             let apart = (0..200).map(|i| {
                 let len = 100 + i * 13;
@@ -139,7 +139,7 @@ pub(super) fn buffers(on: &Subject) {
                 (0..50).map(|i| (filled(pool, &bytes(i, 64)), other.slice(i * 64..i * 64 + 64).unwrap()));
             apart.chain(neighbours).collect()
         };
-        let came = copier.upload_buffers(bufs()).unwrap().wait().unwrap();
+        let came = copier.upload_pages(bufs()).unwrap().wait().unwrap();
         assert_eq!(came.len(), 250);
         for (i, buf) in came.iter().enumerate() {
             let sent = if i < 200 { bytes(i, 100 + i * 13) } else { bytes(i - 200, 64) };
@@ -155,18 +155,38 @@ pub(super) fn buffers(on: &Subject) {
                 .collect()
         };
         let came =
-            block_on_with(|| pump(on, &copier), copier.download_buffers(landings(200)).unwrap()).unwrap();
+            block_on_with(|| pump(on, &copier), copier.download_pages(landings(200)).unwrap()).unwrap();
         for (i, buf) in came.iter().enumerate() {
             assert!(**buf == *bytes(i, 100 + i * 13), "piece {i}");
         }
         drop(came);
         let neighbours = read(on, pool, &other);
         assert!(neighbours[..50 * 64].chunks(64).enumerate().all(|(i, part)| *part == *bytes(i, 64)));
-        // Long ones, which are not packed, and values of the program's own where the device takes them.
+        // Blocks of many places, one behind the other.
+        const PAGE: usize = 50;
+        const PAGES: usize = 40;
+        let at = |block: usize, page: usize| block * 64 + page * 20_000;
+        let pages = |block: usize| -> Vec<DeviceSlice> {
+            (0..PAGES).map(|page| memory.slice(at(block, page)..at(block, page) + PAGE).unwrap()).collect()
+        };
+        let sent: Vec<_> = (0..9).map(|block| bytes(block, PAGES * PAGE)).collect();
+        let up = sent.iter().enumerate().map(|(block, sent)| (filled(pool, sent), pages(block))).collect();
+        drop(copier.upload_pages(up).unwrap().wait().unwrap());
+        let down = (0..9).map(|block| (pages(block), pool.checkout(PAGES * PAGE).unwrap())).collect();
+        let came = copier.download_pages(down).unwrap().wait().unwrap();
+        assert!(came.iter().zip(&sent).all(|(buf, sent)| **buf == **sent));
+        drop(came);
+        let all = read(on, pool, &memory);
+        for (block, sent) in sent.iter().enumerate() {
+            for (page, sent) in sent.chunks(PAGE).enumerate() {
+                assert!(all[at(block, page)..][..PAGE] == *sent, "page {page} of block {block}");
+            }
+        }
+        // Long ones, and values of the program's own where the device takes them.
         let sent: Vec<_> = (0..3).map(|i| bytes(i, 70_000)).collect();
         let place = |i: usize| memory.slice(i * 70_001..i * 70_001 + 70_000).unwrap();
         let long = sent.iter().enumerate().map(|(i, sent)| (filled(pool, sent), place(i))).collect();
-        drop(copier.upload_buffers(long).unwrap());
+        drop(copier.upload_pages(long).unwrap());
         let stream = on.stream();
         // Of one moment: a buffer that goes from one sum to the other is in neither of two.
         let out = |stats: pinpool::PoolStats| stats.in_flight_bytes + stats.checked_out_bytes;
@@ -179,7 +199,7 @@ pub(super) fn buffers(on: &Subject) {
         }
         match on.device.register(vec![0; 70_000].into_boxed_slice()) {
             Ok(value) => {
-                let came = copier.download_buffers(vec![(place(1), value)]).unwrap().wait().unwrap();
+                let came = copier.download_pages(vec![(place(1), value)]).unwrap().wait().unwrap();
                 assert!(*came[0] == *sent[1]);
             }
             Err(error) => assert!(on.cannot(&error.error), "{}", error.error),
@@ -188,20 +208,21 @@ pub(super) fn buffers(on: &Subject) {
         let before = copier.stats().chunks;
         let mut wrong = bufs();
         wrong.push((pool.checkout(10).unwrap(), other.slice(..10).unwrap()));
-        let refused = copier.upload_buffers(wrong).unwrap_err();
+        let refused = copier.upload_pages(wrong).unwrap_err();
         assert_eq!(at_fault(&refused.error, 250), Error::Unwritten);
         assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(251));
         let mut short = landings(5);
         short[3].1 = pool.checkout(7).unwrap();
-        let refused = copier.download_buffers(short).unwrap_err();
+        let refused = copier.download_pages(short).unwrap_err();
         assert!(matches!(at_fault(&refused.error, 3), Error::TooSmall { have: 7, .. }), "{}", refused.error);
         assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(5));
         let ready = vec![(place(0), pool.checkout_on(&stream, 70_000).unwrap())];
-        let refused = copier.download_buffers(ready).unwrap_err();
+        let refused = copier.download_pages(ready).unwrap_err();
         assert_eq!(at_fault(&refused.error, 0), Error::WrongStream);
         if let Some(wrong) = &on.other {
             let wrong = wrong.alloc(10).unwrap();
-            let refused = copier.upload_buffers(vec![(filled(pool, &[1; 10]), (&wrong).into())]).unwrap_err();
+            let refused =
+                copier.upload_pages(vec![(filled(pool, &[1; 10]), DeviceSlice::from(&wrong))]).unwrap_err();
             assert!(matches!(at_fault(&refused.error, 0), Error::WrongDevice { .. }), "{}", refused.error);
             assert_eq!(refused.buffer.map(|pieces| pieces[0].0.to_vec()), Some(vec![1; 10]));
         }

@@ -36,8 +36,8 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    AddressFault, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream,
-    SubmitError, Unpinned,
+    AddressFault, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError,
+    Unpinned,
 };
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
@@ -210,7 +210,7 @@ const TESTS: &[Test] = &[
     ("transfers of many threads", transfers::threads),
     ("a host tier of many threads", tier::storm),
     ("many pieces both ways", copier::pieces),
-    ("many pinned buffers both ways", copier::buffers),
+    ("many pinned blocks both ways", copier::blocks),
 ];
 
 /// Tests that end with the device.

@@ -160,7 +160,7 @@ fn callers_share_the_threads() {
     }
 }
 
-/// Pinned pieces at the given places, each `LEN` bytes, numbered.
+/// Pinned blocks at the given places, each `LEN` bytes, numbered.
 fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
     let places: Vec<usize> = places.collect();
     let mut bufs: Vec<PinnedBuf> = places.iter().map(|_| from.checkout(LEN).unwrap()).collect();
@@ -175,7 +175,7 @@ fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(P
 
 const LEN: usize = 8 << 10;
 
-/// Checks that the bytes of pinned pieces are there, by a download to other buffers, which come back in order.
+/// Checks that the bytes of pinned blocks are there, by a download to others, which come back in order.
 fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     let landing = |place: &DeviceSlice| {
         let mut landing = from.checkout(LEN).unwrap();
@@ -183,17 +183,17 @@ fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
         (place.clone(), landing)
     };
     let landings = places.iter().map(landing).collect();
-    let came = s.copier.download_buffers(landings).unwrap().wait().unwrap();
+    let came = s.copier.download_pages(landings).unwrap().wait().unwrap();
     assert_eq!(came.len(), places.len());
     for (i, buf) in came.iter().enumerate() {
         assert!(**buf == *bytes(i, LEN), "piece {i}");
     }
 }
 
-/// Short pinned buffers are packed, both ways, where the pool has segments for it, and are copied from where they are
-/// where it has none. Either way the buffers come back in their order, with their bytes.
+/// Pinned blocks of one place each are copied from where they are, both ways, whether the pool has segments or not. They
+/// come back in their order, with their bytes.
 #[test]
-fn pinned_buffers_are_packed_or_stay_in_place() {
+fn blocks_of_one_place_are_copied_from_where_they_are() {
     const COUNT: usize = 2048;
     own_process!();
     let s = setup(HostConfig::new(), 16 << 20);
@@ -203,21 +203,19 @@ fn pinned_buffers_are_packed_or_stay_in_place() {
     for (stride, room, sorted) in
         [(LEN, true, false), (LEN + 512, true, false), (LEN, false, false), (LEN, true, true)]
     {
-        let pieces =
+        let blocks =
             pinned(&s, &from, (0..COUNT).map(|i| if sorted { i * stride } else { mixed(i) * stride }));
-        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
+        let places: Vec<DeviceSlice> = blocks.iter().map(|(_, place)| place.clone()).collect();
         let taken = if room { Vec::new() } else { no_room(&s) };
         let before = s.copier.stats();
-        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        let came = s.copier.upload_pages(blocks).unwrap().wait().unwrap();
         assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
         drop(came);
         pinned_come_back(&s, &from, &places);
         let after = s.copier.stats();
-        let moved = 2 * (COUNT * LEN) as u64;
-        let expected = if room { (moved, 0) } else { (0, moved) };
         assert_eq!(
             (after.batch_bytes - before.batch_bytes, after.in_place_bytes - before.in_place_bytes),
-            expected,
+            (0, 2 * (COUNT * LEN) as u64),
             "stride {stride}, room {room}, sorted {sorted}"
         );
         drop(taken);
@@ -226,44 +224,12 @@ fn pinned_buffers_are_packed_or_stay_in_place() {
     assert_eq!(in_use(&from), 0);
 }
 
-/// Long buffers stay in place beside short ones that are packed.
-#[test]
-fn long_buffers_stay_in_place() {
-    own_process!();
-    for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
-        let s = setup(config, 40 << 20);
-        // All memory is pinned first: short buffers stay in place, too, while a pool that grows has no segment.
-        drop(s.pool.checkout(32 << 20).unwrap());
-        let len = |i: usize| if i % 5 == 4 { 64 << 10 } else { 5000 };
-        let mut at = 0;
-        let piece = |i: usize| {
-            let mut buf = s.pool.checkout(len(i)).unwrap();
-            buf.try_extend_from_slice(&bytes(i, len(i))).unwrap();
-            at += len(i) + 100;
-            (buf, s.memory.slice(at - len(i)..at).unwrap())
-        };
-        let pieces: Vec<_> = (0..300).map(piece).collect();
-        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
-        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
-        assert_eq!(s.copier.stats().in_place_bytes, 60 * (64 << 10));
-        assert_eq!(s.copier.stats().batch_bytes, 240 * 5000);
-        drop(came);
-        let landings = places.iter().map(|place| (place.clone(), s.pool.checkout(place.len()).unwrap()));
-        let came = s.copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
-        for (i, buf) in came.iter().enumerate() {
-            assert!(**buf == *bytes(i, len(i)), "piece {i}");
-        }
-        drop(came);
-        all_back(&s);
-    }
-}
-
-/// Pieces that stay in place, with gaps between them on the device.
+/// Blocks with gaps between them on the device.
 fn apart(s: &Setup, from: &Pool, count: usize) -> Vec<(PinnedBuf, DeviceSlice)> {
     pinned(s, from, (0..count).map(|i| i * (LEN + 64)))
 }
 
-/// Takes all that a copier could pack in, so that buffers stay in place.
+/// Takes all that a copier could have as segments.
 fn no_room(s: &Setup) -> Vec<PinnedBuf> {
     let mut taken = Vec::new();
     for len in [4 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
@@ -272,8 +238,8 @@ fn no_room(s: &Setup) -> Vec<PinnedBuf> {
     taken
 }
 
-/// With threads, some late; and without any threads. The buffers are of a pool of their own, and the copier's pool has
-/// room for segments or none.
+/// With threads, some late; and without any threads. The blocks are of a pool of their own, and the copier's pool has room
+/// for segments or none.
 fn both_ways(test: impl Fn(&Setup, &Pool)) {
     let late = HostConfig::new().late(Duration::from_micros(100), 3);
     for config in [late, HostConfig::new(), HostConfig::new().stepped(3)] {
@@ -296,25 +262,23 @@ fn both_ways(test: impl Fn(&Setup, &Pool)) {
     }
 }
 
-/// Buffers come back in whichever way the handle ends, and a dropped handle's transfer goes on.
+/// Blocks come back in whichever way the handle ends, and a dropped handle's transfer goes on.
 #[test]
-fn buffers_return_whichever_way_the_handle_ends() {
+fn blocks_return_whichever_way_the_handle_ends() {
     const COUNT: usize = 1500;
     own_process!();
     both_ways(|s, from| {
         let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
-        drop(s.copier.upload_buffers(apart(s, from, COUNT)).unwrap());
+        drop(s.copier.upload_pages(apart(s, from, COUNT)).unwrap());
         let since = Instant::now();
-        while s.copier.stats().batch_bytes + s.copier.stats().in_place_bytes < (COUNT * LEN) as u64
-            || in_use(from) > 0
-        {
+        while s.copier.stats().in_place_bytes < (COUNT * LEN) as u64 || in_use(from) > 0 {
             assert!(since.elapsed() < HANG, "{:?}", from.stats());
             s.node.step();
             s.copier.reap();
             s.device.reap();
         }
         pinned_come_back(s, from, &places);
-        let sent = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap();
+        let sent = s.copier.upload_pages(apart(s, from, COUNT)).unwrap();
         while !sent.is_over() {
             s.node.step();
             s.copier.reap();
@@ -324,9 +288,9 @@ fn buffers_return_whichever_way_the_handle_ends() {
     });
 }
 
-/// One copy fails: the handle says so, and all buffers return.
+/// One copy fails: the handle says so, and all blocks return.
 #[test]
-fn a_copy_of_buffers_fails() {
+fn a_copy_of_blocks_fails() {
     const COUNT: usize = 300;
     own_process!();
     both_ways(|s, from| {
@@ -335,14 +299,14 @@ fn a_copy_of_buffers_fails() {
             for failure in [Failure::Argument, Failure::RunsAnyway] {
                 let fault = || s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
                 fault();
-                let error = s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap_err().error;
+                let error = s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap_err().error;
                 assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
                 assert_eq!(s.node.clear_faults(), 0);
-                s.copier.upload_buffers(apart(s, from, COUNT)).unwrap().wait().unwrap();
+                s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap();
                 // And back.
                 fault();
                 let landings = |place: &DeviceSlice| (place.clone(), from.checkout(LEN).unwrap());
-                let down = s.copier.download_buffers(places.iter().map(landings).collect()).unwrap();
+                let down = s.copier.download_pages(places.iter().map(landings).collect()).unwrap();
                 drop(down.wait().unwrap_err());
                 assert_eq!(s.node.clear_faults(), 0);
                 pinned_come_back(s, from, &places);
@@ -352,10 +316,10 @@ fn a_copy_of_buffers_fails() {
     });
 }
 
-/// The device dies with buffers in flight, with a handle that waits or a dropped one: nothing stays in use
+/// The device dies with blocks in flight, with a handle that waits or a dropped one: nothing stays in use
 /// for good, and no wait lasts for ever.
 #[test]
-fn a_device_dies_under_buffers() {
+fn a_device_dies_under_blocks() {
     own_process!();
     for after in [0, 200, 800] {
         for waits in [true, false] {
@@ -373,7 +337,7 @@ fn a_device_dies_under_buffers() {
                             Some((buf, s.memory.slice(i * (LEN + 64)..i * (LEN + 64) + LEN).ok()?))
                         })
                         .collect();
-                    match s.copier.upload_buffers(pieces) {
+                    match s.copier.upload_pages(pieces) {
                         Ok(sent) if waits => sent.wait().err().map(|failed| failed.error),
                         Ok(sent) => {
                             drop(sent);
@@ -389,19 +353,19 @@ fn a_device_dies_under_buffers() {
     }
 }
 
-/// Buffers of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
+/// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
 #[test]
-fn buffers_of_a_call_may_overlap() {
+fn blocks_of_a_call_may_overlap() {
     own_process!();
     both_ways(|s, from| {
         let mut pieces = pinned(s, from, (0..300).map(|i| (i % 7) * LEN + 7));
         // Long ones over all of them.
         pieces.extend(pinned(s, from, [3, 1000].into_iter()));
-        let came = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+        let came = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
         assert_eq!(came.len(), 302);
         drop(came);
         let pieces = pinned(s, from, (0..300).map(|i| (i % 7) * (LEN + 1)));
-        drop(s.copier.upload_buffers(pieces).unwrap().wait().unwrap());
+        drop(s.copier.upload_pages(pieces).unwrap().wait().unwrap());
         for place in 0..7 {
             let mut back = vec![0; LEN];
             let at = place * (LEN + 1);
@@ -414,9 +378,9 @@ fn buffers_of_a_call_may_overlap() {
     });
 }
 
-/// Values of the program's own, short neighbours that are staged among others that stay in place, both ways.
+/// Values of the program's own as blocks, neighbours on the device among others, both ways.
 #[test]
-fn registered_values_are_packed_and_come_back_in_order() {
+fn registered_values_come_back_in_order() {
     const SHORT: usize = 700;
     own_process!();
     for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
@@ -435,41 +399,17 @@ fn registered_values_are_packed_and_come_back_in_order() {
         let value = |bytes: Vec<u8>| s.device.register(bytes.into_boxed_slice()).unwrap();
         let up =
             places.iter().enumerate().map(|(i, place)| (value(bytes(i, len(i))), place.clone())).collect();
-        let came = s.copier.upload_buffers(up).unwrap().wait().unwrap();
+        let came = s.copier.upload_pages(up).unwrap().wait().unwrap();
         assert!(came.iter().enumerate().all(|(i, value)| **value == *bytes(i, len(i))));
         drop(came);
         let down = places.iter().map(|place| (place.clone(), value(vec![0; place.len() + 9]))).collect();
-        let came = s.copier.download_buffers(down).unwrap().wait().unwrap();
+        let came = s.copier.download_pages(down).unwrap().wait().unwrap();
         for (i, value) in came.iter().enumerate() {
             assert!(value[..len(i)] == bytes(i, len(i)) && value[len(i)..] == [0; 9], "piece {i}");
         }
         drop(came);
         all_back(&s);
     }
-}
-
-/// A stepped device's copier asks the pool again at once, though it had nothing a moment ago: a wait there ends when
-/// nothing moves.
-#[test]
-fn a_pool_that_was_full_a_moment_ago_fails_no_transfer() {
-    const LEN: usize = 700;
-    own_process!();
-    let s = setup(HostConfig::new().stepped(5), 4 << 20);
-    let from = Pool::builder(&s.device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let places: Vec<DeviceSlice> = (0..9).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap()).collect();
-    let sent = bytes(3, LEN);
-    for _ in 0..20 {
-        let taken = no_room(&s);
-        let buffers = places.iter().map(|place| {
-            let mut buf = from.checkout(LEN).unwrap();
-            buf.try_resize(LEN, 9).unwrap();
-            (buf, place.clone())
-        });
-        drop(s.copier.upload_buffers(buffers.collect()).unwrap().wait().unwrap());
-        drop(taken);
-        s.up(&[(&sent[..], places[0].clone())]).unwrap();
-    }
-    all_back(&s);
 }
 
 /// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
@@ -497,9 +437,9 @@ fn empty_pieces_wait_for_nothing() {
     all_back(&s);
 }
 
-/// Pinned pieces that leave no room: there is no segment to pack them in, nor to wait for.
+/// Pinned blocks that leave no room: there is no segment, nor one to wait for.
 #[test]
-fn pinned_pieces_may_be_all_that_the_pool_has() {
+fn pinned_blocks_may_be_all_that_the_pool_has() {
     own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
     let mut pieces = Vec::new();
@@ -512,10 +452,10 @@ fn pinned_pieces_may_be_all_that_the_pool_has() {
     let (send, receive) = std::sync::mpsc::channel();
     let copier = s.copier.clone();
     std::thread::spawn(move || {
-        let back = copier.upload_buffers(pieces).expect("in place").wait();
+        let back = copier.upload_pages(pieces).expect("in place").wait();
         send.send(back.is_ok()).unwrap();
     });
-    assert!(receive.recv_timeout(HANG).expect("it waits for its own buffers"));
+    assert!(receive.recv_timeout(HANG).expect("it waits for its own blocks"));
     for (seed, place) in places.iter().enumerate().step_by(97) {
         let back = s.device.stream().unwrap().download(place, s.pool.checkout(1000).unwrap()).unwrap();
         assert!(back.wait().unwrap()[..] == bytes(seed, 1000)[..], "piece {seed}");
@@ -523,9 +463,9 @@ fn pinned_pieces_may_be_all_that_the_pool_has() {
     all_back(&s);
 }
 
-/// Of thousands of pieces one is refused: all come back in their order, and nothing was copied.
+/// Of thousands of blocks one is refused: all come back in their order, and nothing was copied.
 #[test]
-fn a_refused_piece_comes_back_with_all_others() {
+fn a_refused_block_comes_back_with_all_others() {
     const COUNT: usize = 4096;
     own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
@@ -536,7 +476,7 @@ fn a_refused_piece_comes_back_with_all_others() {
             let len = if i == wrong { 64 } else { LEN };
             (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
         };
-        let refused = s.copier.download_buffers((0..COUNT).map(landing).collect()).unwrap_err();
+        let refused = s.copier.download_pages((0..COUNT).map(landing).collect()).unwrap_err();
         let said = format!("piece {wrong} ({LEN} bytes of device memory): {LEN} bytes do not fit into ");
         assert!(refused.error.to_string().starts_with(&said), "{}", refused.error);
         let back = refused.buffer.unwrap();
@@ -582,9 +522,6 @@ fn a_refused_piece_is_named() {
         buf.try_resize(len, 7).unwrap();
         buf
     };
-    let refused = s.copier.upload_buffers((0..20).map(|i| (full(100), pick(i, 7))).collect()).unwrap_err();
-    small(refused.error, 7, 99, (100, 99));
-    drop(refused.buffer);
     // Blocks of two places each.
     let blocks = |i: usize| (full(if i == 3 { 150 } else { 200 }), vec![place(2 * i), place(2 * i + 1)]);
     let refused = s.copier.upload_pages((0..5).map(blocks).collect()).unwrap_err();
@@ -599,7 +536,6 @@ fn a_refused_piece_is_named() {
     drop(refused.buffer);
     // Of a call for one piece there is no number.
     assert!(matches!(s.copier.upload_slice(&[7; 100], &short), Err(Error::TooSmall { need: 100, have: 99 })));
-    assert!(matches!(s.copier.upload_pinned(full(100), &short).unwrap_err().error, Error::TooSmall { .. }));
     all_back(&s);
 }
 
@@ -759,7 +695,7 @@ fn a_waker_that_waits_is_refused() {
         let memory = s.device.alloc(1 << 20).unwrap();
         let waits = Waits { copier: s.copier.clone(), memory, told: told.clone() };
         let waker = std::task::Waker::from(std::sync::Arc::new(waits));
-        let mut sent = s.copier.upload_buffers(apart(&s, &s.pool, 1000)).unwrap();
+        let mut sent = s.copier.upload_pages(apart(&s, &s.pool, 1000)).unwrap();
         let polled = std::pin::Pin::new(&mut sent).poll(&mut std::task::Context::from_waker(&waker));
         drop(waker);
         if polled.is_pending() {
@@ -809,7 +745,7 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
         };
         let all = (0..4).map(piece).collect();
         // Taken as it was, or refused.
-        if let Ok(sent) = s.copier.upload_buffers(all) {
+        if let Ok(sent) = s.copier.upload_pages(all) {
             let _ = sent.wait();
         }
         let back = stream.download(s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
@@ -819,51 +755,19 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
     all_back(&s);
 }
 
-/// A segment for short neighbours is longer than they are, by the gaps between them.
-#[test]
-fn a_segment_that_is_there_is_long_enough() {
-    own_process!();
-    let s = setup(HostConfig::new(), 1 << 20);
-    let mut pieces = Vec::new();
-    for i in 0..200 {
-        let mut buf = s.pool.checkout(8).unwrap();
-        buf.extend_from_slice(&[i as u8; 8]);
-        // Pairs of neighbours, with gaps.
-        let at = i / 2 * 100 + i % 2 * 8;
-        pieces.push((buf, s.memory.slice(at..at + 8).unwrap()));
-    }
-    // All that is left, but for one that would do for the bytes alone.
-    let one = s.pool.checkout(1600).unwrap();
-    let mut rest: Vec<PinnedBuf> = Vec::new();
-    for len in [1 << 18, 1 << 14, 1 << 12, 1600, 512, 8] {
-        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
-    }
-    drop(one);
-    assert!(s.pool.try_checkout(6352).is_err() && s.pool.try_checkout(1600).is_ok());
-    let (send, receive) = std::sync::mpsc::channel();
-    let copier = s.copier.clone();
-    std::thread::spawn(move || {
-        let back = copier.upload_buffers(pieces).expect("one way or another").wait();
-        send.send(back.map(|back| back.len())).unwrap();
-    });
-    assert_eq!(receive.recv_timeout(HANG).expect("it waits for its own buffers").unwrap(), 200);
-    drop(rest);
-    all_back(&s);
-}
-
 /// A call keeps the segments that it has to its end, so it goes on while other requests wait for them, and for the
 /// call.
 #[test]
 fn a_call_goes_on_with_the_segment_that_it_has() {
     own_process!();
     let s = setup(HostConfig::new(), 4 << 20);
-    let mut pieces = Vec::new();
+    let mut bufs = Vec::new();
     let mut expected = Vec::new();
     for i in 0..2400 {
         let mut buf = s.pool.checkout(1000).unwrap();
         buf.extend_from_slice(&bytes(i, 1000));
         expected.extend_from_slice(&bytes(i, 1000));
-        pieces.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
+        bufs.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
     }
     // All but one segment, whatever length that has.
     let one =
@@ -878,21 +782,26 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
     let copier = s.copier.clone();
     let done = std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(5));
+            let stopped = || stop.load(std::sync::atomic::Ordering::Relaxed);
+            // The call has its segment.
+            while s.copier.stats().chunks == 0 && !stopped() {
+                std::thread::yield_now();
+            }
             let mut kept = Vec::new();
-            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            while !stopped() {
                 kept.extend(s.pool.checkout_timeout(1000, Duration::from_millis(20)));
             }
         });
         std::thread::spawn(move || {
-            let back = copier.upload_buffers(pieces).expect("one way or another").wait();
-            send.send(back.map(|back| back.len())).unwrap();
+            let pieces: Vec<(&[u8], DeviceSlice)> =
+                bufs.iter().map(|(buf, place)| (&buf[..], place.clone())).collect();
+            send.send(copier.upload_pieces(&pieces).and_then(|sent| Ok(sent.wait()?))).unwrap();
         });
         let done = receive.recv_timeout(HANG);
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         done
     });
-    assert_eq!(done.expect("the call waits for a request that waits for the call").unwrap(), 2400);
+    done.expect("the call waits for a request that waits for the call").unwrap();
     drop(rest);
     let stream = s.device.stream().unwrap();
     let back =
@@ -969,12 +878,12 @@ fn a_pool_of_another_device_is_refused() {
     // The last of two.
     let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
     let refused =
-        s.copier.upload_buffers(vec![(filled(&s.pool), place(0)), (filled(&pool), place(1))]).unwrap_err();
+        s.copier.upload_pages(vec![(filled(&s.pool), place(0)), (filled(&pool), place(1))]).unwrap_err();
     let back = refused.buffer.unwrap();
     assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
     wrong(refused.error);
     let refused =
-        s.copier.download_buffers(vec![(place(0), filled(&s.pool)), (place(1), filled(&pool))]).unwrap_err();
+        s.copier.download_pages(vec![(place(0), filled(&s.pool)), (place(1), filled(&pool))]).unwrap_err();
     assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
     wrong(refused.error);
     assert_eq!(s.copier.stats().chunks, 0);
@@ -1000,13 +909,13 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
                     let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
                     let mut buf = s.pool.checkout(64).unwrap();
                     buf.extend_from_slice(&[1; 64]);
-                    drop(s.copier.upload_buffers(vec![(buf, place)]).unwrap());
+                    drop(s.copier.upload_pages(vec![(buf, place)]).unwrap());
                 }
             });
         }
         scope.spawn(move || {
             for _ in 0..2 {
-                let back = s.copier.upload_buffers(pieces).unwrap().wait().unwrap();
+                let back = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
                 assert_eq!(back.len(), 64);
                 assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
                 pieces = back.into_iter().zip(places.iter().cloned()).collect();
@@ -1042,7 +951,7 @@ fn a_busy_pool_is_sound() {
         });
         scope.spawn(|| {
             while busy() {
-                let sent = s.copier.upload_buffers(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
+                let sent = s.copier.upload_pages(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
                 drop(sent.wait().unwrap());
             }
         });

@@ -94,9 +94,8 @@ fn a_buffer_without_a_written_byte_is_called_that() {
         stream.upload(std::sync::Arc::new(fresh()), &memory).unwrap_err().into(),
         stream.upload_part(fresh(), ..100, &memory).unwrap_err().into(),
         stream.copy_host(fresh(), fresh()).unwrap_err().error,
-        copier.upload_pinned(fresh(), &memory).unwrap_err().error,
     ];
-    errors.push(copier.upload_buffers(vec![(fresh(), slice())]).unwrap_err().error);
+    errors.push(copier.upload_pages(vec![(fresh(), slice())]).unwrap_err().error);
     errors.push(copier.upload_pages(vec![(fresh(), vec![slice()])]).unwrap_err().error);
     for error in errors {
         says(
@@ -154,7 +153,7 @@ fn a_thing_of_another_device_is_named_with_both_devices() {
     }
 
     // The stream.
-    let sent = copier.upload_pinned(full(), &near).unwrap();
+    let sent = copier.upload_pages(vec![(full(), near.slice(..).unwrap())]).unwrap();
     let of_stream = [here.wait_for(&there).unwrap_err(), sent.order(&there).unwrap_err()];
     for error in of_stream {
         says(error.clone(), &["stream of host:1", "with host:0"]);

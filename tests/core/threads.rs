@@ -12,7 +12,7 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Canceller, Collect, FileSink, FileSource, GiveWay, Transfer};
+use pinpool::copier::{Canceller, FileSink, FileSource, Transfer};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
     Checkout, CheckoutMany, Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool,
@@ -786,8 +786,8 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     is::<(DeviceBuffer, DeviceSlice)>();
     is::<(Checkout, CheckoutMany)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
-    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller, GiveWay)>();
-    is::<(FileSource, FileSink, Collect)>();
+    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller)>();
+    is::<(FileSource, FileSink)>();
     is::<pinpool::telemetry::Sampler>();
 }
 

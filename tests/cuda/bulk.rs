@@ -45,7 +45,7 @@ fn what_goes_there_comes_back() {
         assert!(back == sent[..100_000]);
         let mut buf = pool.checkout(1 << 20).unwrap();
         buf.extend_from_slice(&sent[..1 << 20]);
-        copier.upload_pinned(buf, &memory).unwrap().wait().unwrap();
+        copier.upload_pages(vec![(buf, memory.slice(..1 << 20).unwrap())]).unwrap().wait().unwrap();
         assert!(copier.download_vec(memory.slice(..1 << 20)).unwrap() == sent[..1 << 20]);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
@@ -89,9 +89,7 @@ fn many_threads_both_ways_at_once() {
                         assert!(first.download_vec(&token).unwrap() == sent[..1000]);
                         let mut own = pool.checkout(1000).unwrap();
                         own.extend_from_slice(&sent[1000..2000]);
-                        let way = copier.give_way();
                         stream.upload(own, &token).unwrap().wait().unwrap();
-                        drop(way);
                         assert!(first.download_vec(&token).unwrap() == sent[1000..2000]);
                     }
                 });

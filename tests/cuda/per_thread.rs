@@ -110,7 +110,7 @@ fn another_thread_is_refused_and_loses_nothing() {
             assert!(is_of_another_thread(cuda::raw_stream(&stream)));
             assert!(is_of_another_thread(copier.wait_for(&stream)));
             copier.upload_slice(&sent, &memory).unwrap();
-            let up = copier.upload_buffers(vec![(filled(&pool, &sent), memory.slice(..).unwrap())]).unwrap();
+            let up = copier.upload_pages(vec![(filled(&pool, &sent), memory.slice(..).unwrap())]).unwrap();
             // If it is over, there is nothing to order.
             let said = up.order(&stream);
             assert!(said.is_ok() || is_of_another_thread(said));

@@ -5,9 +5,8 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
-use pinpool::{Copier, Device, Pool, Unpinned};
+use pinpool::{Copier, Device, Pool};
 
-use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, pool};
 
 const LEN: usize = 500;
@@ -22,8 +21,8 @@ fn copier(pool: &Pool, device: &Device) -> Copier {
 }
 
 /// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where
-/// batches, or some of their copies, are refused, the handle says so and every buffer returns. Packed, and from where
-/// they are.
+/// batches, or some of their copies, are refused, the handle says so and every buffer returns. Borrowed pieces, which are
+/// packed, and pinned blocks from where they are.
 #[test]
 fn pieces_of_one_call_go_in_batches() {
     on_gpu("pieces_of_one_call_go_in_batches", |gpu| {
@@ -31,21 +30,20 @@ fn pieces_of_one_call_go_in_batches() {
         const ROW: usize = 4096;
         let device = open();
         let (from, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
-        for (overlap, fails, room) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
-            // It grows no more, so what is taken below is all that it ever has.
-            let whole = Pool::builder(&device).capacity(4 << 20).initial(4 << 20).extent(128 << 10);
-            let pool = whole.region(256 << 10).unpinned(Unpinned::Allow).build().unwrap();
-            pool.wait_pinned(Some(HANG)).unwrap();
+        for (overlap, fails, packed) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
+            let pool = pool(&device, 4 << 20);
             let copier = copier(&pool, &device);
-            let mut taken = Vec::new();
-            for len in [1 << 20, 64 << 10, 4 << 10, 64] {
-                taken.extend(std::iter::from_fn(|| pool.try_checkout(len).ok().filter(|_| !room)));
-            }
             let place = |i: usize| if overlap && i % 5 == 0 { i / 10 * 513 } else { i * 7919 % COUNT * ROW };
-            let pieces = || -> Vec<_> {
-                (0..COUNT)
-                    .map(|i| (filled(&from, &bytes(i, LEN)), memory.slice(place(i)..place(i) + LEN).unwrap()))
-                    .collect()
+            let place = |i: usize| memory.slice(place(i)..place(i) + LEN).unwrap();
+            let upload = || -> pinpool::Result<()> {
+                if packed {
+                    let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
+                    let pieces: Vec<_> = (0..COUNT).map(|i| (&all[i][..], place(i))).collect();
+                    return Ok(copier.upload_pieces(&pieces)?.wait()?);
+                }
+                let blocks = (0..COUNT).map(|i| (filled(&from, &bytes(i, LEN)), place(i)));
+                drop(copier.upload_pages(blocks.collect()).unwrap().wait()?);
+                Ok(())
             };
             let batches = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpyBatchAsync"));
             let before = batches();
@@ -53,9 +51,8 @@ fn pieces_of_one_call_go_in_batches() {
                 (1..=40).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, false));
                 d.fail("cuMemcpyHtoDAsync_v2", 77, 1, false);
             }
-            let came = copier.upload_buffers(pieces()).unwrap().wait();
-            assert_eq!(came.is_err(), fails && gpu.stand_in.is_some(), "{:?}", came.as_ref().err());
-            drop(came);
+            let said = upload();
+            assert_eq!(said.is_err(), fails && gpu.stand_in.is_some(), "{:?}", said.err());
             if let Some(d) = &gpu.stand_in {
                 d.calm();
                 assert!(batches() > before);
@@ -64,18 +61,24 @@ fn pieces_of_one_call_go_in_batches() {
             all_back(&from);
             if !overlap {
                 if fails {
-                    drop(copier.upload_buffers(pieces()).unwrap().wait().unwrap());
+                    upload().unwrap();
                 }
-                let landings = (0..COUNT)
-                    .map(|i| (memory.slice(place(i)..place(i) + LEN).unwrap(), from.checkout(LEN).unwrap()));
-                let came = copier.download_buffers(landings.collect()).unwrap().wait().unwrap();
-                let wrong = came.iter().enumerate().filter(|(i, buf)| ***buf != *bytes(*i, LEN)).count();
-                assert_eq!(wrong, 0, "overlap {overlap}, fails {fails}, room {room}");
+                let mut came = vec![vec![0; LEN]; COUNT];
+                if packed {
+                    let mut targets: Vec<_> =
+                        came.iter_mut().enumerate().map(|(i, to)| (place(i), &mut to[..])).collect();
+                    copier.download_pieces(&mut targets).unwrap();
+                } else {
+                    let landings = (0..COUNT).map(|i| (place(i), from.checkout(LEN).unwrap()));
+                    let bufs = copier.download_pages(landings.collect()).unwrap().wait().unwrap();
+                    came = bufs.iter().map(|buf| buf.to_vec()).collect();
+                }
+                let wrong = came.iter().enumerate().filter(|(i, piece)| **piece != bytes(*i, LEN)).count();
+                assert_eq!(wrong, 0, "overlap {overlap}, fails {fails}, packed {packed}");
             }
             let stats = copier.stats();
-            let (packed, in_place) = (stats.batch_bytes > 0, stats.in_place_bytes > 0);
-            assert_eq!((packed, in_place), (room, !room), "{stats:?}");
-            drop((copier, taken));
+            assert_eq!((stats.batch_bytes > 0, stats.in_place_bytes > 0), (packed, !packed), "{stats:?}");
+            drop(copier);
             all_back(&from);
             all_back(&pool);
         }

@@ -31,7 +31,7 @@ struct Options {
     tokens: usize,
     seed: u64,
     pool: usize,
-    threads: Option<usize>,
+    threads: usize,
     rounds: usize,
     own_stream: bool,
     cpu: bool,
@@ -48,7 +48,7 @@ fn options() -> std::result::Result<Options, String> {
         tokens: 16,
         seed: 1,
         pool: 256 << 20,
-        threads: None,
+        threads: thread::available_parallelism().map_or(1, |cores| cores.get().min(8)),
         rounds: 5,
         own_stream: false,
         cpu: !cfg!(feature = "cuda"),
@@ -81,7 +81,7 @@ fn options() -> std::result::Result<Options, String> {
             "--tokens" => options.tokens = number(value()?)?,
             "--seed" => options.seed = number(value()?)? as u64,
             "--pool-mib" => options.pool = number(value()?)? << 20,
-            "--threads" => options.threads = Some(number(value()?)?),
+            "--threads" => options.threads = number(value()?)?,
             "--rounds" => options.rounds = number(value()?)?,
             "--own-stream" => options.own_stream = true,
             "--cpu" => options.cpu = true,
@@ -105,7 +105,7 @@ fn device(options: &Options) -> Result<Device> {
 }
 
 fn pinned(options: &Options, device: &Device) -> Result<Pinned> {
-    Pinned::with_threads(device, options.pool, options.threads)
+    Pinned::with_threads(device, options.pool, Some(options.threads))
 }
 
 /// The age of the process in seconds, by the system's clock of 10 ms.
@@ -185,7 +185,7 @@ fn loads(options: &Options) -> Result<()> {
     let pinned = pinned(options, &device)?;
     let files = model::files(&options.folder)?;
     let block = measure::block(&pinned, &files)?;
-    let threads = pinned.copier().threads();
+    let threads = options.threads;
     let names = ["peak", "read", "plain", "load", "load_of_peak", "load_of_plain"];
     let mut rows: [Vec<f64>; 6] = Default::default();
     for round in 0..=options.rounds {

@@ -45,6 +45,12 @@ impl Pinned {
         Ok(Self { candle: candle.clone(), device: device.clone(), pool: pool.clone(), copier, stream })
     }
 
+    /// The same with another copier between its pool and its device.
+    #[must_use]
+    pub fn with_copier(&self, copier: Copier) -> Self {
+        Self { copier, ..self.clone() }
+    }
+
     /// Candle's device.
     pub fn candle(&self) -> &Device {
         &self.candle

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use pinpool::Copier;
 use pinpool_candle::checkpoint::{Size, write};
 use pinpool_candle::model::{Model, encode, files};
 use pinpool_candle::{Pinned, Weights};
@@ -27,7 +28,7 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
     bytes
 }
 
-/// 16 tensors of 2 MiB, `"00"` to `"15"`, whose load takes two seconds unless the limit is taken back: eight chunks.
+/// 16 tensors of 2 MiB, `"00"` to `"15"`, whose load takes two seconds: eight chunks.
 fn slow() -> (tempfile::TempDir, Pinned, Weights) {
     slow_with(&[])
 }
@@ -38,7 +39,8 @@ fn slow_with(first: &[&str]) -> (tempfile::TempDir, Pinned, Weights) {
     let tensors: HashMap<_, _> = (0..16).map(tensor).collect();
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
     let pinned = pinned(16 << 20);
-    pinned.copier().set_rate(Some(16 << 20));
+    let slow = Copier::builder(pinned.pool(), pinned.device()).rate(16 << 20).build().unwrap();
+    let pinned = pinned.with_copier(slow);
     let weights = Weights::open_where(&pinned, folder.path(), first, |_| true).unwrap();
     (folder, pinned, weights)
 }
@@ -100,11 +102,10 @@ fn tokens_are_equal() {
 
 #[test]
 fn a_tensor_can_be_had_before_the_others() {
-    let (_folder, pinned, weights) = slow();
+    let (_folder, _, weights) = slow();
     let first = weights.get("00").unwrap();
     assert!(weights.landed() < weights.bytes(), "all have landed");
     assert_eq!(first.max_all().unwrap().to_scalar::<u32>().unwrap(), 0);
-    pinned.copier().set_rate(None);
     let last = weights.get("15").unwrap();
     assert_eq!(last.min_all().unwrap().to_scalar::<u32>().unwrap(), 15);
     weights.finish().unwrap();
@@ -112,13 +113,12 @@ fn a_tensor_can_be_had_before_the_others() {
 
 #[test]
 fn what_is_needed_first_comes_first() {
-    let (_folder, pinned, weights) = slow_with(&["15", "07"]);
+    let (_folder, _, weights) = slow_with(&["15", "07"]);
     for n in [15, 7] {
         let tensor = weights.get(&format!("{n:02}")).unwrap();
         assert_eq!(tensor.max_all().unwrap().to_scalar::<u32>().unwrap(), n);
     }
     assert!(weights.landed() < weights.bytes(), "all have landed");
-    pinned.copier().set_rate(None);
     weights.finish().unwrap();
 }
 
@@ -147,7 +147,6 @@ fn a_truncated_file_is_an_error() {
     cut(folder.path());
     // The tensors before the cut arrive all the same.
     slow.get("00").unwrap();
-    pinned.copier().set_rate(None);
     let error = slow.get("15").unwrap_err().to_string();
     assert!(error.contains("model.safetensors"), "{error}");
     slow.finish().unwrap_err();

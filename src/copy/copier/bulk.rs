@@ -1,11 +1,11 @@
 //! The calls for sources, files, sinks, readers and writers.
 
 use std::io::{Read, Write};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::collect::{Collect, Collected};
 use super::file::FileSource;
-use super::job::{Body, Direction, Plan};
+use super::job::{Body, Direction, Job, Plan};
 use super::packing::Piece as Place;
 use super::pieces::{Borrowed, Survey};
 use super::pull::Pull;
@@ -17,6 +17,9 @@ use super::{Copier, may_wait};
 use crate::copy::DeviceRange;
 #[allow(unused_imports, reason = "named in the pages")]
 use crate::error::{Error, Result, SubmitError};
+
+/// Shorter vectors are not worth huge pages.
+const HUGE: usize = 4 << 20;
 
 impl Copier {
     // --- to the device -----------------------------------------------------------------------------------------------
@@ -115,30 +118,21 @@ impl Copier {
     /// # Errors
     /// As for [`download_slice`](Self::download_slice); [`Error::OutOfMemory`].
     pub fn download_vec(&self, src: impl DeviceRange) -> Result<Vec<u8>> {
-        may_wait()?;
-        self.download_collect(src)?.wait()?.into_vec()
-    }
-
-    /// The same, going on by itself: see [`Transfer`].
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`]; else as for [`download`](Self::download).
-    pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
-        let (engine, device) = (self.engine(), self.own(src)?);
-        self.alive()?;
-        let survey = Survey::one(engine, &device, device.len())?;
-        engine.start_threads()?;
-        let (collect, start) = Collect::new(device.len())?;
-        let (kept, piece) = (Kept::new(collect), Place::new(start, device.len(), &device));
-        let owner = kept.clone();
-        let get = move |_| {
-            let _owner = &owner;
-            piece
-        };
-        // SAFETY: the vector's memory, which `get` keeps, and nothing else uses before the job is over.
-        let work = unsafe { Borrowed::new(engine, 1, get) };
+        let src = self.own(src)?;
+        self.may_block()?;
+        let (engine, len) = (self.engine(), src.len());
+        let survey = Survey::one(engine, &src, len)?;
+        let mut vec = new_vec(len)?;
+        let piece = Place::new(vec.as_mut_ptr(), len, &src);
+        // SAFETY: the vector's memory, which nothing else uses before the call returns.
+        let work = unsafe { Borrowed::new(engine, 1, |_| piece) };
         let plan = self.plan(Direction::Down, survey, Some("a new vector".into()));
-        Ok(self.run(plan, Arc::new(work), Arc::new(Collected(kept))))
+        // SAFETY: lent until the job is over, which is what the call waits for.
+        let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
+        job.outcome().unwrap_or(Ok(()))?;
+        // SAFETY: the capacity is that much, and the transfer, which has ended well, has written every byte.
+        unsafe { vec.set_len(len) };
+        Ok(vec)
     }
 
     /// Copies device memory to a sink. Goes on by itself: see [`Transfer`].
@@ -173,18 +167,9 @@ impl Copier {
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
     pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
-        let device = self.own(src)?;
-        self.download_write_ranges(vec![Piece { at: 0, device }], writer)
-    }
-
-    /// Writes several ranges of device memory to a writer, on the caller's thread, in the order of their offsets: what
-    /// lies between them is left out. How many bytes.
-    ///
-    /// # Errors
-    /// As for [`download_write`](Self::download_write).
-    pub fn download_write_ranges(&self, pieces: Vec<Piece>, writer: &mut impl Write) -> Result<u64> {
         may_wait()?;
-        let (ranges, survey) = self.ranges(pieces)?;
+        let device = self.own(src)?;
+        let (ranges, survey) = self.ranges(vec![Piece { at: 0, device }])?;
         let work = Arc::new(Pulled(ranges));
         let plan = self.plan(Direction::Down, survey, Some("the writer".into()));
         let job = self.job(plan, Body::Owned(work.clone()));
@@ -198,4 +183,16 @@ impl Copier {
         let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
         Ok((ranges, survey))
     }
+}
+
+/// Memory for a vector of so many bytes, asked for on huge pages, and not touched yet.
+fn new_vec(len: usize) -> Result<Vec<u8>> {
+    let mut vec: Vec<u8> = Vec::new();
+    vec.try_reserve_exact(len).map_err(|e| Error::OutOfMemory { wanted: len, text: e.to_string() })?;
+    let (start, page) = (vec.as_mut_ptr(), crate::os::page_size());
+    let front = start.align_offset(page);
+    if let Some(first) = NonNull::new(start.wrapping_add(front)).filter(|_| len >= HUGE && front < len) {
+        crate::os::advise_huge(first, (len - front) / page * page);
+    }
+    Ok(vec)
 }

@@ -18,9 +18,8 @@ const MOST_CHUNK: usize = 1 << 30;
 /// Threads where nothing else is said, if there are as many processors.
 const THREADS: usize = 8;
 const MOST_THREADS: usize = 1 << 10;
-/// Bulk copies in flight in each direction: by default, and after foreground work of the last moments.
+/// Bulk copies in flight in each direction where nothing else is said.
 const DEPTH: usize = 8;
-const SHALLOW: usize = 2;
 const MOST_DEPTH: usize = 1 << 10;
 /// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
 /// is room for a table.
@@ -72,7 +71,7 @@ pub struct CopierBuilder {
     chunk: Option<usize>,
     share: Option<usize>,
     ring: usize,
-    depth: Option<usize>,
+    depth: usize,
     rate: Option<u64>,
 }
 
@@ -86,9 +85,8 @@ pub(super) struct Settings {
     pub(super) share: usize,
     /// Segments in use at most.
     pub(super) segments: usize,
-    /// Bulk copies in flight in each direction: at most, and while there is foreground work now and then.
+    /// Bulk copies in flight in each direction at most.
     pub(super) depth: usize,
-    pub(super) shallow: usize,
     pub(super) rate: Option<u64>,
     /// Bytes of the device ring at most.
     pub(super) ring: usize,
@@ -97,7 +95,7 @@ pub(super) struct Settings {
 impl CopierBuilder {
     pub(super) fn new(pool: &Pool, device: &Device) -> Self {
         let (pool, device) = (pool.clone(), device.clone());
-        Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: None, rate: None }
+        Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: DEPTH, rate: None }
     }
 
     /// Threads that fill and drain segments, beside the thread of a blocking call or of a
@@ -131,16 +129,14 @@ impl CopierBuilder {
     }
 
     /// Bulk chunks in each direction that are in flight at most. A foreground copy, or a copy of the program's own, may
-    /// have to wait until as many are copied. Default: 2 while there are foreground transfers now and then (the last at
-    /// most 100 ms ago), and 8 while there are none, which keeps the link busier. A depth that is given here holds at
-    /// all times.
+    /// have to wait until as many are copied. Default: 8, which keeps the link busy. Where the latency of such copies
+    /// counts more, 2.
     pub fn depth(mut self, chunks: usize) -> Self {
-        self.depth = Some(chunks);
+        self.depth = chunks;
         self
     }
 
-    /// Bytes a second that bulk transfers move at most, both directions together. Default: no limit. It can be changed
-    /// later: [`Copier::set_rate`].
+    /// Bytes a second that bulk transfers move at most, both directions together. Default: no limit.
     pub fn rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self
@@ -169,7 +165,7 @@ impl CopierBuilder {
             _ => Ok(()),
         };
         within("threads", self.threads, MOST_THREADS)?;
-        within("a depth", self.depth, MOST_DEPTH)?;
+        within("a depth", Some(self.depth), MOST_DEPTH)?;
         let threads = if is_stepped { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
         if self.rate == Some(0) {
             return wrong("a rate of 0 bytes a second would never end; leave it out for no limit".into());
@@ -215,8 +211,7 @@ impl CopierBuilder {
             segment: segment(chunk),
             share,
             segments: (share / taken(chunk)).max(1),
-            depth: self.depth.unwrap_or(DEPTH),
-            shallow: self.depth.unwrap_or(SHALLOW),
+            depth: self.depth,
             rate: self.rate,
             ring: self.ring,
         })

@@ -43,7 +43,7 @@ impl Takes for Arc<Job> {
     }
 
     fn needs_none(&self) -> bool {
-        Job::needs_none(self)
+        !self.needs_segment
     }
 
     fn priority(&self) -> Priority {
@@ -285,7 +285,7 @@ impl Engine {
         let flights = &self.lanes[direction as usize].flights;
         let depth = self.permits.depth();
         let may = flights.reserve(depth) || self.land(direction) && flights.reserve(depth);
-        if may && !self.permits.may_go(priority, bytes) {
+        if may && !self.permits.may_go(bytes) {
             flights.release();
             return false;
         }

@@ -70,15 +70,6 @@ pub(super) struct Cursor {
     pub(super) left: u64,
 }
 
-/// Whether a chunk goes through a segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Needs {
-    Segment,
-    /// It is faster so, but the bytes can be copied from or to where they are.
-    SegmentIfAny,
-    Nothing,
-}
-
 /// A part of a call that one worker moves.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
@@ -108,20 +99,20 @@ pub(super) trait Work: Send + Sync {
         false
     }
 
-    /// What the next chunk needs. Called while bytes are left, as `cut` is.
-    fn needs(&self, _cursor: &Cursor) -> Needs {
-        Needs::Segment
+    /// Whether the worker that takes a chunk brings a segment for it.
+    fn needs_segment(&self) -> bool {
+        true
     }
 
     /// Cuts the next chunk, for a worker whose segment has room for so many bytes, or that has none, and moves the cursor
-    /// behind it. Called under the job's lock: runs no foreign code.
+    /// behind it. Called while bytes are left, under the job's lock: runs no foreign code.
     fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk;
 
-    /// Lays a chunk out, and fills it if it is on its way to the device. `job`: its own job.
+    /// Lays a chunk out, and fills it if it is on its way to the device.
     ///
     /// # Errors
     /// The error that the job ends with.
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, job: &Job) -> Result<Content>;
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content>;
 
     /// Takes the bytes of a chunk that has come from the device, from the segment that it was laid out in.
     ///
@@ -276,6 +267,7 @@ pub(super) struct Job {
     /// What the work says: see [`Work`].
     pub(super) may_block: bool,
     pub(super) is_pulled: bool,
+    pub(super) needs_segment: bool,
     pub(super) deadline: Option<Instant>,
     since: Instant,
     body: Body,
@@ -370,11 +362,11 @@ impl Job {
     pub(super) fn new(plan: Plan, body: Body) -> Arc<Self> {
         let Plan { direction, priority, total, name, memories, fed, spans: _, trace, timeout } = plan;
         let (since, left) = (Instant::now(), if fed { 0 } else { total });
-        let (may_block, is_pulled) = {
+        let (may_block, is_pulled, needs_segment) = {
             let work = body.work();
             // SAFETY: a lender waits from here on.
             let work = unsafe { &*work };
-            (work.may_block(), work.is_pulled())
+            (work.may_block(), work.is_pulled(), work.needs_segment())
         };
         let state = JobState {
             cursor: Cursor { left, ..Cursor::default() },
@@ -390,6 +382,7 @@ impl Job {
             name,
             may_block,
             is_pulled,
+            needs_segment,
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
             body,
@@ -415,33 +408,14 @@ impl Job {
         self.state.lock().may_take()
     }
 
-    /// Whether a chunk can be taken by a worker without a segment.
-    pub(super) fn needs_none(&self) -> bool {
-        self.needs() == Some(Needs::Nothing)
-    }
-
-    /// What the next chunk needs, if there is one.
-    pub(super) fn needs(&self) -> Option<Needs> {
-        let state = self.state.lock();
-        // SAFETY: bytes are left to be taken, so the lender still waits.
-        state.may_take().then(|| unsafe { self.work() }.needs(&state.cursor))
-    }
-
-    /// Takes the next chunk, for a worker whose segment has so much room, or that has none, and has seen that the chunk
-    /// needs this. Its taker prepares it.
-    pub(super) fn take(&self, room: Option<usize>, seen: Needs) -> Option<Chunk> {
+    /// Takes the next chunk, for a worker whose segment has so much room, or that has none. Its taker prepares it.
+    pub(super) fn take(&self, room: Option<usize>) -> Option<Chunk> {
         let mut state = self.state.lock();
         if !state.may_take() {
             return None;
         }
-        // SAFETY: as in `needs`.
-        let work = unsafe { self.work() };
-        // Another worker may have taken the chunk that this one has looked at, and have left one that does need a segment.
-        let needs = work.needs(&state.cursor);
-        if room.is_none() && needs != Needs::Nothing && needs != seen {
-            return None;
-        }
-        let chunk = work.cut(&mut state.cursor, room);
+        // SAFETY: bytes are left to be taken, so the lender still waits.
+        let chunk = unsafe { self.work() }.cut(&mut state.cursor, room);
         state.active += 1;
         state.preparing += 1;
         Some(chunk)

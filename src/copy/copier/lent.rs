@@ -1,7 +1,7 @@
-//! Pinned buffers that copies use where they are.
+//! Pinned blocks that copies use where they are.
 //!
-//! A buffer that is in one chunk only is lent to that chunk's copies. A block whose pages are in several chunks is lent
-//! once: each chunk has a share of it, and so has the job. It goes back when the last share is dropped.
+//! A block whose pages are in several chunks is lent once: each chunk has a share of it, and so has the job. It goes back
+//! when the last share is dropped.
 
 use std::sync::{Arc, OnceLock};
 
@@ -20,6 +20,10 @@ impl Block {
         Arc::new(Self(Mutex::new(Some(retained))))
     }
 
+    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
+        self.0.lock().iter().for_each(|retained| retained.for_each_descriptor(visit));
+    }
+
     /// The device can never be shown to be done with it.
     fn quarantine(&self) -> Quarantined {
         let retained = self.0.lock().take();
@@ -34,24 +38,29 @@ impl Drop for Block {
 }
 
 /// What a chunk's copies use. Its drop gives it back, and then says so.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Lent {
-    pub(super) retained: Vec<RetainedResource>,
-    pub(super) blocks: Vec<Arc<Block>>,
+    blocks: Vec<Arc<Block>>,
+    /// The kernel's table, which has a segment of its own.
+    table: Option<RetainedResource>,
     pub(super) back: Arc<OnceLock<()>>,
 }
 
 impl Lent {
-    /// Lends a buffer of the copier's, which nothing asks for any more.
-    pub(super) fn add(&mut self, buf: PinnedBuf) {
-        self.retained.push(RetainedResource::of(Sealed::lend(&buf, KEY)));
-        Sealed::abandon(buf, KEY);
+    pub(super) fn new(blocks: &[Arc<Block>]) -> Self {
+        Self { blocks: blocks.to_vec(), table: None, back: Arc::default() }
+    }
+
+    /// Lends the table, which nothing asks for any more.
+    pub(super) fn add(&mut self, table: PinnedBuf) {
+        self.table = Some(RetainedResource::of(Sealed::lend(&table, KEY)));
+        Sealed::abandon(table, KEY);
     }
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        self.retained.drain(..).for_each(|retained| _ = retained.complete());
+        self.table.take().into_iter().for_each(|table| _ = table.complete());
         self.blocks.clear();
         let _ = self.back.set(());
     }
@@ -59,12 +68,12 @@ impl Drop for Lent {
 
 impl Retain for Lent {
     fn quarantine(mut self: Box<Self>) -> Quarantined {
-        let blocks: Quarantined = self.blocks.iter().map(|block| block.quarantine()).sum();
-        let buffers: Quarantined = self.retained.drain(..).map(RetainedResource::quarantine).sum();
-        Quarantined { buffers: blocks.buffers + buffers.buffers, bytes: blocks.bytes + buffers.bytes }
+        let blocks = self.blocks.iter().map(|block| block.quarantine());
+        blocks.chain(self.table.take().map(RetainedResource::quarantine)).sum()
     }
 
     fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.retained.iter().for_each(|retained| retained.for_each_descriptor(visit));
+        self.blocks.iter().for_each(|block| block.for_each_descriptor(visit));
+        self.table.iter().for_each(|table| table.for_each_descriptor(visit));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicUsize;
 
 use super::config::Priority;
 use super::flights::Flights;
-use super::job::{Body, Chunk, Cursor, Cut, Direction, End, Job, LentWork, Needs, Plan, Work};
+use super::job::{Body, Chunk, Cursor, Cut, Direction, End, Job, LentWork, Plan, Work};
 use super::packing::{Content, Packing};
 use super::pieces::finish;
 use super::scheduler::{Scheduler, Takes, Woken};
@@ -148,11 +148,7 @@ impl Work for Memory {
         finish(cursor, end, 1, None)
     }
 
-    fn needs(&self, _cursor: &Cursor) -> Needs {
-        Needs::Nothing
-    }
-
-    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>, _job: &Job) -> Result<Content> {
+    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>) -> Result<Content> {
         unreachable!("models drain")
     }
 
@@ -176,7 +172,7 @@ fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread:
     let job = Job::new(plan(direction, 2), body);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
-        while let Some(chunk) = worker.take(None, Needs::Nothing) {
+        while let Some(chunk) = worker.take(None) {
             step();
             // SAFETY: the chunk was taken and has not ended.
             let touch = || unsafe { worker.work() }.drain(&chunk, &[]);

@@ -1,4 +1,4 @@
-//! The calls for memory: borrowed bytes, pinned buffers, and pinned blocks of many pages.
+//! The calls for memory: borrowed bytes, and pinned blocks of many pages.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -8,17 +8,16 @@ use super::config::Priority;
 use super::engine::Engine;
 use super::job::{Body, Direction, Job, LentWork, Plan, Work};
 use super::packing::Piece;
-use super::pages::{Paged, Pages};
-use super::pieces::{Borrowed, Buffers, Down, Held, LEAST, Ramp, Side, Survey, Up, Values};
+use super::pages::{Down, Paged, Pages, Side, Up};
+use super::pieces::{Borrowed, LEAST, Ramp, Survey, Values};
 use super::stats::Counters;
-use super::stores;
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::worker::Worker;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
 use crate::copy::places::Sealed as _;
-use crate::copy::{DeviceRange, Landing, Places, written};
+use crate::copy::{DeviceRange, Landing, Places};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
@@ -27,8 +26,6 @@ use crate::stream::Stream;
 /// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
 /// driver's copy from or to memory that is not pinned is slower.
 const AT_ONCE: usize = 64 << 10;
-/// Buffers whose descriptors the processor fetches at once: a call with many finds few of them in the caches.
-const AHEAD: usize = 32;
 
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
@@ -62,7 +59,7 @@ impl Copier {
     /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 64 KiB go by one call of
     /// the driver, and need no memory of the pool, unless an earlier transfer is in the way. The CPU reads the bytes: for a
     /// file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
-    /// [register](crate::Device::register) the mapping and call [`upload_pinned`](Self::upload_pinned).
+    /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
     /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the
@@ -182,7 +179,12 @@ impl Copier {
     ///
     /// # Safety
     /// Once `until` holds of a job, it uses the work no more.
-    unsafe fn lend(&self, plan: Plan, work: &(dyn Work + '_), until: fn(&Job) -> bool) -> Result<Arc<Job>> {
+    pub(super) unsafe fn lend(
+        &self,
+        plan: Plan,
+        work: &(dyn Work + '_),
+        until: fn(&Job) -> bool,
+    ) -> Result<Arc<Job>> {
         let engine = self.engine();
         let total = plan.total;
         // SAFETY: `Lending` waits until `until` holds, also on unwinding.
@@ -219,102 +221,9 @@ impl Copier {
     }
 
     /// Before a blocking call.
-    fn may_block(&self) -> Result<()> {
+    pub(super) fn may_block(&self) -> Result<()> {
         may_wait()?;
         self.alive()
-    }
-
-    // --- pinned buffers ----------------------------------------------------------------------------------------------
-
-    /// Copies many pinned buffers to device memory: those of 48 KiB and more from where they are, shorter ones packed
-    /// into segments of the pool where it has any to spare. The buffers are lent until the handle gives them back.
-    ///
-    /// # Errors
-    /// Before anything is copied, with all buffers: [`Error::Piece`] with the buffer's number and [`Error::Unwritten`],
-    /// [`Error::TooSmall`] or [`Error::WrongDevice`]; [`Error::Forked`], a lost device.
-    #[allow(clippy::type_complexity, reason = "the buffers come back")]
-    pub fn upload_buffers<B: Lend + 'static>(
-        &self,
-        buffers: Vec<(B, DeviceSlice)>,
-    ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, DeviceSlice)>>> {
-        self.buffers::<Up<B, DeviceSlice>>(buffers)
-    }
-
-    /// Copies many ranges of device memory into pinned buffers: those of 48 KiB and more to where they belong, shorter
-    /// ones by way of segments of the pool where it has any to spare. When all have arrived the handle gives the
-    /// buffers back, each as long as its range.
-    ///
-    /// # Errors
-    /// Before anything is copied, with all buffers: as for [`upload_buffers`](Self::upload_buffers), and
-    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf), whose memory a stream of the
-    /// program's may use.
-    #[allow(clippy::type_complexity, reason = "the buffers come back")]
-    pub fn download_buffers<L: Landing + 'static>(
-        &self,
-        buffers: Vec<(DeviceSlice, L)>,
-    ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(DeviceSlice, L)>>> {
-        self.buffers::<Down<L, DeviceSlice>>(buffers)
-    }
-
-    /// Starts a job that owns buffers, if nothing is wrong with any.
-    #[allow(clippy::type_complexity, reason = "the buffers come back")]
-    fn buffers<S: Side<Beside = DeviceSlice> + 'static>(
-        &self,
-        mut given: Vec<S::Given>,
-    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
-        let engine = self.engine();
-        let stream = engine.stream(S::DIRECTION, Priority::Foreground);
-        let (mut survey, mut pieces) = (Survey::default(), Vec::with_capacity(given.len()));
-        let looked = (|| {
-            self.alive()?;
-            for (some, first) in given.chunks_mut(AHEAD).zip((0..).step_by(AHEAD)) {
-                some.iter().for_each(|given| stores::fetch(S::descriptor(given)));
-                for (n, given) in (first..).zip(some) {
-                    let looked = S::look(given, stream);
-                    let memory = S::beside(given);
-                    let checked = looked.and_then(|(host, have)| {
-                        let len = if S::DIRECTION == Direction::Up { have } else { memory.len() };
-                        Error::unless_fits(len, have)?;
-                        survey.add(engine, memory, len)?;
-                        pieces.push(Piece::new(host, len, memory));
-                        Ok(())
-                    });
-                    checked.map_err(|e| e.of_piece(n, memory.len()))?;
-                }
-            }
-            engine.start_threads()
-        })();
-        let ((), given) = SubmitError::unless(looked, given)?;
-        let values = given.into_iter().map(Held::<S>::Given).collect();
-        let buffers = Arc::new(Buffers::new(pieces, values, Ramp::new(engine)));
-        let plan = self.plan(S::DIRECTION, survey, None);
-        Ok(self.run(plan, buffers.clone(), buffers))
-    }
-
-    /// Copies all that was written to a pinned value (a [`PinnedBuf`](crate::PinnedBuf), a
-    /// [`Registered`](crate::Registered)) from where it is, in chunks that leave room for others.
-    ///
-    /// # Errors
-    /// With the value: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`] also for a buffer of a pool that
-    /// does not serve the device, a bad range, a lost device.
-    pub fn upload_pinned<B>(&self, value: B, dst: impl DeviceRange) -> Result<Transfer<B>, SubmitError<B>>
-    where
-        B: Lend + 'static,
-    {
-        let engine = self.engine();
-        // Asked again by `pages`: a value of the caller's may answer otherwise the next time, and is refused then.
-        let checked = engine
-            .stream(Direction::Up, Priority::Foreground)
-            .may_use(&value)
-            .and_then(|()| written(&value))
-            .and_then(|bytes| self.target(dst, bytes.len() as u64));
-        let (dst, value) = SubmitError::unless(checked, value)?;
-        let name = Some("pinned memory".into());
-        let started = self.pages::<Up<B, _>>(vec![(value, dst)], Survey::ordered(), name);
-        started.map(Transfer::single).map_err(|refused| SubmitError {
-            error: refused.error,
-            buffer: refused.buffer.and_then(|mut given| given.pop()).map(|(value, _)| value),
-        })
     }
 
     /// Device memory of this device.
@@ -352,7 +261,7 @@ impl Copier {
         &self,
         blocks: Vec<(B, P)>,
     ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, P)>>> {
-        self.pages::<Up<B, P>>(blocks, Survey::default(), None)
+        self.pages::<Up<B, P>>(blocks)
     }
 
     /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
@@ -366,19 +275,17 @@ impl Copier {
         &self,
         blocks: Vec<(P, L)>,
     ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(P, L)>>> {
-        self.pages::<Down<L, P>>(blocks, Survey::default(), None)
+        self.pages::<Down<L, P>>(blocks)
     }
 
-    /// Starts a job that owns blocks, if nothing is wrong with any. `name`: it has one block, and errors have no number.
+    /// Starts a job that owns blocks, if nothing is wrong with any.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     fn pages<S: Side<Beside: Places> + 'static>(
         &self,
         mut given: Vec<S::Given>,
-        mut survey: Survey,
-        name: Option<Cow<'static, str>>,
     ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
         let engine = self.engine();
-        let mut pages = Pages::default();
+        let (mut survey, mut pages) = (Survey::default(), Pages::default());
         let looked = (|| {
             self.alive()?;
             let stream = engine.stream(S::DIRECTION, Priority::Foreground);
@@ -397,14 +304,13 @@ impl Copier {
                     need => Error::unless_fits(need, have),
                 };
                 let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));
-                looked.map_err(|e| if name.is_none() { e.of_piece(n, pages.last()) } else { e })?;
+                looked.map_err(|e| e.of_piece(n, pages.last()))?;
             }
             engine.start_threads()
         })();
         let ((), given) = SubmitError::unless(looked, given)?;
-        let values = given.into_iter().map(Held::Given).collect();
-        let (paged, _places) = Paged::<S>::new(pages, values, Ramp::unfilled(engine));
-        let (plan, paged) = (self.plan(S::DIRECTION, survey, name), Arc::new(paged));
+        let (paged, _places) = Paged::<S>::new(pages, given, Ramp::unfilled(engine));
+        let (plan, paged) = (self.plan(S::DIRECTION, survey, None), Arc::new(paged));
         Ok(self.run(plan, paged.clone(), paged))
     }
 

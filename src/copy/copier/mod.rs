@@ -27,10 +27,8 @@
 //! | --- | --- | --- |
 //! | borrowed bytes | [`upload_slice`](Copier::upload_slice), [`download_slice`](Copier::download_slice) | blocking |
 //! | many pieces of borrowed bytes | [`upload_pieces`](Copier::upload_pieces), [`download_pieces`](Copier::download_pieces) | a [`Transfer`] when all is read; blocking |
-//! | many pinned buffers | [`upload_buffers`](Copier::upload_buffers), [`download_buffers`](Copier::download_buffers) | a [`Transfer`] |
 //! | pinned blocks of many pages each | [`upload_pages`](Copier::upload_pages), [`download_pages`](Copier::download_pages) | a [`Transfer`] |
-//! | one pinned value | [`upload_pinned`](Copier::upload_pinned) | a [`Transfer`] |
-//! | a new vector | [`download_vec`](Copier::download_vec), [`download_collect`](Copier::download_collect) | blocking, a [`Transfer`] |
+//! | a new vector | [`download_vec`](Copier::download_vec) | blocking |
 //! | owned bytes, any [`Source`], any [`Sink`] | [`upload`](Copier::upload), [`upload_ranges`](Copier::upload_ranges), [`download`](Copier::download), [`download_ranges`](Copier::download_ranges) | a [`Transfer`] |
 //! | files | [`upload_file`](Copier::upload_file), [`upload_file_ranges`](Copier::upload_file_ranges), [`download`](Copier::download) to a [`FileSink`] | a [`Transfer`] |
 //! | `Read`, `Write` | [`upload_read`](Copier::upload_read), [`download_write`](Copier::download_write) | blocking, on the caller's thread |
@@ -41,15 +39,15 @@
 //! it. So a transfer is cut into chunks: threads fill segments of the pool with them, several at once, and each segment
 //! is moved by one long copy. Where its bytes belong to one place, or few, that is where the copy goes. Where they
 //! belong to many, the copy goes to a ring of device memory, and a kernel of the crate's spreads the bytes from there.
-//! From the device, a kernel collects them, and the CPU takes them out of the segment. Long pinned buffers are copied
+//! From the device, a kernel collects them, and the CPU takes them out of the segment. Pinned blocks of pages are copied
 //! from where they are. So CPU and link are busy at once, in a bounded number of segments
 //! ([`share`](CopierBuilder::share)).
 //!
 //! # Ordering
 //!
 //! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
-//! device memory take effect in the order of the calls, but for those with many pieces, buffers or pages
-//! (`upload_pieces`, `download_buffers` and their like): these are ordered with nothing, so wait for the
+//! device memory take effect in the order of the calls, but for those with many pieces or pages
+//! (`upload_pieces`, `download_pages` and their like): these are ordered with nothing, so wait for the
 //! handle. With other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to
 //! any stream after the end was seen finds the bytes there. The same holds for [a part](Transfer::wait_landed) that was
 //! seen to have arrived.
@@ -108,8 +106,8 @@
 //! direction, and an eighth of the segments, at least one of four, is never theirs. The copier's threads turn to uploads
 //! and downloads by turns. Transfers of a handle [with foreground priority](Copier::with_priority) go first, and while
 //! one of their copies is in flight, bulk copies go one by one. Copies by [`Stream`] calls wait for about as many copies
-//! as are in flight, unless the copier is told to [give way](Copier::give_way). An idle copier uses no processor time and
-//! holds no segment.
+//! as are in flight, so where their latency counts the copier is built with a depth of 2. An idle copier uses no processor
+//! time and holds no segment.
 
 // The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
 // `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
@@ -117,9 +115,10 @@
 // turn to, and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in
 // flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
 // which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
-// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned buffers that copies use
+// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned blocks that copies use
 // where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
-// `ranges.rs`, `reader.rs`, `pull.rs`: memory; sources, files and sinks; what the caller reads; what the caller writes. `source.rs`, `file.rs`, `collect.rs`: what a program can give.
+// `ranges.rs`, `reader.rs`, `pull.rs`: memory; sources, files and sinks; what the caller reads; what the caller
+// writes. `source.rs`, `file.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
 // CPU copies.
 //
@@ -133,7 +132,6 @@
 #![allow(unsafe_code)]
 
 mod bulk;
-mod collect;
 mod config;
 mod engine;
 mod file;
@@ -167,7 +165,6 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::collect::Collect;
 pub use self::config::{CopierBuilder, Priority};
 pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
@@ -256,32 +253,6 @@ impl Drop for Engine {
     }
 }
 
-/// Bulk transfers of a copier make way while this guard lives: [`Copier::give_way`].
-///
-/// ```
-/// use pinpool::Copier;
-/// use pinpool::copier::GiveWay;
-///
-/// fn copy_own(copier: &Copier) {
-///     let way: GiveWay = copier.give_way();
-///     // ... copies on streams of your own ...
-///     drop(way);
-/// }
-/// ```
-pub struct GiveWay(Arc<Handle>);
-
-impl Drop for GiveWay {
-    fn drop(&mut self) {
-        self.0.0.permits.calm();
-    }
-}
-
-impl std::fmt::Debug for GiveWay {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("GiveWay").field("device", &self.0.0.device.name()).finish()
-    }
-}
-
 impl Copier {
     /// Starts setting up a copier between a pool, which serves the device, and the device.
     pub fn builder(pool: &Pool, device: &Device) -> CopierBuilder {
@@ -335,39 +306,6 @@ impl Copier {
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
-    }
-
-    /// For copies of your own on streams of your own, which the copier does not know of: while the guard is held, bulk
-    /// copies of this copier go one by one in each direction. Your copy waits for what is in flight already, at most
-    /// [`depth`](CopierBuilder::depth) chunks, and for nothing that comes later. The copier stays open as long as the
-    /// guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
-    ///
-    /// ```
-    /// # use pinpool::{Copier, Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let copier = Copier::builder(&pool, &device).build()?;
-    /// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
-    /// let mut token = pool.checkout(4096)?;
-    /// token.try_resize(4096, 1)?;
-    /// let way = copier.give_way();
-    /// let token = stream.upload(token, &memory)?.wait()?;
-    /// drop(way);
-    /// # drop(token);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
-    #[must_use = "the way is given as long as this lives"]
-    pub fn give_way(&self) -> GiveWay {
-        self.engine().permits.hurry();
-        GiveWay(self.handle.clone())
-    }
-
-    /// Limits what bulk transfers move, in bytes a second; `None`: no limit. 0 is the same as `None` here (the builder
-    /// refuses it).
-    pub fn set_rate(&self, bytes_per_second: Option<u64>) {
-        if !crate::os::forked() {
-            self.engine().permits.set_rate(bytes_per_second);
-        }
     }
 
     /// Bytes of a chunk.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use super::engine::Engine;
 use super::file::FileSource;
-use super::job::{Chunk, Cursor, Cut, Job, Work};
+use super::job::{Chunk, Cursor, Cut, Work};
 use super::layout::Stretch;
 use super::packing::{Content, Packing, Piece as Place, parts, unpack};
 use super::pieces::{Ramp, Survey, Values, cut, finish};
@@ -138,7 +138,7 @@ impl Ranges {
             let at = self.pieces[n].at;
             ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
         };
-        self.placed(cut(self.pieces.len(), |n| self.get(n), |_| true, on_page, bytes, cursor))
+        self.placed(cut(self.pieces.len(), |n| self.get(n), on_page, bytes, cursor))
     }
 }
 
@@ -200,7 +200,7 @@ impl<S: Source> Work for FromSource<S> {
         self.ranges.cut(cursor, room)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
         // SAFETY: a chunk was taken, so the job is not over.
         let source = unsafe { self.source.get() }?;
         let fill = |n: usize, _: &Place, from: usize, into: &mut [MaybeUninit<u8>]| {
@@ -239,7 +239,7 @@ impl<S: Sink> Work for ToSink<S> {
         self.ranges.cut(cursor, room)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
         self.ranges.lay_out(chunk, packing)
     }
 
@@ -279,7 +279,7 @@ impl Work for Pulled {
         self.0.cut(cursor, room)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
         self.0.lay_out(chunk, packing)
     }
 }
@@ -349,7 +349,7 @@ impl Work for FromFile {
         self.ranges.placed(chunk)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>, _: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
         // SAFETY: a chunk was taken, so the job is not over.
         let file = unsafe { self.file.get() }?;
         let engine = self.engine.upgrade().ok_or(Error::Closed)?;

@@ -10,7 +10,7 @@ use std::io::{self, Read};
 use std::sync::Arc;
 
 use super::Copier;
-use super::job::{Chunk, Cursor, Cut, Job, Needs, Work};
+use super::job::{Chunk, Cursor, Cut, Job, Work};
 use super::layout::Stretch;
 use super::packing::{Brought, Content, Packing};
 use super::pieces::finish;
@@ -45,8 +45,8 @@ impl FromReader {
 }
 
 impl Work for FromReader {
-    fn needs(&self, _: &Cursor) -> Needs {
-        Needs::Nothing
+    fn needs_segment(&self) -> bool {
+        false
     }
 
     fn cut(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
@@ -57,7 +57,7 @@ impl Work for FromReader {
         finish(cursor, Cut { piece: 0, from: from + bytes }, bytes, Some(usize::MAX))
     }
 
-    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>, _: &Job) -> Result<Content> {
+    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
         let ready = self.ready.lock().remove(&chunk.index);
         let Some(Segment { buf: segment, counts }) = ready else { return Err(Error::Closed) };
         let place = DevicePtr(self.memory.address() + chunk.start.from as u64);

@@ -23,7 +23,7 @@ use crate::sync::thread::{self, Thread};
 pub(super) trait Takes {
     /// Whether a chunk of it can be taken. Once `false`, it stays so until the job is started anew.
     fn may_take(&self) -> bool;
-    /// Whether a chunk of it can be taken by a worker without a segment.
+    /// Whether its chunks are taken by workers without a segment.
     fn needs_none(&self) -> bool;
     fn priority(&self) -> Priority;
     fn direction(&self) -> Direction;

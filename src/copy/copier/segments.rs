@@ -80,14 +80,9 @@ impl Segments {
         segment.capacity().min(self.len) - BESIDE
     }
 
-    /// How many are in use.
-    pub(super) fn used(&self) -> usize {
-        self.state.lock().used
-    }
-
-    /// A segment. `None`: not now. `waits`: the chunk needs one, so the copier waits in the pool's queue if it has none.
-    pub(super) fn take(&self, priority: Priority, waits: bool) -> Result<Option<PinnedBuf>> {
-        self.take_within(usable(self.most, priority), waits)
+    /// A segment. `None`: not now. The copier waits in the pool's queue if it has none.
+    pub(super) fn take(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
+        self.take_within(usable(self.most, priority), true)
     }
 
     /// A segment for a caller that fills or drains chunks itself, and has one already.

@@ -94,16 +94,16 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
 ///
 /// ```
-/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use std::sync::Mutex;
 /// use pinpool::copier::Sink;
 ///
-/// /// Sums the bytes up.
-/// #[derive(Default)]
-/// struct Sum(AtomicU64);
+/// /// A vector, which is as long as what is downloaded.
+/// struct Whole(Mutex<Vec<u8>>);
 ///
-/// impl Sink for Sum {
-///     fn put(&self, _offset: u64, bytes: &[u8]) -> std::io::Result<()> {
-///         self.0.fetch_add(bytes.iter().map(|byte| u64::from(*byte)).sum(), Ordering::Relaxed);
+/// impl Sink for Whole {
+///     fn put(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+///         let at = offset as usize;
+///         self.0.lock().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
 ///         Ok(())
 ///     }
 /// }
@@ -112,8 +112,8 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
 /// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1000)?);
 /// # copier.upload_slice(&[2; 1000], &memory)?;
-/// let sum = copier.download(&memory, Sum::default())?.wait()?;
-/// assert_eq!(sum.0.into_inner(), 2000);
+/// let whole = copier.download(&memory, Whole(Mutex::new(vec![0; 1000])))?.wait()?;
+/// assert_eq!(whole.0.into_inner().unwrap(), [2; 1000]);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Sink: Send + Sync + 'static {

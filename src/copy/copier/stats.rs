@@ -23,7 +23,7 @@ pub struct CopierStats {
     pub ring_bytes: u64,
     /// Bytes that went between a segment and their places by copies, and those of short slices, which need no segment.
     pub batch_bytes: u64,
-    /// Bytes of pinned buffers that were copied from or to where they are.
+    /// Bytes of pinned blocks that were copied between where they are and their places, without the ring.
     pub in_place_bytes: u64,
     /// Bytes of files that were read from the page cache.
     pub cached_bytes: u64,

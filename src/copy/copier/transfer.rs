@@ -105,7 +105,7 @@ impl<T> Transfer<T> {
     /// Whether they have arrived. On a thread of the crate it only looks.
     ///
     /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on, and
-    /// by a copier's calls with pieces, buffers or pages, which are [ordered](super#ordering) with nothing. A copier's
+    /// by a copier's calls with pieces or pages, which are [ordered](super#ordering) with nothing. A copier's
     /// other calls for the same memory wait for the whole transfer.
     ///
     /// ```
@@ -235,26 +235,6 @@ impl<T> Transfer<T> {
             // SAFETY: as above.
             Err(error) => Err(SubmitError { error, buffer: unsafe { values.rescue() } }),
         }
-    }
-}
-
-impl<T: 'static> Transfer<Vec<T>> {
-    /// That of a call with one value.
-    pub(super) fn single(mut self) -> Transfer<T> {
-        let values = self.values.take().map(|values| Arc::new(Single(values)) as Arc<dyn Values<Back = T>>);
-        Transfer { copier: self.copier.clone(), job: self.job.clone(), values, waker: None }
-    }
-}
-
-/// One value, out of a list of one.
-struct Single<T>(Arc<dyn Values<Back = Vec<T>>>);
-
-impl<T> Values for Single<T> {
-    type Back = T;
-
-    unsafe fn take(&self) -> Result<T> {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.take() }?.pop().ok_or(Error::Closed)
     }
 }
 

@@ -19,8 +19,6 @@ pub(super) const LONG: usize = 48 << 10;
 /// So many copies in one batch take no longer than a kernel. One thread at a time submits batches, some microseconds a
 /// copy while others copy too, so more of them at the end of a call would last longer than the rest of it.
 pub(super) const FEW: usize = 8;
-/// Pinned pieces of so many bytes are not packed: their own copies, in batches, run at full speed.
-pub(super) const IN_PLACE: usize = 48 << 10;
 
 /// The way of a chunk.
 pub(super) fn way(stretches: usize, bytes: usize) -> Way {

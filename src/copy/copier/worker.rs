@@ -9,8 +9,8 @@
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
-//! Pinned memory of the program's goes the same way, without a segment: the device reads or writes it where it is, and no
-//! CPU moves its bytes. Its chunks have no `Landed`.
+//! Pinned blocks of the program's go the same way, without a segment: the device reads or writes them where they are, and
+//! no CPU moves their bytes. Their chunks have no `Landed`.
 //!
 //! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
 //! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use super::config::Priority;
 use super::engine::{Engine, Flight, Kept, Refusal, Then};
-use super::job::{Chunk, Direction, End, Job, Needs};
+use super::job::{Chunk, Direction, End, Job};
 use super::layout::ROW;
 use super::lent::Lent;
 use super::packing::{Content, Host, Packed, Packing, transfer};
@@ -287,11 +287,11 @@ impl<'a> Worker<'a> {
         if counts { self.engine.segments.give(buf) } else { drop(buf) }
     }
 
-    /// Whether the worker may take another chunk of this job, which needs this.
-    fn has_room(&self, job: &Job, needs: Needs) -> bool {
+    /// Whether the worker may take another chunk of this job.
+    fn has_room(&self, job: &Job) -> bool {
         let busy = self.owned.iter().filter(|owned| owned.chunk.most.is_some()).count();
         let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
-        self.owned.len() < MOST_CHUNKS && (needs == Needs::Nothing || busy < segments)
+        self.owned.len() < MOST_CHUNKS && (!job.needs_segment || busy < segments)
     }
 
     /// Looks at all chunks once.
@@ -341,14 +341,10 @@ impl<'a> Worker<'a> {
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
-        let Some(needs) = job.needs() else { return false };
-        if !self.has_room(job, needs) || self.has_to_wait(job) {
+        if !job.may_take() || !self.has_room(job) || self.has_to_wait(job) {
             return false;
         }
-        let got = match needs {
-            Needs::Nothing => Ok(None),
-            Needs::Segment | Needs::SegmentIfAny => self.segment(job, needs == Needs::Segment),
-        };
+        let got = if job.needs_segment { self.segment(job) } else { Ok(None) };
         let segment = match got {
             Ok(segment) => segment,
             Err(error) => {
@@ -357,13 +353,11 @@ impl<'a> Worker<'a> {
                 return true;
             }
         };
-        // A pinned buffer is copied from where it is only where no worker has a segment that will be free.
-        let is_better = needs == Needs::SegmentIfAny && self.engine.segments.used() > 0;
-        if segment.is_none() && (needs == Needs::Segment || is_better) {
+        if segment.is_none() && job.needs_segment {
             return false;
         }
         let room = segment.as_ref().map(|(buf, _)| self.engine.segments.room(buf));
-        match (job.take(room, needs), segment) {
+        match (job.take(room), segment) {
             (Some(chunk), segment) => self.prepare(job, chunk, segment),
             (None, segment) => {
                 match segment {
@@ -384,10 +378,10 @@ impl<'a> Worker<'a> {
     }
 
     /// A segment for the next chunk, and whether it counts. `None`: not now.
-    fn segment(&mut self, job: &Job, waits: bool) -> Result<Option<(PinnedBuf, bool)>> {
+    fn segment(&mut self, job: &Job) -> Result<Option<(PinnedBuf, bool)>> {
         let segments = &self.engine.segments;
         if !job.is_pulled {
-            return Ok(segments.take(job.priority, waits)?.map(|buf| (buf, true)));
+            return Ok(segments.take(job.priority)?.map(|buf| (buf, true)));
         }
         if self.owned.iter().any(|owned| !owned.counts) {
             return Ok(segments.take_more(job.priority)?.map(|buf| (buf, true)));
@@ -413,7 +407,7 @@ impl<'a> Worker<'a> {
         }
         let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
-            unsafe { job.work() }.prepare(&chunk, &mut packing, job)
+            unsafe { job.work() }.prepare(&chunk, &mut packing)
         });
         let content = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let (stretches, room) = (packing.stretches, self.ring_room(job));

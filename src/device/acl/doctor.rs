@@ -16,7 +16,6 @@ pub(super) const VENDOR: Vendor = Vendor {
     versions: &["/usr/local/Ascend/driver/version.info"],
     absent: "/usr/local/Ascend/driver/version.info cannot be read: no Ascend driver shows",
     module: None,
-    oldest: None,
     install: &[
         (Shell, "install the Ascend driver and firmware for this card, then restart"),
         (Docker, "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"),
@@ -48,7 +47,6 @@ pub(super) const VENDOR: Vendor = Vendor {
         (Docker, NEEDS_CANN),
         (Kubernetes, NEEDS_CANN),
     ],
-    mismatch: None,
 
     unknown_device: &[
         (Shell, "check ASCEND_RT_VISIBLE_DEVICES, and npu-smi info for what there is"),

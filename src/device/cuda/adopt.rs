@@ -34,9 +34,9 @@ use crate::locks::Mutex;
 use crate::os;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
-const LEGACY: usize = 1;
-/// cuda.h: CU_STREAM_PER_THREAD.
-const PER_THREAD: usize = 2;
+pub(crate) const LEGACY: usize = 1;
+/// cuda.h: CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
+pub(crate) const PER_THREAD: usize = 2;
 /// cuda.h: CUDA_ERROR_NOT_SUPPORTED.
 const NOT_SUPPORTED: CudaCode = CudaCode(801);
 

@@ -19,8 +19,6 @@ pub(super) const VENDOR: Vendor = Vendor {
     versions: &["/proc/driver/nvidia/version", "/sys/module/nvidia/version"],
     absent: "NVIDIA's kernel module is not loaded",
     module: Some("nvidia"),
-    // CUDA Toolkit release notes, table of driver versions.
-    oldest: Some((450, "CUDA 11.0, which pools need, came with 450")),
     install: &[
         (Shell, "install NVIDIA's driver (on Ubuntu: sudo ubuntu-drivers install), then restart"),
         (Host, "install NVIDIA's driver (in a cluster by the GPU operator); containers use their host's"),
@@ -57,14 +55,6 @@ pub(super) const VENDOR: Vendor = Vendor {
         ),
         (Pool, "or name it by the environment variable PINPOOL_LIBCUDA"),
     ],
-    mismatch: Some((
-        "libcuda.so.",
-        &[
-            (Shell, "restart, so that both are of the version that was installed last"),
-            (Docker, "take libcuda out of the image; the NVIDIA container toolkit brings the host's"),
-            (Kubernetes, "take libcuda out of the image; the NVIDIA container toolkit brings the node's"),
-        ],
-    )),
 
     unknown_device: &[
         (Shell, "check CUDA_VISIBLE_DEVICES, and nvidia-smi -L for what there is"),

@@ -56,6 +56,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
+#[cfg(feature = "cudarc")]
+pub(crate) use self::adopt::{LEGACY, PER_THREAD};
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use super::ending::{Ending, KeepAlive};
 use super::holds::Last;

@@ -136,10 +136,10 @@ fn what_is_pinned_is_not_staged() {
     let mut buf = rig.pool.checkout(bytes.len()).unwrap();
     buf.extend_from_slice(&bytes);
     let before = rig.pool.stats().checkouts;
-    let buf = copier.upload_pinned(buf, &memory).unwrap().wait().unwrap();
-    assert!(*buf == bytes[..]);
+    let bufs = copier.upload_pages(vec![(buf, memory.slice(..).unwrap())]).unwrap().wait().unwrap();
+    assert!(*bufs[0] == bytes[..]);
     assert_eq!(rig.pool.stats().checkouts, before, "no segment was taken");
     assert!(copier.download_vec(&memory).unwrap() == bytes);
-    drop(buf);
+    drop(bufs);
     rig.all_is_back();
 }

@@ -12,4 +12,4 @@ mod shapes;
 mod trouble;
 mod waiting;
 
-pub use crate::support::rig::{Rig, block_on, pattern};
+pub use crate::support::rig::{Rig, Whole, block_on, pattern};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pinpool::copier::{Fill, Priority, Source};
 use pinpool::{Copier, Error};
 
-use super::{Rig, pattern};
+use super::{Rig, Whole, pattern};
 
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
@@ -179,10 +179,10 @@ fn a_writer_may_wait_for_another_download() {
         let bytes = pattern(4 << 20, 4);
         memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
         let beside = || {
-            let Ok(back) = copier.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+            let Ok(back) = copier.download(&memory[1], Whole::default()).unwrap().wait_timeout(HANG) else {
                 panic!("it has segments of its own")
             };
-            assert!(back.unwrap().into_vec().unwrap() == bytes);
+            assert!(back.unwrap().into_vec() == bytes);
         };
         copier.download_write(&memory[0], &mut Calls(Some(beside))).unwrap();
         // The same way once more, within.

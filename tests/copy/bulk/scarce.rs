@@ -291,10 +291,9 @@ fn a_deadline_says_what_was_waited_for() {
     assert!(waited.to_string().contains("earlier transfers that use the same device memory"), "{waited}");
     assert_eq!(waited.shortage, None);
     // The rate.
-    copier.set_rate(Some(1));
-    let waited = late(in_time.upload_slice(&vec![2; BYTES], &memory[1]));
+    let slow = rig.builder().threads(2).rate(1).build().unwrap();
+    let waited = late(slow.with_timeout(SOON).upload_slice(&vec![2; BYTES], &memory[1]));
     assert!(waited.to_string().contains("bytes in memory"), "{waited}");
-    copier.set_rate(None);
     drop(tell);
     first.wait().unwrap();
     // A source that does not return is waited for: it is lent, and has its place in a segment.

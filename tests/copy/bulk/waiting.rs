@@ -9,7 +9,7 @@ use pinpool::Error;
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::host::HostConfig;
 
-use super::{Rig, pattern};
+use super::{Rig, Whole, pattern};
 
 /// Longer than anything takes.
 const HANG: Duration = Duration::from_secs(10);
@@ -51,7 +51,7 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
     let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 2 << 19);
     let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
-    let plain = copier.upload_pinned(pinned, &memory[2]).unwrap();
+    let plain = copier.upload_pages(vec![(pinned, memory[2].slice(..).unwrap())]).unwrap();
     plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
     assert!(!staged.is_over());
     drop(told);
@@ -72,7 +72,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     copier.upload_slice(&bytes, &memory[0]).unwrap();
     rig.all_is_back();
     let all = rig.emptied();
-    let first = copier.download_collect(&memory[0]).unwrap();
+    let first = copier.download(&memory[0], Whole::default()).unwrap();
     until("it waits for the pool", || rig.pool.stats().waiting == 1);
     let second = copier.upload(bytes.clone(), &memory[1]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
@@ -128,7 +128,7 @@ fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_ba
                 let load = copier.upload(bytes.clone(), &third).unwrap();
                 Box::new(move || load.wait_timeout(HANG).is_ok())
             } else {
-                let load = copier.download_collect(&memory[0]).unwrap();
+                let load = copier.download(&memory[0], Whole::default()).unwrap();
                 Box::new(move || load.wait_timeout(HANG).is_ok())
             };
             std::thread::sleep(Duration::from_millis(50));
@@ -163,7 +163,7 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
                 true => (None, Some(copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap())),
             };
             until("it waits for the pool", || rig.pool.stats().waiting == 1);
-            let plain = copier.upload_pinned(pinned, &memory[1]).unwrap();
+            let plain = copier.upload_pages(vec![(pinned, memory[1].slice(..).unwrap())]).unwrap();
             assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
             drop(all);
             assert!(download.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
@@ -171,23 +171,6 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
         }
     }
     rig.all_is_back();
-}
-
-#[test]
-fn what_waits_for_the_rate_goes_on_when_there_is_none() {
-    for rig in [Rig::plain(), Rig::late()] {
-        let copier = rig.builder().threads(1).rate(1).build().unwrap();
-        let bytes = pattern(1 << 20, 7);
-        let memory = rig.device.alloc(1 << 20).unwrap();
-        for _ in 0..20 {
-            copier.set_rate(Some(1));
-            let load = copier.upload(bytes.clone(), &memory).unwrap();
-            until("the first has arrived", || load.progress().done > 0);
-            copier.set_rate(None);
-            assert!(load.wait_timeout(HANG).is_ok());
-        }
-        rig.all_is_back();
-    }
 }
 
 /// A chunk that lands for its caller is in flight no more, and wakes no worker by that.
@@ -209,10 +192,10 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
     memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
     let beside = || {
-        let Ok(back) = copier.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+        let Ok(back) = copier.download(&memory[1], Whole::default()).unwrap().wait_timeout(HANG) else {
             panic!("no thread tells it")
         };
-        assert!(back.unwrap().into_vec().unwrap() == bytes);
+        assert!(back.unwrap().into_vec() == bytes);
     };
     copier.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
     rig.all_is_back();
@@ -262,7 +245,7 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let sink = Puts(move || _ = hears.lock().unwrap().recv_timeout(2 * HANG));
     let slow = copier.download(&memory[0], sink).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    let plain = copier.download_collect(&memory[1]).unwrap();
+    let plain = copier.download(&memory[1], Whole::default()).unwrap();
     // Both workers have looked for a place.
     std::thread::sleep(Duration::from_millis(50));
     rig.node.resume(0);
@@ -337,7 +320,7 @@ fn a_reader_is_served_beside_a_busy_wire() {
     let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
     let all = rig.emptied();
-    let wire = copier.upload_pinned(pinned.unwrap(), &place).unwrap();
+    let wire = copier.upload_pages(vec![(pinned.unwrap(), place.slice(..).unwrap())]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -363,7 +346,7 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
     let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
     let all = rig.emptied();
-    let busy = copier.download_collect(&memory[1]).unwrap();
+    let busy = copier.download(&memory[1], Whole::default()).unwrap();
     let (done, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -435,9 +418,10 @@ fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
                     let copier = if random >> 60 < 4 { &urgent } else { &bulk };
                     match random >> 40 & 3 {
                         0 | 1 => drop(copier.upload(vec![1; len], &memory).unwrap()),
-                        2 => drop(copier.download_collect(&memory).unwrap()),
+                        2 => drop(copier.download(&memory, Whole::default()).unwrap()),
                         _ => {
-                            let waited = copier.download_collect(&memory).unwrap().wait_timeout(2 * HANG);
+                            let waited =
+                                copier.download(&memory, Whole::default()).unwrap().wait_timeout(2 * HANG);
                             assert!(waited.is_ok(), "it does not move");
                         }
                     }

@@ -333,7 +333,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let upload = || Cell::new(Some(bulk.upload(bytes.clone(), at(0..300_000)).unwrap()));
     let (ticket, polled, left) = (upload(), upload(), upload());
     let pieces = [(&[1_u8; 100][..], at(0..100))];
-    let copying = || Cell::new(Some(copier.upload_buffers(vec![(filled(100), at(0..100))]).unwrap()));
+    let copying = || Cell::new(Some(copier.upload_pages(vec![(filled(100), at(0..100))]).unwrap()));
     let (copying, copying_too, cancelled) = (copying(), copying(), copying());
     // Left with a waker each, where that can be done.
     let mut idle = Context::from_waker(Waker::noop());
@@ -397,9 +397,9 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             }),
         ),
         (
-            "new buffers",
+            "new blocks",
             Box::new(|| {
-                is_forked(copier.upload_buffers(vec![((), at(0..100))]).map_err(|refused| refused.error))
+                is_forked(copier.upload_pages(vec![((), at(0..100))]).map_err(|refused| refused.error))
                     && is_forked(copier.wait_for(&stream))
                     && !copier.reap()
                     && copier.stats().chunks <= 3
@@ -443,14 +443,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         ("a vector", Box::new(|| is_forked(bulk.download_vec(at(0..10))))),
         ("a reader", Box::new(|| is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
         ("a writer", Box::new(|| is_forked(bulk.download_write(at(0..10), &mut Vec::new())))),
-        (
-            "making way",
-            Box::new(|| {
-                drop(bulk.give_way());
-                bulk.set_rate(Some(1));
-                is_forked(bulk.wait_for(&stream))
-            }),
-        ),
+        ("a copier behind a stream", Box::new(|| is_forked(bulk.wait_for(&stream)))),
         ("a new bulk", Box::new(|| is_forked(Copier::builder(&pool, &device).build()))),
         ("memory", Box::new(|| is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)))),
         (

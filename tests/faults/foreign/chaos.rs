@@ -468,13 +468,13 @@ impl Worker<'_> {
                 }
             }
             12 => {
-                // Packed, or copied from where it is; beside a value of the program's.
+                // Copied from where it is, beside a value of the program's.
                 let (buf, stamped) = self.filled(len)?;
                 let memory = self.device.alloc(2 * len)?;
                 let value = self.device.register(self.value(len, byte)).map_err(refused)?;
                 let (first, second) = (memory.slice(..len)?, memory.slice(len..)?);
-                drop(self.copier.upload_buffers(vec![(value, second)]).map_err(refused)?);
-                let sent = self.copier.upload_buffers(vec![(buf, first.clone())]).map_err(refused)?;
+                drop(self.copier.upload_pages(vec![(value, second)]).map_err(refused)?);
+                let sent = self.copier.upload_pages(vec![(buf, first.clone())]).map_err(refused)?;
                 if self.random.below(3) == 0 {
                     sent.cancel();
                 }
@@ -489,11 +489,11 @@ impl Worker<'_> {
                         None => return Ok(()),
                     },
                 };
-                came.iter().for_each(|buf| stamped.check(buf, "a packed buffer"));
+                came.iter().for_each(|buf| stamped.check(buf, "a block"));
                 let landings = came.into_iter().map(|buf| (first.clone(), buf)).collect();
-                let back = self.copier.download_buffers(landings).map_err(refused)?.wait()?;
+                let back = self.copier.download_pages(landings).map_err(refused)?.wait()?;
                 if !self.faults {
-                    stamped.check(&back[0], "a buffer that was downloaded by a copier");
+                    stamped.check(&back[0], "a block that was downloaded by a copier");
                 }
             }
             13 => {

@@ -69,7 +69,7 @@ fn a_subscriber_panics_inside_the_submission_of_a_batch() {
             stand_in.fail(call, 1, 2, false);
         }
         let download = |_| vec![(memory.slice(..).unwrap(), pool.checkout(64).unwrap())];
-        let download = |n| copier.download_buffers(download(n)).unwrap();
+        let download = |n| copier.download_pages(download(n)).unwrap();
         let flights: Vec<_> = (0..40).map(download).collect();
         std::thread::sleep(Duration::from_millis(200));
         stand_in.hang(false);

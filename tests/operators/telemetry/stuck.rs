@@ -116,7 +116,7 @@ fn a_buffer_held_on_two_streams_waits_for_both() {
     assert!(all(&bench).is_empty());
 }
 
-/// Buffers that a copier copies from where they are, one of them in parts; and those that it packs, which wait for
+/// Blocks that a copier copies from where they are, one of them in parts; and bytes that it packs, whose buffer waits for
 /// nothing, beside the segment that they are packed in.
 #[test]
 fn what_a_copier_moves_waits_for_its_stream() {
@@ -131,21 +131,25 @@ fn what_a_copier_moves_waits_for_its_stream() {
         buf
     };
     let place = |i: usize, len| memory.slice(i * LONG..i * LONG + len).unwrap();
-    const LONG: usize = 64 << 10;
-    let tags = ["piece-0", "piece-1", "piece-2"];
-    let pieces = tags.iter().enumerate().map(|(i, tag)| (filled(tag, LONG), place(i, LONG))).collect();
-    let sent = copier.upload_buffers(pieces).unwrap();
+    // A block of so many bytes fits into no chunk; three short ones fit into one.
+    const LONG: usize = 20 << 10;
+    const SHORT: usize = 4 << 10;
+    let tags = ["block-0", "block-1", "block-2"];
+    let blocks = tags.iter().enumerate().map(|(i, tag)| (filled(tag, SHORT), place(i, SHORT))).collect();
+    let sent = copier.upload_pages(blocks).unwrap();
     // Parts of one buffer, which waits for its stream once.
-    let thrice = Arc::new(filled("thrice", LONG));
-    let parts = (3..6).map(|i| (thrice.clone(), place(i, LONG))).collect();
-    let of_one = copier.upload_buffers(parts).unwrap();
-    let packed = copier.upload_buffers(vec![(filled("packed", 1000), place(6, 1000))]).unwrap();
+    let thrice = Arc::new(filled("thrice", SHORT));
+    let parts = (3..6).map(|i| (thrice.clone(), place(i, SHORT))).collect();
+    let of_one = copier.upload_pages(parts).unwrap();
+    let long = copier.upload_pages(vec![(filled("long", LONG), place(6, LONG))]).unwrap();
+    let packed = filled("packed", 1000);
+    let of_bytes = copier.upload_pieces(&[(&packed[..], place(7, 1000))]).unwrap();
     let mut streams: Vec<u64> = Vec::new();
     for (tag, state) in [
         ("thrice", BufferState::CheckedOut),
-        ("piece-0", BufferState::InFlight),
-        ("piece-1", BufferState::InFlight),
-        ("piece-2", BufferState::InFlight),
+        ("block-0", BufferState::InFlight),
+        ("block-1", BufferState::InFlight),
+        ("block-2", BufferState::InFlight),
     ] {
         let found = tagged(&bench, tag);
         assert_eq!(found.state, state, "{tag}");
@@ -155,6 +159,8 @@ fn what_a_copier_moves_waits_for_its_stream() {
         streams.push(at.stream);
     }
     assert!(streams[1..].iter().all(|stream| *stream == streams[1]), "of one batch: {streams:?}");
+    let found = tagged(&bench, "long");
+    assert_eq!((found.state, found.awaited.is_empty()), (BufferState::InFlight, false));
     let found = tagged(&bench, "packed");
     assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 0));
     let mut segments = all(&bench);
@@ -165,8 +171,9 @@ fn what_a_copier_moves_waits_for_its_stream() {
         bench.settle();
         copier.reap();
     }
-    assert!(tags.iter().all(|tag| tagged(&bench, tag).awaited.is_empty()));
-    drop((sent.wait().unwrap(), of_one.wait().unwrap(), packed.wait().unwrap(), thrice));
+    assert!(tags.iter().chain(&["long"]).all(|tag| tagged(&bench, tag).awaited.is_empty()));
+    drop((sent.wait().unwrap(), of_one.wait().unwrap(), long.wait().unwrap(), thrice, packed));
+    of_bytes.wait().unwrap();
     assert!(all(&bench).is_empty());
 }
 

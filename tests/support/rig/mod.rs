@@ -4,10 +4,11 @@
 
 use std::future::Future;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use pinpool::copier::Sink;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, PinnedBuf, Pool, Request, Unpinned};
 
@@ -63,6 +64,28 @@ impl Rig {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.pool.check().unwrap();
+    }
+}
+
+/// A sink that keeps what it is given.
+#[derive(Debug, Default)]
+pub struct Whole(Mutex<Vec<u8>>);
+
+impl Whole {
+    pub fn into_vec(self) -> Vec<u8> {
+        self.0.into_inner().unwrap()
+    }
+}
+
+impl Sink for Whole {
+    fn put(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+        let (mut all, at) = (self.0.lock().unwrap(), offset as usize);
+        let end = at + bytes.len();
+        if all.len() < end {
+            all.resize(end, 0);
+        }
+        all[at..end].copy_from_slice(bytes);
+        Ok(())
     }
 }
 

@@ -222,7 +222,7 @@ impl Copies {
         copy: impl FnOnce(&mut Self) -> Result<(), Error>,
     ) -> Result<(Duration, Option<usize>), Error> {
         self.fill(to != Target::Device);
-        self.link(true, 1)?;
+        self.plain(Target::Device, 1)?;
         self.fill(to == Target::Device);
         each(&mut self.target, self.threads, |_, part| part.fill(0));
         let since = Instant::now();
@@ -231,7 +231,7 @@ impl Copies {
         if to == Target::Device {
             // By plain copies, so that an error of the copier cannot hide itself.
             self.fill(false);
-            self.link(false, 1)?;
+            self.plain(Target::Pinned, 1)?;
         }
         if to != Target::Memory {
             for (part, buf) in self.target.chunks_mut(self.memory.len() / self.bufs.len()).zip(&self.bufs) {
@@ -258,26 +258,29 @@ impl Copies {
         }
     }
 
-    /// Copies all page-locked buffers at once, on so many streams.
-    pub fn link(&mut self, up: bool, streams: usize) -> Result<(), Error> {
+    /// Copies everything without a copier: between the device and all page-locked buffers at once, on so many streams,
+    /// or in memory.
+    pub fn plain(&mut self, to: Target, streams: usize) -> Result<(), Error> {
+        if to == Target::Memory {
+            let source = &self.source;
+            each(&mut self.target, self.threads, |start, part| {
+                part.copy_from_slice(&source[start..start + part.len()]);
+            });
+            return Ok(());
+        }
         let part = self.memory.len() / self.bufs.len();
         let mut flights = Vec::with_capacity(self.bufs.len());
         for (number, buf) in std::mem::take(&mut self.bufs).into_iter().enumerate() {
             let stream = &self.streams[number % streams];
             let slice = self.memory.slice(number * part..(number + 1) * part)?;
-            flights.push(if up { stream.upload(buf, slice)? } else { stream.download(slice, buf)? });
+            flights.push(match to {
+                Target::Device => stream.upload(buf, slice)?,
+                _ => stream.download(slice, buf)?,
+            });
         }
         let back = flights.into_iter().map(|flight| Ok(flight.wait_timeout(self.patience)?));
         self.bufs = back.collect::<Result<_, Error>>()?;
         Ok(())
-    }
-
-    /// Copies the source in memory.
-    pub fn in_memory(&mut self) {
-        let source = &self.source;
-        each(&mut self.target, self.threads, |start, part| {
-            part.copy_from_slice(&source[start..start + part.len()]);
-        });
     }
 }
 
@@ -381,8 +384,7 @@ impl BenchSetup {
         let pieces: Vec<_> = (0..all).map(piece).collect::<Result<_, Error>>()?;
         self.copies.once(to, order, |copies| {
             match figure {
-                LinkUp | LinkDown => copies.link(figure == LinkUp, streams)?,
-                Memcpy => copies.in_memory(),
+                LinkUp | LinkDown | Memcpy => copies.plain(to, streams)?,
                 PageableUp => copies.streams[0].upload_blocking(&source, &copies.memory)?,
                 SliceUp => copier.upload_slice(&source, &copies.memory)?,
                 SliceDown => copier.download_slice(&copies.memory, &mut copies.target)?,
@@ -478,7 +480,7 @@ mod tests {
         };
         let wrong = setup.copies.once(Target::Device, |piece| piece, half).unwrap().1;
         assert_eq!(wrong.map(|at| at / PIECE), Some(pieces / 2));
-        let plain = |copies: &mut Copies| copies.link(true, 1);
+        let plain = |copies: &mut Copies| copies.plain(Target::Device, 1);
         let wrong = setup.copies.once(Target::Device, |piece| scattered(piece, pieces), plain).unwrap().1;
         assert_eq!(wrong.map(|at| at / PIECE), Some(1));
     }

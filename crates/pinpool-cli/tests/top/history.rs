@@ -68,7 +68,7 @@ fn add(history: &mut History, start: Instant, second: u64, more: &str) {
 
 /// The lines before the first heading.
 fn notes(history: &History, now: Instant) -> Vec<String> {
-    let text = history.page(now, 80).plain();
+    let text = history.page(now).plain();
     text.lines().take_while(|line| !line.is_empty()).map(str::to_owned).collect()
 }
 
@@ -150,7 +150,7 @@ fn devices_come_first_and_ten_classes_at_most() {
     for (second, checkouts) in [(0, 0), (10, 100)] {
         add(&mut history, start, second, &format!("{device}{}", classes(checkouts)));
     }
-    let text = history.page(start + Duration::from_secs(10), 80).plain();
+    let text = history.page(start + Duration::from_secs(10)).plain();
     assert!(text.find("Devices").unwrap() < text.find("Pool p: ").unwrap(), "{text}");
     let rows: Vec<Vec<&str>> = text
         .lines()
@@ -185,11 +185,11 @@ fn a_pool_that_has_ended_is_not_shown() {
     for second in 0..5 {
         add(&mut history, start, second, &format!("{}{}", other(4096, second + 1), second + 1));
     }
-    assert!(history.page(at(5), 80).plain().contains("Pool q: "));
+    assert!(history.page(at(5)).plain().contains("Pool q: "));
     for second in 5..30 {
         add(&mut history, start, second, &format!("{}{}", other(0, 0), second + 1));
     }
-    let text = history.page(at(30), 80).plain();
+    let text = history.page(at(30)).plain();
     assert_eq!(notes(&history, at(30)), ["no alarms"]);
     assert!(!text.contains("Pool q: ") && text.contains("Pool p: "), "{text}");
 }

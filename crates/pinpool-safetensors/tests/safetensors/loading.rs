@@ -128,16 +128,14 @@ fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     let (rig, folder) = (Rig::late(), Folder::new());
     let tensors: Vec<Made> = (0..64).map(|i| made(&format!("t{i}"), "F32", &[16 << 10], i)).collect();
     let path = folder.put("model.safetensors", file(&tensors));
-    let copier = rig.copier();
-    // All of it would take half a minute; a tensor may lie in two chunks.
-    copier.set_rate(Some(128 << 10));
+    // All of it takes two seconds; a tensor may lie in two chunks.
+    let copier = rig.builder().rate(2 << 20).build().unwrap();
     let checkpoint = Checkpoint::open(path).unwrap();
     let mut loading = checkpoint.loader(&copier).start().unwrap();
     let first = loading.next_blocking().unwrap().unwrap();
     let progress = loading.progress();
     assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
-    arrived_first(&copier, &first, &tensors[0]);
-    copier.set_rate(None);
+    arrived_first(&rig.copier(), &first, &tensors[0]);
     let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
     arrived(&copier, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
     let progress = loading.progress();

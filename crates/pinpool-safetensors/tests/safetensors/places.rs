@@ -172,16 +172,14 @@ fn threads_wait_for_tensors_by_name() {
 #[test]
 fn a_wait_for_a_late_tensor_holds_up_no_other() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
-    let (copier, checkpoint) = (rig.copier(), two_files(&folder, &tensors));
-    // At this rate all of it takes 5 s, and the first chunks 1.4 s at most.
-    copier.set_rate(Some(150_000));
+    // At this rate all of it takes 2.5 s, and the first chunks 0.7 s at most.
+    let (copier, checkpoint) = (rig.builder().rate(300_000).build().unwrap(), two_files(&folder, &tensors));
     let load = checkpoint.loader(&copier).first("h.1.b").start().unwrap().share();
     let last = load.clone();
     let waits = std::thread::spawn(move || last.take("head"));
     let early = load.take("h.1.b").unwrap().unwrap();
     assert!(!waits.is_finished(), "all of it cannot have come");
-    arrived(&copier, &[early], &[tensors.iter().find(|made| made.name == "h.1.b").unwrap()]);
-    copier.set_rate(None);
+    arrived(&rig.copier(), &[early], &[tensors.iter().find(|made| made.name == "h.1.b").unwrap()]);
     assert!(waits.join().unwrap().unwrap().is_some());
     drop(load);
     rig.all_is_back();
@@ -190,10 +188,10 @@ fn a_wait_for_a_late_tensor_holds_up_no_other() {
 #[test]
 fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
-    let copier = rig.copier();
+    // All of it takes 2.5 s.
+    let copier = rig.builder().rate(300_000).build().unwrap();
     for cut in [false, true] {
         let checkpoint = two_files(&folder, &tensors);
-        copier.set_rate(Some(1));
         let load: SharedLoad = checkpoint.loader(&copier).start().unwrap().share();
         let started = Arc::new(AtomicUsize::new(0));
         let waits: Vec<_> = ["head", "h.1.b", "head"]
@@ -211,7 +209,6 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
         if cut {
             let path = folder.path().join("2.safetensors");
             std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(1000).unwrap();
-            copier.set_rate(None);
         } else {
             load.cancel();
         }
@@ -224,7 +221,6 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
         assert!(said.iter().any(Result::is_err), "{said:?}");
         assert!(said.iter().filter_map(|said| said.as_ref().err()).all(bad), "{said:?}");
         assert!(load.take("head").is_err(), "the same again");
-        copier.set_rate(None);
         drop(load);
         rig.all_is_back();
     }

@@ -21,12 +21,11 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let copier = rig.copier();
+    // Slow enough for few to be whole before they are cancelled.
+    let copier = rig.builder().rate(4 << 20).build().unwrap();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut cancelled = 0;
     for after in [0, 1, 7, 19, 20, 23] {
-        // Slow enough for few to be whole before they are cancelled.
-        copier.set_rate(Some(4 << 20));
         let mut loading = checkpoint.loader(&copier).start().unwrap();
         let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
         let canceller = loading.canceller();
@@ -49,8 +48,7 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         cancelled += errors.len();
         assert!(loading.next_blocking().is_none() && loading.progress().over);
         drop(loading);
-        copier.set_rate(None);
-        arrived(&copier, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+        arrived(&rig.copier(), &more, &tensors.iter().take(whole).collect::<Vec<_>>());
         rig.all_is_back();
     }
     assert!(cancelled > 3, "{cancelled}");
@@ -101,10 +99,9 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     // While it is.
     folder.put("2.safetensors", file(&tensors[20..]));
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-    copier.set_rate(Some(1));
-    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let slow = rig.builder().rate(8 << 20).build().unwrap();
+    let mut loading = checkpoint.loader(&slow).start().unwrap();
     cut(1_000_000);
-    copier.set_rate(None);
     let (mut got, mut errors) = (Vec::new(), Vec::new());
     for next in loading.blocking() {
         match next {
@@ -227,11 +224,10 @@ fn progress_never_goes_back() {
         folder.put("1.safetensors", file(&tensors[..20])),
         folder.put("2.safetensors", file(&tensors[20..])),
     ];
-    let copier = rig.copier();
+    // Four seconds of it.
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
-        // Four seconds of it.
-        copier.set_rate(Some(1 << 20));
         let mut loading = checkpoint.loader(&copier).start().unwrap();
         while loading.progress().done < 256 << 10 {
             std::thread::sleep(Duration::from_millis(1));
@@ -257,7 +253,6 @@ fn progress_never_goes_back() {
         assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
         assert!(last.over && last.done < last.total && loading.next_blocking().is_none());
         assert_eq!(loading.progress().done, last.done);
-        copier.set_rate(None);
         drop(loading);
         rig.all_is_back();
     }
@@ -295,12 +290,10 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
     let path = folder.put("1.safetensors", file(&tensors));
     for task in [false, true] {
         let rig = Rig::plain();
-        let copier = rig.copier();
+        let copier = rig.builder().rate(1 << 20).build().unwrap();
         let checkpoint = Checkpoint::open(&path).unwrap();
-        copier.set_rate(Some(1 << 10));
         let mut loading = checkpoint.loader(&copier).start().unwrap();
         rig.node.kill(0);
-        copier.set_rate(None);
         let error = loop {
             let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
             match next.expect("it does not end without an error") {
@@ -349,10 +342,9 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
 
     // While it is: tensors that were not handed out by then are not, and the load ends with an error.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-    copier.set_rate(Some(1));
-    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let slow = rig.builder().rate(4 << 20).build().unwrap();
+    let mut loading = checkpoint.loader(&slow).start().unwrap();
     write();
-    copier.set_rate(None);
     let results: Vec<_> = loading.blocking().collect();
     let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
     assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
@@ -378,14 +370,12 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let first = folder.put("1.safetensors", file(&tensors[..20]));
     let second = folder.put("2.safetensors", file(&tensors[20..]));
-    let copier = rig.copier();
     for (path, before) in [(&first, 19), (&second, 39)] {
         for task in [false, true] {
             let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-            copier.set_rate(Some(1));
-            let mut loading = checkpoint.loader(&copier).start().unwrap();
+            let slow = rig.builder().rate(4 << 20).build().unwrap();
+            let mut loading = checkpoint.loader(&slow).start().unwrap();
             write_to(path);
-            copier.set_rate(None);
             let left = loading.left();
             let results: Vec<_> = match task {
                 false => loading.blocking().take(left).collect(),

@@ -64,7 +64,8 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
 #[test]
 fn a_load_that_is_dropped_is_cancelled() {
     let (rig, folder) = (Rig::plain(), Folder::new());
-    let copier = rig.copier();
+    // A load would take half a minute.
+    let copier = rig.builder().rate(100 << 10).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
     let gone: [fn(Loading); 4] = [
         drop,
@@ -77,15 +78,12 @@ fn a_load_that_is_dropped_is_cancelled() {
         |mut loading| drop(block_on(loading.next_tensor()).unwrap().unwrap()),
     ];
     for gone in gone {
-        // It would take half a minute.
-        copier.set_rate(Some(100 << 10));
         let loading = checkpoint.loader(&copier).start().unwrap();
         let handle = loading.canceller();
         gone(loading);
         until("it goes on", || handle.progress().over);
         let progress = handle.progress();
         assert!(progress.done < progress.total && progress.total == 3 << 20, "{progress:?}");
-        copier.set_rate(None);
         rig.all_is_back();
     }
 }
@@ -93,9 +91,8 @@ fn a_load_that_is_dropped_is_cancelled() {
 #[test]
 fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
     let (rig, folder) = (Rig::plain(), Folder::new());
-    let copier = rig.copier();
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
-    copier.set_rate(Some(1 << 20));
     let loading = checkpoint.loader(&copier).start().unwrap();
     let handle = loading.canceller();
     let load = loading.share();
@@ -111,7 +108,6 @@ fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
         seen.len() > 3
     });
     assert!(seen.is_sorted() && load.left() == COUNT, "{seen:?}");
-    copier.set_rate(None);
     assert_eq!(waits.join().unwrap(), 128 << 10);
     let (one, two) = (handle.progress(), load.progress());
     assert_eq!((one, one.done, one.landed_to), (two, 3 << 20, 3 << 20));
@@ -124,11 +120,10 @@ fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
 #[test]
 fn tasks_and_threads_share_a_load() {
     let (rig, folder) = (Rig::late(), Folder::new());
-    let copier = rig.copier();
+    let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
     let (tensors, checkpoint) = checkpoint(&folder);
-    for round in 0..20 {
-        copier.set_rate((round % 2 == 0).then_some(64 << 20));
-        let load = checkpoint.loader(&copier).start().unwrap().share();
+    for copier in copiers.iter().cycle().take(20) {
+        let load = checkpoint.loader(copier).start().unwrap().share();
         std::thread::scope(|scope| {
             for user in 0..6 {
                 let (load, tensors) = (&load, &tensors);

@@ -33,41 +33,16 @@ fn of_windows(case: &Case, vendor: &Vendor) -> Option<&'static str> {
     vendor.wsl.filter(|file| case.environment.wsl && case.system.exists(file))
 }
 
-/// The driver's kernel module, and whether the library has the same version.
+/// The driver's kernel module. Whether the library fits it, opening the device tells.
 pub fn module(case: &Case) -> Result<Verdict, Unseen> {
     examine(case, |vendor| {
         if let Some(file) = of_windows(case, vendor) {
             return Ok(format!("that of Windows, by {file}"));
         }
         let version = |file: &&str| parse::version(&case.system.text(file)).map(str::to_owned);
-        let Some(version) = vendor.versions.iter().find_map(version) else {
-            return Err(holder(case, vendor).unwrap_or((vendor.absent.into(), of_vendor(vendor.install))));
-        };
-        let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
-        let found = format!("{} driver {version}", vendor.name);
-        match vendor.oldest {
-            Some((oldest, why)) if major.is_some_and(|major| major < oldest) => {
-                return Err((format!("{found}; {why}"), of_vendor(vendor.install)));
-            }
-            _ => {}
-        }
-        // A driver package that was updated under a running system leaves the old module loaded. The name of the
-        // library's file has the library's version.
-        let Some((prefix, fix)) = vendor.mismatch else { return Ok(found) };
-        let dirs = loader_dirs();
-        // CUDA's compatibility packages, newer libraries for older drivers, install into such a folder.
-        let mut dirs = dirs.iter().filter(|dir| !dir.contains("compat"));
-        let file = dirs.find_map(|dir| case.system.link(&format!("{dir}/{}", vendor.library)));
-        // Some systems have the version of the interface there (1.1), not that of the driver.
-        let library = file.as_ref().and_then(|file| file.strip_prefix(prefix)).filter(|library| {
-            let is_drivers = library.split('.').next().is_some_and(|major| major.len() > 2);
-            is_drivers && *library != version && !version.starts_with(&format!("{library}."))
-        });
-        match library {
-            None => Ok(found),
-            Some(library) => {
-                Err((format!("the kernel's part is {version}, the library {library}"), of_vendor(fix)))
-            }
+        match vendor.versions.iter().find_map(version) {
+            Some(version) => Ok(format!("{} driver {version}", vendor.name)),
+            None => Err(holder(case, vendor).unwrap_or((vendor.absent.into(), of_vendor(vendor.install)))),
         }
     })
 }
@@ -119,21 +94,17 @@ pub fn files(case: &Case) -> Result<Verdict, Unseen> {
     })
 }
 
-/// The folders that the dynamic loader searches, those of `LD_LIBRARY_PATH` first.
-fn loader_dirs() -> Vec<String> {
-    const USUAL_DIRS: [&str; 8] = [
-        "/usr/lib/wsl/lib",
-        "/lib/x86_64-linux-gnu",
-        "/usr/lib/x86_64-linux-gnu",
-        "/lib/aarch64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-        "/lib64",
-    ];
-    let named = env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    named.split(':').filter(|dir| !dir.is_empty()).chain(USUAL_DIRS).map(str::to_owned).collect()
-}
+/// Folders that the dynamic loader searches, behind those of `LD_LIBRARY_PATH`.
+const LOADER_DIRS: [&str; 8] = [
+    "/usr/lib/wsl/lib",
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/lib64",
+];
 
 /// The driver's library, which the crate loads at run time.
 pub fn library(case: &Case) -> Result<Verdict, Unseen> {
@@ -149,15 +120,11 @@ pub fn library(case: &Case) -> Result<Verdict, Unseen> {
             };
         }
         let toolkit = vendor.candidates.map_or_else(Vec::new, |candidates| candidates());
-        let toolkit = toolkit.iter().filter_map(|file| Some(file.parent()?.display().to_string()));
-        let mut dirs = loader_dirs().into_iter().chain(toolkit.filter(|dir| !dir.is_empty()));
-        if let Some(dir) = dirs.find(|dir| case.system.exists(&format!("{dir}/{name}"))) {
-            // The toolkit's stub has every symbol and calls no driver.
-            if dir.trim_end_matches('/').ends_with("/stubs") {
-                let found = format!("{dir}/{name} comes first, a stub that is only for linking");
-                return Err((found, fixes![Pool: "take {dir} out of LD_LIBRARY_PATH"]));
-            }
-            return Ok(format!("{dir}/{name}"));
+        let toolkit = toolkit.iter().filter_map(|file| file.parent()?.to_str());
+        let named = env::var("LD_LIBRARY_PATH").unwrap_or_default();
+        let dirs = named.split(':').chain(LOADER_DIRS).chain(toolkit).filter(|dir| !dir.is_empty());
+        if let Some(file) = dirs.map(|dir| format!("{dir}/{name}")).find(|file| case.system.exists(file)) {
+            return Ok(file);
         }
         // The loader's cache is a binary file that contains the names as text.
         if case.system.text("/etc/ld.so.cache").contains(name) {

@@ -101,27 +101,19 @@ pub fn address_space(case: &Case) -> Result<Verdict, Unseen> {
 }
 
 /// Kernel versions that matter for every device; those that matter for one vendor are in the vendor's row.
-const KERNELS: [Kernel; 2] = [
-    Kernel {
-        versions: (0, 0)..(4, 14),
-        capacity: 0,
-        what: "no expedited membarrier, so that checkouts are slower",
-        helps: Some("4.14"),
-    },
-    Kernel {
-        versions: (4, 14)..(5, 14),
-        capacity: 0,
-        what: "regions are touched page by page, since MADV_POPULATE_WRITE came with 5.14",
-        helps: None,
-    },
-];
+const OLD: Kernel = Kernel {
+    versions: (0, 0)..(4, 14),
+    capacity: 0,
+    what: "no expedited membarrier, so that checkouts are slower",
+    helps: Some("4.14"),
+};
 
 /// The kernel's version, and what it means for pinning.
 pub fn kernel(case: &Case) -> Result<Verdict, Unseen> {
     let text = case.system.read("/proc/sys/kernel/osrelease")?;
     let mut found = format!("Linux {}", text.trim());
     let Some(version) = parse::release(&text) else { return Ok(Verdict::ok(found)) };
-    let all = case.vendor().map_or(&[][..], |vendor| vendor.kernels).iter().chain(&KERNELS);
+    let all = case.vendor().map_or(&[][..], |vendor| vendor.kernels).iter().chain([&OLD]);
     for kernel in all.filter(|kernel| kernel.versions.contains(&version) && case.capacity >= kernel.capacity)
     {
         found = format!("{found}: {}", kernel.what);

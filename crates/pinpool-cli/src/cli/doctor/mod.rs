@@ -217,7 +217,7 @@ impl Check {
     }
 }
 
-/// Speeds in GB/s of 10^9 bytes. `None`: not measured.
+/// Speeds of the trial in GB/s of 10^9 bytes, and its bytes on huge pages. `None`: not measured, or not shown.
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     pin: Option<f64>,
@@ -225,6 +225,7 @@ struct Measured {
     upload: Option<f64>,
     download: Option<f64>,
     expected: Option<f64>,
+    huge: Option<u64>,
 }
 
 /// Bytes of memory that are left: what the system has available or what this process's control groups still allow,

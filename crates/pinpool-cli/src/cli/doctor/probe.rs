@@ -67,10 +67,9 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
         add("link", Ok(link::link(case, &Link::path(case))));
         return measured;
     };
-    let mut huge = None;
-    let (pinned, pool) = pin(case, device, &mut huge, &mut measured);
+    let (pinned, pool) = pin(case, device, &mut measured);
     add("pin", Ok(pinned));
-    add("fragmentation", memory::fragmentation(case, huge));
+    add("fragmentation", memory::fragmentation(case, measured.huge));
     let result = pool.as_ref().map(|pool| copy(device, pool, PATIENCE, &mut measured));
     // Right after the copies, while the link is still at full speed.
     let links = Link::path(case);
@@ -107,14 +106,8 @@ fn device(case: &Case) -> Verdict {
     )
 }
 
-/// Builds a small pool and waits until all of it is pinned. `huge` gets the bytes of it on huge pages, if the kernel
-/// shows them.
-fn pin(
-    case: &Case,
-    device: &Device,
-    huge: &mut Option<u64>,
-    measured: &mut Measured,
-) -> (Verdict, Option<Pool>) {
+/// Builds a small pool and waits until all of it is pinned.
+fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Option<Pool>) {
     let left = Amount(case.left.unwrap_or(0));
     let Some(trial) = trial(case) else {
         let least = Amount(2 * TRIALS_TAKEN * LEAST_TRIAL);
@@ -136,9 +129,10 @@ fn pin(
     match first.and_then(|()| pool_of(trial)) {
         Ok(pool) => {
             measured.pin = rate(trial, start.elapsed());
-            *huge = huge_bytes().zip(before).map(|(now, before)| now.saturating_sub(before).min(trial));
+            let grown = |(now, before): (u64, u64)| now.saturating_sub(before).min(trial);
+            measured.huge = huge_bytes().zip(before).map(grown);
             let at = measured.pin.map_or_else(String::new, |rate| format!(" at {}", speed(rate)));
-            let huge = huge.map(|huge| format!(", {} of it on huge pages", Amount(huge)));
+            let huge = measured.huge.map(|huge| format!(", {} of it on huge pages", Amount(huge)));
             let found = format!("{what}{at} on {} threads{}", threads(None), huge.unwrap_or_default());
             (pinned_at(case.opened(), found, trial as usize, measured), Some(pool))
         }
@@ -221,14 +215,7 @@ fn copy(device: &Device, pool: &Pool, patience: Duration, measured: &mut Measure
     for (to, speed) in figures.into_iter().take(if is_host { 3 } else { 2 }) {
         let mut best = Duration::MAX;
         for _ in 0..ROUNDS {
-            let (took, wrong) = copies.once(
-                to,
-                |piece| piece,
-                |copies| match to {
-                    Target::Device | Target::Pinned => copies.link(to == Target::Device, 1),
-                    Target::Memory => Ok(copies.in_memory()),
-                },
-            )?;
+            let (took, wrong) = copies.once(to, |piece| piece, |copies| copies.plain(to, 1))?;
             if wrong.is_some() {
                 return Ok(wrong);
             }

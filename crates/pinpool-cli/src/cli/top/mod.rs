@@ -18,9 +18,6 @@ use super::{CliError, Result, print};
 use scrape::Server;
 use view::History;
 
-/// Columns of `--once`: the width of most terminals.
-const WIDTH: usize = 80;
-
 /// Runs the command.
 pub fn run(args: &TopArgs) -> Result<()> {
     let server = Server::new(&args.url).map_err(CliError::Usage)?;
@@ -39,5 +36,5 @@ pub fn run(args: &TopArgs) -> Result<()> {
         let scrape = server.fetch().map_err(|why| CliError::Failed(format!("{}: {why}", server.url())))?;
         history.add(Instant::now(), Ok(scrape));
     }
-    print(&mut io::stdout(), &history.page(Instant::now(), WIDTH).plain())
+    print(&mut io::stdout(), &history.page(Instant::now()).plain())
 }

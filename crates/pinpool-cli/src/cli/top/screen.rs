@@ -53,11 +53,11 @@ fn fetch_always(server: Server, interval: Duration) -> io::Result<Receiver<Fetch
 
 fn draw_always(terminal: &mut DefaultTerminal, url: &str, answers: &Receiver<Fetched>) -> io::Result<()> {
     let (mut history, mut scroll) = (History::default(), 0u16);
-    let mut shown: Option<(Instant, u16, Page)> = None;
+    let mut shown: Option<(Instant, Page)> = None;
     loop {
-        let (now, width) = (Instant::now(), terminal.size()?.width);
-        shown = shown.filter(|(at, wide, _)| at.elapsed() < REDRAW_INTERVAL && *wide == width);
-        let (.., page) = shown.get_or_insert_with(|| (now, width, history.page(now, width.into())));
+        let now = Instant::now();
+        shown = shown.filter(|(at, _)| at.elapsed() < REDRAW_INTERVAL);
+        let (_, page) = shown.get_or_insert_with(|| (now, history.page(now)));
         let mut last = 0;
         terminal.draw(|frame| last = draw(frame, page, history.trouble.is_some(), url, scroll))?;
         scroll = scroll.min(last);

@@ -8,8 +8,8 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::scrape::Scrape;
+use super::text::Page;
 use super::text::Severity::{Alarm, Fine, Warning};
-use super::text::{Page, STATES};
 
 /// The time that a rate is computed over.
 const RATE: Duration = Duration::from_secs(5);
@@ -28,6 +28,8 @@ const ALARMING: usize = 1000;
 const ROWS: usize = 100;
 /// The most size classes of a pool that are shown: those of which most bytes are out.
 const CLASSES: usize = 10;
+/// The states of memory.
+const STATES: [&str; 5] = ["checked_out", "in_flight", "quarantined", "cut", "free"];
 /// The metric with the time at which the server's sampler last sampled a pool.
 const SAMPLED: &str = "pinpool_sampled_timestamp_seconds";
 /// The assumed number of seconds between two samples of a pool until two have been seen.
@@ -78,8 +80,8 @@ impl History {
     }
 
     /// Everything to show. Before the first answer: one note that says why there is none.
-    pub fn page(&self, now: Instant, width: usize) -> Page {
-        let mut page = Page::new(width);
+    pub fn page(&self, now: Instant) -> Page {
+        let mut page = Page::default();
         let Some((at, scrape)) = self.scrapes.back() else {
             match &self.trouble {
                 Some(why) => page.note(Alarm, why),
@@ -218,11 +220,10 @@ impl History {
         let used = held - state("free");
         let share = percent(used, capacity);
         page.heading(format!("Pool {pool}: {} of {} in use ({share})", bytes(used), bytes(capacity)));
-        page.bar(STATES.map(|(name, _)| state(name)), capacity);
         let row = |name: &str, size: f64| [name.replace('_', " "), bytes(size), percent(size, capacity)];
-        let mut rows = STATES.map(|(name, _)| row(name, state(name))).to_vec();
+        let mut rows = STATES.map(|name| row(name, state(name))).to_vec();
         rows.push(row("not taken from the system", (capacity - held).max(0.0)));
-        page.table(["memory", "bytes", "of capacity"], rows, &STATES.map(|(_, sign)| sign));
+        page.table(["memory", "bytes", "of capacity"], rows);
 
         let counted = |name: &str| format!("{}, {} in all", per(rate(name)), of(name));
         let wait = |q| time(self.quantile(q, "pinpool_wait_seconds", pool));
@@ -245,7 +246,7 @@ impl History {
             ("most in use or cached lately", bytes(of("pinpool_memory_peak_bytes"))),
             ("longest free piece", bytes(of("pinpool_memory_largest_free_bytes"))),
         ];
-        page.table(["use", ""], rows.map(|(name, value)| [name.to_owned(), value]).to_vec(), &[]);
+        page.table(["use", ""], rows.map(|(name, value)| [name.to_owned(), value]).to_vec());
 
         // Each class: bytes of a segment; segments out, free, and cached by threads; checkouts a second.
         let class = |(stride, out): (&str, f64)| {
@@ -274,7 +275,7 @@ impl History {
         if !rest.is_empty() {
             rows.push(row(format!("{} more", rest.len()), &rest));
         }
-        page.table(["class", "out", "free", "kept by threads", "checkouts"], rows, &[]);
+        page.table(["class", "out", "free", "kept by threads", "checkouts"], rows);
     }
 
     /// The reason for which most checkouts were refused lately, or ever.
@@ -309,8 +310,8 @@ impl History {
             ]);
         }
         more(devices.len(), SHOWN, "devices", page);
-        page.table(["device", "state", "submitted", "99% of flights", "errors"], rows, &[]);
-        page.table(["link", "speed", "of peak", "peak"], links, &[]);
+        page.table(["device", "state", "submitted", "99% of flights", "errors"], rows);
+        page.table(["link", "speed", "of peak", "peak"], links);
         let mut streams = scrape.all("pinpool_stream_in_flight_entries");
         streams.sort_by_key(|(device, stream, _)| (*device, stream.parse::<u64>().ok()));
         let row = |(device, stream, entries): &(&str, &str, f64)| {
@@ -318,7 +319,7 @@ impl History {
             [format!("{device} stream {stream}"), entries.to_string(), bytes(size)]
         };
         let rows = streams.iter().take(ROWS).map(row).collect();
-        page.table(["in flight", "copies and holds", "bytes"], rows, &[]);
+        page.table(["in flight", "copies and holds", "bytes"], rows);
         more(streams.len(), ROWS, "streams", page);
     }
 }

@@ -183,8 +183,6 @@ fn kernels_that_bite() {
     }
     kernel("6.8.0");
     machine.gpu("600GiB").is("kernel", "ok", &["512 GiB"], &[]);
-    kernel("5.10.0");
-    machine.host("1MiB").is("kernel", "ok", &["MADV_POPULATE_WRITE"], &[]);
     kernel("4.9.0");
     machine.host("1MiB").is("kernel", "warn", &["membarrier"], &["4.14"]);
 }
