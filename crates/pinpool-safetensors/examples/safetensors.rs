@@ -33,10 +33,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{} tensors, {} bytes in all, to {}", checkpoint.len(), checkpoint.bytes(), device.name());
 
     let start = Instant::now();
-    let mut loader = checkpoint.loader(&copier);
-    if let Some(prefix) = args.next() {
-        loader = loader.prefix(prefix);
-    }
+    let prefix = args.next().unwrap_or_default();
+    let loader = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with(&prefix));
     let mut loading = loader.start()?;
     let mut tensors = Vec::new();
     while let Some(tensor) = loading.next_blocking() {

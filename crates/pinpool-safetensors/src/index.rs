@@ -1,31 +1,27 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
 //! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files right beside
-//! the index are opened. [`Map::look`] finds the map and checks all of the text; [`Index::parse`] reads the map again
-//! and notes eight bytes of each tensor: half of the hash of its name, and where the name is in the text. The notes are
-//! sorted by hash and name, which finds a tensor that is named twice, and later the file of a tensor. The text is kept
-//! while the files are opened.
+//! the index are opened. [`Index::parse`] notes eight bytes of each tensor: the number of its file, and where its name
+//! is in the text, which is kept while the files are opened. [`Index::keep`] then leaves of a file's tensors those that
+//! the index names, and finds one that is named twice, or that the file does not have.
 //!
 //! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
 //! files of each numbered set (`model-00002-of-00003`).
 
-use std::borrow::Cow;
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use xxhash_rust::xxh3::xxh3_64;
-
-use super::header::{LONGEST_NAME, Unescaped};
-use super::json::{Json, JsonFault, JsonKind, Text};
-use super::{FoundFiles, blamed, malformed, open_regular, reserved, stand_in, unread};
-use crate::escape::{NAME, Shown};
+use super::header::{Names, Tensor, twice};
+use super::json::{self, Fault, LONGEST_NAME, Text};
+use super::{NAME, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
 /// The longest index that is read: as long as a header may be.
 const LONGEST_INDEX: u64 = 100_000_000;
+/// The length of the shortest pair of tensor and file: it bounds how many an index can have.
+const SHORTEST_PAIR: usize = r#""":"f","#.len();
 const SUFFIX: &str = "safetensors";
 /// The longest name that a file can have (Linux's `NAME_MAX`), in bytes.
 const LONGEST_FILE: usize = 255;
@@ -36,48 +32,59 @@ const MAP: &str = "weight_map";
 /// What some editors put before a text.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
+/// The files that a path stands for.
+pub(super) enum FoundFiles {
+    Files(Vec<PathBuf>),
+    Index(Index),
+}
+
 /// An index: which tensor is in which file.
 pub(super) struct Index {
+    /// Its name for errors.
+    what: String,
     /// Where its files are.
     folder: PathBuf,
     text: String,
-    /// For each tensor: half of the hash of its name (upper 32 bits), and where the name starts in the text (lower 32
-    /// bits). Sorted by that half, and then by the names.
-    tensors: Vec<u64>,
+    /// For each tensor: the number of its file (upper 32 bits), and where its name is in the text (lower 32 bits).
     /// Sorted.
+    tensors: Vec<u64>,
+    /// The names of its files, sorted.
     files: Vec<String>,
 }
 
 impl Index {
-    /// The names of its files, sorted.
-    pub(super) fn files(&self) -> &[String] {
-        &self.files
+    /// The paths of its files.
+    pub(super) fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        self.files.iter().map(|file| self.folder.join(file))
     }
 
-    pub(super) fn path(&self, file: &str) -> PathBuf {
-        self.folder.join(file)
-    }
-
-    /// The number of tensors that it names.
-    pub(super) fn len(&self) -> usize {
-        self.tensors.len()
-    }
-
-    /// Whether it says that this tensor is in this file.
-    pub(super) fn says(&self, tensor: &str, file: &str) -> bool {
-        let wanted = half(tensor);
-        let found = self.tensors.binary_search_by(|&noted| {
-            let before = ((noted >> 32) as u32).cmp(&wanted);
-            before.then_with(|| pair(&self.text, noted).0.get().as_ref().cmp(tensor))
-        });
-        found.is_ok_and(|place| pair(&self.text, self.tensors[place]).1.is(file))
-    }
-
-    /// The first tensor, and its file, for which `is` is false.
-    pub(super) fn first_not(&self, mut is: impl FnMut(&str, &str) -> bool) -> Option<(Text<'_>, Text<'_>)> {
-        let pairs = self.tensors.iter().map(|noted| pair(&self.text, *noted));
-        let mut missing = pairs.filter(|(tensor, file)| !is(&tensor.get(), &file.get()));
-        missing.next()
+    /// Leaves of the tensors of one of its files those that it names.
+    pub(super) fn keep(&self, file: usize, tensors: &mut Vec<Tensor>) -> Result<()> {
+        let (count, what, mut named) = (tensors.len(), &self.what, Vec::new());
+        reserved(named.try_reserve_exact(count), what, count)?;
+        named.resize(count, false);
+        let name_at = |place: usize| tensors[place].name();
+        let (places, _) = Names::list(what, 0..count, count, name_at)?;
+        let first = self.tensors.partition_point(|noted| ((noted >> 32) as usize) < file);
+        for noted in self.tensors[first..].iter().take_while(|noted| (**noted >> 32) as usize == file) {
+            let Some(name) = Text::at(&self.text[*noted as u32 as usize..]) else { continue };
+            let place = places.get(&name.get(), name_at).map(|place| &mut named[place]);
+            match place {
+                Some(true) => return Err(twice(what, &name.get())),
+                Some(named) => *named = true,
+                None => {
+                    let path = self.folder.join(&self.files[file]);
+                    let why = format!(
+                        "is said to be in {}, which does not have it; get both again",
+                        path.display()
+                    );
+                    return Err(blamed(what, &name.get(), why));
+                }
+            }
+        }
+        let mut named = named.into_iter();
+        tensors.retain(|_| named.next() == Some(true));
+        Ok(())
     }
 
     /// The error for a file that could not be opened, with the number of those that are missing if it is. `path` is the
@@ -87,8 +94,7 @@ impl Index {
             return error;
         };
         let is_missing = |error: std::io::Error| error.kind() == ErrorKind::NotFound;
-        let paths = self.files.iter().map(|file| self.path(file));
-        let missing = paths.filter(|file| fs::metadata(file).is_err_and(is_missing)).count();
+        let missing = self.paths().filter(|file| fs::metadata(file).is_err_and(is_missing)).count();
         let (all, path) = (self.files.len(), path.display());
         let text = format!(
             "{text}; {missing} of the {all} files that the index of {path} names are missing: the download is incomplete, \
@@ -122,76 +128,86 @@ impl Index {
             return Err(malformed(&what, why));
         }
         let text = String::from_utf8(text).map_err(|error| no_json(&what, &error.utf8_error()))?;
-        Self::parse(&what, text, path.parent().unwrap_or_else(|| Path::new("")))
+        Self::parse(what, text, path.parent().unwrap_or_else(|| Path::new("")))
     }
 
     /// Reads the text of an index. `what` is its name for errors; its files are in `folder`.
-    fn parse(what: &str, text: String, folder: &Path) -> Result<Self> {
-        let Map { at: Some(map), count, .. } = Map::look(what, &text)? else { return Err(no_map(what)) };
-        if count == 0 {
-            return Err(malformed(what, "its \"weight_map\" names no tensor"));
+    fn parse(what: String, text: String, folder: &Path) -> Result<Self> {
+        if !json::is_shallow(&text) {
+            return Err(no_json(&what, &"it is nested too deeply"));
         }
-        let mut tensors = Vec::new();
-        reserved(tensors.try_reserve_exact(count), what, count * size_of::<u64>())?;
-        let mut files: HashSet<Cow<'_, str>> = HashSet::new();
-        let (mut wrong, mut before) = (None, None);
-        // No error is possible: `look` has read this object.
-        let _ = Json::at(&text, map).object(|json, tensor| {
-            tensors.push(u64::from(half(&tensor.get())) << 32 | tensor.at as u64);
-            let file = json.string()?;
-            // Most tensors are in the file of the tensor before, whose name was checked.
-            if wrong.is_some() || before == Some(file.raw) {
+        let (mut tensors, most) = (Vec::new(), text.len() / SHORTEST_PAIR + 1);
+        reserved(tensors.try_reserve_exact(most), &what, most * size_of::<u64>())?;
+        let mut files: BTreeMap<String, u64> = BTreeMap::new();
+        let (mut is_there, mut last) = (false, None);
+        let fault = |fault| match fault {
+            Fault::Refused(error) => error,
+            Fault::NoObject => no_map(&what),
+            Fault::Syntax(said, _) => no_json(&what, &said),
+        };
+        let read = json::object(&text, |key, map| {
+            if !key.is(MAP) {
                 return Ok(());
             }
-            before = Some(file.raw);
-            if !is_beside(file) {
-                let file = Unescaped(file);
-                let file = Shown(&file, NAME);
-                let why = format!("is said to be in \"{file}\", which is no name of a file beside the index");
-                wrong = Some(blamed(what, &Unescaped(tensor), why));
-            } else if files.insert(file.get()) && files.len() > FILES {
-                wrong = Some(malformed(what, format!("it names more than {FILES} files; join some of them")));
+            if std::mem::replace(&mut is_there, true) {
+                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
+                return Err(malformed(&what, format!("its {MAP:?} {twice}")));
             }
-            Ok(())
+            let read = json::object(map, |tensor, file| {
+                // Most tensors are in the file of the tensor before, whose name was checked.
+                let number = match last {
+                    Some((name, number)) if name == file => number,
+                    _ => number(&what, &mut files, tensor, file)?,
+                };
+                last = Some((file, number));
+                let quote = json::place(&text, tensor.raw()) - 1;
+                tensors.push(number << 32 | quote as u64);
+                Ok(())
+            });
+            read.map_err(fault)
         });
-        if let Some(wrong) = wrong {
-            return Err(wrong);
+        read.map_err(fault)?;
+        if !is_there {
+            return Err(no_map(&what));
         }
-        let name = |noted: &u64| pair(&text, *noted).0;
-        let order = |a: &u64, b: &u64| (a >> 32).cmp(&(b >> 32)).then_with(|| name(a).compare(name(b)));
-        tensors.sort_unstable_by(order);
-        if let Some(pair) = tensors.windows(2).find(|pair| order(&pair[0], &pair[1]) == Ordering::Equal) {
-            let why = "is there twice, and it is unknown in which file it is; get the index again";
-            return Err(blamed(what, &Unescaped(name(&pair[0])), why));
+        if tensors.is_empty() {
+            return Err(malformed(&what, "its \"weight_map\" names no tensor"));
         }
-        let mut files: Vec<String> = files.into_iter().map(Cow::into_owned).collect();
-        files.sort_unstable();
-        Ok(Self { folder: folder.to_owned(), text, tensors, files })
+        // Numbered as they come up to here, and then as they are sorted.
+        let mut sorted = vec![0; files.len()];
+        files.values().zip(0..).for_each(|(number, place)| sorted[*number as usize] = place);
+        tensors
+            .iter_mut()
+            .for_each(|noted| *noted = sorted[(*noted >> 32) as usize] << 32 | *noted as u32 as u64);
+        tensors.sort_unstable();
+        let files = files.into_keys().collect();
+        Ok(Self { what, folder: folder.to_owned(), text, tensors, files })
     }
 }
 
-/// Half of a name's hash.
-fn half(name: &str) -> u32 {
-    (xxh3_64(name.as_bytes()) >> 32) as u32
-}
-
-/// The name of a noted tensor, and that of its file.
-fn pair(text: &str, noted: u64) -> (Text<'_>, Text<'_>) {
-    let mut json = Json::at(text, (noted as u32 as usize).saturating_sub(1));
-    // No error is possible: both strings were read before.
-    let name = json.string();
-    let file = name.and_then(|name| Ok((name, json.colon_string()?)));
-    file.unwrap_or([Text::checked("", 0, 0, true); 2].into())
+/// The number of a tensor's file, which is a new one where the file was not named before.
+fn number(what: &str, files: &mut BTreeMap<String, u64>, tensor: Text<'_>, file: &str) -> Result<u64> {
+    if tensor.raw().len() > LONGEST_NAME {
+        return Err(blamed(what, &tensor.start(), "has a name longer than 65,535 bytes"));
+    }
+    // An escape has at most six bytes for one.
+    let name = Text::of(file).filter(|name| name.raw().len() <= 6 * LONGEST_FILE).map(Text::get);
+    let Some(name) = name.filter(|name| is_beside(name)) else {
+        let file = shown(file, NAME);
+        let why = format!("is said to be in {file}, which is no name of a file beside the index");
+        return Err(blamed(what, &tensor.start(), why));
+    };
+    let count = files.len();
+    let number = *files.entry(name.into_owned()).or_insert(count as u64);
+    match files.len() > FILES {
+        true => Err(malformed(what, format!("it names more than {FILES} files; join some of them"))),
+        false => Ok(number),
+    }
 }
 
 /// Whether this is the name of a file beside the index, and no path that leads elsewhere.
-fn is_beside(file: Text<'_>) -> bool {
-    // Checked before it is unescaped: an escape has at most six bytes for one.
-    if file.raw.len() > 6 * LONGEST_FILE {
-        return false;
-    }
-    let file = file.get();
-    let name = file.strip_prefix("./").unwrap_or(&file);
+fn is_beside(file: &str) -> bool {
+    let name = file.strip_prefix("./").unwrap_or(file);
     let mut parts = Path::new(name).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
     is_name && file.len() <= LONGEST_FILE
@@ -202,67 +218,7 @@ fn no_map(what: &str) -> Error {
 }
 
 fn no_json(what: &str, said: &dyn std::fmt::Display) -> Error {
-    malformed(what, format!("it is no JSON ({}); get it again", Shown(said, 2 * NAME)))
-}
-
-/// What the first pass over an index finds of the map.
-#[derive(Default)]
-struct Map<'a> {
-    /// Where the map starts in the text. `None`: there is none.
-    at: Option<usize>,
-    /// The number of tensors in it.
-    count: usize,
-    /// While the file of a tensor is being read: the tensor.
-    tensor: Option<Text<'a>>,
-}
-
-impl<'a> Map<'a> {
-    fn look(what: &str, text: &'a str) -> Result<Self> {
-        let (mut map, mut twice) = (Self::default(), false);
-        let mut json = Json::at(text, 0);
-        let result = json.object(|json, key| {
-            if !key.is(MAP) {
-                return json.skip();
-            }
-            if map.at.is_some() {
-                twice = true;
-                return Err(json.fault("this is there twice"));
-            }
-            let start = json.place();
-            json.object(|json, tensor| {
-                map.tensor = Some(tensor);
-                if tensor.raw.len() > LONGEST_NAME {
-                    return Err(json.fault("its name is longer than 65,535 bytes"));
-                }
-                json.string()?;
-                map.tensor = None;
-                map.count += 1;
-                Ok(())
-            })?;
-            map.at = Some(start);
-            Ok(())
-        });
-        match result.and_then(|()| json.end()) {
-            Ok(()) => Ok(map),
-            Err(fault) => Err(map.blame(what, &fault, twice)),
-        }
-    }
-
-    /// The error for a fault in the text.
-    fn blame(&self, what: &str, fault: &JsonFault<'_>, twice: bool) -> Error {
-        match self.tensor {
-            _ if fault.kind() != JsonKind::Other => no_json(what, fault),
-            Some(tensor) => {
-                let why = format!("is said to be in what is no name of a file beside the index ({fault})");
-                blamed(what, &Unescaped(tensor), why)
-            }
-            None if twice => {
-                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
-                malformed(what, format!("its {MAP:?} {twice}"))
-            }
-            None => no_map(what),
-        }
-    }
+    malformed(what, format!("it is no JSON ({said}); get it again"))
 }
 
 /// Finds the files that a path stands for.
@@ -313,8 +269,7 @@ fn of_folder(path: &Path) -> Result<FoundFiles> {
                 .filter_map(|index| index.file_name())
                 .map(|name| name.to_string_lossy())
                 .collect();
-            let names = names.join(", ");
-            let names = Shown(&names, 2 * NAME);
+            let names = shown(&names.join(", "), 2 * NAME);
             return Err(malformed(
                 &what,
                 format!("it has several indexes ({names}); give the path of the one to load"),

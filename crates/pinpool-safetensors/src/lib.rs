@@ -14,7 +14,8 @@
 //! let copier = Copier::builder(&pool, &device).build()?;
 //!
 //! let checkpoint = Checkpoint::open(&folder)?; // or a file, or model.safetensors.index.json; reads headers only
-//! for tensor in checkpoint.loader(&copier).prefix("model.layers.").start()?.blocking() {
+//! let layers = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with("model.layers."));
+//! for tensor in layers.start()?.blocking() {
 //!     let tensor = tensor?; // it is on the device; the tensors behind it are being copied
 //!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
 //! }
@@ -32,11 +33,10 @@
 //! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
 //! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
-//! [first](Loader::first) before the others. A [`Loading`] is an async stream; for threads it has an iterator that waits
-//! ([`Loading::blocking`]), and many threads share it, each of which waits for tensors by name ([`Loading::share`]). All
-//! files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is known by
-//! chunks, and a tensor costs time only when it comes out: the copies of 16,384 tensors of 16 KiB take 5 ms, so a
-//! microsecond for each would take three times as long.
+//! [first](Loader::first) before the others. Tasks await them ([`Loading::next_tensor`]), threads iterate over them
+//! ([`Loading::blocking`]), and many threads share a load, each of which waits for tensors by name ([`Loading::share`]).
+//! All files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is
+//! known by chunks, and a tensor costs time only when it comes out.
 //!
 //! A server with an allocation for each tensor gives the loader their places ([`Loader::places`]). Long tensors are copied
 //! as fast so; short ones are packed on the host and spread on the device.
@@ -65,22 +65,19 @@
 //! A file that was written to after it was opened (its length or its time of modification has changed) is refused by
 //! the next load, since its header may be wrong by now. If it is written to during a load, the load ends with an error
 //! in the place of the file's last tensor. A file that replaces an opened one under the same name is another file, and
-//! is not read. The first 256 files of a checkpoint stay open, so that they are loaded as they were, whatever their names
+//! is not read. The first 128 files of a checkpoint stay open, so that they are loaded as they were, whatever their names
 //! mean by then. Those behind them are opened again when they are read: replaced by another file, they are refused.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
-//! terminal. Show them escaped (`{:?}`), as this crate's errors and events do.
+//! terminal. Show them escaped (`{:?}`), as the errors do.
 
-// This file has what was opened. To read in this order: `header` (what a file says, and whether that can be), `index`
-// (which files there are), `json` (the reader of both, which allocates nothing), `load` (the loader, and where on the
-// device tensors go), `tensor` (what comes out).
+// This file has what was opened. To read in this order: `json` (serde_json, in place), `header` (what a file says, and
+// whether that can be), `index` (which files there are), `load` (the loader, and where on the device tensors go),
+// `tensor` and `shared` (what comes out).
 //
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
-//
-// The crate stands on pinpool's public face.
 
-mod escape;
 mod header;
 mod index;
 mod json;
@@ -88,30 +85,28 @@ mod load;
 mod shared;
 mod tensor;
 
-use std::collections::{HashMap, HashSet, TryReserveError};
-use std::fmt::Display;
+use std::collections::TryReserveError;
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
-use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use self::header::{Header, Metadata, Tensor};
-pub use self::load::{BlockingTensors, LoadCanceller, Loader, Loading};
+use pinpool::copier::Copier;
+use pinpool::{Error, Result};
+
+pub use self::header::{Header, Tensor};
+pub use self::load::{Loader, Loading};
 pub use self::shared::SharedLoad;
 pub use self::tensor::DeviceTensor;
 #[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
-use self::header::{FRONT, HeaderKey, START};
-use self::load::Chosen;
-use pinpool::copier::Copier;
-use pinpool::{Error, Result};
+use self::header::{FRONT, Names, START};
+use self::index::FoundFiles;
 
-use crate::escape::{NAME, Shown};
-
+/// The most characters of a name that messages show.
+const NAME: usize = 200;
 /// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
 const KEPT_OPEN: usize = 128;
 
@@ -130,22 +125,11 @@ const KEPT_OPEN: usize = 128;
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
-    /// For each tensor's name: its shard, and its place there.
-    names: HashMap<HeaderKey, (u32, u32)>,
+    /// All tensors by name: the shard, and the place there.
+    names: Names<(u32, u32)>,
 }
-
-// After a panic of a caller's the values are as sound as before: no call leaves one half changed.
-impl UnwindSafe for Checkpoint {}
-impl RefUnwindSafe for Checkpoint {}
-impl UnwindSafe for DeviceTensor {}
-impl RefUnwindSafe for DeviceTensor {}
-impl UnwindSafe for LoadCanceller {}
-impl RefUnwindSafe for LoadCanceller {}
-impl UnwindSafe for Loading {}
-impl RefUnwindSafe for Loading {}
 
 /// One file.
 #[derive(Debug)]
@@ -159,10 +143,7 @@ struct Shard {
     stamp: Stamp,
     /// In the file's order. Shared with all `DeviceTensor`s of the file.
     tensors: Arc<Vec<Tensor>>,
-    /// Only if the tensors lie side by side: the range of their bytes, and the largest power of two that divides all
-    /// their lengths. They can then go to the device as they are.
-    whole: Option<(Range<u64>, usize)>,
-    metadata: Metadata,
+    metadata: Option<Box<str>>,
 }
 
 /// What changes when a file is written to, and what tells it from any other.
@@ -189,10 +170,9 @@ impl Shard {
         let (file, metadata) = open_regular(path, &name)?;
         let stamp = Stamp::of(&metadata);
         let Header { tensors, metadata } = Header::of_file(&file, &name, stamp.len)?;
-        let whole = side_by_side(&tensors);
         let file = (before < KEPT_OPEN).then(|| Arc::new(file));
         let (path, tensors) = (path.to_owned(), Arc::new(tensors));
-        Ok(Self { file, name, path, stamp, tensors, whole, metadata })
+        Ok(Self { file, name, path, stamp, tensors, metadata })
     }
 
     /// An error if the file was written to or, where it does not stay open, replaced since its header was read.
@@ -219,9 +199,7 @@ impl Shard {
         }
         Ok(())
     }
-}
 
-impl Shard {
     /// The file, opened again where it does not stay open.
     fn file(&self) -> Result<Arc<File>> {
         if let Some(file) = &self.file {
@@ -231,23 +209,6 @@ impl Shard {
         self.compare(&metadata)?;
         Ok(Arc::new(file))
     }
-}
-
-/// See [`Shard::whole`].
-fn side_by_side(tensors: &[Tensor]) -> Option<(Range<u64>, usize)> {
-    let mut lens = 0;
-    let mut whole: Option<Range<u64>> = None;
-    for tensor in tensors.iter().filter(|tensor| !tensor.is_empty()) {
-        lens |= tensor.len();
-        let range = tensor.range();
-        match &mut whole {
-            Some(whole) if whole.end == range.start => whole.end = range.end,
-            Some(_) => return None,
-            None => whole = Some(range),
-        }
-    }
-    // (Alignments end at 2 MiB, so 2^31 is enough.)
-    Some((whole?, 1 << lens.trailing_zeros().min(31)))
 }
 
 /// Opens a regular file. Checked before, since opening a named pipe would wait for its writer.
@@ -269,6 +230,12 @@ fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     if metadata.is_file() { Ok((file, metadata)) } else { Err(no_file()) }
 }
 
+impl std::fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Checkpoint").field("shards", &self.shards).finish_non_exhaustive()
+    }
+}
+
 impl Checkpoint {
     /// Opens a `.safetensors` file, an index (any `.json` file) with the files that it names, or a folder: the index in
     /// it (`*.safetensors.index.json`, with a variant too: `model.safetensors.index.fp16.json`), or else all of its
@@ -284,23 +251,13 @@ impl Checkpoint {
             FoundFiles::Index(index) => index,
         };
         // One path at a time, so that a missing file ends it: an index may name thousands of files.
-        let shards =
-            index.files().iter().zip(0..).map(|(file, before)| Shard::open(&index.path(file), before));
-        let shards = shards.collect::<Result<_>>().map_err(|error| index.incomplete(path, error));
-        let mut shards: Vec<Shard> = shards?;
-        // Tensors that the index does not name are left out.
-        let mut count = 0;
-        for (shard, file) in shards.iter_mut().zip(index.files()) {
-            let mut tensors = std::mem::take(&mut shard.tensors);
-            Arc::make_mut(&mut tensors).retain(|tensor| index.says(tensor.name(), file));
-            count += tensors.len();
-            shard.whole = side_by_side(&tensors);
-            shard.tensors = tensors;
-        }
-        if count < index.len() {
-            return Err(missing(&path.display().to_string(), &index, &shards, count));
-        }
-        Self::of(shards)
+        let shards = index.paths().enumerate().map(|(number, file)| {
+            let mut shard = Shard::open(&file, number).map_err(|error| index.incomplete(path, error))?;
+            // Tensors that the index does not name are left out.
+            index.keep(number, Arc::make_mut(&mut shard.tensors))?;
+            Ok(shard)
+        });
+        Self::of(shards.collect::<Result<_>>()?)
     }
 
     /// Opens several files that belong together and have no index: all tensors of all of them.
@@ -322,21 +279,17 @@ impl Checkpoint {
     /// Lists all tensors by name.
     fn of(shards: Vec<Shard>) -> Result<Self> {
         let count = shards.iter().map(|shard| shard.tensors.len()).sum();
-        let mut names: HashMap<HeaderKey, (u32, u32)> = HashMap::new();
         let what = shards.first().map_or("", |shard| &shard.name);
-        reserved(names.try_reserve(count), what, count.saturating_mul(size_of::<(HeaderKey, (u32, u32))>()))?;
-        for (s, shard) in shards.iter().enumerate() {
-            for (t, tensor) in shard.tensors.iter().enumerate() {
-                // (Both numbers fit: a header has no room for 2^32 tensors, and no memory has room for 2^32 files.)
-                let Some((other, _)) = names.insert(tensor.key(), (s as u32, t as u32)) else {
-                    continue;
-                };
-                if other as usize == s {
-                    return Err(header::twice(&shard.name, tensor.name()));
-                }
-                let why = format!("is in {} too; load them one by one", shards[other as usize].name);
-                return Err(blamed(&shard.name, &tensor.name(), why));
-            }
+        let tensor = |(shard, tensor): (u32, u32)| &shards[shard as usize].tensors[tensor as usize];
+        // (Both numbers fit: a header has no room for 2^32 tensors, and no memory has room for 2^32 files.)
+        let places =
+            (0..).zip(&shards).flat_map(|(s, shard)| (0..shard.tensors.len() as u32).map(move |t| (s, t)));
+        let (names, twice) = Names::list(what, places, count, |place| tensor(place).name())?;
+        if let Some((one, two)) = twice {
+            let [(first, _), (second, _)] = if one < two { [one, two] } else { [two, one] };
+            let (other, what) = (&shards[first as usize].name, &shards[second as usize].name);
+            let why = format!("is in {other} too: it is there twice; load the files one by one");
+            return Err(blamed(what, tensor(one).name(), why));
         }
         Ok(Self { shards: shards.into_iter().map(Arc::new).collect(), names })
     }
@@ -353,19 +306,21 @@ impl Checkpoint {
     }
 
     fn place(&self, name: &str) -> Option<(&Arc<Shard>, u32)> {
-        self.names.get(name).map(|&(shard, tensor)| (&self.shards[shard as usize], tensor))
+        let shard = |shard: u32| &self.shards[shard as usize];
+        let found = self.names.get(name, |(s, tensor)| shard(s).tensors[tensor as usize].name());
+        found.map(|(s, tensor)| (shard(s), tensor))
     }
 
     /// The number of tensors.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.names.len()
+        self.shards.iter().map(|shard| shard.tensors.len()).sum()
     }
 
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.names.is_empty()
+        self.len() == 0
     }
 
     /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).
@@ -374,9 +329,9 @@ impl Checkpoint {
         self.tensors().map(Tensor::len).fold(0, u64::saturating_add)
     }
 
-    /// The metadata of the headers (`__metadata__`), file by file: keys and values, unchecked.
-    pub fn metadata(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.shards.iter().flat_map(|shard| shard.metadata.iter())
+    /// The metadata of the headers that have it (`__metadata__`), file by file: JSON objects of texts.
+    pub fn metadata(&self) -> impl Iterator<Item = &str> {
+        self.shards.iter().filter_map(|shard| shard.metadata.as_deref())
     }
 
     /// The paths of the files, as they were given or found.
@@ -402,9 +357,7 @@ impl Checkpoint {
     /// opened; [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink).
     pub fn tensor(&self, copier: &Copier, name: &str) -> Result<Option<DeviceTensor>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
-        let choose =
-            |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        self.loader(copier).start_with(choose)?.0.next_blocking().transpose()
+        self.loader(copier).only(shard, place).start_waiting()?.next_blocking().transpose()
     }
 }
 
@@ -421,9 +374,28 @@ fn stand_in(start: &[u8]) -> Option<String> {
     let is_text = text.len() + 3 >= start.len().max(FRONT + 3)
         && text.chars().all(|c| !c.is_control() || c.is_ascii_whitespace());
     is_text.then(|| {
-        let shown = Shown(text.trim(), START);
+        let shown = shown(text.trim(), START);
         format!("it is a text in the place of the file, and begins \"{shown}\"; get the file itself")
     })
+}
+
+/// The start of a text from outside as a message shows it: escaped, at most `most` characters, and `...` if there are
+/// more.
+fn shown(text: &str, most: usize) -> String {
+    let (mut shown, mut left) = (String::new(), most);
+    for character in text.chars() {
+        let escaped: String = match character {
+            '"' | '\'' | '\\' => character.into(),
+            _ => character.escape_debug().collect(),
+        };
+        let Some(rest) = left.checked_sub(escaped.chars().count()) else {
+            shown.push_str("...");
+            break;
+        };
+        shown.push_str(&escaped);
+        left = rest;
+    }
+    shown
 }
 
 /// The error for a file that cannot be read.
@@ -444,8 +416,8 @@ fn malformed(what: &str, why: impl Into<String>) -> Error {
 }
 
 /// The error for a fault of one tensor.
-fn blamed(what: &str, tensor: &dyn Display, why: impl Into<String>) -> Error {
-    let tensor = Some(Shown(tensor, NAME).to_string().into());
+fn blamed(what: &str, tensor: &str, why: impl Into<String>) -> Error {
+    let tensor = Some(shown(tensor, NAME).into());
     Error::Malformed { what: what.into(), tensor, why: why.into() }
 }
 
@@ -459,31 +431,4 @@ fn reserved(reserved: Result<(), TryReserveError>, what: &str, bytes: usize) -> 
              group), or free memory"
         ),
     })
-}
-
-/// The error for an index whose files lack a tensor: they have `count` of those that it names.
-fn missing(what: &str, index: &index::Index, shards: &[Shard], count: usize) -> Error {
-    let mut have: HashSet<(&str, &str)> = HashSet::new();
-    if let Err(error) =
-        reserved(have.try_reserve(count), what, count.saturating_mul(size_of::<(&str, &str)>()))
-    {
-        return error;
-    }
-    for (shard, file) in shards.iter().zip(index.files()) {
-        have.extend(shard.tensors.iter().map(|tensor| (tensor.name(), &**file)));
-    }
-    match index.first_not(|tensor, file| have.contains(&(tensor, file))) {
-        Some((tensor, file)) => {
-            let path = index.path(&file.get());
-            let why = format!("is said to be in {}, which does not have it; get both again", path.display());
-            blamed(what, &header::Unescaped(tensor), why)
-        }
-        None => malformed(what, "its files do not have the tensors that it names; get all of it again"),
-    }
-}
-
-/// The files that a path stands for.
-enum FoundFiles {
-    Files(Vec<PathBuf>),
-    Index(index::Index),
 }

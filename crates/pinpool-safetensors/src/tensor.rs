@@ -2,30 +2,13 @@
 
 use std::sync::Arc;
 
-use super::header::Tensor;
+use ::safetensors::Dtype;
 use pinpool::DeviceSlice;
 
-use ::safetensors::Dtype;
+use super::header::Tensor;
 
 /// A tensor on the device. Work submitted to any stream from now on finds the bytes there. The tensors of one file
 /// share a block of device memory, which lives until the last handle to any of them is dropped.
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let path = std::env::temp_dir().join(format!("pinpool-device-tensor-{}.safetensors", std::process::id()));
-/// # let header = br#"{"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]}}"#;
-/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let copier = Copier::builder(&pool, &device).build()?;
-/// # let checkpoint = Checkpoint::open(&path)?;
-/// let tensor = checkpoint.tensor(&copier, "a")?.expect("the file has it");
-/// assert_eq!((tensor.shape(), tensor.address().is_some()), (&[2_usize, 2][..], true));
-/// let bytes = copier.download_vec(tensor.slice().expect("it has elements"))?;
-/// assert_eq!(bytes, b"abcd");
-/// # std::fs::remove_file(path)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
 #[derive(Clone)]
 pub struct DeviceTensor {
     /// The list of all tensors of its file, which all handles share, and its index there: so a handle takes the same

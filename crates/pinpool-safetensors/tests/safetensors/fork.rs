@@ -7,7 +7,7 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
 use pinpool::{Error, Result};
-use pinpool_safetensors::{Checkpoint, DeviceTensor, LoadCanceller, Loading, SharedLoad};
+use pinpool_safetensors::{Checkpoint, DeviceTensor, Loading, SharedLoad};
 
 use super::support::own_process;
 use super::support::process::forked;
@@ -29,7 +29,7 @@ fn a_child_is_told_by_every_load() {
     let load = || checkpoint.loader(&copier).start().unwrap();
     let (loading, dropped, shared) = (Cell::new(Some(load())), Cell::new(Some(load())), load().share());
     type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
-    let cases: [Case<'_>; 6] = [
+    let cases: [Case<'_>; 5] = [
         (
             "a load",
             Box::new(|| {
@@ -50,19 +50,12 @@ fn a_child_is_told_by_every_load() {
         (
             "a load that is dropped",
             Box::new(|| {
-                loading.take().unwrap().canceller().cancel();
+                loading.take().unwrap().cancel();
                 drop(dropped.take());
                 true
             }),
         ),
         ("a shared load", Box::new(|| is_forked(shared.take("a")))),
-        (
-            "a shared load, by a task",
-            Box::new(|| {
-                let next = pin!(shared.take_async("a")).poll(&mut Context::from_waker(Waker::noop()));
-                matches!(next, Poll::Ready(Err(Error::Forked)))
-            }),
-        ),
         ("a new load", Box::new(|| is_forked(checkpoint.loader(&copier).start()))),
     ];
     for (what, case) in &cases {
@@ -77,7 +70,7 @@ fn a_child_is_told_by_every_load() {
 #[test]
 fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     fn is<T: Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
-    is::<(Checkpoint, DeviceTensor, Loading, LoadCanceller)>();
+    is::<(Checkpoint, DeviceTensor, Loading)>();
     fn is_shared<T: Send + Sync>() {}
     is_shared::<SharedLoad>();
 }

@@ -67,6 +67,12 @@ fn lies_about_a_tensor_name_it() {
         ),
         (r#"{"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#.into(), 2, "x", "belong to no tensor"),
         (r#"{"x":7}"#.into(), 0, "x", "described"),
+        (r#"{"x":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}}"#.into(), 1, "x", "described"),
+        (r#"{"x":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}"#.into(), 1, "x", "whole numbers"),
+        (r#"{"x":{"dtype":"U8","shape":[[1]],"data_offsets":[0,1]}}"#.into(), 1, "x", "whole numbers"),
+        (r#"{"x":{"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "no type"),
+        (r#"{"x":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "twice"),
+        (r#"{"x":{"\ud800":1,"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "surrogate"),
         // Twice: which of them is meant?
         (
             format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}}}"#),
@@ -104,6 +110,9 @@ fn lies_about_the_whole_are_refused() {
         ("\u{0}", 0, "no JSON object"),
         (r#"{"__metadata__":{"n":1}}"#, 0, "metadata"),
         (r#"{"__metadata__":"text"}"#, 0, "metadata"),
+        (r#"{"__metadata__":{"a":"\ud800"}}"#, 0, "metadata"),
+        (r#"{"__metadata__":{"\ud800":"a"}}"#, 0, "metadata"),
+        (r#"{"__metadata__":{"a":"b"},}"#, 0, "no JSON object"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "metadata"),
         (r#"{"a":{"dtype":"U8""#, 0, "no JSON object"),
         ("{} x", 0, "no JSON object"),
@@ -226,9 +235,11 @@ fn no_elements_along_one_axis_are_none_in_all() {
 #[test]
 fn an_empty_file_of_the_format_is_fine() {
     let header = parse(&with_header("{}", [])).unwrap();
-    assert!(header.tensors.is_empty() && header.metadata.is_empty());
+    assert!(header.tensors.is_empty() && header.metadata.is_none());
     let header = parse(&with_header(r#"{"__metadata__":{"b":"2","a":"1"}}      "#, [])).unwrap();
-    assert_eq!(header.metadata.iter().collect::<Vec<_>>(), [("b", "2"), ("a", "1")]);
+    assert_eq!(header.metadata.as_deref(), Some(r#"{"b":"2","a":"1"}"#));
+    let header = parse(&with_header(r#"{"__metadata__":null}"#, [])).unwrap();
+    assert!(header.metadata.is_none());
 }
 
 /// Types whose elements are no whole bytes, and those of a byte that came later.

@@ -7,10 +7,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::fmt::Write;
-use std::fs::File;
 
 use pinpool::Error;
-use pinpool_safetensors::{Checkpoint, Header};
+use pinpool_safetensors::Checkpoint;
 
 use super::{Folder, file, made, with_header};
 
@@ -132,22 +131,19 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
         ("axes", format!(r#"{{"a":{{"dtype":"U8","shape":[{}1]}}}}"#, "1,".repeat(BYTES / 2))),
         ("nothing of the kind", format!("\"{escaped}\"")),
         ("brackets", "[".repeat(BYTES)),
+        ("brackets in a tensor", format!(r#"{{"a":{}"#, "[".repeat(BYTES))),
+        ("half of a pair", format!(r#"{{"__metadata__":{{"a":"{escaped}\\ud800"}}}}"#)),
+        ("a name with half of a pair", format!(r#"{{"{escaped}\\ud800":{none}}}"#)),
     ];
     let folder = Folder::new();
     for (what, header) in headers {
         // A byte that belongs to nothing, or its lack, where nothing else is wrong.
         let path = folder.put("a.safetensors", with_header(&header, [0]));
-        let opened = File::open(&path).unwrap();
-        for way in ["read", "open"] {
-            let (error, most) = peak(|| match way {
-                "read" => Header::read(&opened, "it").map(drop).unwrap_err(),
-                _ => Checkpoint::open(&path).map(drop).unwrap_err(),
-            });
-            let ratio = most / header.len() as f64;
-            assert!(matches!(error, Error::Malformed { .. }), "{what}: {error}");
-            assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes ({way})");
-            assert!(error.to_string().len() < 4000, "{what}");
-        }
+        let (error, most) = peak(|| Checkpoint::open(&path).map(drop).unwrap_err());
+        let ratio = most / header.len() as f64;
+        assert!(matches!(error, Error::Malformed { .. }), "{what}: {error}");
+        assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
+        assert!(error.to_string().len() < 4000, "{what}");
     }
 }
 
@@ -172,7 +168,7 @@ fn a_header_that_is_accepted_costs_five_times_its_bytes_at_most() {
         let (checkpoint, most) = peak(|| Checkpoint::open(&path).unwrap());
         let ratio = most / header.len() as f64;
         assert!(ratio <= 5.0, "{number}: {ratio:.2} times its bytes");
-        assert!(!checkpoint.is_empty() || checkpoint.metadata().count() > 10_000);
+        assert!(!checkpoint.is_empty() || checkpoint.metadata().any(|text| text.len() > 100_000));
     }
 }
 
@@ -190,6 +186,7 @@ fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
         ("a name", format!(r#"{{"weight_map":{{"{escaped}":"1"}}}}"#)),
         ("a file", format!(r#"{{"weight_map":{{"a":"{escaped}"}}}}"#)),
         ("something else", format!(r#"{{"{escaped}":"{escaped}"}}"#)),
+        ("brackets", format!(r#"{{"metadata":{}"#, "[".repeat(INDEX))),
         ("a list", filled_to(INDEX, r#"{"metadata":["#, "]}", |t, _| t.push_str("[]"))),
     ] {
         let path = folder.put("model.safetensors.index.json", &index);

@@ -35,17 +35,16 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     let copier = rig.copier();
     let (tensors, checkpoint) = checkpoint(&folder);
     let all = rig.emptied();
-    let loader = || checkpoint.loader(&copier).timeout(SOON);
+    let soon = copier.with_timeout(SOON);
+    let loader = || checkpoint.loader(&soon);
     let since = Instant::now();
     let ends = [
         loader().load().map(drop).unwrap_err(),
         loader().start().unwrap().next_blocking().unwrap().map(drop).unwrap_err(),
         block_on(loader().start().unwrap().next_tensor()).unwrap().map(drop).unwrap_err(),
         loader().start().unwrap().share().take("t00").map(drop).unwrap_err(),
-        block_on(loader().start().unwrap().share().take_async("t23")).map(drop).unwrap_err(),
-        checkpoint.loader(&copier.with_timeout(SOON)).load().map(drop).unwrap_err(),
     ];
-    assert!(since.elapsed() >= SOON * 6);
+    assert!(since.elapsed() >= SOON * 4);
     for error in ends {
         let text = error.to_string();
         assert!(error.is_retryable() && matches!(error, Error::Timeout(_)), "{text}");
@@ -55,7 +54,7 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     }
     drop(all);
     rig.all_is_back();
-    let loaded = checkpoint.loader(&copier).timeout(HANG).load().unwrap();
+    let loaded = checkpoint.loader(&copier.with_timeout(HANG)).load().unwrap();
     arrived(&copier, &loaded, &tensors.iter().collect::<Vec<_>>());
     rig.all_is_back();
 }
@@ -69,21 +68,23 @@ fn a_load_that_is_dropped_is_cancelled() {
     let (_, checkpoint) = checkpoint(&folder);
     let gone: [fn(Loading); 4] = [
         drop,
-        |loading| {
+        |mut loading| {
             // A task that has waited, and does no more.
-            let (load, mut cx) = (loading.share(), std::task::Context::from_waker(std::task::Waker::noop()));
-            assert!(std::pin::pin!(load.take_async("t23")).poll(&mut cx).is_pending());
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(std::pin::pin!(loading.next_tensor()).poll(&mut cx).is_pending());
         },
         |loading| drop(loading.share()),
         |mut loading| drop(block_on(loading.next_tensor()).unwrap().unwrap()),
     ];
     for gone in gone {
         let loading = checkpoint.loader(&copier).start().unwrap();
-        let handle = loading.canceller();
+        let since = Instant::now();
         gone(loading);
-        until("it goes on", || handle.progress().over);
-        let progress = handle.progress();
-        assert!(progress.done < progress.total && progress.total == 3 << 20, "{progress:?}");
+        until("it goes on", || {
+            let stats = rig.pool.stats();
+            stats.checked_out_bytes + stats.in_flight_bytes == 0
+        });
+        assert!(since.elapsed() < HANG / 2, "{:?}", since.elapsed());
         rig.all_is_back();
     }
 }
@@ -93,9 +94,7 @@ fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
     let (rig, folder) = (Rig::plain(), Folder::new());
     let copier = rig.builder().rate(1 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
-    let loading = checkpoint.loader(&copier).start().unwrap();
-    let handle = loading.canceller();
-    let load = loading.share();
+    let load = checkpoint.loader(&copier).start().unwrap().share();
     let other = load.clone();
     let waits = std::thread::spawn(move || other.take("t23").unwrap().unwrap().shape()[0]);
     let mut seen = Vec::new();
@@ -109,48 +108,9 @@ fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
     });
     assert!(seen.is_sorted() && load.left() == COUNT, "{seen:?}");
     assert_eq!(waits.join().unwrap(), 128 << 10);
-    let (one, two) = (handle.progress(), load.progress());
-    assert_eq!((one, one.done, one.landed_to), (two, 3 << 20, 3 << 20));
-    assert!(one.over && one.elapsed > Duration::ZERO);
+    let progress = load.progress();
+    assert_eq!((progress.done, progress.landed_to), (3 << 20, 3 << 20));
+    assert!(progress.over && progress.elapsed > Duration::ZERO);
     drop(load);
-    rig.all_is_back();
-}
-
-/// Each wants its own tensors, in its own order; some give up.
-#[test]
-fn tasks_and_threads_share_a_load() {
-    let (rig, folder) = (Rig::late(), Folder::new());
-    let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
-    let (tensors, checkpoint) = checkpoint(&folder);
-    for copier in copiers.iter().cycle().take(20) {
-        let load = checkpoint.loader(copier).start().unwrap().share();
-        std::thread::scope(|scope| {
-            for user in 0..6 {
-                let (load, tensors) = (&load, &tensors);
-                scope.spawn(move || {
-                    for n in (0..COUNT).filter(|n| n % 6 == user).rev() {
-                        let name = &tensors[n].name;
-                        if user % 3 == 0 {
-                            assert!(load.take(name).unwrap().is_some());
-                            continue;
-                        }
-                        if user % 3 == 1 {
-                            // Polled, and dropped.
-                            let mut polled = std::pin::pin!(load.take_async(name));
-                            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-                            if let std::task::Poll::Ready(taken) = polled.as_mut().poll(&mut cx) {
-                                assert!(taken.unwrap().is_some());
-                                continue;
-                            }
-                        }
-                        assert!(block_on(load.take_async(name)).unwrap().is_some(), "{name}");
-                        assert!(block_on(load.take_async(name)).unwrap().is_none(), "it comes out once");
-                    }
-                });
-            }
-        });
-        assert_eq!(load.left(), 0);
-        drop(load);
-    }
     rig.all_is_back();
 }
