@@ -53,7 +53,7 @@
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done, [`Stream::hold_captured`] for as long as a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
 //! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_pages`] and [`Copier::download_pages`] for pinned blocks |
 //! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the crate `pinpool-safetensors` |
-//! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
+//! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
 //! | serve from tasks | [`Pool::checkout_async`]; the handles of copies are futures; `operations.md` (Async servers) lists the calls that block |
 //! | end | [`Pool::trim`], [`Pool::shutdown`]; [`Device::close`] waits until the driver has everything back. Dropping never waits, and buffers that are out stay usable |

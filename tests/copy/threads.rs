@@ -126,7 +126,10 @@ impl Waiter {
     fn run(&self) -> Result<(), Error> {
         let sent = self.copier.upload(vec![7; LEN], &self.memory).map_err(|refused| refused.error)?;
         match self.tries {
-            Tries::Start => Ok(drop(sent)),
+            Tries::Start => {
+                drop(sent);
+                Ok(())
+            }
             Tries::Wait => sent.wait().map(drop).map_err(|refused| refused.error),
             Tries::Order => sent.order(&self.stream),
         }

@@ -74,7 +74,7 @@ fn handles_print_what_they_are() {
         out.push(buf);
     }
     let sent = stream.upload(buf, &memory).unwrap();
-    assert_eq!(format!("{sent:?}"), "InFlight { sequence numbers: [1], .. }");
+    assert_eq!(format!("{sent:?}"), "InFlight { seq: 1, .. }");
     drop(sent);
     let claimed = pool.checkout_on(&stream, LEN).unwrap();
     assert_eq!(format!("{claimed:?}"), "StreamBuf { capacity: 4096, claimed: true }");

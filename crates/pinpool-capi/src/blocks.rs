@@ -1,8 +1,7 @@
 //! The blocks that C has, found by any address inside them.
 //!
-//! A block that was held is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The buffer
-//! goes back to its pool with the last. So freeing a block never waits, and a block that a device still reads is not
-//! reused.
+//! A block is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The buffer goes back to
+//! its pool with the last. So freeing a block never waits, and a block that a device still reads is not reused.
 //!
 //! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate and free at the same
 //! time therefore take different locks. An address is looked for in the calling thread's part first, then in the others.
@@ -16,7 +15,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crossbeam::utils::CachePadded;
-
 use parking_lot::Mutex;
 use pinpool::{PinnedBuf, Stream};
 
@@ -26,43 +24,12 @@ const PARTS: usize = 32;
 /// A block that C has.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) buf: Buf,
+    /// Shared with the holds on it.
+    pub(super) buf: Arc<PinnedBuf>,
     /// The address of its first byte.
     pub(super) start: usize,
     /// The length that C asked for.
     pub(super) len: usize,
-}
-
-/// The buffer of a block.
-#[derive(Debug)]
-pub(super) enum Buf {
-    /// It was never held, which saves an allocation.
-    Own(PinnedBuf),
-    Shared(Arc<PinnedBuf>),
-    /// Only while a panic leaves [`Block::share`].
-    Gone,
-}
-
-impl Block {
-    /// A reference for a hold.
-    pub(super) fn share(&mut self) -> Option<Arc<PinnedBuf>> {
-        let shared = match std::mem::replace(&mut self.buf, Buf::Gone) {
-            Buf::Own(buf) => Arc::new(buf),
-            Buf::Shared(buf) => buf,
-            Buf::Gone => return None,
-        };
-        self.buf = Buf::Shared(shared.clone());
-        Some(shared)
-    }
-
-    /// Whether no hold has a reference. If so, what the holds covered comes before what the caller does next.
-    pub(super) fn is_idle(&mut self) -> bool {
-        match &mut self.buf {
-            Buf::Own(_) => true,
-            Buf::Shared(buf) => Arc::get_mut(buf).is_some(),
-            Buf::Gone => false,
-        }
-    }
 }
 
 /// The streams that a part knows at most.

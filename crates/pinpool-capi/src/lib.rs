@@ -34,11 +34,12 @@ mod blocks;
 mod status;
 
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use status::*;
 
-use self::blocks::{Block, Blocks, Buf};
+use self::blocks::{Block, Blocks};
 use self::status::{Fault, status};
 use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, Request, Stream, Unpinned};
 
@@ -254,7 +255,7 @@ pub unsafe extern "C" fn pinpool_alloc(
             limit => opened.pool.checkout_timeout(request, Duration::from_millis(limit)),
         }?;
         let start = buf.as_mut_ptr();
-        opened.blocks.enter(Block { buf: Buf::Own(buf), start: start.addr(), len: bytes });
+        opened.blocks.enter(Block { buf: Arc::new(buf), start: start.addr(), len: bytes });
         // SAFETY: as above.
         unsafe { block.write(start.cast()) };
         Ok(())
@@ -396,7 +397,7 @@ pub unsafe extern "C" fn pinpool_is_idle(
         let opened = unsafe { known(pool) }?;
         // The devices' threads end holds from time to time: this looks now.
         opened.devices.iter().for_each(|device| _ = device.reap());
-        let alone = opened.blocks.with(address.addr(), Block::is_idle);
+        let alone = opened.blocks.with(address.addr(), |block| Arc::get_mut(&mut block.buf).is_some());
         // SAFETY: the caller's, and not null.
         unsafe { idle.write(alone.ok_or(Fault::NoBlock(address.addr()))?.into()) };
         Ok(())
@@ -527,7 +528,7 @@ unsafe fn hold(
     device: Option<&str>,
     raw: *mut c_void,
 ) -> Result<(), Fault> {
-    let buf = opened.blocks.with(address.addr(), Block::share).flatten();
+    let buf = opened.blocks.with(address.addr(), |block| block.buf.clone());
     let buf = buf.ok_or(Fault::NoBlock(address.addr()))?;
     let index = match device {
         None => Some(0),

@@ -8,12 +8,12 @@
 //! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
 //! files of each numbered set (`model-00002-of-00003`).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use super::header::{Names, Tensor, twice};
+use super::header::{Tensor, twice};
 use super::json::{self, Fault, LONGEST_NAME, Text};
 use super::{NAME, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
@@ -63,12 +63,13 @@ impl Index {
         let (count, what, mut named) = (tensors.len(), &self.what, Vec::new());
         reserved(named.try_reserve_exact(count), what, count)?;
         named.resize(count, false);
-        let name_at = |place: usize| tensors[place].name();
-        let (places, _) = Names::list(what, 0..count, count, name_at)?;
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        reserved(places.try_reserve(count), what, count.saturating_mul(size_of::<(&str, usize)>()))?;
+        places.extend(tensors.iter().map(Tensor::name).zip(0..));
         let first = self.tensors.partition_point(|noted| ((noted >> 32) as usize) < file);
         for noted in self.tensors[first..].iter().take_while(|noted| (**noted >> 32) as usize == file) {
             let Some(name) = Text::at(&self.text[*noted as u32 as usize..]) else { continue };
-            let place = places.get(&name.get(), name_at).map(|place| &mut named[place]);
+            let place = places.get(&*name.get()).map(|place| &mut named[*place]);
             match place {
                 Some(true) => return Err(twice(what, &name.get())),
                 Some(named) => *named = true,

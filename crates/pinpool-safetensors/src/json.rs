@@ -77,8 +77,11 @@ impl<'de, F: FnMut(Text<'de>, &'de str) -> Result<()>> Visitor<'de> for Entries<
 }
 
 /// Whether arrays and objects are nested no deeper than they may be. (serde_json notes a byte for each level of a value
-/// that it skips, and has no limit there.)
+/// that it skips, and has no limit there. A text that is not mostly brackets is not looked at: the notes are short.)
 pub(super) fn is_shallow(text: &str) -> bool {
+    if text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count() <= text.len() / 8 {
+        return true;
+    }
     let (mut depth, mut bytes) = (0_usize, text.bytes());
     while let Some(byte) = bytes.next() {
         match byte {

@@ -603,11 +603,11 @@ impl Loading {
         let has_bytes = part.transfer.is_some();
         // The transfer is over, or about to be: all of its copies are complete, or it has failed.
         let over = match (&mut part.transfer, &mut cx) {
-            (None, _) => Ok(()),
-            (Some(transfer), Some(cx)) => ready!(Pin::new(transfer).poll(cx)).map(drop),
-            (transfer, None) => transfer.take().map_or(Ok(()), |transfer| transfer.wait().map(drop)),
+            (None, _) => None,
+            (Some(transfer), Some(cx)) => Some(ready!(Pin::new(transfer).poll(cx))),
+            (transfer, None) => transfer.take().map(Transfer::wait),
         };
-        let over = over.map_err(|refused| refused.error);
+        let over = over.map_or(Ok(()), |over| over.map(drop).map_err(|refused| refused.error));
         // Checked after the last byte was read.
         let over = over.and_then(|()| if has_bytes { part.shard.unchanged() } else { Ok(()) });
         let tensor = part.tensors().next().map(|tensor| shown(tensor.name(), NAME).into());

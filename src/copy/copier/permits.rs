@@ -12,7 +12,7 @@ use crate::locks::Mutex;
 
 /// By so much a copy may come late without lowering the rate.
 const SLACK: Duration = Duration::from_millis(10);
-/// As good as never.
+/// Effectively infinite.
 const FAR: Duration = Duration::from_secs(1 << 30);
 
 /// See the module's page.

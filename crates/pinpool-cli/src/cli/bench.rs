@@ -381,7 +381,8 @@ impl BenchSetup {
             let (from, to) = (order(number) * PIECE, number * PIECE);
             Ok((&source[from..from + PIECE], self.copies.memory.slice(to..to + PIECE)?))
         };
-        let pieces: Vec<_> = (0..all).map(piece).collect::<Result<_, Error>>()?;
+        let count = if figure == Pieces { all } else { 0 };
+        let pieces: Vec<_> = (0..count).map(piece).collect::<Result<_, Error>>()?;
         self.copies.once(to, order, |copies| {
             match figure {
                 LinkUp | LinkDown | Memcpy => copies.plain(to, streams)?,
