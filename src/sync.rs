@@ -14,7 +14,7 @@
 //! | mode | when | `light` | `heavy` |
 //! | --- | --- | --- | --- |
 //! | membarrier | the kernel registered it | compiler fence | the call |
-//! | fences | loom, and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
+//! | fences | loom, kernels without the call, `PINPOOL_FENCES=1` | `fence(SeqCst)` | `fence(SeqCst)` |
 //! | read-modify-write | sanitizers (`--cfg pinpool_rmw`) | see `freelist::cache` | see there |
 //!
 //! (Loom models only fences as sequentially consistent. Sanitizers do not model fences at all.)
@@ -25,23 +25,10 @@
 //!
 //! # When the call is refused later
 //!
-//! A sandbox (seccomp) that is installed after the first pool was built can refuse a call that the kernel granted
-//! before. Pools that are built after that find it out at once, and use the second mode. A pool that was built before
-//! finds out when it first works on thread caches ([`heavy`] returns `false`). It then goes over to the second mode for
-//! good, where that is sound. Owners of that pool's caches have executed no fence so far. So of each owner it must be
-//! known that it has seen its permit revoked, and that what it wrote is visible. This is known
-//!
-//! - of a cache that no thread leases: leases begin and end under the pool's lock, which the cold side holds;
-//! - of the cache of the thread that asks;
-//! - of an owner that has come to its cache since, found no permit, and executed a fence (`freelist::cache`,
-//!   `Gate::enter`);
-//! - of an owner that is blocked in the kernel, as the kernel reports ([`is_blocked`](crate::os::barrier::is_blocked)).
-//!
-//! The cold side waits for all other owners. Each of them sooner or later meets one of the last two conditions, unless
-//! it computes without a system call. After [`PROOF_TIMEOUT`], or where `/proc` does not tell, no sound way is left:
-//! the process is aborted, with the reason on stderr. (No other call would do: a change of page protection no longer
-//! interrupts the other processors on every machine, and a sandbox that refuses this call may refuse any.) What one
-//! pool finds out changes nothing for other pools: each goes over by itself.
+//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before. Owners
+//! of that pool's caches have executed no fence, so nothing is known of them, and no other call interrupts the other
+//! processors on every machine. The process ends then, with the reason on stderr. A program with such a sandbox sets
+//! `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
 //!
 //! # Under loom
 //!
@@ -191,8 +178,12 @@ pub(crate) fn asymmetric() -> bool {
     #[cfg(not(any(loom, pinpool_rmw)))]
     {
         static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        let register = || {
+            let fences = std::env::var_os("PINPOOL_FENCES").is_some_and(|value| value == "1");
+            !fences && crate::os::barrier::membarrier_register()
+        };
         // The call is tried each time: a sandbox may have been installed since the last time.
-        *REGISTERED.get_or_init(crate::os::barrier::membarrier_register) && crate::os::barrier::membarrier()
+        *REGISTERED.get_or_init(register) && crate::os::barrier::membarrier()
     }
 }
 
@@ -202,56 +193,24 @@ pub(crate) fn asymmetric() -> bool {
 pub(crate) fn light() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(all(loom, not(test)))]
+    #[cfg(loom)]
     fence(Ordering::SeqCst);
-    #[cfg(all(loom, test))]
-    if !REFUSED.get() {
-        fence(Ordering::SeqCst);
-    }
 }
 
 /// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence on the
-/// frequent side. `false`: the call is refused, and nothing is known of threads that execute only [`light`].
-#[must_use = "owners may not have fenced"]
-pub(crate) fn heavy(both: bool) -> bool {
+/// frequent side. Ends the process if the call is refused: nothing is known of threads that execute only [`light`].
+pub(crate) fn heavy(both: bool) {
     fence(Ordering::SeqCst);
-    #[cfg(all(test, loom))]
-    {
-        both || !REFUSED.get()
-    }
-    #[cfg(all(any(loom, pinpool_rmw), not(all(test, loom))))]
-    {
-        let _ = both;
-        true
-    }
     #[cfg(not(any(loom, pinpool_rmw)))]
-    {
-        both || crate::os::barrier::membarrier()
+    if !both && !crate::os::barrier::membarrier() {
+        crate::os::barrier::die(
+            "the system call membarrier is refused, although it was granted when the pool was built: a buffer could \
+             get two owners. Install the sandbox before the first pool is built, let it grant membarrier, or set \
+             PINPOOL_FENCES=1.",
+        );
     }
-}
-
-/// For how long the cold side waits for owners where the call is refused. See the head of this module.
-pub(crate) const PROOF_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
-
-/// The number of this thread, for [`is_known`]. (All threads of a model have one number.)
-pub(crate) fn thread_number() -> u32 {
-    if cfg!(loom) { 0 } else { crate::os::barrier::thread_number() }
-}
-
-/// Whether all that the thread with this number has written is visible to the calling thread, and all that the calling
-/// thread has written is visible to it: it is the calling thread, or it is blocked in the kernel. (Models have no
-/// kernel: there this holds of no thread.)
-pub(crate) fn is_known(thread: u32) -> bool {
-    !cfg!(loom) && (thread == thread_number() || crate::os::barrier::is_blocked(thread))
-}
-
-/// Waits briefly for other threads to go on.
-pub(crate) fn pause() {
-    #[cfg(loom)]
-    loom::thread::yield_now();
-    // Asleep and thus blocked: another cold side may be waiting to see this thread blocked.
-    #[cfg(not(loom))]
-    std::thread::sleep(std::time::Duration::from_micros(100));
+    #[cfg(any(loom, pinpool_rmw))]
+    let _ = both;
 }
 
 /// Those kinds of the crate's own threads on which a wait could be for the thread itself. Foreign code (wakers, drops
@@ -325,16 +284,6 @@ pub(crate) fn step() {
 std::thread_local! {
     /// The running model is of a machine without the call.
     static THREAD_FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-    /// The running model is of a machine that refuses the call after it granted it.
-    static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-}
-
-/// The same as [`model`], for a machine that refuses the call when it is first made.
-#[cfg(all(test, loom))]
-pub(crate) fn model_refused(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
-    REFUSED.set(true);
-    model(name, preemptions, run);
-    REFUSED.set(false);
 }
 
 /// The same as [`model`], for a machine without the asymmetric fence. (All threads of a model run on this one.)

@@ -224,7 +224,7 @@ impl CentralPool {
         let idle = core.table.idle((!self.config.timeless).then(Instant::now));
         let helps = |placement| self.could_help(core, placement, idle.iter());
         if !idle.is_empty() && placement.is_none_or(helps) {
-            self.gate.revoke(&idle, &core.table, |mut held| {
+            self.gate.revoke(&idle, |mut held| {
                 held.drain_all(|_, chain| {
                     any = true;
                     // SAFETY: as above.
@@ -243,7 +243,7 @@ impl CentralPool {
         let most = table.caches().max_by_key(|cache| cache.cached(class));
         let Some(most) = most.filter(|most| most.cached(class) > 0) else { return false };
         let most = most.clone();
-        self.gate.revoke(std::slice::from_ref(&most), table, |mut held| {
+        self.gate.revoke(std::slice::from_ref(&most), |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
             // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
             unsafe { arena.give_chain(held.drain(class, half)) };

@@ -25,8 +25,6 @@
 //!
 //! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit [`mode::FENCED`] is always
 //! set. Then no thread cache has a permit, and owners come in through [`Gate::enter`], where they execute a real fence.
-//! A gate whose `membarrier` is refused later sets that bit at that moment, for good ([`Gate::quiesce`] and
-//! [`Gate::revoke`] do so).
 //!
 //! # What a hit writes
 //!
@@ -48,7 +46,6 @@
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::descriptor::{Chain, Descriptor};
 use super::transfer::{BATCH, TransferCache};
@@ -136,9 +133,6 @@ pub(crate) struct ThreadCache {
     class_counts: [ClassCounts; LISTS],
     /// The gate that the thread cache belongs to. It is only compared.
     home: *const Gate,
-    /// 1 once the owner has found [`mode::FENCED`] in the gate's mode and has executed a fence. A thread that sees this
-    /// sees all that the owner did before, and the owner's next way in is by a fence, too.
-    knows_fenced: AtomicU32,
     /// The number of times that a list was granted room. Only the holder of the cache uses it, as with the lists.
     grants: AtomicU64,
     /// The bytes for which the lists have room. Only the holder of the cache uses it.
@@ -167,7 +161,6 @@ macro_rules! blank {
             class_lists: $class_lists,
             class_counts: $class_counts,
             home: $home,
-            knows_fenced: AtomicU32::new(0),
             grants: AtomicU64::new(0),
             rooms: AtomicU64::new(0),
             #[cfg(all(test, loom))]
@@ -332,11 +325,6 @@ impl ThreadCache {
             std::array::from_fn(|_| ClassList::new()),
             std::array::from_fn(|_| ClassCounts::new())
         )
-    }
-
-    #[cfg(all(test, loom))]
-    pub(crate) fn has_seen_fenced(&self) -> bool {
-        self.knows_fenced.load(Ordering::Relaxed) != 0
     }
 
     #[inline(always)]
@@ -732,8 +720,7 @@ impl Gate {
     /// [`Gate::enter_by_permit`], also for gates in [`mode::FENCED`], whose owners execute a fence of their own.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Relaxed: once the bit is set it stays. An owner that does not see it yet finds no permit, or is waited for in
-        // `go_over_to_fences`.
+        // Relaxed: the bit never changes.
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.enter_by_permit(cache);
         }
@@ -756,11 +743,6 @@ impl Gate {
             // Acquire: pairs with the releases in `readmit` and `revoke`, as in `enter_by_permit`.
             self.mode.load(Ordering::Acquire)
         };
-        // Loaded first, to spare the store: it is nearly always set.
-        if cache.knows_fenced.load(Ordering::Relaxed) == 0 {
-            // Release: pairs with the acquire in `go_over_to_fences`.
-            cache.knows_fenced.store(1, Ordering::Release);
-        }
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
@@ -770,7 +752,7 @@ impl Gate {
     pub(crate) fn quiesce(&self, bits: u32, table: &CacheTable) {
         // AcqRel: pairs with the read-modify-write in `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
-        self.revoke_and_wait(table.caches(), bits, table);
+        self.revoke_and_wait(table.caches());
     }
 
     /// Clears `bits`, and admits owners again if no other bit is left. The caller holds the central pool's lock.
@@ -783,19 +765,14 @@ impl Gate {
     /// Runs `work` on some thread caches while other owners go on. The caller holds the central pool's lock.
     ///
     /// In [`mode::FENCED`] owners look at the mode, which is the same for all: then all owners are kept out.
-    pub(crate) fn revoke(
-        &self,
-        caches: &[Arc<ThreadCache>],
-        table: &CacheTable,
-        mut work: impl FnMut(HeldCache<'_>),
-    ) {
-        // Relaxed: the bit is set under the lock only, for good.
+    pub(crate) fn revoke(&self, caches: &[Arc<ThreadCache>], mut work: impl FnMut(HeldCache<'_>)) {
+        // Relaxed: the bit never changes.
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
         if fenced {
             // AcqRel: as in `quiesce`.
             self.mode.fetch_or(mode::INSPECT, Ordering::AcqRel);
         }
-        let fenced = self.revoke_and_wait(caches.iter(), mode::INSPECT, table) || fenced;
+        self.revoke_and_wait(caches.iter());
         caches.iter().for_each(|cache| work(HeldCache { cache }));
         let left = if fenced {
             // Release: as in `readmit`.
@@ -808,61 +785,18 @@ impl Gate {
     }
 
     /// Revokes the permits of these thread caches and waits until none of their owners is inside. A caller that sets
-    /// bits of the mode has set them before. `true`: the gate has gone over to [`mode::FENCED`] in this call, and then
-    /// `bits` were set, too.
-    fn revoke_and_wait<'a>(
-        &self,
-        caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone,
-        bits: u32,
-        table: &CacheTable,
-    ) -> bool {
+    /// bits of the mode has set them before.
+    fn revoke_and_wait<'a>(&self, caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone) {
         // Relaxed: before the fence, which pairs with `light` in `enter_by_permit`.
         caches.clone().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
-        // Relaxed: the bit is set under the lock only, for good.
-        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
-        let refused = !crate::sync::heavy(fenced);
-        if refused {
-            self.go_over_to_fences(bits, table);
-        }
+        // Relaxed: the bit never changes.
+        crate::sync::heavy(self.mode.load(Ordering::Relaxed) & mode::FENCED != 0);
         for cache in caches {
             // Acquire: pairs with the release by which the owner leaves (the drop of `EnteredCache`).
             while cache.busy.load(Ordering::Acquire) != 0 {
                 yield_now();
             }
         }
-        refused
-    }
-
-    /// Goes over to [`mode::FENCED`] for good, since `membarrier` is refused: from here on owners execute a fence of
-    /// their own. Returns when each owner is known to have seen that. Where this cannot be known, the process is
-    /// aborted. (`crate::sync` says how it is known.)
-    #[cold]
-    fn go_over_to_fences(&self, bits: u32, table: &CacheTable) {
-        // Before the mode, whose release covers these stores: an owner that sees the new mode finds no permit.
-        table.caches().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
-        // AcqRel: as in `quiesce`.
-        self.mode.fetch_or(mode::FENCED | bits, Ordering::AcqRel);
-        crate::sync::fence(Ordering::SeqCst);
-        for (cache, owner) in table.leases() {
-            let since = (!cfg!(loom)).then(Instant::now);
-            // Acquire: pairs with the release in `enter`.
-            while cache.knows_fenced.load(Ordering::Acquire) == 0 && !crate::sync::is_known(owner) {
-                if since.is_some_and(|since| since.elapsed() > crate::sync::PROOF_TIMEOUT) {
-                    crate::os::barrier::die(
-                        "the system call membarrier is refused, although it was granted when the pool was built, and a \
-                         thread that uses the pool cannot be shown to have left its cache: a buffer could get two \
-                         owners. Install the sandbox before the first pool is built, or let it grant membarrier.",
-                    );
-                }
-                crate::sync::pause();
-            }
-        }
-        crate::foreign::warn!(
-            target: "pinpool::pool::membarrier",
-            "membarrier is refused, although it was granted when the pool was built: from here on each checkout and \
-             return executes a fence and is slower; install sandboxes before the first pool is built, or let them \
-             grant membarrier"
-        );
     }
 
     /// Gives these thread caches their permits again, unless the mode keeps owners out.

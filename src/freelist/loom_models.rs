@@ -13,7 +13,7 @@ use loom::thread::spawn;
 
 use super::cache::Put;
 use super::*;
-use crate::sync::{Mutex, Ordering, UnsafeCell, model, model_refused, step};
+use crate::sync::{Mutex, Ordering, UnsafeCell, model, step};
 
 /// Segments outside of any list. The field `run` of their descriptors holds their number.
 struct Segments {
@@ -274,7 +274,7 @@ impl Store {
         step();
         let mut cold = self.cold.lock();
         let (table, list) = &mut *cold;
-        self.gate.revoke(std::slice::from_ref(cache), table, |mut held| {
+        self.gate.revoke(std::slice::from_ref(cache), |mut held| {
             list.extend(self.segments.unlink(held.drain(class(), 1)));
         });
     }
@@ -324,57 +324,6 @@ fn revoked(store: &Arc<Store>) {
         owner.join().unwrap();
     }
     assert_eq!(store.all(), [0, 1, 2]);
-}
-
-/// An owner that has relied on `membarrier`, which is refused when the cold side first reclaims. In a model the cold
-/// side cannot see that an owner is blocked. So the owner takes no lock, and enters again until it has executed a
-/// fence.
-#[test]
-fn loom_cache_refused() {
-    let run = |reclaim: fn(&Store, &Arc<ThreadCache>)| {
-        move || {
-            let store = Store::new(2);
-            let cache = store.lease(&[0, 1]);
-            let owner = spawn({
-                let (store, cache) = (store.clone(), cache.clone());
-                move || {
-                    let mut left = Vec::new();
-                    for _ in 0..2 {
-                        step();
-                        let descriptor = store.gate.enter(&cache).and_then(|mut held| held.take(class(), 1));
-                        let Some(descriptor) = descriptor else { continue };
-                        let number = store.segments.write(descriptor);
-                        step();
-                        // SAFETY: the owner has taken it, and it is in no list.
-                        let put = store
-                            .gate
-                            .enter(&cache)
-                            .map(|mut held| unsafe { held.put(descriptor, 1, list_of(class())) });
-                        if !matches!(put, Some(Put::Kept)) {
-                            left.push(number);
-                        }
-                    }
-                    while !cache.has_seen_fenced() {
-                        drop(store.gate.enter(&cache));
-                        loom::thread::yield_now();
-                    }
-                    left
-                }
-            });
-            reclaim(&store, &cache);
-            reclaim(&store, &cache);
-            let mut all = owner.join().unwrap();
-            all.extend(store.all());
-            all.sort_unstable();
-            assert_eq!(all, [0, 1]);
-        }
-    };
-    model_refused("thread cache: one owner, the call is refused", 3, run(|store, _| store.reclaim()));
-    model_refused(
-        "thread cache: the same, one permit is revoked",
-        3,
-        run(|store, cache| store.reclaim_one(cache)),
-    );
 }
 
 #[test]

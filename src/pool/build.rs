@@ -16,9 +16,9 @@ impl PoolBuilder {
     /// Builds the pool. Returns when its first extent is pinned; the rest of the [`initial`](Self::initial) bytes is
     /// pinned in the background.
     ///
-    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, or have it
-    /// allow that call. The pool notices a later refusal, and then needs each thread that uses it to make another call
-    /// to it, or to block. If one does neither for 10 seconds, the pool aborts the process, with the reason on stderr.
+    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, have it
+    /// allow that call, or set `PINPOOL_FENCES=1` in the environment: pools then execute a fence for each checkout and
+    /// each return. A pool that meets a refusal after it was built aborts the process, with the reason on stderr.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for settings that make no sense; the error of the pinning, most often

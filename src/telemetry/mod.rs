@@ -40,7 +40,6 @@
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not known), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
-//! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | what is complete on the stream cannot be known any more: the device is lost, or its driver does not answer; restart the process |
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory cannot be used until the process ends |

@@ -524,7 +524,9 @@ fn in_a_process(test: &str, part: &str, verdict: impl FnOnce(std::process::ExitS
     if let Ok(now) = std::env::var(PART) {
         return now == part;
     }
-    let output = crate::support::process::command(test).env(PART, part).output().unwrap();
+    let fences = if part == "fences" { "1" } else { "0" };
+    let mut command = crate::support::process::command(test);
+    let output = command.env(PART, part).env("PINPOOL_FENCES", fences).output().unwrap();
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     verdict(output.status, &format!("{part}:\n{out}{err}"));
     false
@@ -549,16 +551,15 @@ fn refuse_membarrier() {
 }
 
 /// A sandbox that was put up after the first pool refused the barrier, which was logged, and then a buffer had two
-/// owners.
+/// owners. The process ends instead, and a switch makes pools that need no barrier.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_sandbox_that_comes_late_makes_no_second_owner() {
-    use std::sync::atomic::{AtomicBool, Ordering};
     let test = "a_sandbox_that_comes_late_makes_no_second_owner";
     let well = |status: std::process::ExitStatus, text: &str| assert!(status.success(), "{text}");
     let node = HostNode::new(HostConfig::new().memory(16 << 20)).unwrap();
     let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let build = || Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let use_it = |pool: &Pool, mark: u8| {
         let fill = |mark: u8| {
             let mut buf = pool.checkout(64).unwrap();
@@ -568,29 +569,17 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         let (a, b) = (fill(mark), fill(mark + 100));
         assert!(*a == [mark; 64] && *b == [mark + 100; 64], "a buffer has two owners");
     };
-    // No other thread has used the pool.
-    if in_a_process(test, "alone", well) {
-        use_it(&pool, 1);
-        refuse_membarrier();
-        assert_eq!(pool.trim(0), 4 << 20);
-        use_it(&pool, 2);
-        pool.check().unwrap();
-        // A new one does without from the start.
-        let new = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-        use_it(&new, 3);
-        new.check().unwrap();
-    }
-    // Another thread has used the pool, and sleeps: what it caches is taken back, as ever.
-    if in_a_process(test, "asleep", well) {
+    // Takes back what another thread caches, while that thread sleeps.
+    let take_back = |pool: &Pool| {
         let (used, was_used) = std::sync::mpsc::channel();
         let (end, ends) = std::sync::mpsc::channel::<()>();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let ends = ends;
-                use_it(&pool, 1);
+                use_it(pool, 1);
                 used.send(()).unwrap();
                 ends.recv().unwrap_err();
-                use_it(&pool, 2);
+                use_it(pool, 2);
             });
             was_used.recv().unwrap();
             assert!(pool.stats().cached_bytes > 0);
@@ -599,58 +588,24 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
             drop(end);
         });
         pool.check().unwrap();
-    }
-    // Other threads use the pool all the time.
-    if in_a_process(test, "busy", well) {
-        let (done, started) = (AtomicBool::new(false), std::sync::Barrier::new(3));
-        std::thread::scope(|scope| {
-            for mark in [1, 2] {
-                let (done, started, pool, use_it) = (&done, &started, &pool, &use_it);
-                scope.spawn(move || {
-                    use_it(pool, mark);
-                    started.wait();
-                    while !done.load(Ordering::Relaxed) {
-                        (0..200).for_each(|_| use_it(pool, mark));
-                    }
-                });
-            }
-            started.wait();
-            refuse_membarrier();
-            let until = std::time::Instant::now() + Duration::from_secs(2);
-            while std::time::Instant::now() < until {
-                pool.trim(usize::MAX);
-            }
-            done.store(true, Ordering::Relaxed);
-        });
-        pool.check().unwrap();
-    }
-    // A thread that computes all the time shows nothing of its state. (The only part whose end is not a success.)
+    };
     let aborted = |status: std::process::ExitStatus, text: &str| {
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(status.signal(), Some(libc::SIGABRT), "{text}");
         assert!(text.contains("pinpool: the system call membarrier is refused"), "{text}");
+        assert!(text.contains("PINPOOL_FENCES=1"), "{text}");
     };
-    // Without fences the call is not needed, and so it is not missed.
-    if cfg!(not(pinpool_rmw)) && in_a_process(test, "computing", aborted) {
-        let used = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                use_it(&pool, 1);
-                used.store(true, Ordering::Release);
-                // The lowest priority: it has a processor only while no other test needs it.
-                // SAFETY: a system call of plain values, for the calling thread alone.
-                let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
-                loop {
-                    std::hint::spin_loop();
-                }
-            });
-            while !used.load(Ordering::Acquire) {
-                std::thread::yield_now();
-            }
-            refuse_membarrier();
-            pool.trim(0);
-            unreachable!("nothing is known of the other thread");
-        });
+    // Sanitizers build pools that need no barrier.
+    if in_a_process(test, "late", if cfg!(pinpool_rmw) { well } else { aborted }) {
+        take_back(&build());
+    }
+    if in_a_process(test, "fences", well) {
+        take_back(&build());
+    }
+    // A sandbox that was there before the pool.
+    if in_a_process(test, "early", well) {
+        refuse_membarrier();
+        take_back(&build());
     }
 }
 
