@@ -7,13 +7,11 @@
 //! hundred polls a second, a thousand times the usual rate. The gate is on the threads' processor time for a pair, plus
 //! the sampler's own processor time as a share of the slice and the threads, as if every poll kept the threads from
 //! their work. So it includes the effect of polls on the threads, and not that of other programs on a busy machine. The
-//! threads' processor time alone, and the wall time, are printed beside it. (A look for stuck buffers waits for threads
-//! that are inside their lists, which can be long if the system has preempted such a thread. So looks are printed
-//! separately, and have no gate.)
+//! threads' processor time alone, and the wall time, are printed beside it.
 //!
 //! *Polls, snapshots and looks*: their cost to the caller, on a pool with many segments out. A look for stuck buffers
-//! is timed with no buffer old enough and with all of them (`_all`), as the sampler takes it and as a report takes it,
-//! by the thousand buffers.
+//! is timed on a pool that tracks its checkouts, with no buffer old enough and with all of them (`_all`), as the sampler
+//! takes it and as a report takes it, by the thousand buffers.
 //!
 //! *Tracked*: a checkout and return of a pool that tracks its checkouts, beside one that does not.
 //!
@@ -133,14 +131,13 @@ fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
     all
 }
 
-fn watched(device: &Device, threads: usize, quads: usize, length: Duration, looks: bool) {
+fn watched(device: &Device, threads: usize, quads: usize, length: Duration) {
     let pool = pool(device, false);
     let slice = AtomicUsize::new(0);
     let (wake, woken) = sync_channel::<()>(1);
     let (all, spent) = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| worker(&pool, &slice))).collect();
-        let after = if looks { Duration::from_nanos(1) } else { Duration::MAX };
-        let mut sampler = Sampler::new(&pool).stuck_after(after);
+        let mut sampler = Sampler::new(&pool).stuck_after(Duration::MAX);
         let sampling = scope.spawn(move || {
             // The first poll sends everything; the measured polls send only changes.
             sampler.poll();
@@ -190,26 +187,16 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration, look
             }
         }
     }
-    let what = format!(
-        "a pair while a sampler polls every {length:?}{}, over one while it sleeps, {threads} threads",
-        if looks { " and looks for stuck buffers each time" } else { "" }
-    );
+    let what =
+        format!("a pair while a sampler polls every {length:?}, over one while it sleeps, {threads} threads");
     let [all, own, wall] = &rounds;
-    if looks {
-        beside(what, all.ratio(1, 0));
-    } else {
-        line("telemetry_pair_unwatched", threads, all.spread(0));
-        line("telemetry_pair_watched", threads, all.spread(1));
-        at_most(what, all.ratio(1, 0), 1.02, None);
-    }
+    line("telemetry_pair_unwatched", threads, all.spread(0));
+    line("telemetry_pair_watched", threads, all.spread(1));
+    at_most(what, all.ratio(1, 0), 1.02, None);
     beside("  by the threads' own processor time", own.ratio(1, 0));
     beside("  by the clock on the wall", wall.ratio(1, 0));
     let polls: Vec<f64> = spent.iter().map(|nanos| nanos / 1e3).collect();
-    line(
-        if looks { "telemetry_polled_looking_us" } else { "telemetry_polled_us" },
-        threads,
-        Spread::of(&polls),
-    );
+    line("telemetry_polled_us", threads, Spread::of(&polls));
 }
 
 /// ns of submitting a small copy, and ns of its counters alone.
@@ -285,8 +272,7 @@ fn main() {
     let quads = number("quads", if quick() { 3 } else { 250 });
     let slice = Duration::from_millis(number("slice", if quick() { 2 } else { 10 }) as u64);
     for threads in numbers("threads", &[1, 2]) {
-        watched(&device, threads, quads, slice, false);
-        watched(&device, threads, quads.div_ceil(4), slice, true);
+        watched(&device, threads, quads, slice);
         copies(&device, threads, rounds);
     }
 
@@ -306,9 +292,11 @@ fn main() {
     line("telemetry_snapshot_us", 1, call(rounds, || _ = black_box(plain.snapshot())));
     let mut sampler = Sampler::new(&plain).stuck_after(Duration::MAX);
     line("telemetry_poll_us", 1, call(rounds, || _ = sampler.poll()));
+    drop(out);
+    let out: Vec<_> = (0..count / 2).filter_map(|_| tracked.try_checkout(4096).ok()).collect();
     let thousands = out.len() as f64 / 1e3;
     for (name, after) in [("", Duration::MAX), ("_all", Duration::ZERO)] {
-        let Spread { low, mid, high } = call(rounds * 4, || _ = black_box(plain.stuck(after)));
+        let Spread { low, mid, high } = call(rounds * 4, || _ = black_box(tracked.stuck(after)));
         let each = Spread { low: low / thousands, mid: mid / thousands, high: high / thousands };
         line(format!("telemetry_stuck{name}_us_a_thousand"), 1, each);
     }

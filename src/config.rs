@@ -61,8 +61,6 @@ pub(crate) struct PoolPlan {
     pub(crate) region: usize,
     /// The most bytes in one thread cache.
     pub(crate) thread_cache: usize,
-    /// The most bytes in all transfer caches.
-    pub(crate) shared_cache: usize,
     /// Whether every checkout is recorded.
     pub(crate) track: bool,
     /// What the regions are told: extents, threads, NUMA node, backing.
@@ -139,8 +137,11 @@ impl PoolBuilder {
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
     /// least 256 KiB and at most 64 MiB.
     ///
-    /// - **Between threads**, up to four times as much is cached: batches of segments that one thread has returned and
-    ///   another may take. So `n` threads keep `n + 4` times this setting at most, whichever way buffers flow.
+    /// - **Between threads**, each size class keeps twice as many bytes at most, to the nearest segment: batches of segments that one thread has
+    ///   returned and another may take. These are no more than a 16th of the capacity and 256 segments, and none where
+    ///   fewer than four segments would fit. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c`
+    ///   times this setting at most, whichever way buffers flow; where each thread uses several sizes, far less, since a
+    ///   batch is half of what the class has in a thread's cache.
     /// - **Within a cache**, a size class that is alone, so that the others have room for no more than a 16th of the bytes,
     ///   gets up to half of them. Several classes share an eighth of the bytes, at least 8 MiB; of this share one class
     ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that are longer
@@ -307,7 +308,6 @@ impl PoolBuilder {
             initial,
             region,
             thread_cache,
-            shared_cache: thread_cache.saturating_mul(4),
             track: self.track,
             options: RegionOptions {
                 extent,

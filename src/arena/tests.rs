@@ -493,61 +493,21 @@ fn check_sees_wrong_sums() {
     }
 }
 
-fn address(descriptor: &Descriptor) -> usize {
-    std::ptr::from_ref(descriptor).addr()
-}
-
-/// What `for_each_given` visits in pieces: places, addresses of descriptors, bytes; and how many pieces that takes.
-fn given(arena: &Arena, enough: usize, elsewhere: &[(u32, usize)]) -> (Vec<(u64, usize, usize)>, usize) {
-    let (mut found, mut from, mut pieces) = (Vec::new(), Some(0), 0);
-    while let Some(at) = from {
-        from = arena.for_each_given(at, enough, elsewhere, |place, descriptor, bytes| {
-            found.push((place, address(descriptor), bytes));
-        });
-        pieces += 1;
-    }
-    (found, pieces)
-}
-
 #[test]
-fn what_is_out_is_visited_once() {
+fn a_descriptor_is_found_by_its_address() {
     let mut arena = arena(&[256]);
-    let mut held: Vec<_> = (0..5).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
-    let single = take(&mut arena, 4096, 4096).unwrap();
-    let tail = take(&mut arena, 3800, 64).unwrap();
-    held.extend([single, tail]);
-    held.extend((0..3).map(|_| take(&mut arena, 2000, 64).unwrap()));
-    give(&mut arena, held.remove(1));
-    // SAFETY: they are out, so alive.
-    let place = |descriptor: &NonNull<Descriptor>| unsafe {
-        (descriptor.as_ref().run(), address(descriptor.as_ref()))
-    };
-    let cached = place(&held.remove(2));
-    // The first run loses descriptors at its end. Where these lie, no descriptor is looked for.
-    assert!(arena.shorten_runs());
-    let (first, count) = (cached.0, arena.runs[cached.0 as usize].count as usize);
-    assert!(count < arena.runs[first as usize].table as usize);
-    let behind = address(arena.runs[first as usize].list.iter().next().unwrap())
-        + (count - 1) * size_of::<Descriptor>();
-    for enough in [1, 2, 6, 7, 8, 100] {
-        let (found, pieces) = given(&arena, enough, &[cached, (first, behind)]);
-        assert!(found.windows(2).all(|pair| pair[0].0 < pair[1].0), "{found:?}");
+    for (len, align) in [(5000, 64), (4096, 4096), (3800, 64), (300_000, 64)] {
+        let segment = take(&mut arena, len, align).unwrap();
         // SAFETY: out, so alive.
-        let mut expected: Vec<_> = held.iter().map(|s| (place(s).1, unsafe { arena.granted(*s) })).collect();
-        expected.sort_unstable();
-        let mut found: Vec<_> = found.into_iter().map(|(_, at, bytes)| (at, bytes)).collect();
-        found.sort_unstable();
-        assert_eq!(found, expected, "{enough}");
-        if enough == 1 || enough == 100 {
-            assert_eq!(pieces, if enough == 1 { 3 } else { 1 });
-        }
+        let (run, granted) = unsafe { (segment.as_ref().run(), arena.granted(segment)) };
+        let at = segment.addr().get();
+        let (found, bytes) = arena.descriptor_at(run, at).unwrap();
+        assert_eq!((NonNull::from(found), bytes), (segment, granted));
+        let table = arena.runs[run as usize].descriptors.as_ptr().addr();
+        let behind = table + arena.runs[run as usize].count as usize * size_of::<Descriptor>();
+        assert!(arena.descriptor_at(run, behind).is_none() && arena.descriptor_at(run, table - 1).is_none());
     }
-    // A single segment that is back while its tail is out has no bytes.
-    give(&mut arena, single);
-    let (found, _) = given(&arena, 1, &[cached]);
-    let at = place(&single).1;
-    assert!(!found.iter().any(|(_, there, _)| *there == at), "{found:?}");
-    assert_eq!(found.len(), held.len() - 1);
+    assert!(arena.descriptor_at(999, 0).is_none());
 }
 
 #[test]

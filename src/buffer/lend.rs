@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::{BUFFER, PinnedBuf};
+use crate::central::Segment;
 use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
@@ -152,8 +153,8 @@ impl sealed::Sealed for () {
 struct SharedBuf(Arc<PinnedBuf>);
 
 impl Retain for SharedBuf {
-    fn descriptor(&self) -> Option<usize> {
-        Some(std::ptr::from_ref(self.0.segment.descriptor()).addr())
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        visit(&self.0.segment);
     }
 
     fn quarantine(self: Box<Self>) -> Quarantined {

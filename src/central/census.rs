@@ -1,26 +1,18 @@
-//! The census: the bytes and counts of a central pool, by size class too, and a list of everything that is out.
+//! The census: the bytes and counts of a central pool, by size class too, and a list of what is known to be out for long.
 //!
 //! A snapshot adds up what the thread caches have counted, without stopping their owners. It holds the central pool's
 //! lock, so nothing moves on the slow path meanwhile. Calls on the fast path go on. So each part is exact while no such
 //! call is under way, and otherwise off by no more than the calls that are: one segment for a call, or, where a call
 //! fills or empties a thread's list, as many as that list may hold. The snapshot reads each thread cache's numbers once
 //! and derives everything from that one reading. So the parts sum to the whole at any time.
-//!
-//! A *look* lists all segments that are out. It takes longer, and goes batch by batch. Under the lock a batch of
-//! descriptors is copied; for a moment all owners are shut out of their thread caches, to learn what these cache.
-//! Everything else is derived with the lock released. So no other thread waits longer than for one batch, no matter how
-//! large the pool is.
 
 use std::time::{Duration, Instant};
 
-use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering, mode};
-use crate::freelist::{Descriptor, Word, state};
-use crate::segment::{CLASSES, Class};
+use super::{Books, CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
+use crate::freelist::Descriptor;
+use crate::segment::Class;
 use crate::telemetry::counters::Histogram;
-use crate::telemetry::ledger::{CheckoutSite, LedgerEntry, TrackedCheckout};
-
-/// The least number of descriptors in a batch of a look.
-const CENSUS_BATCH: usize = if cfg!(loom) { 1 } else { 4096 };
+use crate::telemetry::ledger::{CheckoutSite, LedgerEntry};
 
 /// Segments of one size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,40 +31,17 @@ pub(crate) struct ClassCount {
     pub(crate) puts: u64,
 }
 
-/// A segment that is out.
+/// A segment that is out, and that the ledger has or that is quarantined.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutSegment {
     /// The descriptor's address. It is only compared.
     pub(crate) descriptor: usize,
     pub(crate) state: u16,
     pub(crate) granted: usize,
-    /// How long the segment had been out when the look saw it.
-    pub(crate) age: Duration,
+    /// When it was checked out, or quarantined if the ledger does not have it.
+    pub(crate) since: Instant,
     /// The segment's entry in the ledger.
-    pub(crate) entry: LedgerEntry,
-}
-
-/// A segment that is out, as it is copied under the lock.
-#[derive(Debug)]
-struct FoundDescriptor {
-    /// The segment's place in the arena, as [`Arena::for_each_given`](crate::arena::Arena::for_each_given) numbers
-    /// them.
-    place: u64,
-    descriptor: usize,
-    word: Word,
-    granted: usize,
-}
-
-/// What a look copies in one batch. A look uses one value for all batches, to allocate its memory once.
-#[derive(Debug, Default)]
-struct CensusBatch {
-    /// The runs and descriptor addresses of all cached segments.
-    cached: Vec<(u32, usize)>,
-    found: Vec<FoundDescriptor>,
-    /// Those of `found` that are in the ledger: the index in `found`, and the entry.
-    entered: Vec<(usize, LedgerEntry)>,
-    /// Number of segments that came back so far, by class; the last is for segments without a class.
-    returns: Vec<u64>,
+    pub(crate) entry: Option<LedgerEntry>,
 }
 
 /// The number that identifies a descriptor: its address.
@@ -130,7 +99,7 @@ impl CentralPool {
             out: taken - core.quarantined,
             requested: (requested as i64).max(0) as usize,
             quarantined: core.quarantined,
-            quarantined_segments: core.quarantined_segments,
+            quarantined_segments: core.quarantined_segments.len() as u64,
             cut: bytes.cut,
             largest_free: bytes.largest_free,
             withheld: bytes.withheld,
@@ -162,88 +131,32 @@ impl CentralPool {
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
         fresh.track();
         let segment = fresh.segment();
-        segment.central().lock().books().ledger.enter(name(segment.descriptor()), segment.len(), origin);
+        segment.central().lock().books().enter(segment, origin);
     }
 
     /// Starts the ledger's entry of a segment anew, if it has one.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
         let mut core = self.lock();
         if core.books.ledger.has(name(segment.descriptor())) {
-            core.books().ledger.enter(name(segment.descriptor()), segment.len(), origin);
+            core.books().enter(segment, origin);
         }
     }
 
-    /// Lists the segments that are known to have been out for at least `threshold`, in no particular order. Walks the
-    /// segments of all runs; the head of this module says how. A segment that goes out or comes back meanwhile may be
-    /// listed or not.
+    /// The segments that the ledger has, or that are quarantined, for at least `threshold`, in no particular order.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
-        let mut out = Vec::new();
-        if crate::os::forked() {
-            return out;
-        }
-        // Another look waits here for this one. No caller holds another lock of the crate.
-        let mut sightings = self.sightings.lock();
-        let mut look = sightings.look();
-        let (mut batch, mut next) = (CensusBatch::default(), Some(0));
-        while let Some(from) = next {
-            next = self.copy_batch(from, &mut batch);
-            // After the batch was copied, so that no segment counts as seen earlier than it was.
-            let now = Instant::now();
-            let mut entered = batch.entered.iter().peekable();
-            for (i, found) in batch.found.iter().enumerate() {
-                let entry = match entered.next_if(|(index, _)| *index == i) {
-                    Some((_, entry)) => *entry,
-                    None => look.see(found.checkout(&batch.returns), now),
-                };
-                let age = now.saturating_duration_since(entry.since);
-                if age >= threshold {
-                    let FoundDescriptor { descriptor, word, granted, .. } = *found;
-                    out.push(OutSegment { descriptor, state: word.state(), granted, age, entry });
-                }
-            }
-        }
-        look.end();
-        out
-    }
-
-    /// Copies what is out of the runs from the number `from` on, as many runs as make a batch. Returns the number to go
-    /// on from, if there are more.
-    fn copy_batch(&self, from: usize, batch: &mut CensusBatch) -> Option<usize> {
-        let CensusBatch { cached, found, entered, returns } = batch;
-        cached.clear();
-        found.clear();
-        entered.clear();
-        returns.clear();
         let core = self.lock();
-        let mut note = |descriptor: &Descriptor| cached.push((descriptor.run(), name(descriptor)));
-        self.gate.quiesce(mode::INSPECT, &core.table);
-        for held in core.table.quiet() {
-            Class::all().for_each(|class| held.for_each(class, &mut note));
-        }
-        self.transfers.iter().for_each(|transfer| transfer.for_each(&mut note));
-        // Counted while owners are still shut out: a segment that comes back after this shows in the next look's
-        // counts.
-        returns.extend(Class::all().map(Some).chain([None]).map(|class| core.returns(class)));
-        self.gate.readmit(mode::INSPECT, &core.table);
-        // From here on hits go on: a cached segment may go out, and the other way round. But nothing enters or leaves a
-        // run as long as this thread holds the lock. The batch has at least as many descriptors as are cached, since
-        // each batch looks at all of these.
-        core.arena.for_each_given(
-            from,
-            CENSUS_BATCH.max(cached.len()),
-            cached,
-            |place, descriptor, granted| {
-                if let Some(entry) = core.books.ledger.get(name(descriptor)) {
-                    entered.push((found.len(), entry));
-                }
-                found.push(FoundDescriptor {
-                    place,
-                    descriptor: name(descriptor),
-                    word: descriptor.word(),
-                    granted,
-                });
-            },
-        )
+        let ledger = &core.books.ledger;
+        let entered = ledger.entries().map(|(at, entry)| (entry.run, at, entry.since, Some(*entry)));
+        let quarantined = core.quarantined_segments.iter().filter(|(_, at, _)| !ledger.has(*at));
+        let quarantined = quarantined.map(|&(run, at, since)| (run, at, since, None));
+        let now = Instant::now();
+        let old = |since: Instant| now.saturating_duration_since(since) >= threshold;
+        let found = entered.chain(quarantined).filter(|(_, _, since, _)| old(*since));
+        let out = found.filter_map(|(run, at, since, entry)| {
+            let (descriptor, granted) = core.arena.descriptor_at(run, at)?;
+            Some(OutSegment { descriptor: at, state: descriptor.word().state(), granted, since, entry })
+        });
+        out.collect()
     }
 
     /// Counts a change of the bytes that several timelines hold at once. None of these timelines counts them.
@@ -286,26 +199,14 @@ impl CentralPool {
     }
 }
 
-impl FoundDescriptor {
-    fn checkout(&self, returns: &[u64]) -> TrackedCheckout {
-        TrackedCheckout {
-            place: self.place,
-            generation: self.word.generation(),
-            // A segment in flight cannot have been returned and checked out again: that would be another generation.
-            returns: (self.word.state() == state::HOST)
-                .then(|| returns[self.word.class().map_or(CLASSES, Class::index)]),
-        }
+impl Books {
+    fn enter(&mut self, segment: &Segment, origin: CheckoutSite) {
+        let descriptor = segment.descriptor();
+        self.ledger.enter(name(descriptor), descriptor.run(), segment.len(), origin);
     }
 }
 
 impl Core {
-    /// Number of segments of a class that came back so far. Exact while all owners are shut out.
-    fn returns(&self, class: Option<Class>) -> u64 {
-        let here = self.classes.of(class).1;
-        let caches = self.table.caches().filter_map(|cache| class.map(|class| cache.count(class).puts));
-        caches.fold(here, u64::wrapping_add)
-    }
-
     /// What is counted under the lock, for each class by its index; the last is for segments without a class.
     fn by_class(&self) -> Vec<ClassCount> {
         let count = |class: Option<Class>| {

@@ -10,7 +10,6 @@ use std::collections::HashSet;
 use super::{CentralPool, Core, mode};
 use crate::freelist::{Descriptor, listed};
 use crate::segment::{CLASSES, Class};
-use crate::sync::Ordering;
 
 impl CentralPool {
     /// Checks every invariant while all owners are shut out. `visit` sees each segment's state (`None`: free) and
@@ -56,22 +55,15 @@ impl CentralPool {
                 ));
             }
         }
-        let mut reserved = 0;
         for (class, transfer) in listed().zip(&self.transfers) {
             transfer.for_each(|descriptor| note(class, descriptor));
-            let Some(segments) = transfer.reserved() else {
+            let (bytes, quota) = (transfer.count() * class.stride(), self.config.transfer_cache);
+            // To the nearest segment.
+            if bytes > quota + class.stride() / 2 {
                 return Err(format!(
-                    "a slot of the transfer cache of {class:?} holds more segments than it has reserved"
+                    "the transfer cache of {class:?} holds {bytes} bytes of at most {quota}"
                 ));
-            };
-            reserved += segments * class.stride() as u64;
-        }
-        let reservations = self.reservations.bytes.load(Ordering::Relaxed);
-        if reservations != reserved || reservations > self.config.shared_cache as u64 {
-            let bound = self.config.shared_cache;
-            return Err(format!(
-                "transfer caches have reserved {reserved} bytes, counted as {reservations} of at most {bound}"
-            ));
+            }
         }
         if let Some(error) = twice {
             return Err(error);
@@ -95,6 +87,8 @@ impl CentralPool {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::ptr::NonNull;
+
     use super::*;
     use crate::central::transfer::tests::{BYTES, CACHE, central};
     use crate::central::{ReclaimLevel, Take, WaitOutcome, Wake};
@@ -178,22 +172,22 @@ mod tests {
     }
 
     #[test]
-    fn a_check_sees_wrong_reservations() {
-        let central = cached();
-        central.reservations.bytes.fetch_add(32, Ordering::Relaxed);
-        let says = violation(&central);
-        assert_eq!(says, "transfer caches have reserved 0 bytes, counted as 32 of at most 0");
-        central.reservations.bytes.fetch_sub(32, Ordering::Relaxed);
-        // A batch beyond the bound.
-        let transfer = &central.transfers[list_of(class())];
-        let reserve = |more: u32| {
-            central.reservations.bytes.fetch_add(u64::from(more) * STRIDE, Ordering::Relaxed);
-            true
+    fn a_check_sees_a_transfer_cache_above_its_quota() {
+        const QUOTA: usize = 10 * STRIDE as usize;
+        let central = central(QUOTA);
+        let class = class();
+        // Four slots with room for two segments each: three in each of them are too many.
+        let put = |count: u32| {
+            let mut chain = central.core.lock().arena.take_batch(class, count);
+            let batch: Vec<_> = std::iter::from_fn(|| chain.pop()).map(NonNull::as_ptr).collect();
+            assert!(central.transfers[list_of(class)].put(0, batch.into_iter()));
         };
-        let moved = CacheTable::mine(central.cache().unwrap()).offload(class(), 1, transfer, reserve);
-        assert_eq!(moved, 1);
+        (0..3).for_each(|_| put(3));
+        central.check(|_, _| ()).unwrap();
+        put(3);
         let says = violation(&central);
-        assert_eq!(says, "transfer caches have reserved 4160 bytes, counted as 4160 of at most 0");
+        let bytes = 12 * STRIDE;
+        assert_eq!(says, format!("the transfer cache of {class:?} holds {bytes} bytes of at most {QUOTA}"));
     }
 
     #[test]

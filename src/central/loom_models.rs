@@ -51,21 +51,21 @@ impl Clone for Store {
 }
 
 impl Store {
-    fn new(thread_cache: usize, shared_cache: usize) -> Self {
-        Self::with(thread_cache, shared_cache, true)
+    fn new(thread_cache: usize, transfer_cache: usize) -> Self {
+        Self::with(thread_cache, transfer_cache, true)
     }
 
     /// Without a clock (`timeless`) every owner counts as idle; with a clock, no owner does.
-    fn with(thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
-        Self::of_pages(1, thread_cache, shared_cache, timeless)
+    fn with(thread_cache: usize, transfer_cache: usize, timeless: bool) -> Self {
+        Self::of_pages(1, thread_cache, transfer_cache, timeless)
     }
 
     /// With one page or two, each an extent.
-    fn of_pages(pages: usize, thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
+    fn of_pages(pages: usize, thread_cache: usize, transfer_cache: usize, timeless: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
             thread_cache,
-            shared_cache,
+            transfer_cache,
             largest: PAGE,
             step: 0,
             timeless,
@@ -270,69 +270,36 @@ fn loom_fenced_reclaim() {
 
 // --- transfer caches -------------------------------------------------------------------------------------------------
 
-/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does. `false`: refused.
-fn offload(store: &Store) -> bool {
+/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does.
+fn offload(store: &Store) {
     step();
     let Placement::Class(class) = store.want().placement else { unreachable!() };
     let mut held = store.central.gate.enter(store.central.cache().unwrap()).unwrap();
-    store.central.offload(class, &mut held, 1)
-}
-
-/// Spawns a thread that returns a segment into its cache and offloads it.
-fn leaver(store: &Store, out: Out) -> JoinHandle<bool> {
-    let store = store.clone();
-    worker(move || {
-        out.put();
-        offload(&store)
-    })
-}
-
-fn stride() -> usize {
-    Class::of(LEN).unwrap().stride()
+    let moved = held.offload(class, 1, &store.central.transfers[list_of(class)]);
+    assert_eq!(moved, 1, "one of the two slots is empty");
 }
 
 #[test]
-fn loom_reservation_refused() {
-    model("transfer caches: two leave a segment where there is room for one", 3, || {
-        let store = Store::new(TWO, stride());
+fn loom_transfer_passes_on() {
+    model("transfer caches: one leaves a segment while another takes one", 3, || {
+        let store = Store::new(TWO, 2 * PAGE);
         let [one, two] = [store.take().unwrap(), store.take().unwrap()];
-        let leavers = [leaver(&store, one), leaver(&store, two)];
-        let left = leavers.map(|leaver| leaver.join().unwrap());
-        assert_eq!(
-            left.iter().filter(|left| **left).count(),
-            1,
-            "there is room for one segment, and it is used"
-        );
+        one.put();
+        offload(&store);
+        let leaver = worker({
+            let store = store.clone();
+            move || {
+                two.put();
+                offload(&store);
+            }
+        });
+        // A third segment was never taken, but the transfer cache comes before the runs.
+        let got = store.take().unwrap();
+        leaver.join().unwrap();
+        store.central.check(|_, _| ()).unwrap();
+        got.put();
         store.finish();
     });
-}
-
-#[test]
-fn loom_reservation_passes_on() {
-    // Whether the segment was refused in some execution, and offloaded in some. Std's atomics, since they are no part
-    // of the model.
-    static SEEN: [StdAtomicU64; 2] = [const { StdAtomicU64::new(0) }; 2];
-    model(
-        "transfer caches: one leaves a segment while the one that takes all the room is taken down",
-        3,
-        || {
-            let store = Store::new(TWO, stride());
-            let [one, two] = [store.take().unwrap(), store.take().unwrap()];
-            one.put();
-            assert!(offload(&store));
-            let leaver = leaver(&store, two);
-            // A third segment was never taken, but the transfer cache comes before the runs.
-            let got = store.take().unwrap();
-            let left = leaver.join().unwrap();
-            SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
-            store.central.check(|_, _| ()).unwrap();
-            // The room of the segment that was taken from the slot is there for any thread.
-            got.put();
-            assert!(left || offload(&store), "the reservation of the empty slot can be used again");
-            store.finish();
-        },
-    );
-    assert!(SEEN.iter().all(|seen| seen.load(StdOrdering::Relaxed) > 0), "the model shows one order only");
 }
 
 // --- closing ---------------------------------------------------------------------------------------------------------
@@ -477,28 +444,24 @@ fn loom_sums_hold() {
 
 #[test]
 fn loom_ledger_closes() {
-    model(
-        "ledger: an entered segment returns on another thread, while all that is out is looked at",
-        3,
-        || {
-            let store = Store::new(TWO, PAGE);
-            let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), ReclaimLevel::All) else {
-                unreachable!()
-            };
-            CentralPool::enter(&mut fresh, CheckoutSite::default());
-            let out = store.out(fresh);
-            let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
-            let other = worker(move || out.put());
-            step();
-            let found = store.central.out_for(Duration::ZERO);
-            // A segment that is out has its entry, except between the end of the entry and the return of the segment.
-            assert!(found.iter().all(|one| one.descriptor == descriptor), "{found:?}");
-            other.join().unwrap();
-            assert_eq!(store.central.histograms().1.count(), 1, "the time of the checkout was counted once");
-            assert!(store.central.out_for(Duration::ZERO).is_empty());
-            store.finish();
-        },
-    );
+    model("ledger: an entered segment returns on another thread, while the ledger is looked at", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), ReclaimLevel::All) else {
+            unreachable!()
+        };
+        CentralPool::enter(&mut fresh, CheckoutSite::default());
+        let out = store.out(fresh);
+        let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
+        let other = worker(move || out.put());
+        step();
+        let found = store.central.out_for(Duration::ZERO);
+        // A segment that is out has its entry, except between the end of the entry and the return of the segment.
+        assert!(found.iter().all(|one| one.descriptor == descriptor), "{found:?}");
+        other.join().unwrap();
+        assert_eq!(store.central.histograms().1.count(), 1, "the time of the checkout was counted once");
+        assert!(store.central.out_for(Duration::ZERO).is_empty());
+        store.finish();
+    });
 }
 
 // --- waiting ---------------------------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ use crate::freelist::{
 };
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
-use crate::sync::{self, Mutex};
+use crate::sync;
 use crate::telemetry::counters::ClassTally;
-use crate::telemetry::ledger::{Ledger, Sightings};
+use crate::telemetry::ledger::Ledger;
 
 pub(crate) use census::OutSegment;
 use growth::Retry;
@@ -86,7 +86,6 @@ use queue::WaitQueue;
 pub(crate) use queue::{WaitOutcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
 pub(crate) use reclaim::ReclaimLevel;
-use transfer::Reservations;
 pub(crate) use waiting::LongWait;
 use waiting::{Fence, Windows};
 
@@ -97,8 +96,8 @@ pub(crate) struct CentralConfig {
     pub(crate) capacity: usize,
     /// The most bytes that one thread cache may cache.
     pub(crate) thread_cache: usize,
-    /// The most bytes that all transfer caches together may hold.
-    pub(crate) shared_cache: usize,
+    /// The most bytes that the transfer cache of one class may hold, to the nearest segment.
+    pub(crate) transfer_cache: usize,
     /// The longest request that an extent can serve, in bytes.
     pub(crate) largest: usize,
     /// Bytes to grow by. 0: the central pool never grows.
@@ -138,7 +137,6 @@ pub(crate) struct CentralPool {
     transfers: Vec<TransferCache>,
     /// The returns that may be for a waiter.
     fence: Fence,
-    reservations: crossbeam::utils::CachePadded<Reservations>,
     /// Bytes that several timelines hold at once.
     joint: StdAtomicU64,
     /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
@@ -149,8 +147,6 @@ pub(crate) struct CentralPool {
     /// The number of extents that were ever added. Written under the lock.
     extents: StdAtomicU64,
     me: Weak<Self>,
-    /// What earlier looks at all segments that are out have seen. Locked before the core.
-    sightings: Mutex<Sightings>,
     /// What "the lock" protects.
     core: crossbeam::utils::CachePadded<CoreLock>,
     /// Kept until nothing can reach the memory any more.
@@ -177,7 +173,8 @@ struct Core {
     granted: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
-    quarantined_segments: u64,
+    /// Each of them: its run, the address of its descriptor, and when it was quarantined.
+    quarantined_segments: Vec<(u32, usize, Instant)>,
     /// In bytes, from the configuration; `extent` is the length of an extent.
     capacity: usize,
     extent: usize,
@@ -262,15 +259,15 @@ impl CentralPool {
             gate: Gate::new(sync::asymmetric()),
             number,
             regions,
-            transfers: listed().map(|_| TransferCache::new()).collect(),
+            transfers: listed()
+                .map(|class| TransferCache::new(config.transfer_cache, class.stride()))
+                .collect(),
             fence: Fence::new(),
-            reservations: crossbeam::utils::CachePadded::new(Reservations::new()),
             joint: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
             extents: StdAtomicU64::new(0),
             me: me.clone(),
-            sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(CoreLock::new(Core {
                 arena: Arena::new(),
                 table: CacheTable::default(),
@@ -284,7 +281,7 @@ impl CentralPool {
                 classes: ClassTally::new(),
                 granted: 0,
                 quarantined: 0,
-                quarantined_segments: 0,
+                quarantined_segments: Vec::new(),
                 capacity: config.capacity,
                 extent: config.largest + 32,
                 step: config.step,
@@ -527,8 +524,9 @@ impl CentralPool {
         }
         let mut core = central.lock();
         // SAFETY: alive, as above.
-        core.quarantined += unsafe { core.arena.granted(descriptor) };
-        core.quarantined_segments += 1;
+        let (bytes, run) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().run()) };
+        core.quarantined += bytes;
+        core.quarantined_segments.push((run, descriptor.addr().get(), Instant::now()));
         // SAFETY: as above, and it is out for good.
         let window = unsafe { core.arena.quarantine(descriptor) };
         if let Some(window) = window {

@@ -23,9 +23,8 @@ use std::time::Instant;
 
 use super::{CentralPool, Core, lease};
 use crate::freelist::cache::HeldCache;
-use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
+use crate::freelist::{CacheTable, Descriptor, ThreadCache, TransferCache, list_of, mode};
 use crate::segment::{Class, Placement};
-use crate::sync::Ordering;
 
 /// The most segments of a class that a thread cache has room for.
 const MOST_CACHED: usize = 64;
@@ -185,8 +184,7 @@ impl CentralPool {
 
     /// Whether anything is cached. Exact while no call is under way on the fast path.
     fn any_cached(&self, core: &Core) -> bool {
-        // Acquire: pairs with the releases in `unreserve` and `drain_transfers`.
-        self.reservations.bytes.load(Ordering::Acquire) > 0
+        self.transfers.iter().any(|transfer| transfer.count() > 0)
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
@@ -200,8 +198,8 @@ impl CentralPool {
     ) -> bool {
         core.arena.could_reclaim(placement, |class| {
             let listed = caches.clone().map(|cache| cache.cached(class) as usize).sum::<usize>();
-            // The reserved bytes count also batches that are being moved to a slot, or from one.
-            listed + self.reservations.bytes.load(Ordering::Relaxed) as usize / class.stride()
+            // A batch that is being moved counts in its slot, in its thread's cache, or in both.
+            listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)
         })
     }
 

@@ -9,10 +9,11 @@ use super::growth::growth_failure;
 use super::growth::least;
 use super::transfer::tests::central;
 use super::*;
-use crate::freelist::state;
+use crate::freelist::{list_of, state};
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::thread;
+use crate::telemetry::ledger::CheckoutSite;
 
 const MIB: usize = 1 << 20;
 
@@ -402,7 +403,7 @@ fn what_is_in_transfer_caches_serves_every_request() {
         let mut held = CacheTable::mine(cache);
         held.set_room(class, 2);
         assert!(held.fill(class, core.arena.take_batch(class, 2)).is_empty());
-        assert!(central.offload(class, &mut held, 2) && !cache.any_cached());
+        assert!(held.offload(class, 2, &central.transfers[list_of(class)]) == 2 && !cache.any_cached());
     };
     let reclaims = || central.core.lock().stats.reclaims;
     transfer();
@@ -468,26 +469,39 @@ fn a_thread_keeps_nothing_of_pools_that_are_gone_once_it_uses_another() {
     assert_eq!(caches.map(|cache| cache.strong_count()), [0, 0, 1]);
 }
 
-/// A segment that comes back between two looks and goes out again is not taken for one that was out all the time.
+/// A report has the recorded checkouts and the quarantined segments, each once.
 #[test]
-fn the_age_of_a_segment_that_was_only_seen_is_never_too_long() {
+fn what_is_recorded_or_quarantined_is_listed() {
     let central = central(0);
-    let out_for = |micros: u64| {
-        let found = central.out_for(Duration::from_micros(micros));
-        found.iter().map(|out| out.descriptor).collect::<std::collections::BTreeSet<_>>()
-    };
+    let [mut entered, mut both, lost, _other] = [4096, 300_000, 5000, 5000].map(|len| got(&central, len));
     let address = |fresh: &Fresh| std::ptr::from_ref(fresh.segment().descriptor()).addr();
-    let [fresh, flying] = [(); 2].map(|()| got(&central, 4096));
-    // A segment in flight has not come back, whatever comes back of its class.
-    flying.segment().descriptor().depart();
-    let both = [&fresh, &flying].map(address).into();
-    assert_eq!(out_for(0), both);
-    std::thread::sleep(Duration::from_millis(2));
-    assert_eq!(out_for(1000), both);
-    release(fresh);
-    let again = got(&central, 4096);
-    assert!(both.contains(&address(&again)));
-    assert_eq!(out_for(1000), [address(&flying)].into());
+    let listed = || {
+        let mut out = central.out_for(Duration::ZERO);
+        out.sort_by_key(|out| (out.state, out.granted));
+        out.into_iter()
+            .map(|out| (out.descriptor, out.state, out.granted, out.entry.is_some()))
+            .collect::<Vec<_>>()
+    };
+    assert!(listed().is_empty());
+    for fresh in [&mut entered, &mut both] {
+        CentralPool::enter(fresh, CheckoutSite::default());
+    }
+    let [at, at_both, at_lost] = [&entered, &both, &lost].map(address);
+    let granted = [&entered, &both, &lost].map(|fresh| fresh.segment().granted());
+    assert_eq!(listed(), [(at, state::HOST, granted[0], true), (at_both, state::HOST, granted[1], true)]);
+    assert!(central.out_for(Duration::from_secs(3600)).is_empty());
+    for fresh in [both, lost] {
+        let segment = fresh.into_segment();
+        segment.descriptor().set(state::QUARANTINED);
+        segment.quarantine();
+    }
+    let quarantined = state::QUARANTINED;
+    let [first, second, third] = listed()[..] else { panic!("{:?}", listed()) };
+    assert_eq!(first, (at, state::HOST, granted[0], true));
+    assert_eq!(second, (at_lost, quarantined, granted[2], false));
+    assert_eq!(third, (at_both, quarantined, granted[1], true));
+    release(entered);
+    assert_eq!(listed().len(), 2);
 }
 
 #[test]
@@ -706,7 +720,7 @@ fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     let config = CentralConfig {
         capacity: 1024 * MIB,
         thread_cache: CACHE,
-        shared_cache: 0,
+        transfer_cache: 0,
         largest: 512 * MIB,
         step: 0,
         timeless: true,

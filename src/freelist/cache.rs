@@ -48,7 +48,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::descriptor::{Chain, Descriptor};
-use super::transfer::{BATCH, TransferCache};
+use super::transfer::TransferCache;
 use super::{CacheTable, LISTS, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
@@ -616,22 +616,16 @@ impl HeldCache<'_> {
         chain
     }
 
-    /// Moves up to `count` segments, and at most [`BATCH`], from the top of the list to a transfer cache. Returns how
-    /// many: 0 if the transfer cache is full, the list is empty, or `reserve` refuses the batch.
-    pub(crate) fn offload(
-        &mut self,
-        class: Class,
-        count: u32,
-        transfer: &TransferCache,
-        reserve: impl FnOnce(u32) -> bool,
-    ) -> u32 {
+    /// Moves up to `count` segments, and at most a batch, from the top of the list to a transfer cache. Returns how many:
+    /// 0 if the transfer cache is full or the list is empty.
+    pub(crate) fn offload(&mut self, class: Class, count: u32, transfer: &TransferCache) -> u32 {
         let Some((class_list, counts)) = self.both(class) else { return 0 };
-        let (have, count) = (class_list.count(), u64::from(count).min(BATCH as u64));
+        let (have, count) = (class_list.count(), u64::from(count).min(transfer.room() as u64));
         let from = have.saturating_sub(count);
         // SAFETY: places up to the count, which is at most the room.
         let batch = (from as usize..have as usize).map(|at| unsafe { class_list.place(at as u64 + 1) });
         let batch = batch.map(|place| place.load(Ordering::Relaxed));
-        if have == 0 || !transfer.put(self.cache.number as usize, batch, reserve) {
+        if from == have || !transfer.put(self.cache.number as usize, batch) {
             return 0;
         }
         add(&class_list.went, have - from);

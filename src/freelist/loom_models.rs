@@ -7,7 +7,6 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 
 use loom::thread::spawn;
 
@@ -86,11 +85,17 @@ fn class() -> Class {
     listed().next().unwrap()
 }
 
+/// A transfer cache of two slots, each with room for two segments.
+fn two_slots() -> Arc<TransferCache> {
+    let stride = class().stride();
+    Arc::new(TransferCache::new(4 * stride, stride))
+}
+
 #[test]
 fn loom_transfer_hands_over() {
     model("transfer cache: two give, one takes", 3, || {
         let segments = Segments::new(3);
-        let transfer = Arc::new(TransferCache::new());
+        let transfer = two_slots();
         let give = |numbers: &'static [usize]| {
             let (segments, transfer) = (segments.clone(), transfer.clone());
             spawn(move || {
@@ -98,7 +103,7 @@ fn loom_transfer_hands_over() {
                     segments.write(segments.at(i));
                 }
                 step();
-                assert!(transfer.put(0, segments.batch(numbers), |_| true), "each batch has a slot");
+                assert!(transfer.put(0, segments.batch(numbers)), "each batch has a slot");
             })
         };
         let givers = [give(&[0, 1]), give(&[2])];
@@ -112,7 +117,7 @@ fn loom_transfer_hands_over() {
             giver.join().unwrap();
         }
         assert_eq!(transfer.count(), 3 - found.len());
-        found.extend(segments.unlink(transfer.drain().0));
+        found.extend(segments.unlink(transfer.drain()));
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
     });
@@ -122,9 +127,9 @@ fn loom_transfer_hands_over() {
 fn loom_transfer_recycles() {
     model("transfer cache: two take and put back", 3, || {
         let segments = Segments::new(3);
-        let transfer = Arc::new(TransferCache::new());
-        assert!(transfer.put(0, segments.batch(&[0, 1]), |_| true));
-        assert!(transfer.put(0, segments.batch(&[2]), |_| true));
+        let transfer = two_slots();
+        assert!(transfer.put(0, segments.batch(&[0, 1])));
+        assert!(transfer.put(0, segments.batch(&[2])));
         // Takes a batch, reverses it and puts it back. Keeps it where no slot looked empty. Both threads begin at the
         // same slot, or they would never meet.
         let turn = || {
@@ -136,7 +141,7 @@ fn loom_transfer_recycles() {
                     let mut numbers = segments.take_batch(&transfer, 0, u32::MAX);
                     numbers.reverse();
                     step();
-                    if !numbers.is_empty() && !transfer.put(0, segments.batch(&numbers), |_| true) {
+                    if !numbers.is_empty() && !transfer.put(0, segments.batch(&numbers)) {
                         kept.extend(numbers.iter().map(|&i| segments.write(segments.at(i))));
                     }
                 }
@@ -146,56 +151,37 @@ fn loom_transfer_recycles() {
         let other = spawn(turn());
         let mut found = turn()();
         found.extend(other.join().unwrap());
-        found.extend(segments.unlink(transfer.drain().0));
+        found.extend(segments.unlink(transfer.drain()));
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
     });
 }
 
 #[test]
-fn loom_transfer_reserves() {
-    model(
-        "transfer cache: one takes and puts back, another takes away what empty slots have reserved",
-        3,
-        || {
-            // The sum of all reservations. Std's atomic, since it is no part of the model.
-            static SUM: StdAtomicU64 = StdAtomicU64::new(0);
-            let reserve = |n: u32| {
-                SUM.fetch_add(n.into(), StdOrdering::Relaxed);
-                true
-            };
-            SUM.store(0, StdOrdering::Relaxed);
-            let segments = Segments::new(2);
-            let transfer = Arc::new(TransferCache::new());
-            assert!(transfer.put(0, segments.batch(&[0, 1]), reserve));
-            let other = spawn({
-                let (segments, transfer) = (segments.clone(), transfer.clone());
-                move || {
-                    let numbers = segments.take_batch(&transfer, 0, u32::MAX);
-                    step();
-                    assert!(
-                        transfer.put(0, segments.batch(&numbers[1..]), reserve),
-                        "no other thread puts a batch"
-                    );
-                    numbers[0]
+fn loom_transfer_drained() {
+    model("transfer cache: one takes and puts a part back, another drains", 3, || {
+        let segments = Segments::new(2);
+        let transfer = two_slots();
+        assert!(transfer.put(0, segments.batch(&[0, 1])));
+        let other = spawn({
+            let (segments, transfer) = (segments.clone(), transfer.clone());
+            move || {
+                let mut numbers = segments.take_batch(&transfer, 0, u32::MAX);
+                step();
+                if let Some(last) = numbers.pop() {
+                    assert!(transfer.put(0, segments.batch(&[last])), "no other thread puts a batch");
                 }
-            });
-            step();
-            SUM.fetch_sub(transfer.unreserve_idle().into(), StdOrdering::Relaxed);
-            let mut found = vec![other.join().unwrap()];
-            let reserved = SUM.load(StdOrdering::Relaxed);
-            assert_eq!(
-                transfer.reserved(),
-                Some(reserved),
-                "each slot has reserved what it holds, and the sum is right"
-            );
-            let (chain, dropped) = transfer.drain();
-            assert_eq!(u64::from(dropped), reserved);
-            found.extend(segments.unlink(chain));
-            found.sort_unstable();
-            assert_eq!(found, [0, 1]);
-        },
-    );
+                numbers
+            }
+        });
+        step();
+        let mut found = segments.unlink(transfer.drain());
+        found.extend(other.join().unwrap());
+        found.extend(segments.unlink(transfer.drain()));
+        assert_eq!(transfer.count(), 0);
+        found.sort_unstable();
+        assert_eq!(found, [0, 1]);
+    });
 }
 
 /// A gate, its thread caches, and, under the lock, the list that thread caches are filled from and drained to.

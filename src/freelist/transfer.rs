@@ -6,15 +6,11 @@
 //! so 32 segments change their thread for the price of a few cache lines.
 //!
 //! A slot goes from EMPTY to MOVING to FULL, and by way of MOVING back to EMPTY. The thread that has made the slot
-//! MOVING has its array to itself. Other threads go on to the next slot, so no thread waits for another. A transfer
-//! cache has a fixed number of slots. A batch that finds no empty slot goes back to its runs under the central pool's
-//! lock.
+//! MOVING has its array to itself. Other threads go on to the next slot, so no thread waits for another. A batch that
+//! finds no empty slot goes back to its runs under the central pool's lock.
 //!
-//! The bytes in all transfer caches of a pool have a bound, so each slot *reserves* what it holds. A reservation stays
-//! when its batch is taken, since the next batch is likely to come: a sum that each batch changed twice would travel
-//! between the two threads' cores as often as the slot itself. For the same reason `put` prefers an empty slot whose
-//! reservation is large enough, no matter which thread made it. A thread that finds the whole bound reserved drops the
-//! reservations of empty slots ([`TransferCache::unreserve_idle`]).
+//! Each class has a quota of bytes, which the number and the room of its slots keep. Both are worked out once, so no
+//! batch touches a sum that other threads change.
 //!
 //! Owners of thread caches touch transfer caches inside the [`super::Gate`] only. So a cold side that has shut all
 //! owners out finds no slot MOVING. A cold side that has not leaves slots that are MOVING as they are.
@@ -25,12 +21,16 @@ use std::sync::OnceLock;
 use super::descriptor::{Chain, Descriptor};
 use crate::sync::{AtomicPtr, AtomicU32, Ordering};
 
-/// Number of slots in a transfer cache. There are few, because other classes cannot use the memory in them until it is
+/// The most slots of a transfer cache. There are few, because other classes cannot use the memory in them until it is
 /// reclaimed.
-pub(crate) const SLOTS: usize = if cfg!(loom) { 2 } else { 8 };
+const MOST_SLOTS: usize = if cfg!(loom) { 2 } else { 8 };
+
+/// The least slots of a transfer cache. With fewer of them, threads of one class would often find none that they can
+/// use.
+const LEAST_SLOTS: usize = if cfg!(loom) { 1 } else { 4 };
 
 /// The largest number of segments in a batch.
-pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 32 };
+const BATCH: usize = if cfg!(loom) { 2 } else { 32 };
 
 const EMPTY: u32 = 0;
 const MOVING: u32 = 1;
@@ -41,13 +41,9 @@ const FULL: u32 = 2;
 #[repr(align(128))]
 struct TransferSlot {
     state: AtomicU32,
-    /// Segments in the slot. This field and those below belong to the thread that has made the slot MOVING, so accesses
-    /// to them are relaxed.
+    /// Segments in the slot. This field and the next belong to the thread that has made the slot MOVING, so accesses to
+    /// them are relaxed. Only [`TransferCache::count`] reads this field without the slot, and says what it pairs with.
     count: AtomicU32,
-    /// Segments that the slot has reserved room for: at least `count`. Other threads also read it without the slot. A
-    /// stale value does no harm: the thread reads the field again once it has made the slot MOVING, and a slot with a
-    /// stale zero is left out once.
-    reserved: AtomicU32,
     descriptors: [AtomicPtr<Descriptor>; BATCH],
 }
 
@@ -56,7 +52,6 @@ impl TransferSlot {
         Self {
             state: AtomicU32::new(EMPTY),
             count: AtomicU32::new(0),
-            reserved: AtomicU32::new(0),
             descriptors: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
         }
     }
@@ -76,28 +71,31 @@ impl TransferSlot {
         self.state.store(to, Ordering::Release);
     }
 
-    /// Drops the reservation of an empty slot that belongs to this thread. Returns how many segments it was for.
-    fn unreserve(&self) -> u32 {
-        let reserved = self.reserved.load(Ordering::Relaxed);
-        self.reserved.store(0, Ordering::Relaxed);
-        reserved
-    }
-
     fn descriptors(&self) -> &[AtomicPtr<Descriptor>] {
         let count = self.count.load(Ordering::Relaxed) as usize;
         &self.descriptors[..count.min(BATCH)]
     }
 }
 
-/// The slots of one class. They are made when the first batch comes.
-#[derive(Debug, Default)]
+/// The transfer cache of one class.
+#[derive(Debug)]
 pub(crate) struct TransferCache {
-    slots: OnceLock<Box<[TransferSlot; SLOTS]>>,
+    /// The number of slots, and of segments for which each has room. Both are 0 where the quota is too small.
+    count: usize,
+    room: usize,
+    /// Made when the first batch comes.
+    slots: OnceLock<Box<[TransferSlot]>>,
 }
 
 impl TransferCache {
-    pub(crate) fn new() -> Self {
-        let transfer = Self::default();
+    /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest segment. (Strides are a
+    /// little more than a power of two, and quotas mostly are one: eight batches are to fit where eight powers would.) It
+    /// has from [`LEAST_SLOTS`] to [`MOST_SLOTS`] slots, or none where fewer than [`LEAST_SLOTS`] segments fit.
+    pub(crate) fn new(quota: usize, stride: usize) -> Self {
+        let most = Some((quota + stride / 2) / stride).filter(|most| *most >= LEAST_SLOTS).unwrap_or(0);
+        let room = most.div_ceil(MOST_SLOTS).min(BATCH);
+        let count = most.checked_div(room).unwrap_or(0).min(MOST_SLOTS);
+        let transfer = Self { count, room, slots: OnceLock::new() };
         // Loom does not see that initialising a `OnceLock` comes before its use by other threads.
         if cfg!(loom) {
             transfer.slots();
@@ -105,38 +103,26 @@ impl TransferCache {
         transfer
     }
 
-    fn slots(&self) -> &[TransferSlot; SLOTS] {
-        self.slots.get_or_init(|| Box::new(std::array::from_fn(|_| TransferSlot::new())))
+    fn slots(&self) -> &[TransferSlot] {
+        self.slots.get_or_init(|| (0..self.count).map(|_| TransferSlot::new()).collect())
     }
 
-    /// Puts a batch of at most [`BATCH`] segments into a slot. `false`: no slot is empty, or no empty slot has a large
-    /// enough reservation and `reserve` refuses the number of segments by which it is too small. `hint`, here and in
-    /// `take`, is the slot to look at first, so that threads spread over the slots.
-    pub(super) fn put<'a>(
-        &self,
-        hint: usize,
-        batch: impl ExactSizeIterator<Item = *mut Descriptor> + 'a,
-        reserve: impl FnOnce(u32) -> bool,
-    ) -> bool {
+    /// The slots that were made.
+    fn made(&self) -> &[TransferSlot] {
+        self.slots.get().map_or(&[], |slots| slots)
+    }
+
+    /// The most segments in a batch.
+    pub(super) fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Puts a batch of at most [`TransferCache::room`] segments into a slot. `false`: no slot is empty. `hint`, here and
+    /// in `take`, is the slot to look at first, so that threads spread over the slots.
+    pub(crate) fn put(&self, hint: usize, batch: impl ExactSizeIterator<Item = *mut Descriptor>) -> bool {
         debug_assert!(batch.len() <= BATCH);
-        let (slots, count) = (self.slots(), batch.len() as u32);
-        let find = |suits: &dyn Fn(&TransferSlot) -> bool| {
-            let mut order = (0..SLOTS).map(|i| &slots[hint.wrapping_add(i) % SLOTS]);
-            order.find(|slot| suits(slot) && slot.enter(EMPTY))
-        };
-        // A slot with a large enough reservation first: else each thread would make a reservation of its own beside
-        // those that other threads have left.
-        let reserved = find(&|slot| slot.reserved.load(Ordering::Relaxed) >= count);
-        let Some(slot) = reserved.or_else(|| find(&|_| true)) else { return false };
-        let reserved = slot.reserved.load(Ordering::Relaxed);
-        if count > reserved {
-            if !reserve(count - reserved) {
-                slot.leave(EMPTY);
-                return false;
-            }
-            slot.reserved.store(count, Ordering::Relaxed);
-        }
-        slot.count.store(count, Ordering::Relaxed);
+        let Some(slot) = entered(self.slots(), hint, EMPTY) else { return false };
+        slot.count.store(batch.len() as u32, Ordering::Relaxed);
         slot.descriptors
             .iter()
             .zip(batch)
@@ -148,26 +134,21 @@ impl TransferCache {
     /// Takes a batch, or `most` of its segments: the others stay in their slot. `sink` sees what is taken while the slot
     /// still belongs to this thread. Returns how many segments these are; 0: there is no batch.
     pub(super) fn take(&self, hint: usize, most: u32, sink: impl FnOnce(&[AtomicPtr<Descriptor>])) -> u32 {
-        let Some(slots) = self.slots.get() else { return 0 };
-        let Some(slot) =
-            (0..SLOTS).map(|i| &slots[hint.wrapping_add(i) % SLOTS]).find(|slot| slot.enter(FULL))
-        else {
-            return 0;
-        };
+        let Some(slot) = entered(self.made(), hint, FULL) else { return 0 };
         let descriptors = slot.descriptors();
         let stay = descriptors.len().saturating_sub(most as usize);
         let taken = &descriptors[stay..];
         sink(taken);
-        slot.count.store(stay as u32, Ordering::Relaxed);
+        // Release: pairs with the acquire in `count`.
+        slot.count.store(stay as u32, Ordering::Release);
         slot.leave(if stay == 0 { EMPTY } else { FULL });
         taken.len() as u32
     }
 
-    /// Takes all batches as one chain and drops all reservations, except in slots that another thread is moving.
-    /// Returns the chain, and how many segments the dropped reservations were for.
-    pub(crate) fn drain(&self) -> (Chain, u32) {
-        let (mut chain, mut reserved) = (Chain::new(), 0);
-        for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
+    /// Takes all batches as one chain, except in slots that another thread is moving.
+    pub(crate) fn drain(&self) -> Chain {
+        let mut chain = Chain::new();
+        for slot in self.made() {
             if slot.enter(FULL) {
                 for descriptor in slot
                     .descriptors()
@@ -177,57 +158,24 @@ impl TransferCache {
                     // SAFETY: a segment in a slot is alive, free and in no other list, and the slot is emptied here.
                     unsafe { chain.push(descriptor) };
                 }
-                reserved += slot.unreserve();
+                slot.count.store(0, Ordering::Relaxed);
                 slot.leave(EMPTY);
             }
         }
-        (chain, reserved + self.unreserve_idle())
+        chain
     }
 
-    /// Drops the reservations of empty slots. Returns how many segments they were for.
-    pub(crate) fn unreserve_idle(&self) -> u32 {
-        let mut reserved = 0;
-        for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
-            // Loaded first, as in `enter`.
-            if slot.reserved.load(Ordering::Relaxed) == 0 {
-                continue;
-            }
-            if slot.enter(EMPTY) {
-                reserved += slot.unreserve();
-                slot.leave(EMPTY);
-            }
-        }
-        reserved
-    }
-
-    /// Segments that the slots have reserved; `None` if a slot holds more than it has reserved. For `check()`, under
-    /// the conditions of `for_each`.
-    pub(crate) fn reserved(&self) -> Option<u64> {
-        let mut sum = 0;
-        for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
-            // Acquire: pairs with the release in `leave`.
-            let full = slot.state.load(Ordering::Acquire) == FULL;
-            let reserved = slot.reserved.load(Ordering::Relaxed);
-            if full && slot.count.load(Ordering::Relaxed) > reserved {
-                return None;
-            }
-            sum += u64::from(reserved);
-        }
-        Some(sum)
-    }
-
-    /// Segments in the slots. Exact while no thread moves a batch.
-    #[cfg(all(test, loom))]
+    /// Segments in the slots. Exact while no thread moves a batch. A caller that finds none sees where those went that
+    /// were there, unless another thread has drained the slots.
     pub(crate) fn count(&self) -> usize {
-        let mut count = 0;
-        self.for_each(|_| count += 1);
-        count
+        // Acquire: pairs with the release in `take`.
+        self.made().iter().map(|slot| slot.count.load(Ordering::Acquire) as usize).sum()
     }
 
     /// Visits every descriptor in the slots. For `check()` and the census: under the central pool's lock, with all
     /// owners shut out.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Descriptor)) {
-        for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
+        for slot in self.made() {
             // Acquire: pairs with the release in `leave`.
             if slot.state.load(Ordering::Acquire) != FULL {
                 continue;
@@ -242,27 +190,46 @@ impl TransferCache {
     }
 }
 
+/// The first of the slots, from the number `hint` on and around, that could be made MOVING from the state `from`.
+fn entered(slots: &[TransferSlot], hint: usize, from: u32) -> Option<&TransferSlot> {
+    let (before, behind) = slots.split_at(hint.checked_rem(slots.len())?);
+    behind.iter().chain(before).find(|slot| slot.enter(from))
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_hook_with_room_booked_comes_before_one_without() {
-        let transfer = TransferCache::new();
-        let put = |hint: usize, count: usize, reserve: &dyn Fn(u32) -> bool| {
-            transfer.put(hint, vec![NonNull::dangling().as_ptr(); count].into_iter(), reserve)
+    fn slots_keep_the_quota_of_their_class() {
+        let shape = |quota: usize, stride: usize| {
+            let transfer = TransferCache::new(quota, stride);
+            (transfer.count, transfer.room)
         };
-        let nothing_more = |more| panic!("{more} reserved although a slot has room reserved");
-        assert!(put(0, 4, &|more| more == 4), "the first batch reserves");
-        assert_eq!(transfer.take(0, u32::MAX, |_| ()), 4);
-        assert!(put(5, 3, &nothing_more), "another thread uses the reservation");
-        assert!(!put(5, 4, &|more| more != 4), "that slot is in use, and a second reservation is refused");
-        assert!(put(5, 4, &|more| more == 4), "a second reservation is granted");
-        assert_eq!((transfer.take(5, u32::MAX, |_| ()), transfer.take(5, u32::MAX, |_| ())), (4, 3));
-        assert_eq!(transfer.reserved(), Some(8));
-        assert!(
-            put(1, 5, &|more| more == 5 || more == 1),
-            "where no slot has enough, the missing part or the whole is reserved"
-        );
+        // None, where fewer than four segments fit. What is missing may be half a segment.
+        assert_eq!([shape(0, 64), shape(223, 64), shape(224, 64)], [(0, 0), (0, 0), (4, 1)]);
+        // Up to eight hold one segment each. Where more fit, the slots have room for more.
+        assert_eq!([shape(8 * 64, 64), shape(9 * 64, 64), shape(19 * 64, 64)], [(8, 1), (4, 2), (6, 3)]);
+        // A batch has no more than 32 segments, and there are no more than eight slots.
+        assert_eq!([shape(200 * 64, 64), shape(1 << 30, 64)], [(8, 25), (8, 32)]);
+        for quota in (0..100_000).step_by(777) {
+            for stride in [32, 1000, 4160] {
+                let (count, room) = shape(quota, stride);
+                assert!(count * room * stride <= quota + stride / 2);
+            }
+        }
+    }
+
+    #[test]
+    fn a_batch_goes_to_the_first_empty_slot() {
+        let transfer = TransferCache::new(4 * 64, 64);
+        let batch = || std::iter::once(NonNull::dangling().as_ptr());
+        let put = |hint: usize| transfer.put(hint, batch());
+        assert!(put(3) && put(3) && put(usize::MAX) && put(0));
+        assert!(!put(0) && transfer.count() == 4, "all slots are in use");
+        assert_eq!([transfer.take(2, 1, |_| ()), transfer.take(2, 0, |_| ())], [1, 0]);
+        assert_eq!((transfer.count(), put(0), put(0)), (3, true, false));
+        let none = TransferCache::new(3 * 64, 64);
+        assert_eq!((none.put(0, batch()), none.take(0, 1, |_| ()), none.count()), (false, 0, 0));
     }
 }

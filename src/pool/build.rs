@@ -42,7 +42,7 @@ impl PoolBuilder {
         let config = CentralConfig {
             capacity: plan.capacity,
             thread_cache: plan.thread_cache.min(plan.capacity),
-            shared_cache: plan.shared_cache,
+            transfer_cache: plan.thread_cache.saturating_mul(2).min(plan.capacity / 16),
             largest: plan.options.extent.min(plan.capacity) - 32,
             step: plan.region,
             timeless: self.devices[0].context().driver().stepped().is_some(),

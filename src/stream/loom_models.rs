@@ -211,7 +211,7 @@ impl Setup {
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
-            shared_cache: 0,
+            transfer_cache: 0,
             largest: PAGE,
             step: 0,
             timeless: true,

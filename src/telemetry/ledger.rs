@@ -2,31 +2,22 @@
 //!
 //! # How it works
 //!
-//! A hit reads no clock, so the pool does not know when most buffers were checked out. Three sources make up for that,
-//! all of them off the hit path:
+//! A hit reads no clock, so the pool does not know when most buffers were checked out. Two sources make up for that,
+//! both of them off the hit path:
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache nothing, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
 //! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served, and each that was requested
 //!   as long-lived, which no cache serves.
-//! - *Looks*: a look at all segments that are out (`Pool::stuck`, a sampler) notes when it saw each of them first. A
-//!   segment has been out at least since then.
 //!
-//! The entries of the first two ([`Ledger`]) are kept under the central pool's lock, the notes of the third
-//! ([`Sightings`]) under a lock that only looks take.
+//! The entries are kept under the central pool's lock.
 //!
-//! # Invariants
+//! # Invariant
 //!
 //! *An entry is always of the checkout that it was made for.* The buffer of an entered segment names the list that
 //! always counts as full, in place of its class's (`central::raw`). So its return fails a comparison that each return
 //! makes in any case (whether its list has room), leaves the fast path there, and closes the entry. The time is then
 //! counted into the histogram of holding times.
-//!
-//! *The age of a segment that was only seen is never too long.* Such a segment returns unnoticed, and may be out again
-//! at the next look. Two numbers that never go back tell: the segment's generation, which grows with each flight, and,
-//! for a segment that the program has, the number of segments of its class that ever came back. Only if neither has
-//! grown is it certainly the same checkout; otherwise its age starts anew. In a class with many checkouts and returns
-//! such ages are therefore always near zero: a leak there is found by a pool that tracks its checkouts.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -60,23 +51,13 @@ pub(crate) struct CheckoutSite {
 /// What is known of a checkout.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LedgerEntry {
-    /// When the segment was checked out, or first seen out.
+    /// The number of the run that the segment is in.
+    pub(crate) run: u32,
+    /// When the segment was checked out.
     pub(crate) since: Instant,
-    /// Whether `since` is the time of the checkout.
-    pub(crate) exact: bool,
-    /// Bytes asked for, if they are known.
-    pub(crate) len: Option<usize>,
+    /// Bytes asked for.
+    pub(crate) len: usize,
     pub(crate) origin: CheckoutSite,
-}
-
-/// A segment that a look finds out, and the numbers that tell this checkout from a later one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TrackedCheckout {
-    /// The segment's place in the arena: a look visits segments in this order.
-    pub(crate) place: u64,
-    pub(crate) generation: u64,
-    /// For a segment that the program has: how many segments of its class have come back so far.
-    pub(crate) returns: Option<u64>,
 }
 
 /// Hashes addresses of descriptors. The crate allocates these, so no input can choose them to collide, and a
@@ -109,17 +90,17 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     /// Enters the checkout of a segment.
-    pub(crate) fn enter(&mut self, descriptor: usize, len: usize, origin: CheckoutSite) {
-        self.out
-            .insert(descriptor, LedgerEntry { since: Instant::now(), exact: true, len: Some(len), origin });
+    pub(crate) fn enter(&mut self, descriptor: usize, run: u32, len: usize, origin: CheckoutSite) {
+        self.out.insert(descriptor, LedgerEntry { run, since: Instant::now(), len, origin });
     }
 
     pub(crate) fn has(&self, descriptor: usize) -> bool {
         self.out.contains_key(&descriptor)
     }
 
-    pub(crate) fn get(&self, descriptor: usize) -> Option<LedgerEntry> {
-        self.out.get(&descriptor).copied()
+    /// The entries that are open, by the addresses of their descriptors.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (usize, &LedgerEntry)> {
+        self.out.iter().map(|(descriptor, entry)| (*descriptor, entry))
     }
 
     /// Closes the entry of a segment that came back, if it has one.
@@ -139,56 +120,6 @@ impl Ledger {
     }
 }
 
-/// The segments without an entry that the last look found out, in order of their places, and when each was first seen.
-/// Not under the central pool's lock, since only looks use it.
-#[derive(Debug, Default)]
-pub(crate) struct Sightings {
-    seen: Vec<(TrackedCheckout, Instant)>,
-}
-
-/// A look at all segments that are out.
-#[derive(Debug)]
-pub(crate) struct SightingRound<'a> {
-    sightings: &'a mut Sightings,
-    /// How far this look has come in the list of the last one.
-    at: usize,
-    seen: Vec<(TrackedCheckout, Instant)>,
-}
-
-impl Sightings {
-    /// Begins a look.
-    pub(crate) fn look(&mut self) -> SightingRound<'_> {
-        let seen = Vec::with_capacity(self.seen.len());
-        SightingRound { sightings: self, at: 0, seen }
-    }
-}
-
-impl SightingRound<'_> {
-    /// Notes that a segment without an entry was seen out, not later than `now`, and returns what is known of it.
-    /// Places come in ascending order.
-    pub(crate) fn see(&mut self, checkout: TrackedCheckout, now: Instant) -> LedgerEntry {
-        let same = |before: &TrackedCheckout| {
-            // A segment whose copy has completed since, or whose handle was waited for, is of the same checkout as long
-            // as no segment of its class came back.
-            (before.place, before.generation) == (checkout.place, checkout.generation)
-                && checkout.returns.is_none_or(|now| before.returns.is_some_and(|before| before == now))
-        };
-        let earlier = &self.sightings.seen;
-        while earlier.get(self.at).is_some_and(|(before, _)| before.place < checkout.place) {
-            self.at += 1;
-        }
-        let before = earlier.get(self.at).filter(|(before, _)| same(before));
-        let since = before.map_or(now, |(_, since)| *since);
-        self.seen.push((checkout, since));
-        LedgerEntry { since, exact: false, len: None, origin: CheckoutSite::default() }
-    }
-
-    /// Ends the look. Segments that it did not see are forgotten.
-    pub(crate) fn end(self) {
-        self.sightings.seen = self.seen;
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::hash::BuildHasher;
@@ -200,50 +131,12 @@ mod tests {
         let mut ledger = Ledger::default();
         ledger.close(1);
         let tag = Tag { name: Some("a"), long_lived: true };
-        ledger.enter(1, 10, CheckoutSite { tag, site: None });
-        let entry = ledger.get(1).unwrap();
-        assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), tag));
+        ledger.enter(1, 7, 10, CheckoutSite { tag, site: None });
+        let [(1, entry)] = ledger.entries().collect::<Vec<_>>()[..] else { panic!("{ledger:?}") };
+        assert_eq!((entry.run, entry.len, entry.origin.tag), (7, 10, tag));
         [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
         assert_eq!(ledger.holding().count(), 1);
         assert!(!ledger.has(1));
-    }
-
-    #[test]
-    fn only_what_is_certainly_the_same_grows_older() {
-        let mut sightings = Sightings::default();
-        let mut see = |generation, returns| {
-            let mut look = sightings.look();
-            let now = Instant::now();
-            let entry = look.see(TrackedCheckout { place: 1, generation, returns }, now);
-            look.end();
-            std::thread::sleep(std::time::Duration::from_millis(1));
-            entry.since == now
-        };
-        assert!(see(7, Some(3)), "never seen before");
-        assert!(!see(7, Some(3)), "nothing of its class came back since");
-        assert!(see(7, Some(4)), "it may have come back, and be out again");
-        assert!(see(8, None), "in flight since");
-        assert!(!see(8, None), "in the same flight");
-        assert!(see(8, Some(9)), "completed: it may have come back since it was seen in flight");
-        assert!(see(9, None), "another flight");
-    }
-
-    #[test]
-    fn what_a_look_does_not_find_is_forgotten() {
-        let mut sightings = Sightings::default();
-        let start = Instant::now();
-        let mut look_for = |places: &[u64], after: u64| {
-            let now = start + std::time::Duration::from_secs(after);
-            let mut look = sightings.look();
-            let see =
-                |place: &u64| look.see(TrackedCheckout { place: *place, generation: 0, returns: None }, now);
-            let ages: Vec<u64> = places.iter().map(see).map(|e| (now - e.since).as_secs()).collect();
-            look.end();
-            ages
-        };
-        assert_eq!(look_for(&[1, 3, 5], 1), [0, 0, 0]);
-        assert_eq!(look_for(&[0, 1, 2, 5, 6], 3), [0, 2, 0, 2, 0], "each by its own place");
-        assert_eq!(look_for(&[1, 3, 6], 6), [5, 0, 3], "the third was not there in between");
     }
 
     #[test]

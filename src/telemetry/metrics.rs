@@ -250,9 +250,9 @@ table! {
     Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
     StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool],
-        "Buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
+        "Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
     StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool],
-        "Bytes of buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
+        "Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
     ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
     ClassOut: Gauge, [pinpool.class.out.segments], Count, [pool, stride],

@@ -38,7 +38,7 @@
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where neither tag nor site is | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not known), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where checkouts were not recorded | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not exact), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | what is complete on the stream cannot be known any more: the device is lost, or its driver does not answer; restart the process |
@@ -104,8 +104,8 @@
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
 //! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended |
-//! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out |
-//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold, long-lived and quarantined ones left out |
+//! | `pinpool.stuck.buffers` | gauge | pool | Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out |
+//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out |
 //! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
 //! | `pinpool.class.out.segments` | gauge | pool, stride | Segments of a size class that are checked out, in flight or quarantined |
 //! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free segments of a size class, those that are cached for the next checkouts |
@@ -143,28 +143,24 @@ pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Lists every buffer that is known to have been out for at least `threshold`, oldest first: its size, age and
-    /// state, the stream and the event that it waits for, and the place in the program that checked it out. A threshold
-    /// of zero lists every buffer that is out.
+    /// Lists the buffers that are known to have been out for at least `threshold`, oldest first: size, age and state, the
+    /// stream and the event that each waits for, and the place in the program that checked it out. These are
     ///
-    /// **Unless the pool tracks its checkouts, most ages begin with the first look.** The first call with a threshold
-    /// above zero then lists only the few buffers whose checkout was recorded, however long others have been out; a
-    /// call that comes later by the threshold lists all. A [`Sampler`] looks from time to time.
+    /// - recorded checkouts: all of a pool that
+    ///   [tracks its checkouts](crate::PoolBuilder::track_checkouts); elsewhere those of
+    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache served. Their ages are
+    ///   exact;
+    /// - what streams hold in flight, by the time since the pool found it there, some milliseconds after it was submitted;
+    /// - quarantined buffers.
     ///
-    /// # How exact ages are
-    ///
-    /// Checkouts that the thread's cache serves read no clock, so ages are exact only for recorded checkouts: all of
-    /// them with [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), otherwise a sample. The age of
-    /// another buffer counts from the first call that saw it out: call this from time to time, or run a [`Sampler`].
-    /// Such an age is never too long. It starts anew whenever the buffer may have been returned and checked out again
-    /// between two calls. So it is good for buffers in flight, and for size classes in which nothing comes back, and
-    /// says little about a class with many checkouts and returns.
+    /// **Other buffers that the program has are counted in the statistics only** ([`PoolStats`](crate::PoolStats),
+    /// [`Snapshot`]), since a checkout that a cache serves reads no clock and leaves no record. To find out which of them
+    /// does not come back, build the pool with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
     ///
     /// # What it costs
     ///
-    /// A call takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that it
-    /// lists. It goes through them in batches of some 4,000. Other threads cannot use their caches while the call reads
-    /// what those hold, and a checkout or return waits for one batch at most, tens of microseconds.
+    /// A call looks at each recorded checkout under the pool's lock, and at all that is in flight under the lock of each
+    /// stream. Checkouts and returns of thread caches go on.
     ///
     /// The same list is logged when a wait for memory times out, at most once a minute, if a subscriber listens: see
     /// the events of [`telemetry`](crate::telemetry).

@@ -4,9 +4,8 @@
 //! rest as events and, with the feature `metrics`, to the `metrics` facade. A poll takes tens of microseconds, on the
 //! sampler's thread or on the caller's, and does not slow down checkouts.
 //!
-//! From time to time a poll also looks for what an operator has to act on: buffers that have been out for too long, and
-//! streams on which nothing completes. The look for buffers keeps other threads out of their caches, for some
-//! microseconds at a time.
+//! From time to time a poll also looks for what an operator has to act on: buffers that are known to have been out for
+//! too long, and streams on which nothing completes.
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
@@ -188,13 +187,12 @@ impl Sampler {
         self.stuck_buffers_after(threshold).stuck_streams_after(threshold)
     }
 
-    /// The time after which a buffer that is out counts as stuck, and is logged, once. `Duration::MAX`: never. Default:
-    /// a minute. Buffers that are [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined
-    /// ones.
+    /// The time after which a buffer that is known to be out counts as stuck, and is logged, once. `Duration::MAX`: never.
+    /// Default: a minute. [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers that are
+    /// [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones.
     ///
-    /// Buffers are looked for at polls, four times within the threshold. An age that is not known exactly may be too
-    /// short by a quarter of the threshold. One look logs at most eight buffers of a pool, the oldest first; the next
-    /// looks log the others. [`Pool::stuck`] says what a look costs.
+    /// Buffers are looked for at polls, four times within the threshold. One look logs at most eight buffers of a pool,
+    /// the oldest first; the next looks log the others.
     pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
         self.buffers_after = (threshold < Duration::MAX).then_some(threshold);
         self

@@ -1,17 +1,20 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
-//! A pool is exhausted because it is too small, or because buffers are kept for too long. The report tells which. For
-//! each buffer that is out it puts together what three places know:
+//! A pool is exhausted because it is too small, or because buffers are kept for too long. The report tells which. It
+//! puts together what two places know:
 //!
-//! - the central pool: that the segment is out, in which state, and since when ([`super::ledger`]);
-//! - the streams: on which of them it is in flight, under which sequence number, and whether the event of that sequence
-//!   number is recorded;
-//! - the ledger's entry, if the checkout was entered: tag and call site.
+//! - the central pool: the checkouts that were entered in the ledger ([`super::ledger`]), with their time, tag and call
+//!   site, and the segments that are quarantined;
+//! - the streams: what is in flight on each of them, under which sequence number, whether the event of that sequence
+//!   number is recorded, and since when the reaper knows of it.
 //!
-//! The places are read one after the other, and no two of their locks are held at once. So a buffer that is returned or
-//! completes between two readings may still be listed, or be listed without its stream.
+//! A buffer that the program has, and whose checkout was not entered, is in neither place: the statistics count it.
+//!
+//! The places are read one after the other. So a buffer that is returned or completes between two readings may still be
+//! listed, or be listed without its stream.
 
 use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -36,7 +39,7 @@ const BUFFERS_LISTED: usize = 8;
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned};
 /// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pool = Pool::builder(&device).track_checkouts(true).unpinned(Unpinned::Allow).build()?;
 /// use pinpool::telemetry::BufferState;
 ///
 /// let buf = pool.checkout(4096)?;
@@ -139,7 +142,8 @@ pub struct StuckBuffer {
     pub requested: Option<usize>,
     /// How long it has been out, exactly or at least.
     pub age: Duration,
-    /// Whether `age` counts from the checkout. If not, it counts from the first look that saw the buffer out.
+    /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age` counts from when the pool
+    /// found that the buffer was in flight, some milliseconds after it was submitted, or from when it was quarantined.
     pub exact: bool,
     /// Its state.
     pub state: BufferState,
@@ -173,50 +177,99 @@ impl fmt::Debug for StuckBuffer {
     }
 }
 
-/// All buffers that have been out for at least `threshold`, oldest first.
-pub(crate) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
-    let mut out: Vec<OutSegment> = central.out_for(threshold);
-    if out.is_empty() {
-        return Vec::new();
-    }
-    // Sorted as `OutSegment`, which is smaller than `StuckBuffer`: the oldest first, and of these the largest.
-    out.sort_by_cached_key(|segment| Reverse((segment.age, segment.granted)));
-    let mut awaited: Vec<(usize, Awaited)> = Vec::new();
+/// A segment that a stream holds.
+struct Held {
+    /// The descriptor's address. It is only compared.
+    descriptor: usize,
+    state: u16,
+    granted: usize,
+    /// Since when it is known to be in flight there.
+    since: Option<Instant>,
+    at: Awaited,
+}
+
+/// What streams hold of a central pool's segments, by descriptor, and of each in the order of the streams.
+fn held(central: &CentralPool, devices: &[Device]) -> Vec<Held> {
+    let mut held: Vec<Held> = Vec::new();
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
             let (stream, completed) = (timeline.number(), timeline.look().completed_seq);
-            timeline.for_each_kept(|descriptor, seq, event| {
-                awaited.push((descriptor, Awaited { device: name.clone(), stream, seq, completed, event }));
+            timeline.for_each_kept(|segment, seq, event, since| {
+                if std::ptr::eq(segment.central(), central) {
+                    let at = Awaited { device: name.clone(), stream, seq, completed, event };
+                    let descriptor = segment.descriptor();
+                    held.push(Held {
+                        descriptor: std::ptr::from_ref(descriptor).addr(),
+                        state: descriptor.word().state(),
+                        granted: segment.granted(),
+                        since,
+                        at,
+                    });
+                }
             });
         }
     }
     // A stable sort: the entries of one buffer stay in the order of the streams.
-    awaited.sort_by_key(|(descriptor, _)| *descriptor);
+    held.sort_by_key(|one| one.descriptor);
     // A batch that copies several parts of a buffer has an entry for each part.
-    awaited.dedup_by(|(descriptor, next), (other, last)| {
-        descriptor == other
-            && (next.stream, next.seq) == (last.stream, last.seq)
-            && Arc::ptr_eq(&next.device, &last.device)
+    held.dedup_by(|next, last| {
+        next.descriptor == last.descriptor
+            && (next.at.stream, next.at.seq) == (last.at.stream, last.at.seq)
+            && Arc::ptr_eq(&next.at.device, &last.at.device)
     });
-    let buffer = |segment: OutSegment| {
-        let OutSegment { descriptor, state, granted, age, entry } = segment;
-        let from = awaited.partition_point(|(of, _)| *of < descriptor);
-        let mine = awaited[from..].iter().take_while(|(of, _)| *of == descriptor);
+    held
+}
+
+/// The buffers that are known to have been out for at least `threshold`, oldest first.
+pub(crate) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
+    if crate::os::forked() {
+        return Vec::new();
+    }
+    let known: Vec<OutSegment> = central.out_for(threshold);
+    let held = held(central, devices);
+    let now = Instant::now();
+    let awaited = |held: &[Held]| held.iter().map(|one| one.at.clone()).collect();
+    let in_ledger = known.iter().map(|segment| {
+        let OutSegment { descriptor, state, granted, since, entry } = *segment;
+        let from = held.partition_point(|one| one.descriptor < descriptor);
+        let behind = held.partition_point(|one| one.descriptor <= descriptor);
+        let origin = entry.map(|entry| entry.origin).unwrap_or_default();
         StuckBuffer {
-            known_by: (descriptor, entry.since),
+            known_by: (descriptor, since),
             granted,
-            requested: entry.len,
-            age,
-            exact: entry.exact,
+            requested: entry.map(|entry| entry.len),
+            age: now.saturating_duration_since(since),
+            exact: entry.is_some(),
             state: BufferState::of(state),
-            awaited: mine.map(|(_, awaited)| awaited.clone()).collect(),
-            long_lived: entry.origin.tag.long_lived,
-            tag: entry.origin.tag.name,
-            site: entry.origin.site,
+            awaited: awaited(&held[from..behind]),
+            long_lived: origin.tag.long_lived,
+            tag: origin.tag.name,
+            site: origin.site,
         }
-    };
-    out.into_iter().map(buffer).collect()
+    });
+    let listed: HashSet<usize> = known.iter().map(|segment| segment.descriptor).collect();
+    let others = held.chunk_by(|one, next| one.descriptor == next.descriptor).filter_map(|held| {
+        let first = held.first().filter(|first| !listed.contains(&first.descriptor))?;
+        let since = held.iter().filter_map(|one| one.since).min().unwrap_or(now);
+        let age = now.saturating_duration_since(since);
+        (age >= threshold).then(|| StuckBuffer {
+            known_by: (first.descriptor, since),
+            granted: first.granted,
+            requested: None,
+            age,
+            exact: false,
+            state: BufferState::of(first.state),
+            awaited: awaited(held),
+            long_lived: false,
+            tag: None,
+            site: None,
+        })
+    });
+    let mut found: Vec<StuckBuffer> = in_ledger.chain(others).collect();
+    // The oldest first, and of these the largest.
+    found.sort_by_cached_key(|buffer| Reverse((buffer.age, buffer.granted)));
+    found
 }
 
 /// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.
@@ -246,16 +299,17 @@ pub(crate) fn report(
         growth = long.and_then(|wait| wait.growth.as_ref()).map(tracing::field::display),
         buffers = all.len(),
         bytes,
-        "a wait for memory {what}; the buffers that have been out for longest follow"
+        hint = (!central.tracks()).then_some(UNTRACKED),
+        "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
     for buffer in all.iter().take(BUFFERS_LISTED) {
         emit(pool, buffer);
     }
 }
 
-/// What an event says of a buffer of which neither tag nor site is known.
-const UNTRACKED: &str = "its checkout was not recorded: PoolBuilder::track_checkouts(true) records the tag and the place \
-                         of each";
+/// What an event says about buffers whose checkout was not recorded.
+const UNTRACKED: &str = "checkouts that were not recorded are known only while they are in flight: \
+                         PoolBuilder::track_checkouts(true) records each, with its tag and place";
 
 /// Logs one buffer of a report.
 pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Sealed;
+use crate::central::Segment;
 use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::stream::timeline::{Quarantined, Retain, RetainedResource};
@@ -20,8 +21,8 @@ impl Block {
         Arc::new(Self(Mutex::new(Some(retained))))
     }
 
-    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.0.lock().iter().for_each(|retained| retained.for_each_descriptor(visit));
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        self.0.lock().iter().for_each(|retained| retained.for_each_segment(visit));
     }
 
     /// The device can never be shown to be done with it.
@@ -72,8 +73,8 @@ impl Retain for Lent {
         blocks.chain(self.table.take().map(RetainedResource::quarantine)).sum()
     }
 
-    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.blocks.iter().for_each(|block| block.for_each_descriptor(visit));
-        self.table.iter().for_each(|table| table.for_each_descriptor(visit));
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        self.blocks.iter().for_each(|block| block.for_each_segment(visit));
+        self.table.iter().for_each(|table| table.for_each_segment(visit));
     }
 }

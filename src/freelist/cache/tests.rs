@@ -81,9 +81,10 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     let mut held = CacheTable::mine(&cache);
     held.set_room(class, 6);
     assert!(held.fill(class, chain(&segments)).is_empty());
-    let transfer = TransferCache::new();
-    assert_eq!(held.offload(class, 2, &transfer, |more| more != 2), 0, "refused");
-    assert_eq!(held.offload(class, 2, &transfer, |more| more == 2), 2);
+    let none = TransferCache::new(0, class.stride());
+    assert_eq!(held.offload(class, 2, &none), 0, "the class has no quota");
+    let transfer = TransferCache::new(16 * class.stride(), class.stride());
+    assert_eq!(held.offload(class, 3, &transfer), 2, "a slot has room for two");
     assert_eq!(cache.count(class), CacheCounts { takes: 0, puts: 0, cached: 4 });
     let before = cache.tally();
     let taken = held.take(class, 100).unwrap();

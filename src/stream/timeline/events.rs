@@ -304,6 +304,8 @@ impl Timeline {
             let mut state = self.state.lock();
             let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unpublished > 0;
             state.seen = state.open;
+            // Relaxed: only changed under the lock, which is held here.
+            state.note_date(self.completed.load(Ordering::Relaxed));
             self.found(&mut state, due)
         };
         due.into_iter().for_each(|_closing| self.close());

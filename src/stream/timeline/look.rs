@@ -1,6 +1,9 @@
 //! What statistics and reports see of a timeline: how far it has come, and which event each of its buffers waits for.
 
+use std::time::Instant;
+
 use super::{Flight, Timeline};
+use crate::central::Segment;
 use crate::sync::Ordering;
 
 /// How far a stream has come towards the completion of a buffer's work: what stands between the buffer and its return.
@@ -122,9 +125,9 @@ impl Timeline {
         }
     }
 
-    /// Visits each retained segment: the address of its descriptor, its sequence number, and the state of the event
-    /// that it waits for.
-    pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, EventState)) {
+    /// Visits each retained segment: its sequence number, the state of the event that it waits for, and since when it is
+    /// known to be in flight.
+    pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
         // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.
         let recorded = state.events.iter().map(|(covers, _)| *covers).max();
@@ -133,17 +136,20 @@ impl Timeline {
             () if seq <= state.unpublished => EventState::Failing,
             () => EventState::Due,
         };
+        let since = |seq: u64| {
+            let first = state.dates.partition_point(|(closed, _)| *closed < seq);
+            state.dates.get(first).map(|(_, seen)| *seen)
+        };
         for (_, entry) in &state.pending {
-            entry
-                .retained
-                .for_each_descriptor(&mut |descriptor| visit(descriptor, state.open, EventState::Submitting));
+            let submitting = EventState::Submitting;
+            entry.retained.for_each_segment(&mut |segment| visit(segment, state.open, submitting, None));
         }
         for (seq, entry) in &state.entries {
-            let event = event(*seq);
-            entry.retained.for_each_descriptor(&mut |descriptor| visit(descriptor, *seq, event));
+            let (seq, event, since) = (*seq, event(*seq), since(*seq));
+            entry.retained.for_each_segment(&mut |segment| visit(segment, seq, event, since));
         }
         for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.completed) {
-            visit(std::ptr::from_ref(claim.segment.descriptor()).addr(), claim.seq, event(claim.seq));
+            visit(&claim.segment, claim.seq, event(claim.seq), since(claim.seq));
         }
     }
 }

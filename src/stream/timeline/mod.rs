@@ -181,6 +181,8 @@ struct TimelineState {
     listed: bool,
     /// The open sequence number at the reaper's last look.
     seen: u64,
+    /// When a look of the reaper's found that the sequence numbers up to this one were closed and not all complete.
+    dates: VecDeque<(u64, Instant)>,
 }
 
 /// A stream's timeline. The module's page describes it.
@@ -286,6 +288,7 @@ impl Timeline {
                 lost: None,
                 listed: false,
                 seen: 0,
+                dates: VecDeque::new(),
             }),
         });
         timeline.reaper.know(&timeline);
@@ -556,7 +559,19 @@ impl TimelineState {
         self.entries.insert(at, (seq, entry));
     }
 
+    /// Notes when the reaper found entries in flight, for reports. An open sequence number may get entries later, so only
+    /// closed ones are noted.
+    fn note_date(&mut self, completed: u64) {
+        let closed = self.open - 1;
+        if closed > completed && self.dates.back().is_none_or(|(noted, _)| *noted < closed) {
+            self.dates.push_back((closed, Instant::now()));
+        }
+    }
+
     fn complete(&mut self, seq: u64, after: &mut After) {
+        while self.dates.front().is_some_and(|(closed, _)| *closed <= seq) {
+            self.dates.pop_front();
+        }
         while self.entries.front().is_some_and(|(t, _)| *t <= seq) {
             let Some((_, TimelineEntry { retained, memory, bytes, since })) = self.entries.pop_front() else {
                 break;
@@ -618,6 +633,7 @@ impl TimelineState {
             let_go(claim.memory.take());
         }
         (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
+        self.dates.clear();
     }
 }
 

@@ -100,15 +100,8 @@ pub(crate) trait Retain: Send + std::fmt::Debug {
     /// segments are quarantined by that.
     fn quarantine(self: Box<Self>) -> Quarantined;
 
-    /// The address of the descriptor of the segment that it keeps, for reports.
-    fn descriptor(&self) -> Option<usize> {
-        None
-    }
-
-    /// Visits each descriptor, for objects with several segments. Called under the timeline's lock.
-    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.descriptor().into_iter().for_each(visit);
-    }
+    /// Visits each segment that it keeps, for reports. Called under the timeline's lock.
+    fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) {}
 
     /// Whether there is anything to leak.
     fn is_something(&self) -> bool {
@@ -162,9 +155,9 @@ impl RetainedResource {
         })
     }
 
-    /// Visits the address of each retained segment's descriptor, for reports.
-    pub(crate) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.retained.for_each_descriptor(visit);
+    /// Visits each retained segment, for reports.
+    pub(crate) fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        self.retained.for_each_segment(visit);
     }
 
     /// The device is done with it, or never got it. `true`: a handle was dropped, so no handle will ask about the copy.
@@ -203,11 +196,11 @@ impl RetainedResource {
 }
 
 impl Retained {
-    /// Visits the address of each retained segment's descriptor, for reports.
-    pub(super) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
+    /// Visits each retained segment, for reports.
+    pub(super) fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
         match self {
-            Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.descriptor()).addr()),
-            Self::Object(object) => object.for_each_descriptor(visit),
+            Self::Segment { segment, .. } => visit(segment),
+            Self::Object(object) => object.for_each_segment(visit),
             Self::Nothing => {}
         }
     }

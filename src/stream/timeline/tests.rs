@@ -198,6 +198,38 @@ fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
     assert_eq!((holds.leaks(), events.load(Ordering::SeqCst)), (1, 1), "leaked, and not destroyed");
 }
 
+/// A report tells since when the reaper has known of what is in flight, and never an earlier time.
+#[test]
+fn what_is_in_flight_is_dated_by_the_reapers_looks() {
+    let (node, device, stream) = stepped();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let dates = || {
+        let mut dates = Vec::new();
+        stream.timeline().for_each_kept(|_, seq, _, since| dates.push((seq, since)));
+        dates
+    };
+    let hold = || drop(stream.hold(pool.checkout(100).unwrap()).unwrap());
+    let start = Instant::now();
+    hold();
+    device.reap();
+    hold();
+    assert_eq!(dates(), [(1, None), (2, None)], "the look has closed the first number");
+    device.reap();
+    let [(1, Some(first)), (2, None)] = dates()[..] else { panic!("{:?}", dates()) };
+    assert!(first >= start);
+    std::thread::sleep(Duration::from_millis(1));
+    (0..2).for_each(|_| _ = device.reap());
+    let [(1, Some(before)), (2, Some(second))] = dates()[..] else { panic!("{:?}", dates()) };
+    assert!(before == first && second > first);
+    settle(&node, &device);
+    assert!(dates().is_empty() && stream.timeline().state.lock().dates.is_empty());
+    hold();
+    (0..2).for_each(|_| _ = device.reap());
+    assert!(!stream.timeline().state.lock().dates.is_empty());
+    stream.timeline().lose(&Error::Internal("a mistake, on purpose"));
+    assert!(stream.timeline().state.lock().dates.is_empty());
+}
+
 /// While an event is being recorded, it is due, and no other is recorded in its place. It fails when the driver has
 /// refused it.
 #[test]
@@ -207,7 +239,7 @@ fn an_event_that_is_being_recorded_is_due() {
     let stream = device.stream().unwrap();
     let states = || {
         let mut states = Vec::new();
-        stream.timeline().for_each_kept(|_, _, event| states.push(event.name()));
+        stream.timeline().for_each_kept(|_, _, event, _| states.push(event.name()));
         states
     };
     drop(stream.hold(pool.checkout(100).unwrap()).unwrap());
@@ -417,7 +449,7 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     let using = device.stream().unwrap();
     let lose = |stream: &Stream| stream.timeline().lose(&Error::Internal("a mistake, on purpose"));
     let held = empty.hold(()).unwrap();
-    empty.timeline().for_each_kept(|at, _, _| panic!("a report names a buffer at {at}"));
+    empty.timeline().for_each_kept(|segment, _, _, _| panic!("a report names {segment:?}"));
     lose(&empty);
     assert!(held.is_done().is_err() && !node.trace().contains(&Call::CreateEvent));
     assert!(!device.context().holds().has_quarantined());

@@ -105,7 +105,8 @@ fn what_is_younger_than_the_wait_is_not_reported() {
     drop(old);
 }
 
-/// A pool that records few checkouts says how to learn more of the others.
+/// A pool that records few checkouts says how to learn more of the others, and lists what it knows: recorded checkouts,
+/// and what is in flight.
 #[test]
 fn what_is_out_and_was_not_recorded() {
     own_process!();
@@ -114,17 +115,23 @@ fn what_is_out_and_was_not_recorded() {
     // The first checkout misses, and is recorded; those that a cache serves are not.
     let kept: Vec<_> = (0..8).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
     let large = bench.pool.checkout(800 << 10).unwrap();
+    bench.node.hang(0);
+    let stream = bench.device.stream().unwrap();
+    let held = stream.hold(bench.pool.checkout(Request::new(64).tag("held")).unwrap()).unwrap();
     assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
     let report = events("pinpool::pool::stuck");
+    assert!(report[0].field("hint").contains("PoolBuilder::track_checkouts"), "{report:#?}");
     let hinted = |names: &[&str]| names.contains(&"hint");
     let (unknown, known): (Vec<_>, Vec<_>) = report[1..].iter().partition(|one| hinted(&one.names()));
-    assert!(!unknown.is_empty() && !known.is_empty(), "{report:#?}");
+    assert!(unknown.len() == 1 && !known.is_empty(), "{report:#?}");
     for one in unknown {
         assert!(one.field("hint").contains("PoolBuilder::track_checkouts"), "{one:?}");
         assert!(!one.names().contains(&"tag") && !one.names().contains(&"site"), "{one:?}");
+        assert_eq!((one.field("state"), one.field("stream")), ("in_flight", &*stream.number().to_string()));
     }
     assert!(known.iter().all(|one| one.names().contains(&"site")), "{report:#?}");
-    drop((kept, large));
+    bench.node.resume(0);
+    drop((kept, large, held));
 }
 
 #[test]

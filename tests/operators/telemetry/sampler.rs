@@ -226,11 +226,13 @@ fn buffers_that_are_meant_to_be_held_are_not_told_of() {
     }
     // Its segment's next buffer is one like others.
     drop(held);
-    let leaked = pool.checkout(1000).unwrap();
+    bench.node.hang(0);
+    let hangs = stream.hold(pool.checkout(1000).unwrap()).unwrap();
     sampler.poll();
     let told = events("pinpool::pool::stuck");
     assert!(told.len() == 1 && !told[0].fields.contains_key("long_lived"), "{told:#?}");
-    drop(leaked);
+    bench.node.resume(0);
+    drop(hangs.wait().unwrap());
     // A report on a pool without room is about whatever takes the room.
     clear();
     let _most = pool.checkout(Request::new(900 << 10).long_lived()).unwrap();
@@ -267,7 +269,7 @@ fn clients_that_go_away_and_requests_that_are_refused_are_no_timeouts() {
 fn quarantined_buffers_are_not_stuck() {
     own_process!();
     record();
-    let bench = Bench::stepped(|builder| builder);
+    let bench = Bench::stepped(|builder| builder.track_checkouts(true));
     let stream = bench.device.stream().unwrap();
     let memory = bench.device.alloc(4096).unwrap();
     let mut buf = bench.pool.checkout(4096).unwrap();

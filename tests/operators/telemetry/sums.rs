@@ -151,7 +151,9 @@ fn run(ops: Vec<Op>, track: bool) {
     let large = s.classes.iter().find(|class| class.stride.is_none()).map_or(0, |class| class.out_bytes);
     assert_eq!(s.pool.granted_bytes, classed + large);
     assert_eq!((s.devices[0].submitted, s.devices[0].completed), (submitted, submitted));
-    assert_eq!(bench.pool.stuck(std::time::Duration::ZERO).len(), model.out.values().sum::<usize>());
+    let (listed, out) =
+        (bench.pool.stuck(std::time::Duration::ZERO).len(), model.out.values().sum::<usize>());
+    assert!(if track { listed == out } else { listed <= out }, "{listed} of {out}");
     if track {
         assert_eq!(s.holding.count(), model.returns, "each was timed");
         assert_eq!((s.pool.misses >= model.takes, s.pool.cached_bytes), (true, 0));
