@@ -189,8 +189,9 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 ///
 /// # Safety
 /// `stream` is a stream of AscendCL or null, and stays one until everything that was submitted to it through this crate
-/// is known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned.
-/// [`adopt_stream_with`] leaves that to an owner. It is not captured while this crate submits to it.
+/// is known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. Behind a
+/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. [`adopt_stream_with`] leaves
+/// that to an owner. It is not captured while this crate submits to it.
 ///
 /// ```no_run
 /// # let server_stream = std::ptr::null_mut();

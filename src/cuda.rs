@@ -179,10 +179,11 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 ///
 /// # Safety
 /// `stream` is a CUDA stream, and stays one until everything that was submitted to it through this crate is known to be
-/// complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. [`adopt_stream_with`]
-/// leaves that to an owner. (Default streams live long enough: the legacy one as long as its context, and what a thread
-/// has submitted to its own is completed though the thread ends.) The promise about captures on the [module's page](self)
-/// is kept.
+/// complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. Behind a
+/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. [`adopt_stream_with`] leaves
+/// that to an owner. (Default streams live long enough: the legacy one as long as its context, and what a thread has
+/// submitted to its own is completed though the thread ends.) The promise about captures on the [module's page](self) is
+/// kept.
 ///
 /// ```no_run
 /// # let server_stream = std::ptr::null_mut();

@@ -176,8 +176,8 @@ pinpool_status pinpool_free(struct pinpool_pool *pool,
 // when the stream is known to be done with it.
 //
 // # Safety
-// `pool` is a pool. `stream` is a stream, and exists until the hold is over, or until `pinpool_forget_stream` has
-// returned `PINPOOL_OK` and what was queued on it is complete. It neither enters nor leaves a capture during the call.
+// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what was
+// queued on it is complete. It neither enters nor leaves a capture during the call.
 pinpool_status pinpool_hold(struct pinpool_pool *pool,
                             const void *address,
                             void *stream);

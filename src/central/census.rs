@@ -159,7 +159,7 @@ impl CentralPool {
         out.collect()
     }
 
-    /// Counts a change of the bytes that several timelines hold at once. None of these timelines counts them.
+    /// Counts a change of the bytes that a copier has in flight without entries of their own. No timeline counts them.
     pub(crate) fn joint_in_flight(&self, change: isize) {
         // Relaxed: a sum, not a signal.
         self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
@@ -191,7 +191,7 @@ impl CentralPool {
         made
     }
 
-    /// The bytes that several timelines hold at once, and whether no change of them is under way.
+    /// The bytes that a copier has in flight without entries of their own, and whether no change of them is under way.
     pub(crate) fn joint_bytes(&self) -> (usize, bool) {
         // Acquire: pairs with `in_one`.
         let stable = self.halfway.load(StdOrdering::Acquire) == 0;

@@ -137,7 +137,7 @@ pub(crate) struct CentralPool {
     transfers: Vec<TransferCache>,
     /// The returns that may be for a waiter.
     fence: Fence,
-    /// Bytes that several timelines hold at once.
+    /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
     joint: StdAtomicU64,
     /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
     /// In a cache line of their own: every copy changes them, next to a driver call that costs many times as much.

@@ -402,9 +402,9 @@ impl Stream {
     /// [`wait_for`](Self::wait_for) order other streams behind it, by an event that they record at once.
     ///
     /// # The end of the stream
-    /// A thread of the crate's may name the stream to the driver for as long as the event is due. The program destroys
-    /// its stream when the hold is over, as the constructors that adopt streams ask for, or when
-    /// [`record_holds`](Self::record_holds) has succeeded and the work is complete.
+    /// A thread of the crate's may name the stream to the driver for as long as the event is due, and a moment longer. So
+    /// the program destroys a stream of its own when [`record_holds`](Self::record_holds) has succeeded and the work is
+    /// complete. That the hold is over is not enough.
     ///
     /// # Errors
     /// As for [`hold`](Self::hold).

@@ -17,7 +17,7 @@ use crate::support::doubles::{self, StandIn};
 use crate::support::{in_use, skip};
 
 const PIECE: usize = 512;
-/// Of different lengths, so that they are no rows of a rectangle.
+/// Of different lengths, so that the rows of a table differ.
 fn len(i: usize) -> usize {
     500 - i % 7
 }

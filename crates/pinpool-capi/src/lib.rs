@@ -296,8 +296,8 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
 /// when the stream is known to be done with it.
 ///
 /// # Safety
-/// `pool` is a pool. `stream` is a stream, and exists until the hold is over, or until `pinpool_forget_stream` has
-/// returned `PINPOOL_OK` and what was queued on it is complete. It neither enters nor leaves a capture during the call.
+/// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what was
+/// queued on it is complete. It neither enters nor leaves a capture during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_hold(
     pool: *mut pinpool_pool,

@@ -97,7 +97,9 @@ pub(super) fn status(call: impl FnOnce() -> Result<(), Fault>) -> pinpool_status
             remember(fault.text());
             fault.status()
         }
-        Err(_payload) => {
+        Err(payload) => {
+            // Its drop is foreign code, which may panic again.
+            std::mem::forget(payload);
             remember(PANICKED.into());
             PINPOOL_INTERNAL
         }

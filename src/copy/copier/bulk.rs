@@ -129,7 +129,8 @@ impl Copier {
         let plan = self.plan(Direction::Down, survey, Some("a new vector".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
-        job.outcome().unwrap_or(Ok(()))?;
+        // A wait that ended in the child of a fork, before the job did, has written nothing here.
+        job.outcome().unwrap_or(Err(Error::Forked))?;
         // SAFETY: the capacity is that much, and the transfer, which has ended well, has written every byte.
         unsafe { vec.set_len(len) };
         Ok(vec)

@@ -95,10 +95,11 @@
 //!
 //! A copier that has segments goes on with those while the pool has no more of their length. One that has none takes the
 //! longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in the
-//! pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs no long range where others
-//! have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB: free segments between those
-//! that somebody holds, in a run of one size, are none. Beside a cache that holds the whole pool for good, a transfer waits
-//! for good, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
+//! pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs no
+//! long range where others have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB: free
+//! segments between those that somebody holds, in a run of one size, are none. Beside a cache that holds the whole pool
+//! for good, a transfer waits for good, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the
+//! loads a pool each.
 //!
 //! # Priorities
 //!

@@ -124,7 +124,7 @@ impl Retain for () {
 #[derive(Debug)]
 pub(crate) struct RetainedResource {
     retained: Retained,
-    /// Bytes of its segment. They are among those that several timelines hold, from the start to the end.
+    /// Bytes of its segment. The central pool counts them as in flight, from the start to the end, and no timeline does.
     bytes: usize,
 }
 

@@ -422,10 +422,12 @@ impl LoadRun {
         let sums = self.watched(source, transfer)?.sums;
         let mut sums = sums.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         sums.sort_unstable_by_key(|sum| (sum.part, sum.at));
-        // All of each part has come back.
-        let mut came = vec![0; parts.len()];
+        // All of each part has come back: each chunk begins where the one before ends.
+        let mut came = vec![0_usize; parts.len()];
         for sum in &sums {
-            came[sum.part] += sum.len;
+            if sum.at == came[sum.part] as u64 {
+                came[sum.part] += sum.len;
+            }
         }
         match parts.iter().zip(came).find(|(part, came)| part.place.len() != *came) {
             Some((part, came)) => {
