@@ -180,7 +180,8 @@
 // | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
 // | unwind              | which types may be used after a panic                                            |        |
 //
-// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone.
+// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's doctor
+// also uses two hidden modules, `family` and `cgroup`, of which no other program has a use.
 
 #[cfg(feature = "acl")]
 pub mod acl;

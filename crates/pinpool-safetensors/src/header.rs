@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use ::safetensors::Dtype;
 
-use super::json::{self, Fault, LONGEST_NAME, Text};
+use super::json::{self, Fault, LONGEST_NAME, Part, Text};
 use super::{NAME, blamed, malformed, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -180,13 +180,17 @@ impl Header {
         if !json::is_shallow(text) {
             return Err(no_object(what, &"it is nested too deeply"));
         }
-        let mut notes = Notes { text, what, entries: Vec::new(), metadata: None, last: None };
+        let mut notes =
+            Notes { text, what, entries: Vec::new(), fields: Fields::default(), metadata: None, last: None };
         let most = text.len() / SHORTEST_ENTRY + 1;
         reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<HeaderEntry>())?;
-        json::object(text, |name, value| notes.add(name, value)).map_err(|fault| match fault {
+        json::object(text, |name, part| notes.add(name, part)).map_err(|fault| match fault {
             Fault::Refused(error) => error,
             Fault::NoObject => no_object(what, &"it begins with no brace"),
-            Fault::Syntax(said, Some(name)) if !said.is_eof() => undescribed(what, name, &said),
+            Fault::Syntax(said, Some(name)) if !said.is_eof() => match name.is(METADATA_KEY) {
+                true => no_metadata(what, &said),
+                false => undescribed(what, name, &said),
+            },
             Fault::Syntax(said, _) => no_object(what, &said),
         })?;
         let Notes { mut entries, metadata, .. } = notes;
@@ -241,6 +245,10 @@ fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
     malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
+fn no_metadata(what: &str, said: &dyn fmt::Display) -> Error {
+    malformed(what, format!("its metadata is not an object of texts ({said})"))
+}
+
 /// The error for an entry that is not what the format asks for.
 fn undescribed(what: &str, tensor: Text<'_>, said: &dyn fmt::Display) -> Error {
     fault(what, tensor, format_args!("is not described as the format asks ({said})"))
@@ -256,6 +264,8 @@ fn fault(what: &str, tensor: Text<'_>, why: impl fmt::Display) -> Error {
 struct HeaderEntry {
     /// Its name between the quotes: start and length in the text.
     name: (u32, u32),
+    /// Whether its name has no escapes.
+    plain: bool,
     /// Where its list of axes starts in the text.
     shape: u32,
     /// How many axes it has.
@@ -271,15 +281,13 @@ struct HeaderEntry {
 impl HeaderEntry {
     fn name<'a>(&self, text: &'a str) -> Text<'a> {
         let (start, len) = (self.name.0 as usize, self.name.1 as usize);
-        Text::checked(&text[start..start + len])
+        Text { raw: &text[start..start + len], plain: self.plain }
     }
 
-    /// Elements along each axis, read again.
-    fn shape<'a>(&self, text: &'a str) -> impl Iterator<Item = usize> + use<'a> {
-        let list = &text[self.shape as usize..];
-        let list = list.split_inclusive(']').next().and_then(json::numbers);
-        // Both conversions were made before.
-        list.into_iter().flatten().flatten().map(|axis| axis as usize)
+    /// Calls `put` with the elements along each axis, which are read again.
+    fn shape(&self, text: &str, mut put: impl FnMut(usize)) {
+        // That each fits was checked before.
+        json::numbers(&text[self.shape as usize..], |axis| put(axis as usize));
     }
 }
 
@@ -289,79 +297,100 @@ struct Notes<'a> {
     /// The file's name, for errors.
     what: &'a str,
     entries: Vec<HeaderEntry>,
+    /// What the entry that is being read has.
+    fields: Fields<'a>,
     metadata: Option<&'a str>,
     /// The type of the entry before, which most tensors have too.
     last: Option<(&'a str, Dtype)>,
 }
 
+/// What an entry of a tensor has.
+#[derive(Default)]
+struct Fields<'a> {
+    dtype: Option<Dtype>,
+    /// The list, how many axes it has, and how many elements these make ([`axes`]).
+    shape: Option<(&'a str, u8, Option<u64>)>,
+    offsets: Option<(u64, u64)>,
+}
+
 impl<'a> Notes<'a> {
-    /// Reads an entry of the header.
-    fn add(&mut self, name: Text<'a>, value: &'a str) -> Result<()> {
-        if !name.is(METADATA_KEY) {
-            let entry = self.entry(name, value)?;
-            self.entries.push(entry);
-            return Ok(());
+    /// Reads a part of an entry of the header.
+    fn add(&mut self, name: Text<'a>, part: Part<'a>) -> Result<()> {
+        if name.is(METADATA_KEY) {
+            return self.add_metadata(part);
         }
-        let wrong = |said: &dyn fmt::Display| {
-            malformed(self.what, format!("its metadata is not an object of texts ({said})"))
-        };
-        if self.metadata.replace(value).is_some() {
-            return Err(wrong(&"it is there twice"));
+        match part {
+            Part::Entry(field, value) => self.add_field(name, field, value),
+            Part::End(_) => {
+                let entry = self.entry(name)?;
+                self.entries.push(entry);
+                Ok(())
+            }
+            Part::Value(value) => {
+                let told = shown(value, NEAR);
+                Err(undescribed(self.what, name, &format_args!("an object is expected: {told}")))
+            }
         }
-        if value == "null" {
-            return Ok(());
-        }
-        let is_text =
-            |_: Text<'_>, text| Text::of(text).map(drop).ok_or_else(|| wrong(&"a text is expected"));
-        json::object(value, is_text).map_err(|fault| match fault {
-            Fault::Refused(error) => error,
-            Fault::NoObject => wrong(&"an object is expected"),
-            Fault::Syntax(said, _) => wrong(&said),
-        })
     }
 
-    /// Reads the entry of a tensor.
-    fn entry(&mut self, name: Text<'a>, value: &'a str) -> Result<HeaderEntry> {
+    fn add_metadata(&mut self, part: Part<'a>) -> Result<()> {
+        let wrong = match part {
+            Part::Entry(_, value) if Text::of(value).is_some() => return Ok(()),
+            Part::Entry(..) => "a text is expected",
+            Part::Value(value) if value != "null" => "an object is expected",
+            Part::Value(text) | Part::End(text) => match self.metadata.replace(text) {
+                None => return Ok(()),
+                Some(_) => "it is there twice",
+            },
+        };
+        Err(no_metadata(self.what, &wrong))
+    }
+
+    /// Reads a field of a tensor's entry.
+    fn add_field(&mut self, name: Text<'a>, field: Text<'a>, value: &'a str) -> Result<()> {
         let what = self.what;
         let wrong = |said: &dyn fmt::Display| undescribed(what, name, said);
-        if name.raw().len() > LONGEST_NAME {
-            return Err(wrong(&"its name is longer than 65,535 bytes"));
+        let told = || shown(value, NEAR);
+        let mut is_again = false;
+        if field.is("dtype") {
+            let dtype = self.dtype(name, value)?;
+            is_again = self.fields.dtype.replace(dtype).is_some();
+        } else if field.is("shape") {
+            let (axes, elements) = axes(value).map_err(|said| wrong(&format_args!("{said}: {}", told())))?;
+            is_again = self.fields.shape.replace((value, axes, elements)).is_some();
+        } else if field.is("data_offsets") {
+            let (mut count, mut from, mut to) = (0, 0, 0);
+            let are_numbers = json::numbers(value, |offset| {
+                (count, from, to) = (count + 1, to, offset);
+            });
+            if !are_numbers || count != 2 {
+                return Err(wrong(&format_args!("two offsets are expected: {}", told())));
+            }
+            is_again = self.fields.offsets.replace((from, to)).is_some();
         }
-        let (mut dtype, mut shape, mut offsets) = (None, None, None);
-        let read = json::object(value, |field, value| {
-            let told = || shown(value, NEAR);
-            let mut is_again = false;
-            if field.is("dtype") {
-                is_again = dtype.replace(self.dtype(name, value)?).is_some();
-            } else if field.is("shape") {
-                let axes = axes(value).map_err(|said| wrong(&format_args!("{said}: {}", told())))?;
-                is_again = shape.replace((value, axes)).is_some();
-            } else if field.is("data_offsets") {
-                let mut ends = json::numbers(value).into_iter().flatten();
-                let (Some(Some(from)), Some(Some(to)), None) = (ends.next(), ends.next(), ends.next()) else {
-                    return Err(wrong(&format_args!("two offsets are expected: {}", told())));
-                };
-                is_again = offsets.replace((from, to)).is_some();
-            }
-            if is_again {
-                return Err(wrong(&format_args!("its {} is said twice", field.raw())));
-            }
-            Ok(())
-        });
-        read.map_err(|fault| match fault {
-            Fault::Refused(error) => error,
-            Fault::NoObject => wrong(&format_args!("an object is expected: {}", shown(value, NEAR))),
-            Fault::Syntax(said, _) => wrong(&said),
-        })?;
-        let dtype = dtype.ok_or_else(|| wrong(&"it has no dtype"))?;
-        let (shape, (axes, elements)) = shape.ok_or_else(|| wrong(&"it has no shape"))?;
-        let (from, to) = offsets.ok_or_else(|| wrong(&"it has no data_offsets"))?;
+        if is_again {
+            return Err(wrong(&format_args!("its {} is said twice", field.raw)));
+        }
+        Ok(())
+    }
+
+    /// Makes the note of a tensor, whose entry was read.
+    fn entry(&mut self, name: Text<'a>) -> Result<HeaderEntry> {
+        let wrong = |said| undescribed(self.what, name, &said);
+        if name.raw.len() > LONGEST_NAME {
+            return Err(wrong("its name is longer than 65,535 bytes"));
+        }
+        let Fields { dtype, shape, offsets } = std::mem::take(&mut self.fields);
+        let dtype = dtype.ok_or_else(|| wrong("it has no dtype"))?;
+        let (shape, axes, elements) = shape.ok_or_else(|| wrong("it has no shape"))?;
+        let (from, to) = offsets.ok_or_else(|| wrong("it has no data_offsets"))?;
         let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64));
         let fits = bits.zip(to.checked_sub(from)).is_some_and(|(bits, len)| bits % 8 == 0 && bits / 8 == len);
         // A header has at most 100,000,000 bytes, so places in it fit 32 bits.
         let place = |part: &str| json::place(self.text, part) as u32;
-        let (name, shape) = ((place(name.raw()), name.raw().len() as u32), place(shape));
-        Ok(HeaderEntry { name, shape, axes, dtype, fits, from, to })
+        let (plain, shape) = (name.plain, place(shape));
+        let name = (place(name.raw), name.raw.len() as u32);
+        Ok(HeaderEntry { name, plain, shape, axes, dtype, fits, from, to })
     }
 
     /// The type of a tensor's elements.
@@ -396,15 +425,18 @@ impl<'a> Notes<'a> {
 
 /// How many axes a shape has, and how many elements: `None` where these are more than a number holds.
 fn axes(list: &str) -> Result<(u8, Option<u64>), &'static str> {
-    let (mut axes, mut elements, mut empty) = (0, Some(1_u64), false);
-    for axis in json::numbers(list).ok_or("a list is expected")? {
-        if axes == AXES {
-            return Err("its shape has more than 64 axes");
-        }
-        let axis = axis.filter(|axis| usize::try_from(*axis).is_ok()).ok_or("whole numbers are expected")?;
+    let (mut axes, mut elements, mut empty, mut fit) = (0, Some(1_u64), false, true);
+    let are_numbers = json::numbers(list, |axis| {
         axes += 1;
         empty |= axis == 0;
+        fit &= usize::try_from(axis).is_ok();
         elements = elements.and_then(|n| n.checked_mul(axis));
+    });
+    if !are_numbers || !fit {
+        return Err("a list of whole numbers is expected");
+    }
+    if axes > AXES {
+        return Err("its shape has more than 64 axes");
     }
     // An axis of no elements makes a tensor of no elements, also where the others would overflow.
     Ok((axes as u8, if empty { Some(0) } else { elements }))
@@ -447,7 +479,8 @@ fn place(what: &str, text: &str, entries: &[HeaderEntry], data: u64) -> Result<(
 
 /// Why a tensor has not as many bytes as its type and shape need.
 fn misfit(text: &str, entry: &HeaderEntry) -> String {
-    let shape: Vec<u64> = entry.shape(text).map(|axis| axis as u64).collect();
+    let mut shape = Vec::new();
+    entry.shape(text, |axis| shape.push(axis as u64));
     let told = match shape.get(..SHOWN_AXES) {
         Some(first) if shape.len() > SHOWN_AXES => {
             let first: String = first.iter().map(|axis| format!("{axis}, ")).collect();
@@ -493,8 +526,8 @@ fn entries_to_tensors(
     reserved(shared.axes.try_reserve_exact(axes), what, axes * size_of::<usize>())?;
     reserved(tensors.try_reserve_exact(entries.len()), what, entries.len() * size_of::<Tensor>())?;
     for entry in entries {
-        entry.name(text).unescape(|part| shared.names.push_str(part));
-        shared.axes.extend(entry.shape(text));
+        shared.names.push_str(&entry.name(text).get());
+        entry.shape(text, |axis| shared.axes.push(axis));
     }
     let all = Arc::new(shared);
     let (mut name, mut axis) = (0, 0);
@@ -532,7 +565,10 @@ impl<T: Copy> Names<T> {
         let order = |a: &(u64, T), b: &(u64, T)| {
             a.0.cmp(&b.0).then_with(|| name(a.1).as_ref().cmp(name(b.1).as_ref()))
         };
-        list.sort_unstable_by(order);
+        list.sort_unstable_by_key(|(hash, _)| *hash);
+        if list.windows(2).any(|pair| pair[0].0 == pair[1].0) {
+            list.sort_unstable_by(order);
+        }
         let twice = list.windows(2).find(|pair| order(&pair[0], &pair[1]).is_eq());
         let twice = twice.map(|pair| (pair[0].1, pair[1].1));
         Ok((Self { hasher, places: list }, twice))

@@ -14,7 +14,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
 use super::header::{Tensor, twice};
-use super::json::{self, Fault, LONGEST_NAME, Text};
+use super::json::{self, Fault, LONGEST_NAME, Part, Text};
 use super::{NAME, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -141,33 +141,31 @@ impl Index {
         reserved(tensors.try_reserve_exact(most), &what, most * size_of::<u64>())?;
         let mut files: BTreeMap<String, u64> = BTreeMap::new();
         let (mut is_there, mut last) = (false, None);
-        let fault = |fault| match fault {
-            Fault::Refused(error) => error,
-            Fault::NoObject => no_map(&what),
-            Fault::Syntax(said, _) => no_json(&what, &said),
-        };
-        let read = json::object(&text, |key, map| {
-            if !key.is(MAP) {
-                return Ok(());
-            }
-            if std::mem::replace(&mut is_there, true) {
-                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
-                return Err(malformed(&what, format!("its {MAP:?} {twice}")));
-            }
-            let read = json::object(map, |tensor, file| {
+        let read = json::object(&text, |key, part| match part {
+            _ if !key.is(MAP) => Ok(()),
+            Part::Entry(tensor, file) => {
                 // Most tensors are in the file of the tensor before, whose name was checked.
                 let number = match last {
                     Some((name, number)) if name == file => number,
                     _ => number(&what, &mut files, tensor, file)?,
                 };
                 last = Some((file, number));
-                let quote = json::place(&text, tensor.raw()) - 1;
+                let quote = json::place(&text, tensor.raw) - 1;
                 tensors.push(number << 32 | quote as u64);
                 Ok(())
-            });
-            read.map_err(fault)
+            }
+            Part::Value(_) | Part::End(_) if std::mem::replace(&mut is_there, true) => {
+                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
+                Err(malformed(&what, format!("its {MAP:?} {twice}")))
+            }
+            Part::Value(_) => Err(no_map(&what)),
+            Part::End(_) => Ok(()),
         });
-        read.map_err(fault)?;
+        read.map_err(|fault| match fault {
+            Fault::Refused(error) => error,
+            Fault::NoObject => no_map(&what),
+            Fault::Syntax(said, _) => no_json(&what, &said),
+        })?;
         if !is_there {
             return Err(no_map(&what));
         }
@@ -188,11 +186,11 @@ impl Index {
 
 /// The number of a tensor's file, which is a new one where the file was not named before.
 fn number(what: &str, files: &mut BTreeMap<String, u64>, tensor: Text<'_>, file: &str) -> Result<u64> {
-    if tensor.raw().len() > LONGEST_NAME {
+    if tensor.raw.len() > LONGEST_NAME {
         return Err(blamed(what, &tensor.start(), "has a name longer than 65,535 bytes"));
     }
     // An escape has at most six bytes for one.
-    let name = Text::of(file).filter(|name| name.raw().len() <= 6 * LONGEST_FILE).map(Text::get);
+    let name = Text::of(file).filter(|name| name.raw.len() <= 6 * LONGEST_FILE).map(Text::get);
     let Some(name) = name.filter(|name| is_beside(name)) else {
         let file = shown(file, NAME);
         let why = format!("is said to be in {file}, which is no name of a file beside the index");
@@ -228,13 +226,9 @@ pub(super) fn find(path: &Path) -> Result<FoundFiles> {
         return of_folder(path);
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
-        true => of_index(path),
+        true => Index::read(path).map(FoundFiles::Index),
         false => Ok(FoundFiles::Files(vec![path.to_owned()])),
     }
-}
-
-fn of_index(path: &Path) -> Result<FoundFiles> {
-    Ok(FoundFiles::Index(Index::read(path)?))
 }
 
 /// Whether a file in a folder is its index, by the name: `model.safetensors.index.json`, and with a variant
@@ -262,7 +256,7 @@ fn of_folder(path: &Path) -> Result<FoundFiles> {
     }
     match &indexes[..] {
         [] => {}
-        [index] => return of_index(index),
+        [index] => return Index::read(index).map(FoundFiles::Index),
         _ => {
             indexes.sort();
             let names: Vec<_> = indexes

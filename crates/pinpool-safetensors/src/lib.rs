@@ -34,7 +34,7 @@
 //!
 //! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
 //! [first](Loader::first) before the others. Tasks await them ([`Loading::next_tensor`]), threads iterate over them
-//! ([`Loading::blocking`]), and many threads share a load, each of which waits for tensors by name ([`Loading::share`]).
+//! ([`Loading::blocking`]), and many of both share a load, each of which waits for tensors by name ([`Loading::share`]).
 //! All files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is
 //! known by chunks, and a tensor costs time only when it comes out.
 //!
@@ -266,14 +266,11 @@ impl Checkpoint {
     /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`] for
     /// no files.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
-        Self::of(Self::open_shards(paths)?)
-    }
-
-    fn open_shards<P: AsRef<Path>>(paths: &[P]) -> Result<Vec<Shard>> {
         if paths.is_empty() {
             return Err(Error::Empty);
         }
-        paths.iter().zip(0..).map(|(path, before)| Shard::open(path.as_ref(), before)).collect()
+        let shards = paths.iter().zip(0..).map(|(path, before)| Shard::open(path.as_ref(), before));
+        Self::of(shards.collect::<Result<_>>()?)
     }
 
     /// Lists all tensors by name.

@@ -530,7 +530,7 @@ impl Loading {
         std::iter::from_fn(|| self.next_blocking())
     }
 
-    /// The tensors for many threads, each of which waits for those that it needs.
+    /// The tensors for many threads and tasks, each of which waits for those that it needs.
     pub fn share(self) -> SharedLoad {
         let watch = self.watch.clone();
         SharedLoad::new(self, watch)

@@ -147,8 +147,8 @@ impl FileSource {
     }
 
     /// A file of `len` bytes that is open only while it is read, for one of so many that they cannot all be open. `open`
-    /// is called on the copier's threads, and may be called again after the file was closed; it gives the same file each
-    /// time. `name` is for errors.
+    /// is called on the copier's threads, on several at once perhaps, and may be called again after the file was closed; it
+    /// gives the same file each time. `name` is for errors.
     ///
     /// ```
     /// # use std::{fs::File, io, sync::Arc};

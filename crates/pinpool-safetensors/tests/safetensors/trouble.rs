@@ -50,7 +50,7 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         arrived(&rig.copier(), &more, &tensors.iter().take(whole).collect::<Vec<_>>());
         rig.all_is_back();
     }
-    assert!(cancelled > 3, "{cancelled}");
+    assert!(cancelled >= 3, "{cancelled}");
 }
 
 #[test]
