@@ -137,9 +137,9 @@ impl PoolBuilder {
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
     /// least 256 KiB and at most 64 MiB.
     ///
-    /// - **Between threads**, each size class keeps twice as many bytes at most, to the nearest segment: batches of segments that one thread has
-    ///   returned and another may take. These are no more than a 16th of the capacity and 256 segments, and none where
-    ///   fewer than four segments would fit. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c`
+    /// - **Between threads**, each size class keeps twice as many bytes at most, to the nearest segment: batches of
+    ///   segments that one thread has returned and another may take. These are no more than a 16th of the capacity and
+    ///   256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c`
     ///   times this setting at most, whichever way buffers flow; where each thread uses several sizes, far less, since a
     ///   batch is half of what the class has in a thread's cache.
     /// - **Within a cache**, a size class that is alone, so that the others have room for no more than a 16th of the bytes,

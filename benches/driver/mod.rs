@@ -120,10 +120,6 @@ table! {
         host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
         host_free = "cuMemFreeHost": fn(*mut c_void);
         memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
-        // Of CUDA 12.8: targets, sources, lengths, count, attributes, their first copies, count, where it failed,
-        // stream.
-        copy_batch = "cuMemcpyBatchAsync": fn(*mut u64, *mut u64, *mut usize, usize, *mut [u32; 6], *mut usize, usize,
-                                              *mut usize, *mut c_void);
         module_load = "cuModuleLoadData": fn(*mut *mut c_void, *const c_void);
         module_function = "cuModuleGetFunction": fn(*mut *mut c_void, *mut c_void, *const c_char);
         launch = "cuLaunchKernel": fn(*mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
@@ -306,44 +302,6 @@ impl Driver {
         // SAFETY: the caller's word.
         let code = unsafe { (self.api.download)(dst.cast(), src.0, len, stream.0 as *mut c_void) };
         self.check("cuMemcpyDtoHAsync", code);
-    }
-
-    /// Whether the driver has [`batch`](Self::batch).
-    pub fn can_batch(&self) -> bool {
-        self.api.copy_batch.is_some()
-    }
-
-    /// Many copies by one call. Their sources are read in stream order.
-    ///
-    /// # Safety
-    /// Until the copies are complete, sources and targets are valid for the lengths and not used otherwise. No two
-    /// overlap.
-    pub unsafe fn batch(
-        &self,
-        targets: &mut [u64],
-        sources: &mut [u64],
-        lengths: &mut [usize],
-        stream: Stream,
-    ) {
-        let call = self.api.copy_batch.expect("asked before");
-        assert!(targets.len() == sources.len() && targets.len() == lengths.len());
-        // Access in stream order, and nothing about locations.
-        let (mut attributes, mut first, mut fault) = ([1, 0, 0, 0, 0, 0], 0, 0);
-        // SAFETY: the lists have one length; for the rest the caller's word.
-        let code = unsafe {
-            call(
-                targets.as_mut_ptr(),
-                sources.as_mut_ptr(),
-                lengths.as_mut_ptr(),
-                targets.len(),
-                &raw mut attributes,
-                &raw mut first,
-                1,
-                &raw mut fault,
-                stream.0 as *mut c_void,
-            )
-        };
-        self.check("cuMemcpyBatchAsync", code);
     }
 
     /// Device memory, which is never freed.

@@ -160,9 +160,9 @@ impl CentralPool {
     }
 
     /// Counts a change of the bytes that a copier has in flight without entries of their own. No timeline counts them.
-    pub(crate) fn joint_in_flight(&self, change: isize) {
+    pub(crate) fn unlisted_in_flight(&self, change: isize) {
         // Relaxed: a sum, not a signal.
-        self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
+        self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
     /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are claimed. The caller
@@ -184,7 +184,7 @@ impl CentralPool {
 
     /// Makes a change in several steps, and tells checks meanwhile that it is under way.
     pub(crate) fn in_one<R>(&self, change: impl FnOnce(&Self) -> R) -> R {
-        // AcqRel, then release: as for a lock. Pairs with the load in `joint_bytes`.
+        // AcqRel, then release: as for a lock. Pairs with the load in `unlisted_bytes`.
         self.halfway.fetch_add(1, StdOrdering::AcqRel);
         let made = change(self);
         self.halfway.fetch_sub(1, StdOrdering::Release);
@@ -192,10 +192,10 @@ impl CentralPool {
     }
 
     /// The bytes that a copier has in flight without entries of their own, and whether no change of them is under way.
-    pub(crate) fn joint_bytes(&self) -> (usize, bool) {
+    pub(crate) fn unlisted_bytes(&self) -> (usize, bool) {
         // Acquire: pairs with `in_one`.
         let stable = self.halfway.load(StdOrdering::Acquire) == 0;
-        (self.joint.load(StdOrdering::Relaxed) as usize, stable)
+        (self.unlisted.load(StdOrdering::Relaxed) as usize, stable)
     }
 }
 

@@ -138,11 +138,11 @@ pub(crate) struct CentralPool {
     /// The returns that may be for a waiter.
     fence: Fence,
     /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
-    joint: StdAtomicU64,
+    unlisted: StdAtomicU64,
     /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
     /// In a cache line of their own: every copy changes them, next to a driver call that costs many times as much.
     flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
-    /// Changes of `joint` that are under way together with a change of a segment's word. Only checks read it.
+    /// Changes of `unlisted` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
     /// The number of extents that were ever added. Written under the lock.
     extents: StdAtomicU64,
@@ -263,7 +263,7 @@ impl CentralPool {
                 .map(|class| TransferCache::new(config.transfer_cache, class.stride()))
                 .collect(),
             fence: Fence::new(),
-            joint: StdAtomicU64::new(0),
+            unlisted: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
             extents: StdAtomicU64::new(0),

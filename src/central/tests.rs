@@ -521,8 +521,8 @@ fn snapshots_count_what_there_is() {
         assert_eq!((snapshot.out, snapshot.free), (out, snapshot.total - snapshot.cut - out));
     }
     // Checks are told of a change in several steps while it is under way.
-    assert_eq!(central.joint_bytes(), (0, true));
-    assert_eq!(central.in_one(CentralPool::joint_bytes), (0, false));
+    assert_eq!(central.unlisted_bytes(), (0, true));
+    assert_eq!(central.in_one(CentralPool::unlisted_bytes), (0, false));
 }
 
 #[test]

@@ -195,15 +195,15 @@ impl Pool {
     /// not matter.
     fn flight(&self) -> (usize, usize) {
         let central = self.central();
-        let (mut joint, _) = central.joint_bytes();
+        let (mut unlisted, _) = central.unlisted_bytes();
         let mut left = STATS_READS;
         loop {
             let (bytes, claimed) = central.flight();
             // As in `flight_by_stream`.
-            let before = joint;
-            (joint, _) = central.joint_bytes();
+            let before = unlisted;
+            (unlisted, _) = central.unlisted_bytes();
             left -= 1;
-            if joint == before || left == 0 {
+            if unlisted == before || left == 0 {
                 return (before + bytes, claimed);
             }
         }
@@ -213,20 +213,20 @@ impl Pool {
     /// submission or a completion is under way.
     fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
         let central = self.central();
-        let (mut joint, mut at_rest) = central.joint_bytes();
+        let (mut unlisted, mut at_rest) = central.unlisted_bytes();
         let mut left = STATS_READS;
         loop {
-            let mut sum = (joint, 0, at_rest.then_some(0));
+            let mut sum = (unlisted, 0, at_rest.then_some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
                 let (flight, moves) = timeline.flight(central.number());
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
             // The two sums are of one moment only if the first one has stood still: else they are made anew.
-            let before = joint;
-            (joint, at_rest) = central.joint_bytes();
+            let before = unlisted;
+            (unlisted, at_rest) = central.unlisted_bytes();
             left -= 1;
-            if joint == before || left == 0 {
+            if unlisted == before || left == 0 {
                 return sum;
             }
         }

@@ -135,7 +135,7 @@ impl RetainedResource {
             Resource::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.central().in_one(|central| {
-                    central.joint_in_flight(bytes as isize);
+                    central.unlisted_in_flight(bytes as isize);
                     segment.descriptor().depart()
                 });
                 return Self { retained: Retained::Segment { segment, word }, bytes };
@@ -150,7 +150,7 @@ impl RetainedResource {
     /// Ends being in flight, by `end`.
     fn leave(segment: &Segment, bytes: usize, end: impl FnOnce() -> Option<Segment>) -> Option<Segment> {
         segment.central().in_one(|central| {
-            central.joint_in_flight(-(bytes as isize));
+            central.unlisted_in_flight(-(bytes as isize));
             end()
         })
     }

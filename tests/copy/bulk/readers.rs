@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{Fill, Priority, Source};
+use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Copier, Error};
 
 use super::{Rig, Whole, pattern};
@@ -250,10 +251,31 @@ fn readers_that_fail_leave_no_segment_in_use() {
         let bytes = pattern(2 * chunk + 10, round);
         let failed = copier.upload_read(&mut (&bytes[..]).chain(Broken), &memory[1]).unwrap_err();
         assert!(matches!(failed, Error::Read { .. }), "round {round}: {failed}");
+        // With a segment too few the reader would have had to wait for the worker.
+        assert!(!held.progress().over, "round {round}: segments are still in use");
         drop(told);
         held.wait().unwrap();
     }
     let after = copier.upload(vec![3; 4 * chunk], &memory[1]).unwrap();
+    after.wait_timeout(HANG).expect("a segment is left").unwrap();
+    rig.all_is_back();
+}
+
+/// A copy that is refused, and runs all the same, ends the call with segments filled, in flight and not taken yet.
+#[test]
+fn a_device_that_fails_under_a_reader_leaves_no_segment_in_use() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
+    let (memory, chunk) = (rig.device.alloc(1 << 20).unwrap(), copier.chunk());
+    let bytes = pattern(6 * chunk, 1);
+    for nth in [0, 1, 2, 4] {
+        for failure in [Failure::RunsAnyway, Failure::Transient] {
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+            let failed = copier.upload_read(&mut &bytes[..], &memory).unwrap_err();
+            assert!(!matches!(failed, Error::Read { .. }), "copy {nth}, {failure:?}: {failed}");
+        }
+    }
+    let after = copier.upload(vec![3; 4 * chunk], &memory).unwrap();
     after.wait_timeout(HANG).expect("a segment is left").unwrap();
     rig.all_is_back();
 }

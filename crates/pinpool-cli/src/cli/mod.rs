@@ -1,9 +1,10 @@
 //! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
 //!
 //! `args.rs` has the command line; `amount.rs` and `escape.rs` make amounts of memory and texts from outside fit to be
-//! shown; `sample.rs` and `spread.rs` are bytes to copy that do not repeat, and work spread over threads. A subcommand ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit status, and with
-//! `--json` into the object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it
-//! cannot steer a terminal.
+//! shown; `sample.rs` and `spread.rs` are bytes to copy that do not repeat, and work spread over threads. A subcommand
+//! ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit status, and with `--json` into the
+//! object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a
+//! terminal.
 
 mod amount;
 pub mod args;
