@@ -181,7 +181,7 @@
 // | unwind              | which types may be used after a panic                                            |        |
 //
 // Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's doctor
-// also uses two hidden modules, `family` and `cgroup`, of which no other program has a use.
+// also uses a hidden module, `cgroup`, of which no other program has a use.
 
 #[cfg(feature = "acl")]
 pub mod acl;
@@ -218,8 +218,6 @@ pub use config::PoolBuilder;
 pub use copy::copier;
 pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, Landing, Places};
 pub use device::HostAllocFlags;
-#[doc(hidden)]
-pub use device::family;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};

@@ -62,7 +62,7 @@ pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod ending;
-pub mod family;
+mod family;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 mod gate;
 pub(crate) mod handle;

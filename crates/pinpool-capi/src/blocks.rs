@@ -6,18 +6,21 @@
 //! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate and free at the same
 //! time therefore take different locks. An address is looked for in the calling thread's part first, then in the others.
 //!
-//! Each part also knows the streams that its threads have last held blocks for: finding out what a stream is takes
-//! several driver calls.
+//! Each part also knows the streams that its threads hold blocks for: finding out what a stream is takes several driver
+//! calls.
 
 use std::collections::BTreeMap;
-use std::ops::Bound;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
-use pinpool::{PinnedBuf, Stream};
+use pinpool::{Error, PinnedBuf, Stream};
 
+use crate::status::Fault;
+
+/// The handle that is another stream on each thread.
+const PER_THREAD: usize = 2;
 /// More threads than this share parts.
 const PARTS: usize = 32;
 
@@ -26,30 +29,17 @@ const PARTS: usize = 32;
 pub(super) struct Block {
     /// Shared with the holds on it.
     pub(super) buf: Arc<PinnedBuf>,
-    /// The address of its first byte.
-    pub(super) start: usize,
     /// The length that C asked for.
     pub(super) len: usize,
 }
 
-/// The streams that a part knows at most.
-const STREAMS: usize = 16;
 /// After so many holds a thread looks itself: blocks that it gives back are in its own cache, and the reaper's thread
 /// need not keep up with all others.
 const HOLDS_A_LOOK: u64 = 16;
 
-/// A stream that blocks were held for: the index of its device in the pool's list, and its handle.
-#[derive(Debug)]
-struct KnownStream {
-    device: usize,
-    handle: usize,
-    stream: Stream,
-}
-
 /// What is counted in a part, under its lock.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    pub(super) blocks: u64,
     pub(super) requested: u64,
     pub(super) allocations: u64,
     pub(super) frees: u64,
@@ -62,41 +52,37 @@ const RECENT: usize = 8;
 #[derive(Debug, Default)]
 struct Part {
     /// In no order. No more than `RECENT`; then they move into the map.
-    recent: Vec<Block>,
+    recent: Vec<(usize, Block)>,
     /// By the address of the first byte.
     blocks: BTreeMap<usize, Block>,
-    /// The last used is the last.
-    streams: Vec<KnownStream>,
-    /// `blocks` is not counted here, since the map knows it.
+    /// The streams that blocks were held for, by their handle and the index of their device in the pool's list.
+    streams: BTreeMap<(usize, usize), Stream>,
     counts: Counts,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Blocks {
     parts: [CachePadded<Mutex<Part>>; PARTS],
 }
 
 impl Blocks {
-    pub(super) fn new() -> Self {
-        Self { parts: std::array::from_fn(|_| CachePadded::default()) }
-    }
-
-    pub(super) fn enter(&self, block: Block) {
+    /// Enters a block, by the address of its first byte.
+    pub(super) fn enter(&self, start: usize, block: Block) {
         let mut part = self.parts[own()].lock();
         part.counts.allocations += 1;
         part.counts.requested += block.len as u64;
         let Part { recent, blocks, .. } = &mut *part;
         if recent.len() >= RECENT {
-            blocks.extend(recent.drain(..).map(|block| (block.start, block)));
+            blocks.extend(recent.drain(..));
         }
-        recent.push(block);
+        recent.push((start, block));
     }
 
     /// Takes out the block that starts at an address.
-    pub(super) fn remove(&self, start: usize) -> Option<Block> {
-        self.in_parts(|part| {
-            let block = match part.recent.iter().rposition(|block| block.start == start) {
-                Some(at) => part.recent.swap_remove(at),
+    pub(super) fn remove(&self, start: usize) -> Result<Block, Fault> {
+        self.in_parts(start, |part| {
+            let block = match part.recent.iter().rposition(|recent| recent.0 == start) {
+                Some(at) => part.recent.swap_remove(at).1,
                 None => part.blocks.remove(&start)?,
             };
             part.counts.frees += 1;
@@ -105,86 +91,78 @@ impl Blocks {
         })
     }
 
-    /// Uses the block that an address lies in.
-    pub(super) fn with<R>(&self, address: usize, mut found: impl FnMut(&mut Block) -> R) -> Option<R> {
-        self.in_parts(|part| {
-            let inside = |block: &Block| address.wrapping_sub(block.start) < block.len.max(1);
-            if let Some(block) = part.recent.iter_mut().find(|block| inside(block)) {
-                return Some(found(block));
-            }
-            let below = (Bound::Unbounded, Bound::Included(address));
-            let (start, block) = part.blocks.range_mut::<usize, _>(below).next_back()?;
+    /// Uses the block that an address lies in, and the address where it starts.
+    pub(super) fn with<R>(&self, address: usize, found: impl Fn(usize, &mut Block) -> R) -> Result<R, Fault> {
+        self.in_parts(address, |part| {
             // The first byte is the block's own, though its length be 0.
-            (address - start < block.len.max(1)).then(|| found(block))
+            let inside = |start: usize, block: &Block| address.wrapping_sub(start) < block.len.max(1);
+            if let Some((start, block)) = part.recent.iter_mut().find(|(start, block)| inside(*start, block))
+            {
+                return Some(found(*start, block));
+            }
+            let (start, block) = part.blocks.range_mut(..=address).next_back()?;
+            inside(*start, block).then(|| found(*start, block))
         })
     }
 
-    /// The stream with this handle, if the calling thread's part knows it.
-    pub(super) fn stream(&self, device: usize, handle: usize) -> Option<Stream> {
-        let part = self.parts[own()].lock();
-        let found = part.streams.iter().rev().find(|known| (known.device, known.handle) == (device, handle));
-        found.map(|known| known.stream.clone())
+    /// The stream with this handle, which the calling thread's part knows from the first time on, until
+    /// [`forget`](Self::forget).
+    pub(super) fn stream(
+        &self,
+        device: usize,
+        handle: usize,
+        adopt: impl FnOnce() -> Result<Stream, Error>,
+    ) -> Result<Stream, Error> {
+        let part = &self.parts[own()];
+        if let Some(known) = part.lock().streams.get(&(handle, device)).cloned() {
+            return Ok(known);
+        }
+        let stream = adopt()?;
+        if handle != PER_THREAD {
+            part.lock().streams.insert((handle, device), stream.clone());
+        }
+        Ok(stream)
     }
 
-    /// Counts a hold that was taken, and knows its stream from now on. Returns whether the calling thread is to look which
-    /// holds are over.
-    pub(super) fn held(&self, device: usize, handle: usize, new: Option<Stream>) -> bool {
+    /// Counts a hold that was taken. Returns whether the calling thread is to look which holds are over.
+    pub(super) fn held(&self) -> bool {
         let mut part = self.parts[own()].lock();
         part.counts.holds += 1;
-        let due = part.counts.holds % HOLDS_A_LOOK == 0;
-        let Some(stream) = new else { return due };
-        let oldest = (part.streams.len() >= STREAMS).then(|| part.streams[0].stream.clone());
-        part.streams.push(KnownStream { device, handle, stream });
-        drop(part);
-        let Some(oldest) = oldest else { return due };
-        // Only a stream whose holds have their events is not known any more: `pinpool_forget_stream` looks here.
-        if oldest.record_holds().is_ok() {
-            self.parts[own()].lock().streams.retain(|known| known.stream.number() != oldest.number());
-        }
-        due
+        part.counts.holds % HOLDS_A_LOOK == 0
     }
 
-    /// All streams with this handle that are known.
-    pub(super) fn known(&self, handle: usize) -> Vec<Stream> {
-        let of_part = |part: &CachePadded<Mutex<Part>>| -> Vec<Stream> {
-            let part = part.lock();
-            part.streams
-                .iter()
-                .filter(|known| known.handle == handle)
-                .map(|known| known.stream.clone())
-                .collect()
-        };
-        self.parts.iter().flat_map(of_part).collect()
-    }
-
-    /// Knows the streams with this handle no more.
-    pub(super) fn forget(&self, handle: usize) {
+    /// Has the events of all holds on the streams with this handle recorded, and knows these streams no more.
+    pub(super) fn forget(&self, handle: usize) -> Result<(), Error> {
         for part in &self.parts {
-            part.lock().streams.retain(|known| known.handle != handle);
+            let devices = (handle, 0)..=(handle, usize::MAX);
+            let all: Vec<Stream> = part.lock().streams.range(devices).map(|known| known.1.clone()).collect();
+            all.iter().try_for_each(Stream::record_holds)?;
+            part.lock().streams.retain(|key, _| key.0 != handle);
         }
+        Ok(())
     }
 
-    /// The sums over the parts. Each part is exact, and blocks that move meanwhile may be in none of them.
+    /// The sums over the parts, of which each is exact.
     pub(super) fn counts(&self) -> Counts {
-        self.parts.iter().fold(Counts::default(), |sum, part| {
-            let part = part.lock();
-            Counts {
-                blocks: sum.blocks + (part.recent.len() + part.blocks.len()) as u64,
-                requested: sum.requested + part.counts.requested,
-                allocations: sum.allocations + part.counts.allocations,
-                frees: sum.frees + part.counts.frees,
-                holds: sum.holds + part.counts.holds,
-            }
-        })
+        let mut sum = Counts::default();
+        for part in &self.parts {
+            let counts = part.lock().counts;
+            sum.requested += counts.requested;
+            sum.allocations += counts.allocations;
+            sum.frees += counts.frees;
+            sum.holds += counts.holds;
+        }
+        sum
     }
 
     /// The first that `look` finds, in the calling thread's part and then in the others.
-    fn in_parts<R>(&self, mut look: impl FnMut(&mut Part) -> Option<R>) -> Option<R> {
+    fn in_parts<R>(&self, address: usize, look: impl Fn(&mut Part) -> Option<R>) -> Result<R, Fault> {
         let own = own();
         // Relaxed: a thread that has a block's address knows that the thread that entered it had a part by then.
         // (The first part is also that of threads that end.)
         let used = THREADS.load(Ordering::Relaxed).clamp(1, PARTS);
-        (own..used).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()))
+        let found = (own..used).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()));
+        found.ok_or_else(|| Fault::no_block(address))
     }
 }
 

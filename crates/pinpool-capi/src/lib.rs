@@ -24,8 +24,6 @@
 
 // How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's buffer to the stream's
 // timeline, or to the graph that the stream is being captured into. `status` makes the calls: numbers, texts, panics.
-//
-// `blocks` and `status` first, then this file.
 
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, reason = "the names are those of C")]
@@ -41,10 +39,7 @@ pub use status::*;
 
 use self::blocks::{Block, Blocks};
 use self::status::{Fault, status};
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, Request, Stream, Unpinned};
-
-/// The handle that is another stream on each thread.
-const PER_THREAD: usize = 2;
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, Request, Stream, SubmitError, Unpinned};
 
 /// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
 pub const PINPOOL_ABI_VERSION: u32 = 1;
@@ -121,12 +116,7 @@ pub extern "C" fn pinpool_abi_version() -> u32 {
 /// The version of the library, as text.
 #[unsafe(no_mangle)]
 pub extern "C" fn pinpool_version() -> *const c_char {
-    const VERSION: &CStr =
-        match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
-            Ok(version) => version,
-            Err(_) => c"",
-        };
-    VERSION.as_ptr()
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
 /// Opens the devices and builds a pool.
@@ -142,9 +132,7 @@ pub unsafe extern "C" fn pinpool_open(
     pool: *mut *mut pinpool_pool,
 ) -> pinpool_status {
     status(|| {
-        if pool.is_null() {
-            return Err(Fault::Argument("pinpool_open: the place for the pool is null"));
-        }
+        given(pool, "pinpool_open: the place for the pool is null")?;
         // SAFETY: the caller's, and not null.
         unsafe { pool.write(std::ptr::null_mut()) };
         // SAFETY: all fields are numbers and pointers, which may be zero.
@@ -183,12 +171,12 @@ pub unsafe extern "C" fn pinpool_open(
             0 => builder,
             PINPOOL_BACKING_REGISTERED => builder.backing(Backing::Registered),
             PINPOOL_BACKING_HOST_ALLOC => builder.backing(Backing::HostAlloc(HostAllocFlags::default())),
-            _ => return Err(Fault::Argument("options: .backing is 0 or a PINPOOL_BACKING_ number")),
+            _ => return Err(Fault::argument("options: .backing is 0 or a PINPOOL_BACKING_ number")),
         };
         if let Some(name) = name {
             builder = builder.name(name);
         }
-        let opened = Box::new(pinpool_pool { pool: builder.build()?, devices, blocks: Blocks::new() });
+        let opened = Box::new(pinpool_pool { pool: builder.build()?, devices, blocks: Blocks::default() });
         // SAFETY: as above.
         unsafe { pool.write(Box::into_raw(opened)) };
         Ok(())
@@ -209,10 +197,9 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64)
     status(|| {
         // SAFETY: the caller promises a pool or null.
         let Some(opened) = (unsafe { pool.as_ref() }) else { return Ok(()) };
-        not_forked()?;
         let shutdown = opened.pool.shutdown(Duration::from_millis(timeout_ms));
         if !shutdown.drained {
-            return Err(Fault::Open(shutdown.outstanding));
+            return Err(Fault::open(shutdown.outstanding));
         }
         // SAFETY: made by `pinpool_open`, and no other call uses it.
         drop(unsafe { Box::from_raw(pool) });
@@ -238,9 +225,7 @@ pub unsafe extern "C" fn pinpool_alloc(
     block: *mut *mut c_void,
 ) -> pinpool_status {
     status(|| {
-        if block.is_null() {
-            return Err(Fault::Argument("pinpool_alloc: the place for the block is null"));
-        }
+        given(block, "pinpool_alloc: the place for the block is null")?;
         // SAFETY: the caller's, and not null.
         unsafe { block.write(std::ptr::null_mut()) };
         // SAFETY: the caller promises a pool.
@@ -255,7 +240,7 @@ pub unsafe extern "C" fn pinpool_alloc(
             limit => opened.pool.checkout_timeout(request, Duration::from_millis(limit)),
         }?;
         let start = buf.as_mut_ptr();
-        opened.blocks.enter(Block { buf: Arc::new(buf), start: start.addr(), len: bytes });
+        opened.blocks.enter(start.addr(), Block { buf: Arc::new(buf), len: bytes });
         // SAFETY: as above.
         unsafe { block.write(start.cast()) };
         Ok(())
@@ -277,11 +262,7 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
         }
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
-        match opened.blocks.remove(block.addr()) {
-            Some(block) => drop(block.buf),
-            None => return Err(Fault::NoBlock(block.addr())),
-        }
-        Ok(())
+        opened.blocks.remove(block.addr()).map(drop)
     })
 }
 
@@ -337,12 +318,7 @@ pub unsafe extern "C" fn pinpool_forget_stream(
 ) -> pinpool_status {
     status(|| {
         // SAFETY: the caller promises a pool.
-        let opened = unsafe { known(pool) }?;
-        for part in opened.blocks.known(stream.addr()) {
-            part.record_holds()?;
-        }
-        opened.blocks.forget(stream.addr());
-        Ok(())
+        Ok(unsafe { known(pool) }?.blocks.forget(stream.addr())?)
     })
 }
 
@@ -362,8 +338,7 @@ pub unsafe extern "C" fn pinpool_find(
     status(|| {
         // SAFETY: the caller promises a pool.
         let blocks = &unsafe { known(pool) }?.blocks;
-        let found = blocks.with(address.addr(), |block| (block.start, block.len));
-        let (at, len) = found.ok_or(Fault::NoBlock(address.addr()))?;
+        let (at, len) = blocks.with(address.addr(), |start, block| (start, block.len))?;
         // SAFETY: null or the caller's. The block's start has the provenance of the address inside it.
         unsafe {
             if !start.is_null() {
@@ -390,16 +365,14 @@ pub unsafe extern "C" fn pinpool_is_idle(
     idle: *mut u32,
 ) -> pinpool_status {
     status(|| {
-        if idle.is_null() {
-            return Err(Fault::Argument("pinpool_is_idle: the place for the answer is null"));
-        }
+        given(idle, "pinpool_is_idle: the place for the answer is null")?;
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
         // The devices' threads end holds from time to time: this looks now.
         opened.devices.iter().for_each(|device| _ = device.reap());
-        let alone = opened.blocks.with(address.addr(), |block| Arc::get_mut(&mut block.buf).is_some());
+        let alone = opened.blocks.with(address.addr(), |_, block| Arc::get_mut(&mut block.buf).is_some());
         // SAFETY: the caller's, and not null.
-        unsafe { idle.write(alone.ok_or(Fault::NoBlock(address.addr()))?.into()) };
+        unsafe { idle.write(alone?.into()) };
         Ok(())
     })
 }
@@ -431,9 +404,7 @@ pub unsafe extern "C" fn pinpool_get_stats(
     stats: *mut pinpool_stats,
 ) -> pinpool_status {
     status(|| {
-        if stats.is_null() {
-            return Err(Fault::Argument("pinpool_get_stats: the place for the numbers is null"));
-        }
+        given(stats, "pinpool_get_stats: the place for the numbers is null")?;
         // SAFETY: the caller's, and not null.
         let size = unsafe { size_of_known(stats, "stats: set .size to sizeof(pinpool_stats)") }?;
         // SAFETY: the caller promises a pool.
@@ -442,7 +413,8 @@ pub unsafe extern "C" fn pinpool_get_stats(
         let numbers = pinpool_stats {
             size,
             pinned_bytes: of_pool.pinned_bytes as u64,
-            blocks: counts.blocks,
+            // Each block is freed in the part that it was entered in.
+            blocks: counts.allocations - counts.frees,
             block_bytes: of_pool.granted_bytes as u64,
             requested_bytes: counts.requested,
             allocations: counts.allocations,
@@ -455,17 +427,16 @@ pub unsafe extern "C" fn pinpool_get_stats(
     })
 }
 
-/// In the child of a fork another thread may have had a lock of the pool's, and is not there.
-fn not_forked() -> Result<(), Error> {
-    if pinpool::forked() { Err(Error::Forked) } else { Ok(()) }
+/// Refuses null for a place that the call writes to.
+fn given<T>(place: *mut T, refusal: &str) -> Result<(), Fault> {
+    if place.is_null() { Err(Fault::argument(refusal)) } else { Ok(()) }
 }
 
 /// # Safety
 /// `pool` is null or a pool, which is not closed during the call.
 unsafe fn known<'a>(pool: *mut pinpool_pool) -> Result<&'a pinpool_pool, Fault> {
-    not_forked()?;
     // SAFETY: the caller's promise.
-    unsafe { pool.as_ref() }.ok_or(Fault::Argument("the pool is null; pinpool_open makes one"))
+    unsafe { pool.as_ref() }.ok_or_else(|| Fault::argument("the pool is null; pinpool_open makes one"))
 }
 
 /// # Safety
@@ -484,18 +455,16 @@ unsafe fn text<'a>(text: *const c_char, what: &'static str) -> Result<Option<&'a
 ///
 /// # Safety
 /// The first field can be read.
-unsafe fn size_of_known<T>(of: *const T, remedy: &'static str) -> Result<usize, Fault> {
+unsafe fn size_of_known<T>(of: *const T, remedy: &str) -> Result<usize, Fault> {
     // SAFETY: the caller's promise.
     let size = unsafe { of.cast::<usize>().read() };
     // All fields are words, or begin where a word does.
-    match size > size_of::<usize>() && size <= size_of::<T>() && size % size_of::<usize>() == 0 {
-        true => Ok(size),
-        false => Err(Fault::Argument(remedy)),
-    }
+    let is_known = size > size_of::<usize>() && size <= size_of::<T>() && size % size_of::<usize>() == 0;
+    if is_known { Ok(size) } else { Err(Fault::argument(remedy)) }
 }
 
 fn bytes(amount: u64) -> Result<usize, Fault> {
-    usize::try_from(amount).map_err(|_| Fault::Argument("more bytes than this system can address"))
+    usize::try_from(amount).map_err(|_| Fault::argument("more bytes than this system can address"))
 }
 
 /// A stream of the program's, of whichever vendor the device is.
@@ -511,11 +480,8 @@ unsafe fn adopt(device: &Device, stream: *mut c_void) -> Result<Stream, Error> {
         #[cfg(feature = "acl")]
         Some("acl") => unsafe { pinpool::acl::adopt_stream(device, stream) },
         _ => {
-            let _ = stream;
-            Err(Error::Unsupported(format!(
-                "{} has no streams that a program in C could name",
-                device.name()
-            )))
+            let (name, _) = (device.name(), stream);
+            Err(Error::Unsupported(format!("{name} has no streams that a program in C could name")))
         }
     }
 }
@@ -528,37 +494,26 @@ unsafe fn hold(
     device: Option<&str>,
     raw: *mut c_void,
 ) -> Result<(), Fault> {
-    let buf = opened.blocks.with(address.addr(), |block| block.buf.clone());
-    let buf = buf.ok_or(Fault::NoBlock(address.addr()))?;
-    let index = match device {
-        None => Some(0),
-        Some(name) => opened.devices.iter().position(|device| device.name() == name),
-    };
-    let index = index.ok_or(Fault::Argument("the device is none of those that the pool was opened for"))?;
-    let (handle, known) = (raw.addr(), opened.blocks.stream(index, raw.addr()));
-    let new = known.is_none();
-    let stream = match known {
-        // Under the same handle this may be another stream than it was. The holds on the former are over, as the caller
-        // promises, and the event of this one is recorded on what has the handle.
-        Some(stream) => stream,
-        // SAFETY: the caller's promise.
-        None => unsafe { adopt(&opened.devices[index], raw) }?,
-    };
-    let held = match stream.hold_patiently(buf) {
-        Ok(held) => held,
-        Err(refused) => match (refused.error, refused.buffer) {
-            (Error::Capturing { .. }, Some(buf)) => {
-                stream.hold_captured(buf).map_err(|refused| refused.error)?;
-                opened.blocks.held(index, handle, None);
-                return Ok(());
+    let buf = opened.blocks.with(address.addr(), |_, block| block.buf.clone())?;
+    let is_it = |opened: &Device| device.is_none_or(|name| opened.name() == name);
+    let index = opened.devices.iter().position(is_it);
+    let index = index.ok_or_else(|| Fault::argument("the device is none of those of the pool"))?;
+    // Under a handle that is known this may be another stream than it was. The holds on the former are over, as the caller
+    // promises, and the event of this one is recorded on what has the handle.
+    // SAFETY: the caller's promise.
+    let stream = opened.blocks.stream(index, raw.addr(), || unsafe { adopt(&opened.devices[index], raw) })?;
+    match stream.hold_patiently(buf) {
+        Ok(held) => {
+            if opened.blocks.held() {
+                // A look at the stream. What it says of this hold makes no difference.
+                let _ = held.is_done();
             }
-            (error, _) => return Err(error.into()),
-        },
-    };
-    let known = (new && handle != PER_THREAD).then(|| stream.clone());
-    if opened.blocks.held(index, handle, known) {
-        // A look at the stream. What it says of this hold makes no difference: the stream has its own reference.
-        let _ = held.is_done();
+        }
+        Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(buf), .. }) => {
+            stream.hold_captured(buf).map_err(|refused| refused.error)?;
+            opened.blocks.held();
+        }
+        Err(refused) => return Err(refused.error.into()),
     }
     Ok(())
 }

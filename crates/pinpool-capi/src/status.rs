@@ -1,8 +1,7 @@
 //! What the functions return: a number, and a text for the thread's last error.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
-
+use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pinpool::{Error, ErrorClass};
@@ -32,56 +31,46 @@ pub const PINPOOL_INTERNAL: pinpool_status = 8;
 /// The time is over.
 pub const PINPOOL_TIMEOUT: pinpool_status = 9;
 
-const PANICKED: &str = "a call from C panicked: it has failed with PINPOOL_INTERNAL";
-
 /// Why a call failed.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(super) struct Fault {
+    status: pinpool_status,
+    text: String,
+}
+
+impl Fault {
     /// An argument that only this interface has.
-    Argument(&'static str),
-    NoBlock(usize),
+    pub(super) fn argument(text: &str) -> Self {
+        Self { status: PINPOOL_INVALID, text: text.into() }
+    }
+
+    pub(super) fn no_block(address: usize) -> Self {
+        let why = "lies in no block of this pool; it was freed, or it is of another allocator";
+        Self { status: PINPOOL_UNKNOWN, text: format!("{address:#x} {why}") }
+    }
+
     /// Blocks are out when the pool is closed.
-    Open(u64),
-    Of(Error),
+    pub(super) fn open(count: u64) -> Self {
+        let remedy = "free them and synchronise their streams, then close the pool again";
+        Self { status: PINPOOL_TIMEOUT, text: format!("{count} blocks are out or held; {remedy}") }
+    }
 }
 
 impl From<Error> for Fault {
     fn from(error: Error) -> Self {
-        Self::Of(error)
-    }
-}
-
-impl Fault {
-    fn status(&self) -> pinpool_status {
-        match self {
-            Self::Argument(_) => PINPOOL_INVALID,
-            Self::NoBlock(_) => PINPOOL_UNKNOWN,
-            Self::Open(_) | Self::Of(Error::Timeout(_)) => PINPOOL_TIMEOUT,
-            Self::Of(Error::Forked) => PINPOOL_FORKED,
-            Self::Of(Error::Unavailable { .. } | Error::UnknownDevice { .. }) => PINPOOL_UNAVAILABLE,
-            Self::Of(Error::Internal(_)) => PINPOOL_INTERNAL,
-            Self::Of(error) => match error.class() {
+        let status = match error {
+            Error::Timeout(_) => PINPOOL_TIMEOUT,
+            Error::Forked => PINPOOL_FORKED,
+            Error::Unavailable { .. } | Error::UnknownDevice { .. } => PINPOOL_UNAVAILABLE,
+            Error::Internal(_) => PINPOOL_INTERNAL,
+            _ => match error.class() {
                 ErrorClass::Transient => PINPOOL_EXHAUSTED,
                 ErrorClass::Capture => PINPOOL_CAPTURING,
                 ErrorClass::DeviceLost | ErrorClass::DriverShutdown => PINPOOL_LOST,
                 _ => PINPOOL_INVALID,
             },
-        }
-    }
-
-    fn text(&self) -> String {
-        match self {
-            Self::Argument(text) => (*text).into(),
-            Self::NoBlock(address) => {
-                format!(
-                    "{address:#x} lies in no block of this pool; it was freed, or it is of another allocator"
-                )
-            }
-            Self::Open(count) => format!(
-                "{count} blocks are out or held; free them and synchronise their streams, then close the pool again"
-            ),
-            Self::Of(error) => error.to_string(),
-        }
+        };
+        Self { status, text: error.to_string() }
     }
 }
 
@@ -91,16 +80,18 @@ std::thread_local! {
 
 /// Makes a call for C: no panic leaves it, and its error becomes the thread's last.
 pub(super) fn status(call: impl FnOnce() -> Result<(), Fault>) -> pinpool_status {
+    // In the child of a fork another thread may have had a lock of the pool's, and is not there.
+    let call = || if pinpool::forked() { Err(Error::Forked.into()) } else { call() };
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => PINPOOL_OK,
         Ok(Err(fault)) => {
-            remember(fault.text());
-            fault.status()
+            remember(fault.text);
+            fault.status
         }
         Err(payload) => {
             // Its drop is foreign code, which may panic again.
             std::mem::forget(payload);
-            remember(PANICKED.into());
+            remember("a call from C panicked: it has failed with PINPOOL_INTERNAL".into());
             PINPOOL_INTERNAL
         }
     }
@@ -116,6 +107,5 @@ fn remember(text: String) {
 /// on this thread. Empty if none has failed yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn pinpool_last_error() -> *const c_char {
-    const NONE: &CStr = c"";
-    LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(NONE.as_ptr())
+    LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

@@ -4,17 +4,16 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
+use pinpool::{Backing, HostAllocFlags, Unpinned};
 
-const ANY_STATUS: &str = "Exit status: 0 on success, 1 when something failed, 2 for a command line that cannot be \
-                          obeyed; each command's help says more.";
-const EXIT_STATUS: &str = "Exit status: 0 when everything was done (and every byte compared, if asked), 1 for a mismatch, a \
-                           device or a disk that is missing or fails, or memory that cannot be had, 2 for a command \
-                           line that cannot be obeyed.";
+const EXIT_STATUS: &str = "Exit status: 0 when everything was done (and every byte compared, if asked; doctor: no check \
+                           failed), 1 for a mismatch, a device or a disk that is missing or fails, or memory that \
+                           cannot be had, 2 for a command line that cannot be obeyed.";
 
 /// A pool of page-locked host memory for inference servers
 #[derive(Debug, Parser)]
-#[command(name = "pinpool", version, propagate_version = true, after_help = ANY_STATUS)]
+#[command(name = "pinpool", version, propagate_version = true, after_help = EXIT_STATUS)]
 pub struct Args {
     /// Print the library's log to stderr; twice for more of it
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
@@ -29,39 +28,35 @@ pub enum Command {
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (a .json file), or a folder with an index
-    /// or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and
-    /// GiB, speeds in GB/s of 10^9 bytes; what bounds them is told. The upload speed includes reading the file, and for
-    /// tensors allocating their device memory; the download speed includes computing the checksums of the downloaded
-    /// bytes.
+    /// or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and GiB, speeds in
+    /// GB/s of 10^9 bytes. The upload speed includes reading the file, and for tensors allocating their device memory; the
+    /// download speed includes computing the checksums of the downloaded bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
     /// Find what stands in the way of pinning and copying on this machine, and how to correct it
     ///
-    /// Checks limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver;
-    /// then pins a little memory, copies it both ways, compares every byte, and prints the measured and the expected
-    /// speed. No setting is changed.
-    #[command(after_help = DOCTOR_STATUS)]
+    /// Checks the memlock limit, memory, control groups, huge pages and NUMA; then opens the device, pins a little memory,
+    /// copies it both ways, compares every byte, and prints the measured speed and that of the device's link. No setting
+    /// is changed.
+    #[command(after_help = EXIT_STATUS)]
     Doctor(DoctorArgs),
     /// Measure the link to a device in both directions, and the copier's share of its speed
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
     /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the copier on ordinary memory, the copier on 16 KiB pieces from scattered places, and copies in memory.
-    /// Each figure is the best of up to five, wall time of the whole copy, and each time the bytes at the target are
-    /// compared with the source.
+    /// threads the copier on ordinary memory, and copies in memory.
+    /// Each figure is the best of five, wall time of the whole copy, and each time the bytes at the target are compared
+    /// with the source.
     #[command(after_help = EXIT_STATUS)]
     Bench(BenchArgs),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
     /// Reads the address every interval and shows the metrics that a Prometheus server would read there: rates over 5
-    /// s, waits and alarms over the last minute. q ends it. The process needs a Sampler that feeds a recorder, as in
+    /// s, waits and alarms over the last minute. Ctrl-C ends it. The process needs a Sampler that feeds a recorder, as in
     /// the crate's examples/dashboard.rs.
-    #[command(after_help = TOP_STATUS)]
+    #[command(after_help = EXIT_STATUS)]
     Top(TopArgs),
 }
-
-const TOP_STATUS: &str = "Exit status: 0; 1 when the terminal fails or, with --once, when there are no metrics; 2 for a \
-                          command line that cannot be obeyed.";
 
 #[derive(Debug, clap::Args)]
 pub struct TopArgs {
@@ -83,18 +78,16 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (there may be warnings), 1 when one did, 2 for a command \
-                             line that cannot be obeyed.";
-
 /// The device of a subcommand that opens one, and the form of its result.
 #[derive(Debug, clap::Args)]
 pub struct DeviceArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long = "device", value_name = "DEVICE", default_value = "auto")]
     pub name: String,
-    /// Where page-locked memory comes from [default: whichever the device does best]
-    #[arg(long, value_enum)]
-    pub backing: Option<BackingArg>,
+    /// Where page-locked memory comes from: registered (the system's, registered with the device) or host-alloc (the
+    /// driver's) [default: whichever the device does best]
+    #[arg(long, value_name = "BACKING", value_parser = backing)]
+    pub backing: Option<Backing>,
     /// Print one JSON object, on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -112,7 +105,7 @@ pub struct DoctorArgs {
     /// The trial uses four times as much memory, and half of what is left at most.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub pin: Option<usize>,
-    /// Read /proc, /sys and /dev below this folder, for tests
+    /// Read /proc and /sys below this folder, for tests
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
 }
@@ -133,9 +126,9 @@ pub struct LoadArgs {
     /// Threads that read and check [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
-    /// What to do when the system refuses to pin memory
-    #[arg(long, value_enum, default_value_t = UnpinnedArg::Allow)]
-    pub unpinned: UnpinnedArg,
+    /// Where the system refuses to pin memory: refuse (fail) or allow (a warning, and memory that is not pinned)
+    #[arg(long, value_name = "WHAT", default_value = "allow", value_parser = unpinned)]
+    pub unpinned: Unpinned,
     /// Download everything again and compare its checksums with the file's
     #[arg(long)]
     pub verify: bool,
@@ -148,32 +141,29 @@ pub struct LoadArgs {
 pub struct BenchArgs {
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// About how long to measure; the copies are as large as fit, up to 1GiB and a tenth of the free memory
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
-    pub seconds: f64,
-    /// Bytes of each copy, rounded down to whole 128 KiB, however long that takes; the command uses five times as much
-    /// memory
-    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "seconds")]
+    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 256MiB, or
+    /// a tenth of what is left if less]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the copier, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum UnpinnedArg {
-    /// Fail
-    Refuse,
-    /// Continue with memory that is not pinned, with a warning
-    Allow,
+fn unpinned(text: &str) -> Result<Unpinned, String> {
+    match text {
+        "refuse" => Ok(Unpinned::Refuse),
+        "allow" => Ok(Unpinned::Allow),
+        _ => Err("neither refuse nor allow".into()),
+    }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BackingArg {
-    /// Memory of the system's, registered with the device: the fastest to pin
-    Registered,
-    /// Memory that the device's driver allocates
-    HostAlloc,
+fn backing(text: &str) -> Result<Backing, String> {
+    match text {
+        "registered" => Ok(Backing::Registered),
+        "host-alloc" => Ok(Backing::HostAlloc(HostAllocFlags::default())),
+        _ => Err("neither registered nor host-alloc".into()),
+    }
 }
 
 /// Parses a size: whole bytes, or a number with a unit.

@@ -22,13 +22,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
-use indicatif::{ProgressBar, ProgressDrawTarget};
-use pinpool::family::Family;
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder};
+use console::Term;
+use pinpool::{Backing, Device, Error, Pool, PoolBuilder};
 use serde_json::{Value, json};
 
-/// A mismatch; a device that is missing; a device or a disk that fails; memory that cannot be had; a result that cannot
-/// be written.
+/// A mismatch, a device or a disk that fails, memory that cannot be had, a result that cannot be written.
 const EXIT_FAILED: u8 = 1;
 /// A command line that cannot be obeyed.
 const EXIT_USAGE: u8 = 2;
@@ -51,12 +49,7 @@ type Result<T, E = CliError> = std::result::Result<T, E>;
 impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
-        // No list of the words is built: the text may be long, and the command may be ending for want of memory.
-        for (number, word) in text.split_whitespace().enumerate() {
-            let space = if number > 0 { " " } else { "" };
-            write!(f, "{space}{word}")?;
-        }
-        Ok(())
+        f.write_str(&text.split_whitespace().collect::<Vec<_>>().join(" "))
     }
 }
 
@@ -91,21 +84,17 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
 /// Opens the device that the command line names. A name that no device can have is an error of the command line; a
 /// device that is missing or fails is not.
 fn open_device(spec: &str) -> Result<Device> {
-    Device::open(spec).map_err(|error| {
-        let text = format!("--device: {error}");
-        let named = spec == "auto" || Family::of(spec).is_some();
-        if named { CliError::Failed(text) } else { CliError::Usage(text) }
+    let (family, number) = spec.split_once(':').unwrap_or((spec, "0"));
+    let is_name = ["acl", "cuda", "host"].contains(&family) && number.parse::<u32>().is_ok();
+    Device::open(spec).map_err(|error| match is_name || spec == "auto" {
+        true => CliError::Failed(error.to_string()),
+        false => CliError::Usage(format!("--device: {error}")),
     })
 }
 
 /// The builder of a pool, with the backing that the command line names.
-fn pool(device: &Device, backing: Option<args::BackingArg>) -> PoolBuilder {
-    let builder = Pool::builder(device);
-    match backing {
-        None => builder,
-        Some(args::BackingArg::Registered) => builder.backing(Backing::Registered),
-        Some(args::BackingArg::HostAlloc) => builder.backing(Backing::HostAlloc(HostAllocFlags::default())),
-    }
+fn pool(device: &Device, backing: Option<Backing>) -> PoolBuilder {
+    backing.into_iter().fold(Pool::builder(device), PoolBuilder::backing)
 }
 
 /// The exit status of a subcommand. Prints its text, its object, in which `error` is the error or null, and the error.
@@ -116,7 +105,7 @@ fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
         text += &(json_line(&object) + "\n");
     }
     // Printed also after an error, which goes before one of printing.
-    match result.and(print(&mut io::stdout(), &text)) {
+    match result.and(print(&text)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             say(&format!("error: {failure}"));
@@ -126,7 +115,8 @@ fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
 }
 
 /// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
-fn print(out: &mut impl Write, text: &str) -> Result<()> {
+fn print(text: &str) -> Result<()> {
+    let mut out = io::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             Err(CliError::Failed(format!("the result cannot be written: {error}")))
@@ -146,15 +136,14 @@ fn of_device(device: &Device, error: &Error) -> String {
     escape::unnamed(&error.to_string(), device.name()).to_owned()
 }
 
-/// A progress bar on a terminal, a hidden one elsewhere.
-fn progress_bar() -> ProgressBar {
-    ProgressBar::with_draw_target(
-        None,
-        match io::stderr().is_terminal() {
-            true => ProgressDrawTarget::stderr(),
-            false => ProgressDrawTarget::hidden(),
-        },
-    )
+/// Shows on a terminal how far the command is, in place of what this showed before.
+fn progress(text: &str) {
+    let term = Term::stderr();
+    if term.is_term() {
+        let text: String = text.chars().take(usize::from(term.size().1).saturating_sub(1)).collect();
+        // The terminal's error is ignored: what the command ends with is told elsewhere.
+        let _ = term.clear_line().and_then(|()| term.write_str(&text));
+    }
 }
 
 /// GB/s of 10^9 bytes. `None`: `time` is zero.
@@ -162,11 +151,11 @@ fn rate(bytes: u64, time: Duration) -> Option<f64> {
     (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
 
-/// An empty vector with a capacity of `len` bytes. A refused allocation is an error here; in `Vec::with_capacity` it
-/// would end the process.
-fn room(len: usize) -> Result<Vec<u8>, Error> {
+/// `len` zeros. A refused allocation is an error here; in `vec!` it would end the process.
+fn zeros(len: usize) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len).map_err(|e| Error::OutOfMemory { wanted: len, text: e.to_string() })?;
+    bytes.resize(len, 0);
     Ok(bytes)
 }
 
@@ -194,13 +183,9 @@ fn json_line(value: &Value) -> String {
 /// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning
 /// about memory that is not pinned comes once per extent; the command says that itself, in one line.
 fn log_to_stderr(verbose: u8) {
-    let level = match verbose {
-        0 => tracing::Level::ERROR,
-        1 => tracing::Level::INFO,
-        _ => tracing::Level::DEBUG,
-    };
+    const LEVELS: [tracing::Level; 3] = [tracing::Level::ERROR, tracing::Level::INFO, tracing::Level::DEBUG];
     tracing_subscriber::fmt()
-        .with_max_level(level)
+        .with_max_level(LEVELS[usize::from(verbose.min(2))])
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .init();

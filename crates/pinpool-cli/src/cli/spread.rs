@@ -1,8 +1,7 @@
 //! Spreading work over threads.
 //!
 //! Each thread takes the next number, in order and one at a time, so a faster thread takes more of them. After the
-//! first failure no thread takes another number. The calls that have begun run to their ends, so of several failures
-//! the one with the lowest number is reported.
+//! first failure no thread takes another number.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,7 +17,7 @@ pub fn spread<E: Send>(
     // Relaxed, both: a number belongs to the thread that took it, and the flag is a hint.
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
-    let first: Mutex<Option<(usize, E)>> = Mutex::new(None);
+    let first: Mutex<Option<E>> = Mutex::new(None);
     let run = || {
         while !stop.load(Ordering::Relaxed) {
             let number = next.fetch_add(1, Ordering::Relaxed);
@@ -27,10 +26,7 @@ pub fn spread<E: Send>(
             }
             if let Err(failure) = work(number) {
                 stop.store(true, Ordering::Relaxed);
-                let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
-                if first.as_ref().is_none_or(|(other, _)| number < *other) {
-                    *first = Some((number, failure));
-                }
+                first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
             }
         }
     };
@@ -40,7 +36,7 @@ pub fn spread<E: Send>(
         }
         run();
     });
-    first.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |(_, failure)| Err(failure))
+    first.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
 /// Cuts a slice into one part for each thread, and calls `work` with each part and where it starts.

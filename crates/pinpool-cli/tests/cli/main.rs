@@ -60,7 +60,7 @@ fn report(output: &Output) -> Value {
     };
     assert_eq!(
         keys(&report),
-        ["bound", "bytes", "device", "download_gb_per_s", "error", "pool", "upload_gb_per_s", "verified"]
+        ["bytes", "device", "download_gb_per_s", "error", "pool", "upload_gb_per_s", "verified"]
     );
     assert_eq!(
         keys(&report["pool"]),

@@ -3,6 +3,8 @@
 #![cfg(target_os = "linux")]
 #![allow(dead_code, reason = "what it shares with the dashboard's tests has more")]
 
+#[path = "../../src/cli/amount.rs"]
+mod amount;
 #[path = "../../src/cli/escape.rs"]
 mod escape;
 #[path = "../../../../tests/operators/dashboard/fake.rs"]

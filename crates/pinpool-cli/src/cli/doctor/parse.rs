@@ -52,46 +52,6 @@ pub fn choice(text: &str) -> Option<&str> {
     Some(text.split_once('[')?.1.split_once(']')?.0)
 }
 
-/// Free memory of a zone: how many blocks there are of one page, of two, of four, and so on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Zone {
-    pub node: u32,
-    pub blocks: Vec<u64>,
-}
-
-impl Zone {
-    /// Bytes in blocks of at least `size` bytes. Both sizes are powers of two.
-    pub fn bytes_in(&self, size: u64, page: u64) -> u64 {
-        let blocks = std::iter::successors(Some(page), |bytes| bytes.checked_mul(2)).zip(&self.blocks);
-        let bytes =
-            blocks.filter(|(bytes, _)| *bytes >= size).map(|(bytes, count)| bytes.saturating_mul(*count));
-        bytes.fold(0, u64::saturating_add)
-    }
-}
-
-/// The zones of `/proc/buddyinfo`: `Node 0, zone   Normal      4      2 ...`.
-pub fn zones(text: &str) -> Vec<Zone> {
-    let zone = |line: &str| {
-        let (node, rest) = line.trim().strip_prefix("Node")?.split_once(',')?;
-        let blocks = rest.split_ascii_whitespace().skip(2).map_while(|word| word.parse().ok()).collect();
-        Some(Zone { node: node.trim().parse().ok()?, blocks })
-    };
-    text.lines().filter_map(zone).collect()
-}
-
-/// The kernel's version, as major and minor number.
-pub fn release(text: &str) -> Option<(u32, u32)> {
-    let mut numbers = text.trim().split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
-}
-
-/// The first word that is a version, such as `580.159.03` in `NVRM version: NVIDIA UNIX x86_64 Kernel Module
-/// 580.159.03 Tue` and `25.0.rc1` in `Version=25.0.rc1`.
-pub fn version(text: &str) -> Option<&str> {
-    let mut words = text.split(|c: char| c.is_ascii_whitespace() || c == '=');
-    words.find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'))
-}
-
 /// 10^9 transfers a second on one lane, from a text such as `32.0 GT/s PCIe`. `None` for `Unknown`.
 pub fn transfers(text: &str) -> Option<f64> {
     let number: f64 = text.trim().split_once(' ')?.0.parse().ok()?;

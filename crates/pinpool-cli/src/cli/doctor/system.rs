@@ -1,4 +1,4 @@
-//! Reading the files of `/proc`, `/sys` and `/dev`, below a root.
+//! Reading the files of `/proc` and `/sys`, below a root.
 //!
 //! The checks learn about the system by reading files only; limits, capabilities and control groups of this process are
 //! in `/proc/self`. So a test can replace the machine by a folder, for every condition. A file that a machine, a
@@ -12,7 +12,7 @@ use super::Unseen;
 /// A machine's files.
 #[derive(Clone, Debug)]
 pub struct System {
-    root: PathBuf,
+    pub root: PathBuf,
 }
 
 impl System {
@@ -20,12 +20,8 @@ impl System {
         Self { root: root.to_owned() }
     }
 
-    pub fn root(&self) -> &Path {
-        &self.root
-    }
-
     /// An absolute path of that machine, as a path of this one.
-    pub fn at(&self, path: &str) -> PathBuf {
+    fn at(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
@@ -45,33 +41,12 @@ impl System {
         self.read(path).ok().map(|text| text.trim().to_owned())
     }
 
-    /// The number in the file.
-    pub fn number(&self, path: &str) -> Option<u64> {
-        self.word(path)?.parse().ok()
+    /// Whether there is a folder with something in it.
+    pub fn lists(&self, path: &str) -> bool {
+        fs::read_dir(self.at(path)).is_ok_and(|mut entries| entries.next().is_some())
     }
 
     pub fn exists(&self, path: &str) -> bool {
         self.at(path).exists()
-    }
-
-    /// The sorted names in a folder; none if there is no such folder.
-    pub fn list(&self, path: &str) -> Vec<String> {
-        let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
-        let mut names: Vec<String> =
-            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-        // By length first, so that node10 comes after node9.
-        names.sort_by(|a, b| (a.len(), a).cmp(&(b.len(), b)));
-        names
-    }
-
-    /// The numbers behind `prefix` among the names in a folder, such as those of `node0` and `node1`.
-    pub fn numbered(&self, path: &str, prefix: &str) -> Vec<u32> {
-        let number = |name: &String| name.strip_prefix(prefix)?.parse().ok();
-        self.list(path).iter().filter_map(number).collect()
-    }
-
-    /// The last part of a symbolic link's target, by which `/sys` names a driver or a group.
-    pub fn link(&self, path: &str) -> Option<String> {
-        fs::read_link(self.at(path)).ok()?.file_name()?.to_str().map(str::to_owned)
     }
 }

@@ -1,27 +1,23 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
 //! Of the format `top` needs only samples: a name, two labels, a number. Comments, types, timestamps, metrics of other
-//! programs and malformed lines are skipped. A server may also send too much, so the bytes read, the samples kept and
-//! the time spent are bounded, and the work is linear in the length of the answer. The values of labels are escaped
-//! here, so that printed text cannot steer a terminal.
+//! programs and malformed lines are skipped. A server may also send too much, so the bytes read and the time of a fetch
+//! are bounded, and the work is linear in the length of the answer. The values of labels are escaped here, so that
+//! printed text cannot steer a terminal.
 
 use std::collections::{BTreeMap, HashMap};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::escape::clean;
 
-/// How long one fetch may take: connecting, the answer, and parsing it.
+/// How long one fetch may take: connecting, and the answer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(3);
 /// The most bytes of an answer.
 const LARGEST_ANSWER: u64 = 10 << 20;
-/// The most samples of pinpool's metrics in an answer. (A pool has about four hundred, a stream two.)
-const MOST_SAMPLES: usize = 100_000;
 /// The most characters of a label's value. A pool's name has no more: 103, and 21 for the number of a repeated name.
 const LONGEST_LABEL: usize = 124;
 /// The most characters of an error.
 const LONGEST_ERROR: usize = 300;
-/// The number of lines between two checks of the deadline.
-const LINES_PER_CLOCK: usize = 4096;
 
 /// The labels that tell the samples of a pool's or device's metric apart. Each of pinpool's metrics has at most one.
 const PART_LABELS: [&str; 7] = ["state", "stride", "class", "reason", "direction", "stream", "le"];
@@ -37,25 +33,15 @@ pub struct Scrape {
 }
 
 impl Scrape {
-    /// Parses a text. Past the deadline, or with too many samples, the result is an error.
-    pub fn parse(text: &str, deadline: Instant) -> Result<Self, String> {
+    pub fn parse(text: &str) -> Self {
         let mut all = Self::default();
-        for (number, line) in text.lines().enumerate() {
-            if number % LINES_PER_CLOCK == 0 && Instant::now() >= deadline {
-                return Err(late());
-            }
-            let Some((name, owner, part, value)) = sample(line) else { continue };
-            if all.samples == MOST_SAMPLES {
-                return Err(format!(
-                    "the answer has more than {MOST_SAMPLES} samples of pinpool's; no such server has"
-                ));
-            }
+        for (name, owner, part, value) in text.lines().filter_map(sample) {
             all.samples += 1;
             // Samples that differ only in other labels are added up.
             let parts = all.metrics.entry(name.into()).or_default().entry(owner).or_default();
             *parts.entry(part).or_insert(0.0) += value;
         }
-        Ok(all)
+        all
     }
 
     /// The number of samples.
@@ -95,9 +81,8 @@ impl Scrape {
 /// Parses a line `name{label="value",...} number` of pinpool's metrics: the name, the pool or device, the part, the
 /// number.
 ///
-/// Existing parsers do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes and does not
-/// decode escapes, `prom_text_format_parser` and `openmetrics-parser` (which has another licence) refuse the whole
-/// answer for one malformed line, and none of them bounds what it keeps.
+/// Existing parsers do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes, others refuse
+/// the whole answer for one malformed line.
 fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
     let line = line.trim_start();
     let end = line.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'))?;
@@ -147,30 +132,22 @@ fn quoted(text: &str) -> Option<(String, &str)> {
     None
 }
 
-fn late() -> String {
-    format!("no answer within {} s", FETCH_TIMEOUT.as_secs())
-}
-
 /// A server that is fetched from again and again, and its connections.
 pub struct Server {
     agent: ureq::Agent,
-    url: String,
+    /// The address, which has no characters that steer a terminal.
+    pub url: String,
 }
 
 impl Server {
     /// `http://` and `/metrics` may be left out of the address.
     pub fn new(given: &str) -> Result<Self, String> {
-        let given = given.trim();
-        let (scheme, rest) = given.split_once("://").unwrap_or(("http", given));
-        if scheme != "http" {
-            return Err(format!("{scheme}: only http is supported; use a tunnel or a proxy"));
-        }
-        if rest.is_empty() || rest.starts_with('/') {
-            return Err(format!("{given:?} names no host, such as 127.0.0.1:9185"));
-        }
-        let host = rest.trim_end_matches('/');
-        let url =
-            if host.contains('/') { format!("http://{rest}") } else { format!("http://{host}/metrics") };
+        let full = if given.contains("://") { given.to_owned() } else { format!("http://{given}") };
+        let uri: ureq::http::Uri = full.parse().map_err(|error| format!("{given:?}: {error}"))?;
+        let (Some("http"), Some(host)) = (uri.scheme_str(), uri.authority()) else {
+            return Err(format!("{given:?}: only http is supported; use a tunnel or a proxy"));
+        };
+        let url = if uri.path() == "/" { format!("http://{host}/metrics") } else { full };
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             // A proxy for outside addresses does not know the addresses of this machine.
@@ -179,40 +156,31 @@ impl Server {
         Ok(Self { agent: config.into(), url })
     }
 
-    /// The address, escaped for printing.
-    pub fn url(&self) -> String {
-        clean(&self.url, LONGEST_ERROR).into_owned()
-    }
-
     /// Fetches and parses an answer. The error is one short text that may be printed.
     pub fn fetch(&self) -> Result<Scrape, String> {
         self.answer().map_err(|why| clean(&why, LONGEST_ERROR).into_owned())
     }
 
     fn answer(&self) -> Result<Scrape, String> {
-        let deadline = Instant::now() + FETCH_TIMEOUT;
         let request = self.agent.get(&self.url).config().timeout_global(Some(FETCH_TIMEOUT)).build();
-        let mut answer = request.call().map_err(|error| match error {
+        let told = |error: ureq::Error| match error {
             ureq::Error::ConnectionFailed => {
                 "no answer at this address: the process has ended, or listens elsewhere".to_owned()
             }
             ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => {
                 "no process listens there: it has ended, or listens elsewhere".to_owned()
             }
-            ureq::Error::Timeout(_) => late(),
+            ureq::Error::Timeout(_) => format!("no whole answer within {} s", FETCH_TIMEOUT.as_secs()),
+            ureq::Error::BodyExceedsLimit(_) => format!("the answer has more than {LARGEST_ANSWER} bytes"),
             error => format!("no answer: {error}"),
-        })?;
+        };
+        let mut answer = request.call().map_err(told)?;
         let status = answer.status().as_u16();
         if status != 200 {
             return Err(format!("the server has no metrics at this address (status {status})"));
         }
-        let body = answer.body_mut().with_config().limit(LARGEST_ANSWER);
-        let text = body.read_to_string().map_err(|error| match error {
-            ureq::Error::Timeout(_) => format!("the answer is not over after {} s", FETCH_TIMEOUT.as_secs()),
-            ureq::Error::BodyExceedsLimit(_) => format!("the answer has more than {LARGEST_ANSWER} bytes"),
-            error => format!("the answer broke off: {error}"),
-        })?;
-        let scrape = Scrape::parse(&text, deadline)?;
+        let text = answer.body_mut().with_config().limit(LARGEST_ANSWER).read_to_string().map_err(told)?;
+        let scrape = Scrape::parse(&text);
         if !scrape.metrics.contains_key("pinpool_memory_capacity_bytes") {
             let why = "does it have a pool, and a Sampler that feeds the recorder?";
             return Err(format!("the server answers, but has no metrics of pinpool: {why}"));

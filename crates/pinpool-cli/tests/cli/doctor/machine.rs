@@ -42,7 +42,8 @@ pub fn meminfo(available: u64) -> String {
 
 pub const GIB: u64 = 1 << 30;
 pub const THP: &str = "/sys/kernel/mm/transparent_hugepage";
-pub const GPU: &str = "0000:65:00.0";
+/// Where the stand-in driver says that its first device is.
+pub const GPU: &str = "ffff:ff:00.7";
 
 impl Machine {
     pub fn healthy() -> Self {
@@ -51,23 +52,13 @@ impl Machine {
             .file("/proc/self/limits", &limits("unlimited", "unlimited", "unlimited"))
             .file("/proc/self/status", &status(0))
             .file("/proc/self/uid_map", "         0          0 4294967295\n")
-            .file("/proc/self/maps", "00400000-00401000 r-xp 00000000 00:00 0\n")
             .file("/proc/self/cgroup", "0::/user.slice/session-1.scope\n")
             .file("/proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n")
             .file("/proc/meminfo", &meminfo(60 * GIB))
-            .file("/proc/buddyinfo", "Node 0, zone   Normal 100 100 100 100 100 100 100 100 100 100 15000\n")
-            .file("/proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1\n")
             .file("/proc/sys/kernel/osrelease", "6.8.0-45-generic\n")
-            .file("/proc/sys/vm/max_map_count", "65530\n")
-            .file("/proc/sys/vm/overcommit_memory", "0\n")
             .file(&format!("{THP}/enabled"), "always [madvise] never\n")
-            .file(&format!("{THP}/defrag"), "always defer defer+madvise [madvise] never\n")
-            .file(&format!("{THP}/hpage_pmd_size"), "2097152\n")
-            .folder("/sys/class/iommu")
-            .folder("/dev")
             .group("/sys/fs/cgroup/user.slice", &[("memory.max", "max"), ("memory.high", "max")])
-            .node(0, 60 * GIB, "0-15")
-            .hugetlb(0, 2048, 0, 0);
+            .node(0, 60 * GIB, "0-15");
         machine
     }
 
@@ -86,11 +77,6 @@ impl Machine {
         self
     }
 
-    pub fn folder(&self, path: &str) -> &Self {
-        fs::create_dir_all(self.path(path)).unwrap();
-        self
-    }
-
     pub fn link(&self, path: &str, to: &str) -> &Self {
         let path = self.path(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -105,12 +91,6 @@ impl Machine {
         } else {
             fs::remove_file(path).unwrap()
         }
-        self
-    }
-
-    /// Without a symbolic link, wherever it leads.
-    pub fn without_link(&self, path: &str) -> &Self {
-        fs::remove_file(self.path(path)).unwrap();
         self
     }
 
@@ -134,41 +114,17 @@ impl Machine {
         self.file(&format!("{dir}/meminfo"), &text).file(&format!("{dir}/cpulist"), &format!("{cpus}\n"))
     }
 
-    /// A pool of huge pages on a node.
-    pub fn hugetlb(&self, node: u32, kib: u64, all: u64, free: u64) -> &Self {
-        let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{kib}kB");
-        self.file(&format!("{dir}/nr_hugepages"), &format!("{all}\n"))
-            .file(&format!("{dir}/free_hugepages"), &format!("{free}\n"))
-    }
-
     /// A device on the PCI bus, below a bridge.
-    pub fn pci(&self, address: &str, vendor: &str, class: &str, node: i32) -> &Self {
+    pub fn pci(&self, address: &str, node: i32) -> &Self {
         let dir = format!("/sys/devices/pci0000:64/0000:64:01.0/{address}");
-        self.file(&format!("{dir}/vendor"), &format!("{vendor}\n"))
-            .file(&format!("{dir}/class"), &format!("{class}\n"))
-            .file(&format!("{dir}/numa_node"), &format!("{node}\n"))
-            .link_once(
-                &format!("/sys/bus/pci/devices/{address}"),
-                &format!("../../../devices/pci0000:64/0000:64:01.0/{address}"),
-            )
+        self.file(&format!("{dir}/numa_node"), &format!("{node}\n")).link_once(
+            &format!("/sys/bus/pci/devices/{address}"),
+            &format!("../../../devices/pci0000:64/0000:64:01.0/{address}"),
+        )
     }
 
     fn link_once(&self, path: &str, to: &str) -> &Self {
         if self.path(path).is_symlink() { self } else { self.link(path, to) }
-    }
-
-    /// A GPU whose driver is there and well.
-    pub fn nvidia(&self) -> &Self {
-        self.pci(GPU, "0x10de", "0x030200", 0)
-            .file(
-                "/proc/driver/nvidia/version",
-                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue Oct 1 00:00:00 UTC 2026\nGCC version: 13\n",
-            )
-            .file("/dev/nvidiactl", "")
-            .file("/dev/nvidia-uvm", "")
-            .file("/dev/nvidia0", "")
-            .file("/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.03", "")
-            .link("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "libcuda.so.580.159.03")
     }
 
     /// The doctor, for this machine.

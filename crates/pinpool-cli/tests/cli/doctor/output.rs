@@ -1,12 +1,16 @@
 //! The form of what is said, exit statuses, and machines that show nothing or nonsense.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
+#[cfg(feature = "cuda")]
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
-use super::machine::Machine;
+use super::machine::{GPU, Machine, THP, meminfo};
 use super::{NAMES, doctor, findings, stderr, stdout};
+#[cfg(feature = "cuda")]
+use crate::support::skip;
 
 #[test]
 fn a_healthy_machine_is_well() {
@@ -22,7 +26,7 @@ fn a_healthy_machine_is_well() {
     assert_eq!(found.0["capacity_bytes"], 1 << 20);
     if found.check("pin")["status"] == "ok" {
         assert_ne!(found.check("copy")["status"], "fail");
-        for key in ["pin_gb_per_s", "upload_gb_per_s", "download_gb_per_s", "expected_gb_per_s"] {
+        for key in ["pin_gb_per_s", "upload_gb_per_s", "download_gb_per_s"] {
             assert!(found.0["measured"][key].as_f64().unwrap() > 0.0, "{key}");
         }
     }
@@ -39,11 +43,10 @@ fn this_machine_can_be_examined() {
 #[test]
 fn text_is_aligned_and_plain() {
     let machine = Machine::healthy();
-    machine.file("/proc/sys/vm/max_map_count", "2\n");
+    machine.file("/proc/meminfo", &meminfo(1000));
     let output = machine.doctor("host", "1MiB").output().unwrap();
     let text = stdout(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(!text.contains('\u{1b}'), "colours without a terminal: {text:?}");
     let lines: Vec<&str> = text.lines().collect();
     assert!(lines[0].starts_with("device host:0, a pool of 1 MiB"), "{text}");
     for name in NAMES {
@@ -51,31 +54,35 @@ fn text_is_aligned_and_plain() {
         assert!(line.starts_with("ok ") || line.starts_with("warn ") || line.starts_with("fail "), "{line}");
         // The findings start in one column.
         assert_eq!(
-            (line.find(name), line.as_bytes()[20], line.as_bytes()[21] == b' '),
+            (line.find(name), line.as_bytes()[17], line.as_bytes()[18] == b' '),
             (Some(6), b' ', false),
             "{line}"
         );
     }
-    let at = lines.iter().position(|line| line.starts_with("fail  mappings")).expect("a failure");
-    assert_eq!(lines[at + 1].find("fix: system: sudo sysctl -w vm.max_map_count="), Some(21), "{text}");
+    let at = lines.iter().position(|line| line.starts_with("fail  memory")).expect("a failure");
+    assert_eq!(lines[at + 1].find("fix: pool: a capacity of "), Some(18), "{text}");
     let last = lines.last().unwrap();
     assert!(last.ends_with(" failed") && last.contains(" ok, "), "{last}");
 }
 
 /// Whatever ends the process in the trial, what the files say is on the screen by then.
+#[cfg(feature = "cuda")]
 #[test]
 fn what_needs_no_trial_is_printed_before_the_trial() {
+    let Some(library) = crate::doubles::library() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
     let machine = Machine::healthy();
-    machine.nvidia();
+    machine.pci(GPU, 0);
     // The trial ends with a look at the link, which nobody answers here.
-    let device = format!("/sys/devices/pci0000:64/0000:64:01.0/{}", super::machine::GPU);
+    let device = format!("/sys/devices/pci0000:64/0000:64:01.0/{GPU}");
     let pipe = machine.root().join(device.trim_start_matches('/')).join("current_link_speed");
     let path = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
     // SAFETY: the path is a string that ends with a zero.
     assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
     let mut command = machine.doctor("cuda:0", "1MiB");
-    command.env("PINPOOL_LIBCUDA", Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
-    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = command.env(crate::doubles::PATH, library).stdout(Stdio::piped()).spawn().unwrap();
     let mut text = String::new();
     let mut lines = BufReader::new(child.stdout.take().unwrap());
     let (told, heard) = std::sync::mpsc::channel();
@@ -87,34 +94,14 @@ fn what_needs_no_trial_is_printed_before_the_trial() {
     });
     while let Ok(line) = heard.recv_timeout(std::time::Duration::from_secs(20)) {
         text += &line;
-        if text.contains("library") {
+        if text.contains("  pin  ") {
             break;
         }
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(text.contains("library"), "not all is said before the trial: {text}");
+    assert!(text.contains("  pin  "), "not all is said before the trial: {text}");
     assert!(text.starts_with("device cuda:0, a pool of 1 MiB\n") && text.contains("memlock"), "{text}");
-}
-
-#[test]
-fn long_findings_are_wrapped_between_words() {
-    let machine = Machine::healthy();
-    let kernel = |release: &str| -> Vec<String> {
-        machine.file("/proc/sys/kernel/osrelease", release);
-        let text = stdout(&machine.doctor("host", "1MiB").output().unwrap());
-        let lines = text.lines().skip_while(|line| !line.starts_with("ok    kernel"));
-        lines.take_while(|line| !line.starts_with("ok    mappings")).map(str::to_owned).collect()
-    };
-    assert_eq!(kernel("a b"), ["ok    kernel         Linux a b"]);
-    let lines = kernel(&["word"; 60].join(" "));
-    let words = lines.iter().flat_map(|line| line.split_whitespace());
-    assert_eq!(words.filter(|word| *word == "word").count(), 60);
-    let starts = |line: &String| line.starts_with(&format!("{:21}word", "")) && line.len() <= 110;
-    assert!(lines.len() > 1 && lines[1..].iter().all(starts), "{lines:#?}");
-    let long = "x".repeat(300);
-    let lines = kernel(&format!("a {long}"));
-    assert_eq!(lines, ["ok    kernel         Linux a".to_owned(), format!("{:21}{long}", "")]);
 }
 
 #[test]
@@ -149,21 +136,6 @@ fn sizes_are_told() {
         let text = stdout(&machine.doctor("host", &u64::to_string(&bytes)).output().unwrap());
         assert!(text.starts_with(&format!("device host:0, a pool of {told}\n")), "{text}");
     }
-    // More memory than there are numbers for bytes.
-    let most = u64::MAX >> 10;
-    let text = format!("Node 0 MemFree: {most} kB\nNode 0 Inactive(file): {most} kB\n");
-    machine.file("/sys/devices/system/node/node0/meminfo", &text);
-    machine.host("1MiB").is("numa", "ok", &["16777216.0 TiB"], &[]);
-}
-
-#[test]
-fn colours_are_for_terminals() {
-    let machine = Machine::healthy();
-    let forced = |name: &str| stdout(&machine.doctor("host", "1MiB").env(name, "1").output().unwrap());
-    // What a terminal would be shown; and the words are the same.
-    let coloured = forced("CLICOLOR_FORCE");
-    assert!(coloured.contains("\u{1b}[1m\u{1b}[32mok"), "{coloured:?}");
-    assert!(!forced("NO_COLOR").contains('\u{1b}'));
 }
 
 #[test]
@@ -172,7 +144,7 @@ fn command_lines_that_cannot_be_obeyed() {
         (["--device", "gpu"], "gpu"),
         (["--device", "cuda:x"], "cuda:x"),
         (["--device", "auto:1"], "auto:1"),
-        (["--device", ""], "no device"),
+        (["--device", ""], "unknown device"),
         (["--capacity", "0"], "--capacity"),
         (["--root", ""], "--root"),
     ] {
@@ -218,28 +190,11 @@ fn a_closed_pipe_is_no_panic() {
 fn a_machine_that_shows_nothing() {
     let nothing = tempfile::tempdir().unwrap();
     let found = findings(doctor().args(["--device", "host", "--root"]).arg(nothing.path()));
-    for name in [
-        "memlock",
-        "address-space",
-        "memory",
-        "cgroup",
-        "huge-pages",
-        "hugetlb",
-        "fragmentation",
-        "numa",
-        "kernel",
-        "mappings",
-        "iommu",
-    ] {
+    for name in ["memlock", "memory", "cgroup", "huge-pages"] {
         found.is(name, "warn", &["cannot be read"], &["mount /proc and /sys"]);
     }
-    for name in ["container", "wsl", "driver", "device-files", "library", "device", "link"] {
+    for name in ["numa", "device", "link"] {
         found.is(name, "ok", &[], &[]);
-    }
-    // With an accelerator as well.
-    let found = findings(doctor().args(["--device", "acl:0", "--root"]).arg(nothing.path()));
-    for name in ["driver", "device-files", "library", "device"] {
-        found.is(name, "fail", &[], &[]);
     }
 }
 
@@ -284,14 +239,13 @@ fn machines_that_show_nonsense() {
     ];
     for change in changes {
         let machine = Machine::healthy();
-        machine.nvidia().node(1, 1 << 30, "8-15").link("/sys/class/iommu/dmar0", "../x");
+        machine.pci(GPU, 0).node(1, 1 << 30, "8-15");
         each_file(machine.root(), change);
         machine.host("1MiB");
         machine.gpu("1TiB");
     }
     // Folders where files should be.
     let machine = Machine::healthy();
-    machine.nvidia();
     each_file(machine.root(), &|path| {
         fs::remove_file(path).unwrap();
         fs::create_dir(path).unwrap();
@@ -299,44 +253,16 @@ fn machines_that_show_nonsense() {
     machine.gpu("1TiB");
 }
 
-/// Each number by itself is one that could be; their sums are more than there are numbers.
-#[test]
-fn sums_of_nonsense_end_at_the_largest_number() {
-    let machine = Machine::healthy();
-    let most = u64::MAX >> 10;
-    machine.nvidia().node(1, 1 << 30, "8-15").file(
-        "/sys/devices/system/node/node1/meminfo",
-        &format!("Node 1 MemFree: {most} kB\nNode 1 Inactive(file): {most} kB\n"),
-    );
-    machine.file(
-        "/sys/devices/system/node/node0/meminfo",
-        &format!("Node 0 MemFree: {most} kB\nNode 0 Inactive(file): {most} kB\n"),
-    );
-    machine.hugetlb(0, 2048, u64::MAX, u64::MAX).hugetlb(1, 2048, u64::MAX, u64::MAX);
-    let blocks = format!("{} ", u64::MAX >> 12).repeat(11);
-    machine.file(
-        "/proc/buddyinfo",
-        &format!(
-            "Node 0, zone      DMA {blocks}\nNode 0, zone   Normal {blocks}\nNode 1, zone   Normal {blocks}\n"
-        ),
-    );
-    machine
-        .gpu("1GiB")
-        .is("numa", "ok", &["node 1: 16777216.0 TiB"], &[])
-        .is("fragmentation", "ok", &["16777216.0 TiB"], &[])
-        .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
-}
-
 /// A text of the system's files may come from a stranger: a mount point, a group's name, a driver's.
 #[test]
 fn what_files_say_cannot_steer_a_terminal() {
     let machine = Machine::healthy();
-    let evil = "\u{1b}]0;x\u{7}\u{9b}31m\u{202e}";
-    machine.file("/proc/sys/kernel/osrelease", &format!("6.12.0-{evil}{}", "W".repeat(1 << 20)));
+    let evil = "\u{1b}[2Jx\u{7}\u{9b}31m\u{202e}";
+    machine.file(&format!("{THP}/enabled"), &format!("always [mad{evil}{}] never\n", "W".repeat(1 << 20)));
     let output = machine.doctor("host", "1MiB").output().unwrap();
     let text = stdout(&output);
     assert!(!text.contains(|c: char| c != '\n' && (c.is_control() || c == '\u{202e}')), "{text:?}");
-    assert!(text.contains("6.12.0-\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}WWW") && text.len() < 20_000);
+    assert!(text.contains("mad\\u{1b}[2Jx\\u{7}\\u{9b}31m\\u{202e}WWW") && text.len() < 20_000);
     let found = machine.host("1MiB");
-    assert!(found.check("kernel")["found"].as_str().unwrap().contains("\\u{9b}31m"));
+    assert!(found.check("huge-pages")["found"].as_str().unwrap().contains("\\u{9b}31m"));
 }
