@@ -116,7 +116,7 @@ impl LoadSetup<'_> {
         for tensor in self.load() {
             let back = self.copier.download_vec(tensor.slice().expect("it has bytes")).expect("comes back");
             let mut right = vec![0; back.len()];
-            file.read_exact_at(&mut right, tensor.tensor().range().start).expect("is read");
+            file.read_exact_at(&mut right, tensor.range().start).expect("is read");
             assert!(back == right, "{}", tensor.name());
         }
     }
@@ -141,7 +141,7 @@ impl LoadSetup<'_> {
             }
         };
         let taken = since.elapsed().as_secs_f64();
-        assert_eq!(tensors.len(), self.checkpoint.len());
+        assert_eq!(tensors.len(), self.checkpoint.tensors().count());
         taken
     }
 
@@ -154,21 +154,21 @@ impl LoadSetup<'_> {
         drop(checkpoint);
         let since = Instant::now();
         let loader = self.checkpoint.loader(self.copier).memory(|len| self.memory.slice(..len));
-        let mut loading = loader.start().expect("starts");
+        let loading = loader.start().expect("starts");
         let plan = micros(since);
         let since = Instant::now();
-        let mut tensors = Vec::with_capacity(self.checkpoint.len());
-        tensors.extend(loading.next_blocking().map(|tensor| tensor.expect("the transfer completes")));
+        let mut tensors = Vec::with_capacity(loading.left());
+        tensors.extend(loading.blocking().next().map(|tensor| tensor.expect("the transfer completes")));
         let first = micros(since);
         while loading.progress().done < loading.progress().total {
             std::thread::sleep(Duration::from_micros(200));
         }
         let since = Instant::now();
-        while let Some(tensor) = loading.next_blocking() {
+        for tensor in loading.blocking() {
             tensors.push(tensor.expect("the transfer completes"));
         }
         let hand_out = micros(since);
-        assert_eq!(tensors.len(), self.checkpoint.len());
+        assert_eq!(tensors.len(), self.checkpoint.tensors().count());
         [open, plan, first, hand_out]
     }
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use pinpool::copier::Copier;
-use pinpool::{Device, Pool, Unpinned};
+use pinpool::{Device, DeviceSlice, Pool, Unpinned};
 use pinpool_safetensors::Checkpoint;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -30,14 +30,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Reads the headers and checks them.
     let checkpoint = Checkpoint::open(path)?;
-    println!("{} tensors, {} bytes in all, to {}", checkpoint.len(), checkpoint.bytes(), device.name());
+    println!(
+        "{} tensors, {} bytes in all, to {}",
+        checkpoint.tensors().count(),
+        checkpoint.bytes(),
+        device.name()
+    );
 
     let start = Instant::now();
     let prefix = args.next().unwrap_or_default();
     let loader = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with(&prefix));
-    let mut loading = loader.start()?;
+    let loading = loader.start()?;
     let mut tensors = Vec::new();
-    while let Some(tensor) = loading.next_blocking() {
+    for tensor in loading.blocking() {
         // This tensor is on the device; later ones are still being read. A server builds its first layers now.
         let tensor = tensor?;
         if tensors.is_empty() {
@@ -54,7 +59,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("all of {} after {:?}", tensors.len(), start.elapsed());
 
     for tensor in tensors.iter().take(5) {
-        println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
+        let address = tensor.slice().map(DeviceSlice::address);
+        println!("{:?} {} {:?} at {address:?}", tensor.name(), tensor.dtype(), tensor.shape());
     }
     Ok(())
 }

@@ -8,13 +8,15 @@
 //! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
 //! files of each numbered set (`model-00002-of-00003`).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use super::header::{Tensor, twice};
-use super::json::{self, Fault, LONGEST_NAME, Part, Text};
+use serde::de::{Error as _, IgnoredAny, MapAccess};
+
+use super::header::{Names, Table, twice};
+use super::json::{self, Entries, Key, LONGEST_NAME, Object, Text};
 use super::{NAME, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -45,9 +47,8 @@ pub(super) struct Index {
     /// Where its files are.
     folder: PathBuf,
     text: String,
-    /// For each tensor: the number of its file (upper 32 bits), and where its name is in the text (lower 32 bits).
-    /// Sorted.
-    tensors: Vec<u64>,
+    /// For each tensor the number of its file, and where its name is in the text. Sorted.
+    tensors: Vec<(u32, u32)>,
     /// The names of its files, sorted.
     files: Vec<String>,
 }
@@ -59,32 +60,23 @@ impl Index {
     }
 
     /// Leaves of the tensors of one of its files those that it names.
-    pub(super) fn keep(&self, file: usize, tensors: &mut Vec<Tensor>) -> Result<()> {
-        let (count, what, mut named) = (tensors.len(), &self.what, Vec::new());
-        reserved(named.try_reserve_exact(count), what, count)?;
-        named.resize(count, false);
-        let mut places: HashMap<&str, usize> = HashMap::new();
-        reserved(places.try_reserve(count), what, count.saturating_mul(size_of::<(&str, usize)>()))?;
-        places.extend(tensors.iter().map(Tensor::name).zip(0..));
-        let first = self.tensors.partition_point(|noted| ((noted >> 32) as usize) < file);
-        for noted in self.tensors[first..].iter().take_while(|noted| (**noted >> 32) as usize == file) {
-            let Some(name) = Text::at(&self.text[*noted as u32 as usize..]) else { continue };
-            let place = places.get(&*name.get()).map(|place| &mut named[*place]);
-            match place {
-                Some(true) => return Err(twice(what, &name.get())),
-                Some(named) => *named = true,
-                None => {
-                    let path = self.folder.join(&self.files[file]);
-                    let why = format!(
-                        "is said to be in {}, which does not have it; get both again",
-                        path.display()
-                    );
-                    return Err(blamed(what, &name.get(), why));
-                }
+    pub(super) fn keep(&self, file: u32, table: &mut Table, names: &Names<u32>) -> Result<()> {
+        table.entries.iter_mut().for_each(|entry| entry.listed = false);
+        let first = self.tensors.partition_point(|(other, _)| *other < file);
+        for (_, place) in self.tensors[first..].iter().take_while(|(other, _)| *other == file) {
+            let Some(name) = Text::of(json::first(&self.text[*place as usize..])).map(Text::get) else {
+                continue;
+            };
+            let Some(tensor) = names.get(&name, |tensor| table.name(tensor)) else {
+                let path = self.folder.join(&self.files[file as usize]);
+                let why =
+                    format!("is said to be in {}, which does not have it; get both again", path.display());
+                return Err(blamed(&self.what, &name, why));
+            };
+            if std::mem::replace(&mut table.entries[tensor as usize].listed, true) {
+                return Err(twice(&self.what, &name));
             }
         }
-        let mut named = named.into_iter();
-        tensors.retain(|_| named.next() == Some(true));
         Ok(())
     }
 
@@ -107,21 +99,14 @@ impl Index {
     fn read(path: &Path) -> Result<Self> {
         let what = path.display().to_string();
         let (file, metadata) = open_regular(path, &what)?;
-        let mut text = Vec::new();
-        // One byte more than the length is read, to notice a file that grows.
-        let len = metadata.len().min(LONGEST_INDEX) as usize;
-        reserved(text.try_reserve_exact(len + 1), &what, len)?;
-        file.take(len as u64 + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
-        if text.len() as u64 > LONGEST_INDEX {
+        let (mut text, len) = (Vec::new(), metadata.len());
+        if len > LONGEST_INDEX {
             let why = format!("more than {LONGEST_INDEX} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        if text.len() > len {
-            return Err(malformed(
-                &what,
-                "it grew while it was read; open it again while no process writes to it",
-            ));
-        }
+        // A file that grows meanwhile is read up to its length, and then is no JSON.
+        reserved(text.try_reserve_exact(len as usize), &what, len as usize)?;
+        file.take(len).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
         if text.starts_with(BYTE_ORDER_MARK) {
             text.drain(..BYTE_ORDER_MARK.len());
         }
@@ -134,38 +119,21 @@ impl Index {
 
     /// Reads the text of an index. `what` is its name for errors; its files are in `folder`.
     fn parse(what: String, text: String, folder: &Path) -> Result<Self> {
-        if !json::is_shallow(&text) {
+        if json::brackets(&text).is_none() {
             return Err(no_json(&what, &"it is nested too deeply"));
         }
-        let (mut tensors, most) = (Vec::new(), text.len() / SHORTEST_PAIR + 1);
-        reserved(tensors.try_reserve_exact(most), &what, most * size_of::<u64>())?;
-        let mut files: BTreeMap<String, u64> = BTreeMap::new();
-        let (mut is_there, mut last) = (false, None);
-        let read = json::object(&text, |key, part| match part {
-            _ if !key.is(MAP) => Ok(()),
-            Part::Entry(tensor, file) => {
-                // Most tensors are in the file of the tensor before, whose name was checked.
-                let number = match last {
-                    Some((name, number)) if name == file => number,
-                    _ => number(&what, &mut files, tensor, file)?,
-                };
-                last = Some((file, number));
-                let quote = json::place(&text, tensor.raw) - 1;
-                tensors.push(number << 32 | quote as u64);
-                Ok(())
-            }
-            Part::Value(_) | Part::End(_) if std::mem::replace(&mut is_there, true) => {
-                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
-                Err(malformed(&what, format!("its {MAP:?} {twice}")))
-            }
-            Part::Value(_) => Err(no_map(&what)),
-            Part::End(_) => Ok(()),
-        });
-        read.map_err(|fault| match fault {
-            Fault::Refused(error) => error,
-            Fault::NoObject => no_map(&what),
-            Fault::Syntax(said, _) => no_json(&what, &said),
-        })?;
+        if !json::is_object(&text) {
+            return Err(no_map(&what));
+        }
+        let most = text.len() / SHORTEST_PAIR + 1;
+        let mut map = WeightMap { text: &text, what: &what, ..WeightMap::default() };
+        reserved(map.tensors.try_reserve_exact(most), &what, most * size_of::<(u32, u32)>())?;
+        let read = json::read(&text, &mut map);
+        let WeightMap { mut tensors, files, refused, is_there, .. } = map;
+        if let Some(error) = refused {
+            return Err(error);
+        }
+        read.map_err(|said| no_json(&what, &said))?;
         if !is_there {
             return Err(no_map(&what));
         }
@@ -175,32 +143,86 @@ impl Index {
         // Numbered as they come up to here, and then as they are sorted.
         let mut sorted = vec![0; files.len()];
         files.values().zip(0..).for_each(|(number, place)| sorted[*number as usize] = place);
-        tensors
-            .iter_mut()
-            .for_each(|noted| *noted = sorted[(*noted >> 32) as usize] << 32 | *noted as u32 as u64);
+        tensors.iter_mut().for_each(|(file, _)| *file = sorted[*file as usize]);
         tensors.sort_unstable();
         let files = files.into_keys().collect();
         Ok(Self { what, folder: folder.to_owned(), text, tensors, files })
     }
 }
 
-/// The number of a tensor's file, which is a new one where the file was not named before.
-fn number(what: &str, files: &mut BTreeMap<String, u64>, tensor: Text<'_>, file: &str) -> Result<u64> {
-    if tensor.raw.len() > LONGEST_NAME {
-        return Err(blamed(what, &tensor.start(), "has a name longer than 65,535 bytes"));
+/// What is read of an index.
+#[derive(Default)]
+struct WeightMap<'a> {
+    text: &'a str,
+    what: &'a str,
+    tensors: Vec<(u32, u32)>,
+    /// The number of each file, in the order in which they come.
+    files: BTreeMap<String, u32>,
+    /// Whether the object was found, and whether its entries are being read.
+    is_there: bool,
+    is_inside: bool,
+    /// The file of the tensor before, in which most tensors are, too.
+    last: Option<(&'a str, u32)>,
+    refused: Option<Error>,
+}
+
+impl<'a> Entries<'a> for WeightMap<'a> {
+    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
+        let Key { name, rest, plain } = key;
+        let noted = if self.is_inside {
+            let file = json::value(map)?;
+            self.note(name, file)
+        } else if !name.is(MAP) {
+            return map.next_value::<IgnoredAny>().map(drop);
+        } else if std::mem::replace(&mut self.is_there, true) {
+            let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
+            Err(malformed(self.what, format!("its {MAP:?} {twice}")))
+        } else if json::is_object(rest) {
+            self.is_inside = true;
+            map.next_value_seed(Object { text: rest, plain, entries: &mut *self })?;
+            self.is_inside = false;
+            Ok(())
+        } else {
+            Err(no_map(self.what))
+        };
+        noted.map_err(|error| {
+            self.refused = Some(error);
+            A::Error::custom("")
+        })
     }
-    // An escape has at most six bytes for one.
-    let name = Text::of(file).filter(|name| name.raw.len() <= 6 * LONGEST_FILE).map(Text::get);
-    let Some(name) = name.filter(|name| is_beside(name)) else {
-        let file = shown(file, NAME);
-        let why = format!("is said to be in {file}, which is no name of a file beside the index");
-        return Err(blamed(what, &tensor.start(), why));
-    };
-    let count = files.len();
-    let number = *files.entry(name.into_owned()).or_insert(count as u64);
-    match files.len() > FILES {
-        true => Err(malformed(what, format!("it names more than {FILES} files; join some of them"))),
-        false => Ok(number),
+}
+
+impl<'a> WeightMap<'a> {
+    fn note(&mut self, tensor: Text<'a>, file: &'a str) -> Result<()> {
+        let number = match self.last {
+            // Its name was checked.
+            Some((name, number)) if name == file => number,
+            _ => self.number(tensor, file)?,
+        };
+        self.last = Some((file, number));
+        // Its quote is before it.
+        self.tensors.push((number, json::place(self.text, tensor.raw) - 1));
+        Ok(())
+    }
+
+    /// The number of a tensor's file, which is a new one where the file was not named before.
+    fn number(&mut self, tensor: Text<'_>, file: &str) -> Result<u32> {
+        if tensor.raw.len() > LONGEST_NAME {
+            return Err(blamed(self.what, &tensor.start(), "has a name longer than 65,535 bytes"));
+        }
+        // An escape has at most six bytes for one.
+        let name = Text::of(file).filter(|name| name.raw.len() <= 6 * LONGEST_FILE).map(Text::get);
+        let Some(name) = name.filter(|name| is_beside(name)) else {
+            let file = shown(file, NAME);
+            let why = format!("is said to be in {file}, which is no name of a file beside the index");
+            return Err(blamed(self.what, &tensor.start(), why));
+        };
+        let count = self.files.len() as u32;
+        let number = *self.files.entry(name.into_owned()).or_insert(count);
+        match self.files.len() > FILES {
+            true => Err(malformed(self.what, format!("it names more than {FILES} files; join some of them"))),
+            false => Ok(number),
+        }
     }
 }
 

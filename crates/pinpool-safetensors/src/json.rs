@@ -2,9 +2,9 @@
 //!
 //! A header or an index may be a hundred megabytes of anything, and one that is refused must take little more memory
 //! than its own bytes. serde_json keeps a copy of a text that has escapes, and writes a value of the wrong kind into its
-//! error. So each name and each value is taken as it stands in the text ([`RawValue`]), which only checks it, and this
-//! module looks at those that are asked for. What is asked for stands in objects in one object: both levels are visited
-//! by serde_json, and each byte is read by it once.
+//! error. So each name and each value is taken as it stands in the text ([`RawValue`]), which only checks it, and an
+//! object is visited only where the text shows one ([`is_object`]). Each byte of a tensor is read by serde_json once.
+//! Values that were checked are then looked at in the text.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,130 +13,108 @@ use serde::Deserializer;
 use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use pinpool::{Error, Result};
-
 /// The longest name of a tensor, in bytes as the file has it.
 pub(super) const LONGEST_NAME: usize = 65_535;
 /// How deep arrays and objects may be nested, as in serde_json's other readers.
 const DEEPEST: usize = 128;
 
-/// Why an object could not be read.
-pub(super) enum Fault<'a> {
-    /// It is something else.
-    NoObject,
-    /// It is no JSON: what serde_json says, and the name of the value that this is in, if it is in one.
-    Syntax(serde_json::Error, Option<Text<'a>>),
-    /// The caller has refused an entry.
-    Refused(Error),
+/// The name of an entry, the text from its value on, and whether that has no escapes.
+pub(super) struct Key<'a> {
+    pub(super) name: Text<'a>,
+    pub(super) rest: &'a str,
+    pub(super) plain: bool,
 }
 
-/// What stands behind a name in an object.
-pub(super) enum Part<'a> {
-    /// A value that is no object, as it stands in the text.
-    Value(&'a str),
-    /// An entry of a value that is an object: the entry's name, and its value as it stands in the text.
-    Entry(Text<'a>, &'a str),
-    /// The end of such a value, with all of it as it stands in the text.
-    End(&'a str),
+/// What takes the entries of an object, in the order of the text.
+pub(super) trait Entries<'a> {
+    /// Takes an entry, whose value is the next of `map`.
+    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error>;
 }
 
-/// Calls `each` with every name of an object, and with each part of its value, in the order of the text. Each part is
-/// read once.
-pub(super) fn object<'a>(
-    text: &'a str,
-    each: impl FnMut(Text<'a>, Part<'a>) -> Result<()>,
-) -> Result<(), Fault<'a>> {
-    if !text.trim_start_matches([' ', '\t', '\n', '\r']).starts_with('{') {
-        return Err(Fault::NoObject);
+/// Reads a text that is one object.
+pub(super) fn read<'a>(text: &'a str, entries: &mut impl Entries<'a>) -> Result<(), serde_json::Error> {
+    if !is_object(text) {
+        return Err(serde_json::Error::custom("it is no object"));
     }
-    let mut reader = Reader { each, at: None, refused: None };
     let mut json = serde_json::Deserializer::from_str(text);
-    let read = Entries { text, of: None, reader: &mut reader }.deserialize(&mut json);
-    match (reader.refused, read.and_then(|()| json.end())) {
-        (Some(error), _) => Err(Fault::Refused(error)),
-        (None, Err(error)) => Err(Fault::Syntax(error, reader.at)),
-        (None, Ok(())) => Ok(()),
-    }
+    Object { text, plain: !text.contains('\\'), entries }.deserialize(&mut json)?;
+    json.end()
 }
 
-struct Reader<'a, F> {
-    each: F,
-    /// The name whose value is being read.
-    at: Option<Text<'a>>,
-    refused: Option<Error>,
+/// Whether the value that a text starts with is an object.
+pub(super) fn is_object(text: &str) -> bool {
+    behind_space(text).starts_with('{')
 }
 
-impl<'a, F: FnMut(Text<'a>, Part<'a>) -> Result<()>> Reader<'a, F> {
-    fn tell<E: serde::de::Error>(&mut self, name: Text<'a>, part: Part<'a>) -> Result<(), E> {
-        (self.each)(name, part).map_err(|error| {
-            self.refused = Some(error);
-            E::custom("")
-        })
-    }
+/// A text from its first value on.
+fn behind_space(text: &str) -> &str {
+    let space = text.bytes().take_while(|byte| matches!(byte, b':' | b' ' | b'\t' | b'\n' | b'\r'));
+    &text[space.count()..]
 }
 
-/// The entries of an object.
-struct Entries<'s, 'a, F> {
-    /// It starts with the object, or in the whole text with what is before it.
-    text: &'a str,
-    /// The name behind which the object stands. `None`: the object is the whole text.
-    of: Option<Text<'a>>,
-    reader: &'s mut Reader<'a, F>,
+/// The next value as it stands in the text, checked.
+pub(super) fn value<'a, A: MapAccess<'a>>(map: &mut A) -> Result<&'a str, A::Error> {
+    Ok(map.next_value::<&RawValue>()?.get())
 }
 
-impl<'de, F: FnMut(Text<'de>, Part<'de>) -> Result<()>> DeserializeSeed<'de> for Entries<'_, 'de, F> {
+/// The value that a text starts with, which was checked before.
+pub(super) fn first(text: &str) -> &str {
+    let mut json = serde_json::Deserializer::from_str(text);
+    <&RawValue as serde::Deserialize>::deserialize(&mut json).map_or("", RawValue::get)
+}
+
+/// Reads an object.
+pub(super) struct Object<'e, 'a, E> {
+    /// The text from somewhere before the object on, and whether it has no escapes.
+    pub(super) text: &'a str,
+    pub(super) plain: bool,
+    pub(super) entries: &'e mut E,
+}
+
+impl<'a, E: Entries<'a>> DeserializeSeed<'a> for Object<'_, 'a, E> {
     type Value = ();
 
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<(), D::Error> {
+    fn deserialize<D: Deserializer<'a>>(self, json: D) -> Result<(), D::Error> {
         json.deserialize_map(self)
     }
 }
 
-impl<'de, F: FnMut(Text<'de>, Part<'de>) -> Result<()>> Visitor<'de> for Entries<'_, 'de, F> {
+impl<'a, E: Entries<'a>> Visitor<'a> for Object<'_, 'a, E> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let Self { text, of, reader } = self;
-        let mut end = 0;
-        while let Some(name) = map.next_key::<&RawValue>()? {
-            let behind = &text[place(text, name.get()) + name.get().len()..];
-            let name = Text::of(name.get()).ok_or_else(|| A::Error::custom("half of a surrogate pair"))?;
-            if let Some(of) = of {
-                let value = map.next_value::<&RawValue>()?.get();
-                end = place(text, value) + value.len();
-                reader.tell(of, Part::Entry(name, value))?;
-                continue;
-            }
-            reader.at = Some(name);
-            // Looked at before serde_json does, which copies a value of another kind into its error.
-            let value = behind.trim_start_matches([':', ' ', '\t', '\n', '\r']);
-            if value.starts_with('{') {
-                map.next_value_seed(Entries { text: value, of: Some(name), reader: &mut *reader })?;
-            } else {
-                let value = map.next_value::<&RawValue>()?.get();
-                reader.tell(name, Part::Value(value))?;
-            }
-            reader.at = None;
+    fn visit_map<A: MapAccess<'a>>(self, mut map: A) -> Result<(), A::Error> {
+        let Self { text, plain, entries } = self;
+        loop {
+            // serde_json copies only a string that has escapes.
+            let name = match plain {
+                true => map.next_key::<&str>()?,
+                false => map.next_key::<&RawValue>()?.map(RawValue::get),
+            };
+            let Some(name) = name else { return Ok(()) };
+            let name = match plain {
+                true => Text { raw: name, plain },
+                false => Text::of(name).ok_or_else(|| A::Error::custom("half of a surrogate pair"))?,
+            };
+            // Its quote is behind it.
+            let rest = behind_space(&text[place(text, name.raw) as usize + name.raw.len() + 1..]);
+            entries.entry(Key { name, rest, plain }, &mut map)?;
         }
-        let Some(of) = of else { return Ok(()) };
-        // Behind the last value comes only the brace that ends the object.
-        end += text[end..].bytes().position(|byte| byte == b'}').map_or(0, |brace| brace + 1);
-        reader.tell(of, Part::End(&text[..end]))
     }
 }
 
-/// Whether arrays and objects are nested no deeper than they may be. (serde_json notes a byte for each level of a value
-/// that it skips, and has no limit there. A text that is not mostly brackets is not looked at: the notes are short.)
-pub(super) fn is_shallow(text: &str) -> bool {
+/// How many arrays and objects begin in a text, at most. `None`: they are nested deeper than they may be. (serde_json
+/// notes a byte for each level of a value that it skips, and has no limit there.)
+pub(super) fn brackets(text: &str) -> Option<usize> {
     // Counted in pieces whose counts fit a byte, which is several times as fast.
     let count = |piece: &[u8]| piece.iter().map(|byte| u8::from(matches!(byte, b'[' | b'{'))).sum::<u8>();
     let opened: usize = text.as_bytes().chunks(255).map(|piece| usize::from(count(piece))).sum();
+    // A text that is not mostly brackets is not looked at: the notes are short.
     if opened <= text.len() / 8 {
-        return true;
+        return Some(opened);
     }
     let (mut depth, mut bytes) = (0_usize, text.bytes());
     while let Some(byte) = bytes.next() {
@@ -152,42 +130,39 @@ pub(super) fn is_shallow(text: &str) -> bool {
             _ => {}
         }
         if depth > DEEPEST {
-            return false;
+            return None;
         }
     }
-    true
+    Some(opened)
 }
 
-/// Where a part of a text starts in it.
-pub(super) fn place(text: &str, part: &str) -> usize {
-    part.as_ptr() as usize - text.as_ptr() as usize
+/// Where a part of a text starts in it. Texts have at most 100,000,000 bytes, so it fits 32 bits.
+pub(super) fn place(text: &str, part: &str) -> u32 {
+    (part.as_ptr() as usize - text.as_ptr() as usize) as u32
 }
 
-/// Calls `each` with the whole numbers of a list that was checked and starts here. `false`: it is something else, or has
+/// Calls `each` with the whole numbers of a list that was checked and starts a text. `false`: it is something else, or has
 /// something else in it.
 pub(super) fn numbers(text: &str, mut each: impl FnMut(u64)) -> bool {
     let Some(list) = text.strip_prefix('[') else { return false };
-    let mut number: Option<u64> = None;
-    for byte in list.bytes() {
-        match byte {
-            b'0'..=b'9' => {
-                let shifted = number.unwrap_or(0).checked_mul(10);
-                let Some(more) = shifted.and_then(|n| n.checked_add((byte - b'0').into())) else {
-                    return false;
-                };
-                number = Some(more);
-            }
-            b',' | b']' => {
-                number.take().into_iter().for_each(&mut each);
-                if byte == b']' {
-                    return true;
-                }
-            }
-            b' ' | b'\t' | b'\n' | b'\r' => {}
-            _ => return false,
+    let (list, mut at) = (list.as_bytes(), 0);
+    loop {
+        let (start, mut number) = (at, 0_u64);
+        while let Some(digit @ b'0'..=b'9') = list.get(at) {
+            let shifted = number.checked_mul(10);
+            let Some(more) = shifted.and_then(|n| n.checked_add(u64::from(digit - b'0'))) else {
+                return false;
+            };
+            (number, at) = (more, at + 1);
+        }
+        if at > start {
+            each(number);
+        }
+        match list.get(at) {
+            Some(b',' | b' ' | b'\t' | b'\n' | b'\r') => at += 1,
+            end => return end == Some(&b']'),
         }
     }
-    false
 }
 
 /// A string that was checked.
@@ -202,17 +177,11 @@ pub(super) struct Text<'a> {
 impl<'a> Text<'a> {
     /// `None` for a value that is no string, or one with half of a surrogate pair, which serde_json lets pass in values
     /// that it takes as they stand.
+    #[inline]
     pub(super) fn of(value: &'a str) -> Option<Self> {
         let raw = value.strip_prefix('"')?.strip_suffix('"')?;
         let text = Self { raw, plain: !raw.as_bytes().contains(&b'\\') };
         (text.plain || text.unescape(|_| ())).then_some(text)
-    }
-
-    /// A string that was checked before, and starts here.
-    pub(super) fn at(text: &'a str) -> Option<Self> {
-        let mut json = serde_json::Deserializer::from_str(text);
-        let value = <&RawValue as serde::Deserialize>::deserialize(&mut json).ok()?;
-        Self::of(value.get())
     }
 
     /// Calls `put` with the parts of the unescaped string. `false`: half of a surrogate pair stands alone.

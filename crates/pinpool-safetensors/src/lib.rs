@@ -17,7 +17,7 @@
 //! let layers = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with("model.layers."));
 //! for tensor in layers.start()?.blocking() {
 //!     let tensor = tensor?; // it is on the device; the tensors behind it are being copied
-//!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
+//!     println!("{:?} {} {:?}: {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.slice());
 //! }
 //! # std::fs::remove_dir_all(folder)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -33,8 +33,8 @@
 //! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
 //! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
-//! [first](Loader::first) before the others. Tasks await them ([`Loading::next_tensor`]), threads iterate over them
-//! ([`Loading::blocking`]), and many of both share a load, each of which waits for tensors by name ([`Loading::share`]).
+//! [first](Loader::first) before the others. Tasks await them ([`Load::next_tensor`]), threads iterate over them
+//! ([`Load::blocking`]), and many of both share a load, each of which waits for tensors by name ([`Load::take`]).
 //! All files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is
 //! known by chunks, and a tensor costs time only when it comes out.
 //!
@@ -72,8 +72,8 @@
 //! terminal. Show them escaped (`{:?}`), as the errors do.
 
 // This file has what was opened. To read in this order: `json` (serde_json, in place), `header` (what a file says, and
-// whether that can be), `index` (which files there are), `load` (the loader, and where on the device tensors go),
-// `tensor` and `shared` (what comes out).
+// whether that can be), `index` (which files there are), `load` (where on the device tensors go, and what comes out),
+// `share` (a load that many wait for).
 //
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
@@ -82,130 +82,95 @@ mod header;
 mod index;
 mod json;
 mod load;
-mod shared;
-mod tensor;
+mod share;
 
 use std::collections::TryReserveError;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use pinpool::copier::Copier;
 use pinpool::{Error, Result};
 
 pub use self::header::{Header, Tensor};
-pub use self::load::{Loader, Loading};
-pub use self::shared::SharedLoad;
-pub use self::tensor::DeviceTensor;
+pub use self::load::{DeviceTensor, Loader};
+pub use self::share::Load;
 #[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
 use self::header::{FRONT, Names, START};
-use self::index::FoundFiles;
+use self::index::{FoundFiles, Index};
 
 /// The most characters of a name that messages show.
 const NAME: usize = 200;
 /// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
 const KEPT_OPEN: usize = 128;
 
-/// One file or several, whose headers were read and checked. Nothing is loaded yet.
-///
-/// ```
-/// # let path = std::env::temp_dir().join(format!("pinpool-checkpoint-{}.safetensors", std::process::id()));
-/// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
-/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
-/// use pinpool_safetensors::{Checkpoint, Dtype};
-///
-/// let checkpoint = Checkpoint::open(&path)?;
-/// assert_eq!((checkpoint.len(), checkpoint.bytes()), (1, 4));
-/// let tensor = checkpoint.get("a").expect("the file has it");
-/// assert_eq!((tensor.dtype(), tensor.shape()), (Dtype::U8, &[4_usize][..]));
-/// # std::fs::remove_file(path)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub struct Checkpoint {
-    shards: Vec<Arc<Shard>>,
-    /// All tensors by name: the shard, and the place there.
+/// One file or several, whose headers were read and checked. Nothing is loaded yet. A clone is another handle to it.
+#[derive(Clone, Debug)]
+pub struct Checkpoint(Arc<Files>);
+
+/// The files of a checkpoint, and all tensors by name: their files' numbers, and the places there.
+struct Files {
+    shards: Vec<Shard>,
     names: Names<(u32, u32)>,
 }
 
 /// One file.
-#[derive(Debug)]
 struct Shard {
     /// `None`: it is opened again when it is read.
     file: Option<Arc<File>>,
     /// The path as text, for messages.
     name: String,
-    path: PathBuf,
-    /// The stamp of the file when its header was read.
-    stamp: Stamp,
-    /// In the file's order. Shared with all `DeviceTensor`s of the file.
-    tensors: Arc<Vec<Tensor>>,
-    metadata: Option<Box<str>>,
-}
-
-/// What changes when a file is written to, and what tells it from any other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stamp {
-    /// The numbers of its file system and of the file there.
-    id: (u64, u64),
-    len: u64,
-    /// The time of the last modification: seconds and nanoseconds.
-    modified: (i64, i64),
-}
-
-impl Stamp {
-    fn of(metadata: &fs::Metadata) -> Self {
-        let (id, modified) = ((metadata.dev(), metadata.ino()), (metadata.mtime(), metadata.mtime_nsec()));
-        Self { id, len: metadata.len(), modified }
-    }
+    /// What the system said of the file when its header was read.
+    opened: fs::Metadata,
+    header: Header,
 }
 
 impl Shard {
-    /// Opens the file that comes behind `before` others.
-    fn open(path: &Path, before: usize) -> Result<Self> {
+    /// Opens the file of this number, with the places of its tensors.
+    fn open(path: &Path, number: usize, index: Option<&Index>) -> Result<(Self, Names<u32>)> {
         let name = path.display().to_string();
-        let (file, metadata) = open_regular(path, &name)?;
-        let stamp = Stamp::of(&metadata);
-        let Header { tensors, metadata } = Header::of_file(&file, &name, stamp.len)?;
-        let file = (before < KEPT_OPEN).then(|| Arc::new(file));
-        let (path, tensors) = (path.to_owned(), Arc::new(tensors));
-        Ok(Self { file, name, path, stamp, tensors, metadata })
+        let (file, opened) = open_regular(path, &name)?;
+        let (mut table, names) = header::of_file(&file, &name, path, opened.len())?;
+        if let Some(index) = index {
+            index.keep(number as u32, &mut table, &names)?;
+        }
+        let file = (number < KEPT_OPEN).then(|| Arc::new(file));
+        Ok((Self { file, name, opened, header: Header(Arc::new(table)) }, names))
     }
 
     /// An error if the file was written to or, where it does not stay open, replaced since its header was read.
     fn unchanged(&self) -> Result<()> {
         let now = match &self.file {
             Some(file) => file.metadata(),
-            None => fs::metadata(&self.path),
+            None => fs::metadata(&self.header.0.path),
         };
         self.compare(&now.map_err(|error| unread(&self.name, 0, &error))?)
     }
 
     fn compare(&self, now: &fs::Metadata) -> Result<()> {
-        let now = Stamp::of(now);
-        if now.id != self.stamp.id {
+        let was = &self.opened;
+        if (now.dev(), now.ino()) != (was.dev(), was.ino()) {
             let why = "another file has its name since it was opened; open the checkpoint again";
             return Err(malformed(&self.name, why));
         }
-        if now.len < self.stamp.len {
-            return Err(Error::Shrunk { what: self.name.clone(), end: now.len, len: self.stamp.len });
+        if now.len() < was.len() {
+            return Err(Error::Shrunk { what: self.name.clone(), end: now.len(), len: was.len() });
         }
-        if now != self.stamp {
+        let modified = |of: &fs::Metadata| (of.len(), of.mtime(), of.mtime_nsec());
+        if modified(now) != modified(was) {
             let why = "it was written to since it was opened; open it again while no process writes to it";
             return Err(malformed(&self.name, why));
         }
         Ok(())
     }
 
-    /// The file, opened again where it does not stay open.
-    fn file(&self) -> Result<Arc<File>> {
-        if let Some(file) = &self.file {
-            return Ok(file.clone());
-        }
-        let (file, metadata) = open_regular(&self.path, &self.name)?;
+    /// The file, opened again.
+    fn reopened(&self) -> Result<Arc<File>> {
+        let (file, metadata) = open_regular(&self.header.0.path, &self.name)?;
         self.compare(&metadata)?;
         Ok(Arc::new(file))
     }
@@ -230,9 +195,9 @@ fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     if metadata.is_file() { Ok((file, metadata)) } else { Err(no_file()) }
 }
 
-impl std::fmt::Debug for Checkpoint {
+impl std::fmt::Debug for Files {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Checkpoint").field("shards", &self.shards).finish_non_exhaustive()
+        f.debug_list().entries(self.shards.iter().map(|shard| &shard.name)).finish()
     }
 }
 
@@ -250,14 +215,7 @@ impl Checkpoint {
             FoundFiles::Files(files) => return Self::open_files(&files),
             FoundFiles::Index(index) => index,
         };
-        // One path at a time, so that a missing file ends it: an index may name thousands of files.
-        let shards = index.paths().enumerate().map(|(number, file)| {
-            let mut shard = Shard::open(&file, number).map_err(|error| index.incomplete(path, error))?;
-            // Tensors that the index does not name are left out.
-            index.keep(number, Arc::make_mut(&mut shard.tensors))?;
-            Ok(shard)
-        });
-        Self::of(shards.collect::<Result<_>>()?)
+        Self::of(index.paths(), Some(&index)).map_err(|error| index.incomplete(path, error))
     }
 
     /// Opens several files that belong together and have no index: all tensors of all of them.
@@ -269,77 +227,55 @@ impl Checkpoint {
         if paths.is_empty() {
             return Err(Error::Empty);
         }
-        let shards = paths.iter().zip(0..).map(|(path, before)| Shard::open(path.as_ref(), before));
-        Self::of(shards.collect::<Result<_>>()?)
+        Self::of(paths.iter().map(AsRef::as_ref), None)
     }
 
-    /// Lists all tensors by name.
-    fn of(shards: Vec<Shard>) -> Result<Self> {
-        let count = shards.iter().map(|shard| shard.tensors.len()).sum();
-        let what = shards.first().map_or("", |shard| &shard.name);
-        let tensor = |(shard, tensor): (u32, u32)| &shards[shard as usize].tensors[tensor as usize];
-        // (Both numbers fit: a header has no room for 2^32 tensors, and no memory has room for 2^32 files.)
-        let places =
-            (0..).zip(&shards).flat_map(|(s, shard)| (0..shard.tensors.len() as u32).map(move |t| (s, t)));
-        let (names, twice) = Names::list(what, places, count, |place| tensor(place).name())?;
-        if let Some((one, two)) = twice {
-            let [(first, _), (second, _)] = if one < two { [one, two] } else { [two, one] };
-            let (other, what) = (&shards[first as usize].name, &shards[second as usize].name);
-            let why = format!("is in {other} too: it is there twice; load the files one by one");
-            return Err(blamed(what, tensor(one).name(), why));
+    /// Opens files, one at a time, so that a missing one ends it: an index may name thousands.
+    fn of<P: AsRef<Path>>(paths: impl Iterator<Item = P>, index: Option<&Index>) -> Result<Self> {
+        let opened = paths.enumerate().map(|(number, path)| Shard::open(path.as_ref(), number, index));
+        let (shards, lists): (Vec<_>, Vec<_>) = opened.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let table = |shard: u32| &*shards[shard as usize].header.0;
+        // (No memory has room for 2^32 files.)
+        let hashed = (0..).zip(&lists).flat_map(|(shard, names)| {
+            let listed = names
+                .0
+                .iter()
+                .copied()
+                .filter(move |(_, tensor)| table(shard).entries[*tensor as usize].listed);
+            listed.map(move |(hash, tensor)| (hash, (shard, tensor)))
+        });
+        let (what, count) = (&shards[0].name, lists.iter().map(|names| names.0.len()).sum());
+        let name = |(shard, tensor): (u32, u32)| table(shard).name(tensor);
+        let (names, twice) = Names::sort(what, count, hashed, name)?;
+        if let Some((first, second)) = twice {
+            let [first, file] = [first.0, second.0].map(|shard| &shards[shard as usize].name);
+            let why = format!("is in {first} too: it is there twice; load the files one by one");
+            return Err(blamed(file, name(second), why));
         }
-        Ok(Self { shards: shards.into_iter().map(Arc::new).collect(), names })
+        Ok(Self(Arc::new(Files { shards, names })))
     }
 
     /// The tensors, file by file, in the order in which they lie in the files.
-    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.shards.iter().flat_map(|shard| shard.tensors.iter())
+    pub fn tensors(&self) -> impl Iterator<Item = Tensor> {
+        self.0.shards.iter().flat_map(|shard| shard.header.tensors())
     }
 
     /// The tensor of this name.
     #[must_use]
-    pub fn get(&self, name: &str) -> Option<&Tensor> {
-        self.place(name).map(|(shard, tensor)| &shard.tensors[tensor as usize])
-    }
-
-    fn place(&self, name: &str) -> Option<(&Arc<Shard>, u32)> {
-        let shard = |shard: u32| &self.shards[shard as usize];
-        let found = self.names.get(name, |(s, tensor)| shard(s).tensors[tensor as usize].name());
-        found.map(|(s, tensor)| (shard(s), tensor))
-    }
-
-    /// The number of tensors.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.shards.iter().map(|shard| shard.tensors.len()).sum()
-    }
-
-    /// Whether there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    pub fn get(&self, name: &str) -> Option<Tensor> {
+        let (shard, index) = self.0.place(name)?;
+        Some(Tensor { table: self.0.shards[shard as usize].header.0.clone(), index })
     }
 
     /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.tensors().map(Tensor::len).fold(0, u64::saturating_add)
+        self.tensors().map(|tensor| tensor.bytes()).fold(0, u64::saturating_add)
     }
 
     /// The metadata of the headers that have it (`__metadata__`), file by file: JSON objects of texts.
     pub fn metadata(&self) -> impl Iterator<Item = &str> {
-        self.shards.iter().filter_map(|shard| shard.metadata.as_deref())
-    }
-
-    /// The paths of the files, as they were given or found.
-    pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.shards.iter().map(|shard| &*shard.path)
-    }
-
-    /// The path of the file that has the tensor of this name.
-    #[must_use]
-    pub fn file_of(&self, name: &str) -> Option<&Path> {
-        self.place(name).map(|(shard, _)| &*shard.path)
+        self.0.shards.iter().filter_map(|shard| shard.header.metadata())
     }
 
     /// Starts setting up a load through a copier, of all tensors by default.
@@ -350,11 +286,17 @@ impl Checkpoint {
     /// Loads one tensor into device memory of its own, and waits for it. `None`: there is none of this name.
     ///
     /// # Errors
-    /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was
-    /// opened; [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink).
+    /// As for [`Loader::load`].
     pub fn tensor(&self, copier: &Copier, name: &str) -> Result<Option<DeviceTensor>> {
-        let Some((shard, place)) = self.place(name) else { return Ok(None) };
-        self.loader(copier).only(shard, place).start_waiting()?.next_blocking().transpose()
+        let Some((shard, index)) = self.0.place(name) else { return Ok(None) };
+        Ok(self.loader(copier).load_chosen(vec![(shard, vec![index])])?.pop())
+    }
+}
+
+impl Files {
+    /// Which file has the tensor of this name, and where.
+    fn place(&self, name: &str) -> Option<(u32, u32)> {
+        self.names.get(name, |(shard, tensor)| self.shards[shard as usize].header.0.name(tensor))
     }
 }
 

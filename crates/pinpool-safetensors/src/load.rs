@@ -1,27 +1,20 @@
 //! Loading: where on the device tensors go, and handing them out as their copies complete.
 //!
-//! # How it works
-//!
-//! [`Loader`] collects what is asked for. `start_into` goes through the files in order: it chooses tensors, joins
-//! neighbours to pieces, gets one block of device memory for all of a file, and starts one transfer of the copier for it
-//! ([`LoadPart`]). All files are queued before the first tensor comes out.
-//!
-//! A program that has memory for each tensor gives it by [`Loader::places`]. What is to come [`first`](Loader::first) has
-//! transfers of its own, before the others.
-//!
-//! [`Loading`] hands the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known
-//! to be on the device, and asks the transfer only when a tensor ends behind that.
+//! [`Loader`] collects what is asked for, chooses tensors, and starts one transfer of the copier for each file, or for each
+//! prefix that comes [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. [`Driver`] hands
+//! the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known to be on the device,
+//! and asks the transfer only when a tensor ends behind that.
 //!
 //! # Invariants
 //!
 //! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
 //!   takes the place of a tensor, and ends the load.
 //! - A call that waits (`load`, `Checkpoint::tensor`) returns only when nothing of its transfers is under way: its
-//!   `Loading` waits when it is dropped.
+//!   `Driver` waits when it is dropped.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::future::{Future, poll_fn};
-use std::ops::Range;
+use std::future::Future;
+use std::ops::{Deref, Range};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -30,10 +23,9 @@ use std::time::Instant;
 use pinpool::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
-use super::header::Tensor;
-use super::shared::SharedLoad;
-use super::tensor::DeviceTensor;
-use super::{Checkpoint, NAME, Shard, reserved, shown};
+use super::header::{Entry, Table, Tensor};
+use super::share::Load;
+use super::{Checkpoint, Files, NAME, Shard, reserved, shown};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
 /// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
@@ -41,9 +33,34 @@ const TENSOR_ALIGN: usize = 16;
 /// The largest alignment that makes sense: a page of a device.
 const LARGEST_ALIGN: usize = 2 << 20;
 
-type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
+/// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on finds the
+/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of them
+/// is dropped.
+#[derive(Clone, Debug)]
+pub struct DeviceTensor {
+    tensor: Tensor,
+    slice: Option<DeviceSlice>,
+}
 
-type PlaceOf<'a> = dyn FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a;
+impl DeviceTensor {
+    /// Its bytes on the device, from an address on that is a multiple of the loader's alignment. `None` for a tensor
+    /// without elements, which has none.
+    #[must_use]
+    pub fn slice(&self) -> Option<&DeviceSlice> {
+        self.slice.as_ref()
+    }
+}
+
+impl Deref for DeviceTensor {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
+type PlaceOf<'a> = Box<dyn FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a>;
 
 /// Where the device memory comes from.
 enum Memory<'a> {
@@ -52,8 +69,11 @@ enum Memory<'a> {
     /// The caller, in a block for each file.
     Blocks(Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>),
     /// The caller, for each tensor.
-    Places(Box<PlaceOf<'a>>),
+    Places(PlaceOf<'a>),
 }
+
+/// Which tensors of a file are loaded by one transfer: the file's number, and the places in its table, in their order.
+pub(super) type Chosen = (u32, Vec<u32>);
 
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
@@ -68,10 +88,10 @@ enum Memory<'a> {
 /// # let copier = Copier::builder(&pool, &device).build()?;
 /// # let checkpoint = Checkpoint::open(&path)?;
 /// let tensors = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with("h.0.")).align(256).load()?;
-/// assert_eq!(tensors[0].address().map(|address| address % 256), Some(0));
+/// assert_eq!(tensors[0].slice().map(|slice| slice.address() % 256), Some(0));
 ///
 /// // To memory of the program's own, such as an allocation for each tensor.
-/// let own = |tensor: &Tensor| device.alloc(tensor.len() as usize)?.slice(..).map(Some);
+/// let own = |tensor: &Tensor| device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
 /// let tensors = checkpoint.loader(&copier).places(own).load()?;
 /// # assert_eq!(tensors.len(), 1);
 /// # std::fs::remove_file(path)?;
@@ -82,8 +102,6 @@ pub struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     copier: &'a Copier,
     filter: Option<Filter<'a>>,
-    /// The one tensor that is loaded, in place of all: its file, and its place there.
-    only: Option<(&'a Arc<Shard>, u32)>,
     first: Vec<String>,
     align: usize,
     memory: Memory<'a>,
@@ -98,19 +116,12 @@ impl<'a> Loader<'a> {
             checkpoint,
             copier,
             filter: None,
-            only: None,
             first: Vec::new(),
             align: TENSOR_ALIGN,
             memory: Memory::Device,
             given: BTreeMap::new(),
             reading: Reading::Auto,
         }
-    }
-
-    /// Loads only this tensor.
-    pub(super) fn only(mut self, shard: &'a Arc<Shard>, place: u32) -> Self {
-        self.only = Some((shard, place));
-        self
     }
 
     /// Loads only tensors for which `filter` is true. Default: all.
@@ -160,8 +171,8 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Starts the load. The tensors come out of the returned [`Loading`], in the order of the files (but for those that
-    /// come [`first`](Self::first)); dropping it cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for those that come
+    /// [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
     /// [`Error::BadAlignment`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
@@ -169,168 +180,166 @@ impl<'a> Loader<'a> {
     /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Shrunk`] for a
     /// file that has become shorter since it was opened, [`Error::Malformed`] for one that was written to;
     /// [`Error::Forked`]. Transfers of other files that were started are cancelled.
-    pub fn start(self) -> Result<Loading> {
-        let mut loading = Loading::none(false);
-        self.start_into(&mut loading)?;
-        Ok(loading)
-    }
-
-    /// [`start`](Self::start) for calls that wait.
-    pub(super) fn start_waiting(self) -> Result<Loading> {
-        // Checked before anything begins: this thread could not wait for it afterwards.
-        may_wait()?;
-        // Made first: where a later file is refused, its drop waits for the transfers that have begun.
-        let mut loading = Loading::none(true);
-        self.start_into(&mut loading)?;
-        Ok(loading)
+    pub fn start(mut self) -> Result<Load> {
+        let (chosen, mut driver) = (self.chosen(), Driver::new(false));
+        self.begin(chosen, &mut driver)?;
+        Ok(Load::new(self.checkpoint.0.clone(), driver))
     }
 
     /// Loads the tensors, and waits until all are on the device. They come in the order of the files.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread that must not wait (in a
-    /// waker, a source or a sink).
-    pub fn load(self) -> Result<Vec<DeviceTensor>> {
-        let mut loading = self.start_waiting()?;
-        let (mut tensors, count) = (Vec::new(), loading.left());
-        reserved(tensors.try_reserve_exact(count), "the list of tensors", count * size_of::<DeviceTensor>())?;
-        for tensor in loading.blocking() {
+    /// As for [`start`](Self::start) and [`Load`]; [`Error::Unsupported`] on a thread that must not wait (in a waker, a
+    /// source or a sink).
+    pub fn load(mut self) -> Result<Vec<DeviceTensor>> {
+        let chosen = self.chosen();
+        self.load_chosen(chosen)
+    }
+
+    pub(super) fn load_chosen(mut self, chosen: Vec<Chosen>) -> Result<Vec<DeviceTensor>> {
+        // Checked before anything begins: this thread could not wait for it afterwards.
+        may_wait()?;
+        // Made first: where a later file is refused, its drop waits for the transfers that have begun.
+        let mut driver = Driver::new(true);
+        self.begin(chosen, &mut driver)?;
+        let (mut tensors, bytes) = (Vec::new(), driver.count * size_of::<DeviceTensor>());
+        reserved(tensors.try_reserve_exact(driver.count), "the list of tensors", bytes)?;
+        // (Without a context, `advance` waits.)
+        while let Poll::Ready(Some(tensor)) = driver.advance(None) {
             tensors.push(tensor?);
         }
         Ok(tensors)
     }
 
-    fn start_into(mut self, loading: &mut Loading) -> Result<()> {
-        if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
-            return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
-        }
-        for (shard, chosen) in self.chosen() {
-            let part = match self.memory {
-                Memory::Places(_) => self.start_places(shard, chosen, loading.count)?,
-                Memory::Device | Memory::Blocks(_) => self.start_block(shard, chosen)?,
-            };
-            if part.left() > 0 {
-                if let Some(transfer) = &part.transfer {
-                    loading.watch.total += transfer.progress().total;
-                    loading.watch.transfers.push(transfer.canceller());
-                }
-                loading.count += part.left();
-                loading.parts.push_back(part);
-            }
-        }
-        if loading.parts.is_empty() {
-            loading.end();
-        }
-        Ok(())
-    }
-
-    /// The files and which of their tensors are loaded, in the order of the load.
-    fn chosen(&mut self) -> Vec<(&'a Arc<Shard>, Vec<u32>)> {
-        if let Some((shard, place)) = self.only {
-            return vec![(shard, vec![place])];
-        }
+    /// What is loaded, in the order of the load.
+    fn chosen(&mut self) -> Vec<Chosen> {
         // Those of each prefix, and the rest.
         let mut groups = vec![Vec::new(); self.first.len() + 1];
-        for shard in &self.checkpoint.shards {
+        for (number, shard) in (0..).zip(&self.checkpoint.0.shards) {
             let mut chosen = vec![Vec::new(); groups.len()];
-            for (place, tensor) in (0..).zip(shard.tensors.iter()) {
-                if self.filter.as_mut().is_none_or(|filter| filter(tensor)) {
+            chosen[self.first.len()].reserve(shard.header.0.entries.len());
+            let mut tensor = Tensor { table: shard.header.0.clone(), index: 0 };
+            for (index, _) in shard.header.0.listed() {
+                tensor.index = index;
+                if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
                     let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
-                    chosen[group.unwrap_or(self.first.len())].push(place);
+                    chosen[group.unwrap_or(self.first.len())].push(index);
                 }
             }
-            groups.iter_mut().zip(chosen).for_each(|(group, chosen)| group.push((shard, chosen)));
+            groups.iter_mut().zip(chosen).for_each(|(group, chosen)| group.push((number, chosen)));
         }
         groups.into_iter().flatten().filter(|(_, chosen)| !chosen.is_empty()).collect()
     }
 
-    /// Starts to load tensors of a file to one block of device memory.
-    fn start_block(&mut self, shard: &Arc<Shard>, chosen: Vec<u32>) -> Result<LoadPart> {
-        // Where each goes, and the ranges to copy, in the file and in the block. Neighbours are joined before pieces are
-        // made: there may be tens of thousands of tensors, and the link idles meanwhile.
-        let (mut ranges, mut runs, mut end) = (Vec::new(), Vec::<(Range<u64>, Range<usize>)>::new(), 0);
-        for tensor in chosen.iter().map(|place| &shard.tensors[*place as usize]) {
-            if tensor.is_empty() {
-                ranges.push(0..0);
+    /// Starts the transfers of all files.
+    fn begin(&mut self, chosen: Vec<Chosen>, driver: &mut Driver) -> Result<()> {
+        if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
+            return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
+        }
+        for (shard, chosen) in chosen {
+            let part = self.begin_file(shard, chosen, driver.count)?;
+            if part.chosen.is_empty() {
                 continue;
             }
-            let (file, place) = (tensor.range(), next_place(end, tensor.len(), self.align)?);
-            end = place.end;
-            match runs.last_mut() {
-                Some((from, to)) if from.end == file.start && to.end == place.start => {
-                    (from.end, to.end) = (file.end, place.end);
-                }
-                _ => runs.push((file, place.clone())),
+            if let Some(transfer) = &part.transfer {
+                driver.watch.total += transfer.progress().total;
+                driver.watch.transfers.push(transfer.canceller());
             }
-            ranges.push(place);
+            driver.count += part.chosen.len();
+            driver.parts.push_back(part);
         }
-        let mut part = LoadPart::new(shard, chosen);
-        if runs.is_empty() {
-            part.places.resize(part.chosen.len(), None);
-            return Ok(part);
-        }
-        let block = self.block(end)?;
-        let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
-        // All pieces are parts of one block.
-        self.begin(&mut part, pieces.collect::<Result<_>>()?).map_err(|error| match error {
-            Error::Piece { cause, .. } => *cause,
-            error => error,
-        })?;
-        let places = ranges.into_iter().map(|place| match place.is_empty() {
-            true => Ok(None),
-            false => block.slice(place).map(Some),
-        });
-        part.places = places.collect::<Result<_>>()?;
-        Ok(part)
+        Ok(())
     }
 
-    /// Starts to load tensors to places of the caller's. `before`: tensors of the load so far.
-    fn start_places(&mut self, shard: &Arc<Shard>, chosen: Vec<u32>, before: usize) -> Result<LoadPart> {
-        let (total, mut pieces) = (before + chosen.len(), Vec::new());
-        let refused = |tensor: &Tensor, cause: Error| {
-            let tensor = shown(tensor.name(), NAME).into();
-            Error::Tensor { tensor, landed: 0, total, cause: cause.into() }
+    /// Starts the transfer of a file. `before`: tensors of the load so far.
+    fn begin_file(&mut self, shard: u32, mut chosen: Vec<u32>, before: usize) -> Result<Part> {
+        let files = &self.checkpoint.0;
+        let (table, total) = (files.shards[shard as usize].header.0.clone(), before + chosen.len());
+        let (pieces, places) = match self.memory {
+            Memory::Places(_) => self.places_of(&table, &mut chosen, total)?,
+            Memory::Device | Memory::Blocks(_) => self.block_of(&table, &chosen)?,
         };
-        let mut part = LoadPart::new(shard, Vec::new());
-        for index in chosen {
-            let tensor = &shard.tensors[index as usize];
+        let transfer = (!pieces.is_empty()).then(|| self.upload(files, shard, pieces)).transpose();
+        let transfer = transfer.map_err(|error| match (error, &places) {
+            (Error::Piece { piece, cause, .. }, Places::Own(_)) => {
+                let mut with_bytes =
+                    chosen.iter().filter(|index| !table.entries[**index as usize].is_empty());
+                let tensor = with_bytes.nth(piece).map_or("", |index| table.name(*index));
+                not_there(tensor, 0, total, *cause)
+            }
+            // All pieces are parts of one block.
+            (Error::Piece { cause, .. }, Places::Block(..)) => *cause,
+            (error, _) => error,
+        })?;
+        let (files, chosen) = (files.clone(), chosen.into());
+        Ok(Part { files, table, shard, first: before, chosen, places, next: 0, transfer, complete_to: 0 })
+    }
+
+    /// Gives the tensors of a file one block of device memory.
+    fn block_of(&mut self, table: &Table, chosen: &[u32]) -> Result<(Vec<Piece>, Places)> {
+        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined before
+        // pieces are made: there may be tens of thousands of tensors, and the link idles meanwhile.
+        let (mut runs, mut end) = (Vec::<Run>::new(), 0);
+        let entries = chosen.iter().map(|index| &table.entries[*index as usize]);
+        for entry in entries.filter(|entry| !entry.is_empty()) {
+            let place = next_place(end, entry.bytes(), self.align)?;
+            end = place.end;
+            match runs.last_mut() {
+                Some((at, run)) if *at + run.len() as u64 == entry.from && run.end == place.start => {
+                    run.end = place.end;
+                }
+                _ => runs.push((entry.from, place)),
+            }
+        }
+        if runs.is_empty() {
+            return Ok((Vec::new(), Places::Own(vec![None; chosen.len()])));
+        }
+        let block = self.block(end)?;
+        let pieces = runs.iter().map(|(at, run)| Ok(Piece::new(*at, block.slice(run.clone())?)));
+        Ok((pieces.collect::<Result<_>>()?, Places::Block(block, runs)))
+    }
+
+    /// Asks the caller for the places of tensors. Those without one are left out.
+    fn places_of(
+        &mut self,
+        table: &Arc<Table>,
+        chosen: &mut Vec<u32>,
+        total: usize,
+    ) -> Result<(Vec<Piece>, Places)> {
+        let (mut pieces, mut places, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+        let mut tensor = Tensor { table: table.clone(), index: 0 };
+        for index in chosen.drain(..) {
+            tensor.index = index;
             let mut place = None;
-            if !tensor.is_empty() {
+            if !tensor.entry().is_empty() {
                 let Memory::Places(get) = &mut self.memory else { break };
-                let Some(slice) = get(tensor)? else { continue };
-                let slice = self.claim(&slice, tensor.len()).map_err(|cause| refused(tensor, cause))?;
+                let Some(slice) = get(&tensor)? else { continue };
+                let slice = self.claim(&slice, tensor.bytes());
+                let slice = slice.map_err(|cause| not_there(tensor.name(), 0, total, cause))?;
                 pieces.push(Piece::new(tensor.range().start, slice.clone()));
                 place = Some(slice);
             }
-            part.chosen.push(index);
-            part.places.push(place);
+            kept.push(index);
+            places.push(place);
         }
-        if !pieces.is_empty() {
-            self.begin(&mut part, pieces).map_err(|error| match error {
-                Error::Piece { piece, cause, .. } => {
-                    let mut with_bytes = part.tensors().filter(|tensor| !tensor.is_empty());
-                    with_bytes.nth(piece).map_or(Error::Closed, |tensor| refused(tensor, *cause))
-                }
-                error => error,
-            })?;
-        }
-        Ok(part)
+        *chosen = kept;
+        Ok((pieces, Places::Own(places)))
     }
 
-    /// Starts the transfer of a part.
-    fn begin(&self, part: &mut LoadPart, pieces: Vec<Piece>) -> Result<()> {
-        let shard = &part.shard;
+    /// Starts a transfer.
+    fn upload(&self, files: &Arc<Files>, number: u32, pieces: Vec<Piece>) -> Result<Transfer<FileSource>> {
+        let shard = &files.shards[number as usize];
         shard.unchanged()?;
         let source = match &shard.file {
             Some(file) => FileSource::new(file.clone(), shard.name.clone())?,
             None => {
-                let again = shard.clone();
-                FileSource::opened_by(move || again.file(), shard.name.clone(), shard.stamp.len)
+                let files = files.clone();
+                let open = move || files.shards[number as usize].reopened();
+                FileSource::opened_by(open, shard.name.clone(), shard.opened.len())
             }
         };
         let transfer = self.copier.upload_file_ranges(source.reading(self.reading), pieces);
-        part.transfer = Some(transfer.map_err(|refused| refused.error)?);
-        Ok(())
+        transfer.map_err(|refused| refused.error)
     }
 
     /// Device memory of so many bytes that starts on the alignment.
@@ -385,7 +394,8 @@ impl std::fmt::Debug for Loader<'_> {
 
 /// Where a tensor of `len` bytes, at least one, goes in a block behind another that ends at `end`.
 fn next_place(end: usize, len: u64, align: usize) -> Result<Range<usize>> {
-    let start = end.checked_next_multiple_of(align);
+    // The alignment is a power of two; a division would be most of a plan's time.
+    let start = end.checked_add(align - 1).map(|end| end & !(align - 1));
     let place = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| {
         let end = start.checked_add(len).filter(|end| *end <= isize::MAX as usize)?;
         Some(start..end)
@@ -396,13 +406,33 @@ fn next_place(end: usize, len: u64, align: usize) -> Result<Range<usize>> {
     })
 }
 
+/// The error for a tensor that is not on the device, while `landed` of the load's `total` are.
+fn not_there(tensor: &str, landed: usize, total: usize, cause: Error) -> Error {
+    Error::Tensor { tensor: shown(tensor, NAME).into(), landed, total, cause: cause.into() }
+}
+
+/// Bytes that lie side by side in the file, from this offset on, and in a block.
+type Run = (u64, Range<usize>);
+
+/// Where the tensors of a part go.
+enum Places {
+    /// Into one block.
+    Block(DeviceSlice, Vec<Run>),
+    /// Each to memory of its own. `None`: it has no bytes, or has come out.
+    Own(Vec<Option<DeviceSlice>>),
+}
+
 /// What is loaded of one file by one transfer.
-struct LoadPart {
-    shard: Arc<Shard>,
+pub(super) struct Part {
+    files: Arc<Files>,
+    /// Of its file.
+    table: Arc<Table>,
+    pub(super) shard: u32,
+    /// How many tensors of the load come before.
+    pub(super) first: usize,
     /// Which of the file's tensors, in its order.
-    chosen: Vec<u32>,
-    /// Where each of them goes. `None`: it has no bytes, or has come out.
-    places: Vec<Option<DeviceSlice>>,
+    pub(super) chosen: Arc<Vec<u32>>,
+    places: Places,
     /// How many have come out.
     next: usize,
     /// `None` where the chosen tensors have no bytes, and when it is over.
@@ -411,29 +441,46 @@ struct LoadPart {
     complete_to: u64,
 }
 
-impl LoadPart {
-    fn new(shard: &Arc<Shard>, chosen: Vec<u32>) -> Self {
-        Self { shard: shard.clone(), chosen, places: Vec::new(), next: 0, transfer: None, complete_to: 0 }
+impl Part {
+    fn shard(&self) -> &Shard {
+        &self.files.shards[self.shard as usize]
     }
 
-    /// The tensors that have not come out.
-    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.chosen[self.next..].iter().map(|place| &self.shard.tensors[*place as usize])
+    fn is_last(&self) -> bool {
+        self.next + 1 == self.chosen.len()
     }
 
-    fn left(&self) -> usize {
-        self.chosen.len() - self.next
+    /// The next tensor, which has not come out.
+    fn entry(&self) -> &Entry {
+        &self.table.entries[self.chosen[self.next] as usize]
+    }
+
+    /// The end of the next tensor in the file.
+    fn end(&self) -> u64 {
+        let entry = self.entry();
+        if entry.is_empty() { 0 } else { entry.to }
     }
 
     /// The next tensor, which is on the device.
-    fn out(&mut self) -> DeviceTensor {
-        let (index, slice) = (self.chosen[self.next], self.places[self.next].take());
+    fn out(&mut self) -> Result<DeviceTensor> {
+        let index = self.chosen[self.next];
+        let (from, bytes) = (self.entry().from, self.entry().bytes() as usize);
+        let slice = match &mut self.places {
+            Places::Own(slices) => slices[self.next].take(),
+            Places::Block(..) if bytes == 0 => None,
+            Places::Block(block, runs) => {
+                // The last run that starts no later than the tensor has it.
+                let (at, run) = &runs[runs.partition_point(|(at, _)| *at <= from).saturating_sub(1)];
+                let start = run.start + (from - at) as usize;
+                Some(block.slice(start..start + bytes)?)
+            }
+        };
         self.next += 1;
-        DeviceTensor::new(self.shard.tensors.clone(), index, slice)
+        Ok(DeviceTensor { tensor: Tensor { table: self.table.clone(), index }, slice })
     }
 }
 
-impl Drop for LoadPart {
+impl Drop for Part {
     fn drop(&mut self) {
         self.transfer.iter().for_each(Transfer::cancel);
     }
@@ -444,7 +491,7 @@ impl Drop for LoadPart {
 pub(super) struct Watch {
     transfers: Vec<Canceller>,
     total: u64,
-    since: Instant,
+    pub(super) since: Instant,
 }
 
 impl Watch {
@@ -471,137 +518,54 @@ impl Watch {
     }
 }
 
-/// A load under way. [`next_tensor`](Self::next_tensor) gives a task the next tensor, on any runtime. For threads, which
-/// wait, there are [`next_blocking`](Self::next_blocking) and the iterator [`blocking`](Self::blocking).
-///
-/// **Dropped, it cancels the rest**; tensors that have come out stay. An error comes in the place of the first tensor
-/// that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the copier has then
-/// given back all memory that it used for it, and no further call is needed. Another thread looks at a load and cancels
-/// it by a handle of [`share`](Self::share).
-///
-/// # Errors
-/// Of each item: [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the
-/// cause ([`Error::Read`] and [`Error::Shrunk`] with file and offset, [`Error::Transfer`] with the error of the pool or
-/// the device); [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline ([`Copier::with_timeout`]), when the
-/// tensors that have arrived by then have come out; [`Error::Malformed`] in the place of the last tensor of a file that
-/// was written to meanwhile, whose other tensors may then be wrong; [`Error::Forked`].
-#[must_use = "dropping it cancels the load"]
-pub struct Loading {
-    parts: VecDeque<LoadPart>,
+/// Hands out the tensors of a load, in its order. Not shared: see [`Load`].
+pub(super) struct Driver {
+    pub(super) parts: VecDeque<Part>,
     /// Tensors of the whole load.
-    count: usize,
-    watch: Watch,
-    /// How far it had come at its end.
-    ended: Option<Progress>,
+    pub(super) count: usize,
+    pub(super) watch: Watch,
     /// Its drop waits until nothing of it is under way.
     waits: bool,
 }
 
-impl Loading {
+impl Driver {
     /// A load of nothing yet.
-    fn none(waits: bool) -> Self {
+    fn new(waits: bool) -> Self {
         let watch = Watch { transfers: Vec::new(), total: 0, since: Instant::now() };
-        Self { parts: VecDeque::new(), count: 0, watch, ended: None, waits }
+        Self { parts: VecDeque::new(), count: 0, watch, waits }
     }
 
-    /// The next tensor, for a task, which is not blocked. `None`: there are no more.
-    ///
-    /// # Errors
-    /// See [`Loading`].
-    pub async fn next_tensor(&mut self) -> Option<Result<DeviceTensor>> {
-        poll_fn(|cx| self.advance(Some(cx))).await
-    }
-
-    /// The next tensor. Waits for it, and blocks this thread meanwhile. `None`: there are no more.
-    ///
-    /// # Errors
-    /// See [`Loading`].
-    pub fn next_blocking(&mut self) -> Option<Result<DeviceTensor>> {
-        match self.advance(None) {
-            Poll::Ready(next) => next,
-            // Impossible: without `cx`, `advance` waits.
-            Poll::Pending => None,
-        }
-    }
-
-    /// An iterator over the tensors, which waits for each, and blocks its thread meanwhile. Dropped, it leaves the load
-    /// as it is.
-    pub fn blocking(&mut self) -> impl Iterator<Item = Result<DeviceTensor>> {
-        std::iter::from_fn(|| self.next_blocking())
-    }
-
-    /// The tensors for many threads and tasks, each of which waits for those that it needs.
-    pub fn share(self) -> SharedLoad {
-        let watch = self.watch.clone();
-        SharedLoad::new(self, watch)
-    }
-
-    /// The tensors that have not come out yet.
-    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.parts.iter().flat_map(LoadPart::tensors)
-    }
-
-    /// The number of tensors that have not come out yet.
-    #[must_use]
-    pub fn left(&self) -> usize {
-        self.parts.iter().map(LoadPart::left).sum()
-    }
-
-    /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
-    /// behind the other.
-    #[must_use]
-    pub fn progress(&self) -> Progress {
-        self.ended.unwrap_or_else(|| {
-            let mut progress = self.watch.progress();
-            (progress.over, progress.elapsed) = (false, self.watch.since.elapsed());
-            progress
-        })
-    }
-
-    /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
-    /// [`Error::Cancelled`].
-    pub fn cancel(&self) {
-        self.watch.cancel();
-    }
-
-    fn end(&mut self) {
-        let mut progress = self.watch.progress();
-        progress.over = true;
-        self.ended.get_or_insert(progress);
-    }
-
-    /// Cancels all transfers that are left, and then waits for each until the device is done with it.
-    fn cancel_and_wait(&mut self) {
-        self.cancel();
-        for transfer in self.parts.drain(..).filter_map(|mut part| part.transfer.take()) {
-            let _ = transfer.wait();
-        }
+    /// The next tensor, if it is known to be on the device and is not the last of its file.
+    pub(super) fn landed(&mut self) -> Option<Result<DeviceTensor>> {
+        let part = self.parts.front_mut()?;
+        (!part.is_last() && part.end() <= part.complete_to).then(|| part.out())
     }
 
     /// The next tensor. The thread waits for it, or, with `cx`, the task does. The last tensor of a file comes out when
     /// the file's transfer is over, since the caller need not call again to learn of an error.
-    fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
-        let Some(part) = self.parts.front_mut() else { return Poll::Ready(None) };
+    pub(super) fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
         if pinpool::forked() {
             self.parts.clear();
-            self.end();
             return Poll::Ready(Some(Err(Error::Forked)));
         }
-        let end =
-            part.tensors().next().map_or(0, |tensor| if tensor.is_empty() { 0 } else { tensor.range().end });
-        let mut complete = end <= part.complete_to;
-        if let Some(transfer) = part.transfer.as_mut().filter(|_| !complete) {
-            complete = match &mut cx {
+        if let Some(tensor) = self.landed() {
+            return Poll::Ready(Some(tensor));
+        }
+        let Some(part) = self.parts.front_mut() else { return Poll::Ready(None) };
+        let end = part.end();
+        if let Some(transfer) = part.transfer.as_mut().filter(|_| end > part.complete_to) {
+            let _ = match &mut cx {
                 None => transfer.wait_landed(end),
                 Some(cx) => ready!(transfer.poll_landed(cx, end)),
             };
             part.complete_to = transfer.progress().landed_to;
         }
-        if complete && part.left() > 1 {
-            return Poll::Ready(Some(Ok(part.out())));
+        let complete = end <= part.complete_to;
+        if complete && !part.is_last() {
+            return Poll::Ready(Some(part.out()));
         }
-        let has_bytes = part.transfer.is_some();
         // The transfer is over, or about to be: all of its copies are complete, or it has failed.
+        let has_bytes = part.transfer.is_some();
         let over = match (&mut part.transfer, &mut cx) {
             (None, _) => None,
             (Some(transfer), Some(cx)) => Some(ready!(Pin::new(transfer).poll(cx))),
@@ -609,26 +573,14 @@ impl Loading {
         };
         let over = over.map_or(Ok(()), |over| over.map(drop).map_err(|refused| refused.error));
         // Checked after the last byte was read.
-        let over = over.and_then(|()| if has_bytes { part.shard.unchanged() } else { Ok(()) });
-        let tensor = part.tensors().next().map(|tensor| shown(tensor.name(), NAME).into());
-        let last = match over {
-            Ok(()) if complete => Ok(part.out()),
-            Ok(()) => Err(Error::Closed),
-            Err(error) => Err(error),
-        };
-        let last = last.map_err(|error| match (error, tensor) {
+        let over = over.and_then(|()| if has_bytes { part.shard().unchanged() } else { Ok(()) });
+        let last = over.and_then(|()| if complete { part.out() } else { Err(Error::Closed) });
+        let last = last.map_err(|error| match error {
             // Those are of the load or of the file, and not of a tensor.
-            (
-                error @ (Error::Cancelled { .. }
-                | Error::Timeout(_)
-                | Error::Malformed { .. }
-                | Error::Forked),
-                _,
-            )
-            | (error, None) => error,
-            (cause, Some(tensor)) => {
-                let (landed, total) = (self.count - self.left(), self.count);
-                Error::Tensor { tensor, landed, total, cause: cause.into() }
+            Error::Cancelled { .. } | Error::Timeout(_) | Error::Malformed { .. } | Error::Forked => error,
+            cause => {
+                let tensor = part.table.name(part.chosen[part.next]);
+                not_there(tensor, part.first + part.next, self.count, cause)
             }
         });
         self.parts.pop_front();
@@ -639,23 +591,22 @@ impl Loading {
                 Some(_) => self.parts.clear(),
             }
         }
-        if self.parts.is_empty() {
-            self.end();
-        }
         Poll::Ready(Some(last))
+    }
+
+    /// Cancels all transfers that are left, and then waits for each until the device is done with it.
+    fn cancel_and_wait(&mut self) {
+        self.watch.cancel();
+        for transfer in self.parts.drain(..).filter_map(|mut part| part.transfer.take()) {
+            let _ = transfer.wait();
+        }
     }
 }
 
-impl Drop for Loading {
+impl Drop for Driver {
     fn drop(&mut self) {
         if self.waits {
             self.cancel_and_wait();
         }
-    }
-}
-
-impl std::fmt::Debug for Loading {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Loading").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }

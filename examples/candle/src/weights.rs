@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use pinpool_safetensors::{Checkpoint, SharedLoad};
+use pinpool_safetensors::{Checkpoint, Load};
 
 use crate::place::{self, Place};
 use crate::{Pinned, wrap};
@@ -33,7 +33,7 @@ pub struct Weights {
     device: Device,
     pinned: Pinned,
     tensors: HashMap<String, Entry>,
-    load: SharedLoad,
+    load: Load,
     bytes: u64,
     opening: Opening,
 }
@@ -73,9 +73,9 @@ impl Weights {
             let (name, shape) = (tensor.name().to_owned(), tensor.shape().to_vec());
             let dtype =
                 place::dtype(tensor.dtype(), &device).map_err(|error| error.context(format!("{name:?}")))?;
-            bytes += tensor.len();
+            bytes += tensor.bytes();
             let (place, there) = (Place::Empty, OnceLock::new());
-            tensors.insert(name, Entry { dtype, shape, bytes: tensor.len(), place, there });
+            tensors.insert(name, Entry { dtype, shape, bytes: tensor.bytes(), place, there });
         }
         let mut opening = Opening { headers: since.elapsed(), ..Opening::default() };
         let loader = checkpoint.loader(pinned.copier()).filter(|tensor| wanted(tensor.name()));
@@ -97,8 +97,7 @@ impl Weights {
             opening.places += since.elapsed();
             Ok(entry.place.slice().cloned())
         });
-        let load = loader.start();
-        let load = load.map_err(|error| refused.unwrap_or_else(|| wrap(error)))?.share();
+        let load = loader.start().map_err(|error| refused.unwrap_or_else(|| wrap(error)))?;
         opening.all = since.elapsed();
         Ok(Self { device, pinned: pinned.clone(), tensors, load, bytes, opening })
     }

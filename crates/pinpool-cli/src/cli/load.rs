@@ -300,7 +300,7 @@ impl LoadRun {
             InputKind::Tensors(checkpoint) => {
                 let tensors = report.upload.add(source.len, || self.upload_tensors(source, checkpoint))?;
                 if args.verify {
-                    self.verify_tensors(source, checkpoint, &tensors, report)?;
+                    self.verify_tensors(source, &tensors, report)?;
                 }
                 format!("{} tensors, ", tensors.len())
             }
@@ -400,16 +400,15 @@ impl LoadRun {
     fn verify_tensors(
         &self,
         source: &Input,
-        checkpoint: &Checkpoint,
         tensors: &[DeviceTensor],
         report: &mut LoadReport,
     ) -> Result<()> {
         let mut parts = Vec::new();
         for tensor in tensors {
-            if let (Some(place), Some(path)) = (tensor.slice(), checkpoint.file_of(tensor.name())) {
-                let (place, from) = (place.clone(), tensor.tensor().range().start);
+            if let Some(place) = tensor.slice() {
+                let (place, from) = (place.clone(), tensor.range().start);
                 let at = parts.last().map_or(0, |part: &Part<'_>| part.at + part.place.len() as u64 + 1);
-                parts.push(Part { place, at, from, file: PartFile::Tensor(tensor.name(), path) });
+                parts.push(Part { place, at, from, file: PartFile::Tensor(tensor.name(), tensor.file()) });
             }
         }
         self.verify(source, &parts, report)
@@ -417,15 +416,15 @@ impl LoadRun {
 
     /// Loads a checkpoint's tensors into device memory.
     fn upload_tensors(&self, source: &Input, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>> {
-        let mut loading = checkpoint.loader(&self.copier).start().map_err(|e| source.error(&e))?;
+        let loading = checkpoint.loader(&self.copier).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
-        tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
-            source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
-        })?;
+        tensors
+            .try_reserve_exact(loading.left())
+            .map_err(|e| source.failed(format!("no memory for a list of {} tensors: {e}", loading.left())))?;
         let (mut done, mut shown) = (0, Instant::now());
         for tensor in loading.blocking() {
             let tensor = tensor.map_err(|e| source.error(&e))?;
-            done += tensor.tensor().len();
+            done += tensor.bytes();
             if shown.elapsed() > PROGRESS_INTERVAL {
                 source.show(done, "up");
                 shown = Instant::now();
@@ -581,10 +580,10 @@ mod tests {
         let source = open(&path).unwrap();
         let InputKind::Tensors(checkpoint) = &source.what else { panic!("it is a checkpoint") };
         let loaded = run.upload_tensors(&source, checkpoint).unwrap();
-        let verify = || run.verify_tensors(&source, checkpoint, &loaded, &mut LoadReport::default());
+        let verify = || run.verify_tensors(&source, &loaded, &mut LoadReport::default());
         verify().unwrap();
         for tensor in &loaded {
-            let (all, len) = (tensor.slice().unwrap(), tensor.tensor().len() as usize);
+            let (all, len) = (tensor.slice().unwrap(), tensor.bytes() as usize);
             for place in [0, len / 2, len - 1] {
                 let place = all.slice(place..=place).unwrap();
                 let right = run.copier.download_vec(&place).unwrap();

@@ -7,7 +7,7 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
 use pinpool::{Error, Result};
-use pinpool_safetensors::{Checkpoint, DeviceTensor, Loading, SharedLoad};
+use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
 use super::support::own_process;
 use super::support::process::forked;
@@ -27,22 +27,22 @@ fn a_child_is_told_by_every_load() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     rig.node.hang(0);
     let load = || checkpoint.loader(&copier).start().unwrap();
-    let (loading, dropped, shared) = (Cell::new(Some(load())), Cell::new(Some(load())), load().share());
+    let (loading, dropped, shared) = (Cell::new(Some(load())), Cell::new(Some(load())), load());
     type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
     let cases: [Case<'_>; 5] = [
         (
             "a load",
             Box::new(|| {
-                let mut loading = loading.take().unwrap();
-                loading.next_blocking().is_some_and(is_forked)
-                    && loading.next_blocking().is_none()
+                let loading = loading.take().unwrap();
+                loading.blocking().next().is_some_and(is_forked)
+                    && loading.blocking().next().is_none()
                     && loading.left() == 0
             }),
         ),
         (
             "a load, by a task",
             Box::new(|| {
-                let mut loading = loading.take().unwrap();
+                let loading = loading.take().unwrap();
                 let next = pin!(loading.next_tensor()).poll(&mut Context::from_waker(Waker::noop()));
                 matches!(next, Poll::Ready(Some(Err(Error::Forked))))
             }),
@@ -70,7 +70,5 @@ fn a_child_is_told_by_every_load() {
 #[test]
 fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     fn is<T: Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
-    is::<(Checkpoint, DeviceTensor, Loading)>();
-    fn is_shared<T: Send + Sync>() {}
-    is_shared::<SharedLoad>();
+    is::<(Checkpoint, DeviceTensor, Load)>();
 }

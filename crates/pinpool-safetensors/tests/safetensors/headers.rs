@@ -145,7 +145,7 @@ fn lies_about_the_whole_are_refused() {
     // A file that is longer than its given length.
     let whole = file(&[made("a", "U8", &[40], 1)]);
     let len = whole.len() as u64;
-    assert_eq!(Header::parse("it", &whole[..whole.len() - 40], len).unwrap().tensors.len(), 1);
+    assert_eq!(Header::parse("it", &whole[..whole.len() - 40], len).unwrap().tensors().count(), 1);
     assert!(Header::parse("it", &whole[..whole.len() - 41], len).is_err());
 }
 
@@ -189,9 +189,9 @@ fn shapes_of_more_axes_than_anybody_uses_are_refused() {
     }
     // As many tensors as may be: the error names what is wrong, and not all of them.
     let (_, why) = lie(&axes(64), 2);
-    assert!(why.contains("[1, 1, 1, 1, 1, 1, 1, 1, ... 64 axes], 1 bytes, and has 2"), "{why}");
+    assert!(why.contains("of shape [1,1,1,") && why.contains(",1..., 1 bytes, and has 2"), "{why}");
     let fine = format!(r#"{{"a":{{"dtype":"U8","shape":[{}2],"data_offsets":[0,2]}}}}"#, "1,".repeat(63));
-    assert_eq!(parse(&with_header(&fine, [0; 2])).unwrap().tensors[0].shape().len(), 64);
+    assert_eq!(parse(&with_header(&fine, [0; 2])).unwrap().tensors().next().unwrap().shape().len(), 64);
 }
 
 /// A header may be a hundred megabytes long; an error text is short enough to read.
@@ -228,18 +228,18 @@ fn no_elements_along_one_axis_are_none_in_all() {
     for shape in [[MANY, MANY, 0], [MANY, 0, MANY], [0, MANY, MANY]] {
         let header = format!(r#"{{"a":{{"dtype":"F32","shape":{shape:?},"data_offsets":[0,0]}}}}"#);
         let read = parse(&with_header(&header, [])).unwrap();
-        assert!(read.tensors[0].is_empty() && read.tensors[0].shape().len() == 3);
+        assert!(read.tensors().next().is_some_and(|tensor| tensor.bytes() == 0 && tensor.shape().len() == 3));
     }
 }
 
 #[test]
 fn an_empty_file_of_the_format_is_fine() {
     let header = parse(&with_header("{}", [])).unwrap();
-    assert!(header.tensors.is_empty() && header.metadata.is_none());
+    assert!(header.tensors().next().is_none() && header.metadata().is_none());
     let header = parse(&with_header(r#"{"__metadata__":{"b":"2","a":"1"}}      "#, [])).unwrap();
-    assert_eq!(header.metadata.as_deref(), Some(r#"{"b":"2","a":"1"}"#));
+    assert_eq!(header.metadata(), Some(r#"{"b":"2","a":"1"}"#));
     let header = parse(&with_header(r#"{"__metadata__":null}"#, [])).unwrap();
-    assert!(header.metadata.is_none());
+    assert!(header.metadata().is_none());
 }
 
 /// Types whose elements are no whole bytes, and those of a byte that came later.
@@ -261,7 +261,7 @@ fn elements_smaller_than_a_byte_are_counted_in_bits() {
         let whole = with_header(&header(bytes), vec![0; bytes]);
         let read = parse(&whole).unwrap();
         is_sound(&read, &whole);
-        assert_eq!(read.tensors[0].len(), bytes as u64, "{dtype} {shape:?}");
+        assert_eq!(read.tensors().next().unwrap().bytes(), bytes as u64, "{dtype} {shape:?}");
         let (named, text) = lie(&header(bytes + 1), bytes + 1);
         assert!(named.as_deref() == Some("a") && text.contains(&format!("{bytes} bytes")), "{text}");
     }
@@ -289,11 +289,11 @@ fn tensors() -> impl Strategy<Value = Vec<Made>> {
 fn is_sound(header: &Header, bytes: &[u8]) {
     let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap());
     let mut end = start;
-    for tensor in &header.tensors {
+    for tensor in header.tensors() {
         assert_eq!(tensor.range().start, end, "{tensor:?}");
         let bits: u128 =
             tensor.shape().iter().map(|&n| n as u128).product::<u128>() * tensor.dtype().bitsize() as u128;
-        assert_eq!(u128::from(tensor.len()) * 8, bits, "{tensor:?}");
+        assert_eq!(u128::from(tensor.bytes()) * 8, bits, "{tensor:?}");
         end = tensor.range().end;
     }
     assert_eq!(end, bytes.len() as u64);
@@ -307,9 +307,9 @@ proptest! {
         let bytes = file(&tensors);
         let header = parse(&bytes).unwrap();
         is_sound(&header, &bytes);
-        prop_assert_eq!(header.tensors.len(), tensors.len());
+        prop_assert_eq!(header.tensors().count(), tensors.len());
         for made in &tensors {
-            let tensor = header.tensors.iter().find(|tensor| tensor.name() == made.name).unwrap();
+            let tensor = header.tensors().find(|tensor| tensor.name() == made.name).unwrap();
             prop_assert_eq!(tensor.shape(), &made.shape[..]);
             let range = tensor.range();
             prop_assert_eq!(&bytes[range.start as usize..range.end as usize], &made.bytes[..]);
@@ -342,8 +342,8 @@ proptest! {
             Ok(header) => {
                 is_sound(&header, &bytes);
                 let theirs = theirs.unwrap();
-                prop_assert_eq!(theirs.len(), header.tensors.len());
-                for tensor in &header.tensors {
+                prop_assert_eq!(theirs.len(), header.tensors().count());
+                for tensor in header.tensors() {
                     let view = theirs.tensor(tensor.name()).unwrap();
                     prop_assert_eq!((view.dtype(), view.shape()), (tensor.dtype(), tensor.shape()));
                     let range = tensor.range();

@@ -87,7 +87,7 @@ impl Folder {
 pub(crate) fn arrived(copier: &Copier, tensors: &[DeviceTensor], expected: &[&Made]) {
     let names = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(
-        names(tensors.iter().map(DeviceTensor::name).collect()),
+        names(tensors.iter().map(|tensor| tensor.name()).collect()),
         names(expected.iter().map(|made| made.name.as_str()).collect())
     );
     for (tensor, made) in tensors.iter().zip(expected) {

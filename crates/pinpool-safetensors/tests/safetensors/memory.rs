@@ -168,7 +168,9 @@ fn a_header_that_is_accepted_costs_five_times_its_bytes_at_most() {
         let (checkpoint, most) = peak(|| Checkpoint::open(&path).unwrap());
         let ratio = most / header.len() as f64;
         assert!(ratio <= 5.0, "{number}: {ratio:.2} times its bytes");
-        assert!(!checkpoint.is_empty() || checkpoint.metadata().any(|text| text.len() > 100_000));
+        assert!(
+            checkpoint.tensors().next().is_some() || checkpoint.metadata().any(|text| text.len() > 100_000)
+        );
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use pinpool::{DeviceSlice, Error, Result};
-use pinpool_safetensors::{Checkpoint, DeviceTensor, SharedLoad, Tensor};
+use pinpool_safetensors::{Checkpoint, DeviceTensor, Load, Tensor};
 
 use super::{Folder, Made, Rig, arrived, file, made};
 
@@ -31,7 +31,7 @@ fn two_files(folder: &Folder, tensors: &[Made]) -> Checkpoint {
 }
 
 fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
-    tensors.iter().map(DeviceTensor::name).collect()
+    tensors.iter().map(|tensor| tensor.name()).collect()
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn each_tensor_goes_to_memory_of_its_own() {
             return Ok(None);
         }
         // Longer than needed: what is behind is left alone.
-        let memory = rig.device.alloc(tensor.len() as usize + 64)?;
+        let memory = rig.device.alloc(tensor.bytes() as usize + 64)?;
         copier.upload_slice(&vec![0xEE; memory.len()], &memory)?;
         let slice = memory.slice(..)?;
         assert!(given.borrow_mut().insert(tensor.name().to_owned(), slice.clone()).is_none());
@@ -57,8 +57,8 @@ fn each_tensor_goes_to_memory_of_its_own() {
     assert_eq!(given.len(), expected.len() - 1, "what has no bytes needs no memory");
     for tensor in got.iter().filter(|tensor| tensor.slice().is_some()) {
         let memory = &given[tensor.name()];
-        assert_eq!(tensor.address(), Some(memory.address()));
-        let len = tensor.tensor().len() as usize;
+        assert_eq!(tensor.slice().map(DeviceSlice::address), Some(memory.address()));
+        let len = tensor.bytes() as usize;
         assert_eq!(tensor.slice().map(DeviceSlice::len), Some(len));
         let behind = copier.download_vec(memory.slice(len..).unwrap()).unwrap();
         assert!(behind.iter().all(|byte| *byte == 0xEE), "{}", tensor.name());
@@ -76,7 +76,7 @@ fn memory_that_does_not_serve_is_an_error_with_the_tensors_name() {
     let load = |bad: &dyn Fn(&Tensor) -> Result<DeviceSlice>| {
         let place = |tensor: &Tensor| match tensor.name() {
             "h.1.w" => bad(tensor).map(Some),
-            _ => rig.device.alloc(tensor.len() as usize)?.slice(..).map(Some),
+            _ => rig.device.alloc(tensor.bytes() as usize)?.slice(..).map(Some),
         };
         let error = checkpoint.loader(&copier).places(place).start().map(drop).unwrap_err();
         rig.all_is_back();
@@ -86,7 +86,7 @@ fn memory_that_does_not_serve_is_an_error_with_the_tensors_name() {
         Error::Tensor { tensor, landed: 0, cause, .. } if &*tensor == "h.1.w" => *cause,
         error => panic!("{error}"),
     };
-    let short = cause(load(&|tensor| rig.device.alloc(tensor.len() as usize - 1)?.slice(..)));
+    let short = cause(load(&|tensor| rig.device.alloc(tensor.bytes() as usize - 1)?.slice(..)));
     assert!(matches!(short, Error::TooSmall { need: 65_664, have: 65_663 }), "{short}");
     let crooked = cause(load(&|_| large.slice(1..)));
     assert!(matches!(&crooked, Error::Config(text) if text.contains("align")), "{crooked}");
@@ -101,7 +101,7 @@ fn memory_that_does_not_serve_is_an_error_with_the_tensors_name() {
     let at = RefCell::new(0);
     let place = |tensor: &Tensor| {
         let start = *at.borrow();
-        *at.borrow_mut() = (start + tensor.len() as usize).next_multiple_of(16);
+        *at.borrow_mut() = (start + tensor.bytes() as usize).next_multiple_of(16);
         large.slice(start..).map(Some)
     };
     let got = checkpoint.loader(&copier).places(place).load().unwrap();
@@ -122,7 +122,7 @@ fn what_is_needed_first_comes_first() {
         first.into_iter().fold(checkpoint.loader(&copier), |loader, prefix| loader.first(prefix))
     };
     arrived(&copier, &loader().load().unwrap(), &expected);
-    let place = |tensor: &Tensor| rig.device.alloc(tensor.len() as usize)?.slice(..).map(Some);
+    let place = |tensor: &Tensor| rig.device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
     arrived(&copier, &loader().places(place).load().unwrap(), &expected);
     let memory = rig.device.alloc(4 << 20).unwrap();
     let at = RefCell::new(0);
@@ -146,7 +146,7 @@ fn threads_wait_for_tensors_by_name() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
     let (copier, checkpoint) = (rig.copier(), two_files(&folder, &tensors));
     for round in 0..20 {
-        let load = checkpoint.loader(&copier).start().unwrap().share();
+        let load = checkpoint.loader(&copier).start().unwrap();
         assert_eq!(load.left(), tensors.len());
         assert!(load.take("no such tensor").unwrap().is_none());
         let taken = AtomicUsize::new(0);
@@ -177,7 +177,7 @@ fn a_wait_for_a_late_tensor_holds_up_no_other() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), layers());
     // At this rate all of it takes 2.5 s, and the first chunks 0.7 s at most.
     let (copier, checkpoint) = (rig.builder().rate(300_000).build().unwrap(), two_files(&folder, &tensors));
-    let load = checkpoint.loader(&copier).first("h.1.b").start().unwrap().share();
+    let load = checkpoint.loader(&copier).first("h.1.b").start().unwrap();
     let last = load.clone();
     let waits = std::thread::spawn(move || last.take("head"));
     let early = load.take("h.1.b").unwrap().unwrap();
@@ -195,7 +195,7 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
     let copier = rig.builder().rate(300_000).build().unwrap();
     for cut in [false, true] {
         let checkpoint = two_files(&folder, &tensors);
-        let load: SharedLoad = checkpoint.loader(&copier).start().unwrap().share();
+        let load: Load = checkpoint.loader(&copier).start().unwrap();
         let started = Arc::new(AtomicUsize::new(0));
         let waits: Vec<_> = ["head", "h.1.b", "head"]
             .map(|name| {
@@ -229,6 +229,6 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
     }
     // Dropped with its tensors on the way.
     let checkpoint = two_files(&folder, &tensors);
-    drop(checkpoint.loader(&copier).start().unwrap().share());
+    drop(checkpoint.loader(&copier).start().unwrap());
     rig.all_is_back();
 }

@@ -26,7 +26,7 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut cancelled = 0;
     for after in [0, 1, 7, 19, 20, 23] {
-        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let loading = checkpoint.loader(&copier).start().unwrap();
         let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
         std::thread::scope(|scope| scope.spawn(|| loading.cancel()).join().unwrap());
         let mut more = first.clone();
@@ -45,7 +45,7 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         };
         assert!(ended, "{whole} tensors: {errors:?}");
         cancelled += errors.len();
-        assert!(loading.next_blocking().is_none() && loading.progress().over);
+        assert!(loading.blocking().next().is_none() && loading.progress().over);
         drop(loading);
         arrived(&rig.copier(), &more, &tensors.iter().take(whole).collect::<Vec<_>>());
         rig.all_is_back();
@@ -63,7 +63,7 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
     let copier = rig.copier();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for round in 0..60 {
-        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let loading = checkpoint.loader(&copier).start().unwrap();
         match round % 3 {
             0 => drop(loading.blocking().take(round % 41).collect::<Vec<_>>()),
             1 => drop(block_on(loading.next_tensor())),
@@ -99,7 +99,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     folder.put("2.safetensors", file(&tensors[20..]));
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     let slow = rig.builder().rate(8 << 20).build().unwrap();
-    let mut loading = checkpoint.loader(&slow).start().unwrap();
+    let loading = checkpoint.loader(&slow).start().unwrap();
     cut(1_000_000);
     let (mut got, mut errors) = (Vec::new(), Vec::new());
     for next in loading.blocking() {
@@ -201,7 +201,7 @@ fn progress_never_goes_back() {
     let copier = rig.builder().rate(1 << 20).build().unwrap();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
-        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let loading = checkpoint.loader(&copier).start().unwrap();
         while loading.progress().done < 256 << 10 {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -213,7 +213,7 @@ fn progress_never_goes_back() {
         }
         let mut last = before;
         let error = loop {
-            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
+            let next = if task { block_on(loading.next_tensor()) } else { loading.blocking().next() };
             let now = loading.progress();
             assert!(now.done >= last.done && now.landed_to >= last.landed_to, "{last:?}, then {now:?}");
             assert!(now.done <= now.total && now.landed_to <= now.done, "{now:?}");
@@ -224,7 +224,7 @@ fn progress_never_goes_back() {
             }
         };
         assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
-        assert!(last.over && last.done < last.total && loading.next_blocking().is_none());
+        assert!(last.over && last.done < last.total && loading.blocking().next().is_none());
         assert_eq!(loading.progress().done, last.done);
         drop(loading);
         rig.all_is_back();
@@ -240,7 +240,7 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
         let copier = rig.copier();
         let checkpoint = Checkpoint::open(&path).unwrap();
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
-        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let loading = checkpoint.loader(&copier).start().unwrap();
         let results: Vec<_> = loading.blocking().collect();
         drop(loading);
         let (last, got) = results.split_last().unwrap();
@@ -265,17 +265,17 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
         let rig = Rig::plain();
         let copier = rig.builder().rate(1 << 20).build().unwrap();
         let checkpoint = Checkpoint::open(&path).unwrap();
-        let mut loading = checkpoint.loader(&copier).start().unwrap();
+        let loading = checkpoint.loader(&copier).start().unwrap();
         rig.node.kill(0);
         let error = loop {
-            let next = if task { block_on(loading.next_tensor()) } else { loading.next_blocking() };
+            let next = if task { block_on(loading.next_tensor()) } else { loading.blocking().next() };
             match next.expect("it does not end without an error") {
                 Ok(_) => {}
                 Err(error) => break error,
             }
         };
         assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
-        assert!(loading.next_blocking().is_none());
+        assert!(loading.blocking().next().is_none());
         assert!(checkpoint.loader(&copier).start().map(drop).is_err());
     }
 }
@@ -316,7 +316,7 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     // While it is: tensors that were not handed out by then are not, and the load ends with an error.
     let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     let slow = rig.builder().rate(4 << 20).build().unwrap();
-    let mut loading = checkpoint.loader(&slow).start().unwrap();
+    let loading = checkpoint.loader(&slow).start().unwrap();
     write();
     let results: Vec<_> = loading.blocking().collect();
     let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
@@ -347,7 +347,7 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
         for task in [false, true] {
             let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
             let slow = rig.builder().rate(4 << 20).build().unwrap();
-            let mut loading = checkpoint.loader(&slow).start().unwrap();
+            let loading = checkpoint.loader(&slow).start().unwrap();
             write_to(path);
             let left = loading.left();
             let results: Vec<_> = match task {
@@ -358,7 +358,7 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
             assert!(good.len() == before && good.iter().all(Result::is_ok), "{} of {left}", good.len());
             let told = |what: &str| path.ends_with(what.rsplit('/').next().unwrap());
             assert!(matches!(last, Err(Error::Malformed { what, .. }) if told(what)), "{last:?}");
-            assert!(loading.progress().over && loading.left() == 0 && loading.next_blocking().is_none());
+            assert!(loading.progress().over && loading.left() == 0 && loading.blocking().next().is_none());
             drop(results);
             rig.all_is_back();
         }
@@ -421,7 +421,7 @@ fn callbacks_that_panic_or_wait_leave_nothing_behind() {
     });
 
     // Between its tensors, a wait for another load by the same copier, and for bytes to come back by it.
-    let mut loading = checkpoint.loader(&copier).start().unwrap();
+    let loading = checkpoint.loader(&copier).start().unwrap();
     for (count, tensor) in loading.blocking().enumerate() {
         if count % 13 == 0 {
             let other = checkpoint.tensor(&copier, "t39").unwrap().expect("it is there");

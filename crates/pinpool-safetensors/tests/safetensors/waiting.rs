@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use pinpool::Error;
-use pinpool_safetensors::{Checkpoint, Loading};
+use pinpool_safetensors::{Checkpoint, Load};
 
 use super::{Folder, Made, Rig, arrived, block_on, file, made};
 
@@ -40,10 +40,10 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     let since = Instant::now();
     let ends = [
         loader().load().map(drop).unwrap_err(),
-        loader().start().unwrap().next_blocking().unwrap().map(drop).unwrap_err(),
+        loader().start().unwrap().blocking().next().unwrap().map(drop).unwrap_err(),
         block_on(loader().start().unwrap().next_tensor()).unwrap().map(drop).unwrap_err(),
-        loader().start().unwrap().share().take("t00").map(drop).unwrap_err(),
-        block_on(loader().start().unwrap().share().take_async("t23")).map(drop).unwrap_err(),
+        loader().start().unwrap().take("t00").map(drop).unwrap_err(),
+        block_on(loader().start().unwrap().take_async("t23")).map(drop).unwrap_err(),
     ];
     assert!(since.elapsed() >= SOON * 5);
     for error in ends {
@@ -67,15 +67,15 @@ fn a_load_that_is_dropped_is_cancelled() {
     // A load would take half a minute.
     let copier = rig.builder().rate(100 << 10).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
-    let gone: [fn(Loading); 4] = [
+    let gone: [fn(Load); 4] = [
         drop,
         |loading| {
             // A task that has waited, and does no more.
-            let (load, mut cx) = (loading.share(), std::task::Context::from_waker(std::task::Waker::noop()));
-            assert!(std::pin::pin!(load.take_async("t23")).poll(&mut cx).is_pending());
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(std::pin::pin!(loading.take_async("t23")).poll(&mut cx).is_pending());
         },
-        |loading| drop(loading.share()),
-        |mut loading| drop(block_on(loading.next_tensor()).unwrap().unwrap()),
+        |loading| drop(loading.clone()),
+        |loading| drop(block_on(loading.next_tensor()).unwrap().unwrap()),
     ];
     for gone in gone {
         let loading = checkpoint.loader(&copier).start().unwrap();
@@ -94,7 +94,7 @@ fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
     let (rig, folder) = (Rig::plain(), Folder::new());
     let copier = rig.builder().rate(1 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
-    let load = checkpoint.loader(&copier).start().unwrap().share();
+    let load = checkpoint.loader(&copier).start().unwrap();
     let other = load.clone();
     let waits = std::thread::spawn(move || other.take("t23").unwrap().unwrap().shape()[0]);
     let mut seen = Vec::new();
@@ -122,7 +122,7 @@ fn tasks_and_threads_share_a_load() {
     let (tensors, checkpoint) = checkpoint(&folder);
     let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
     for copier in copiers.iter().cycle().take(20) {
-        let load = checkpoint.loader(copier).start().unwrap().share();
+        let load = checkpoint.loader(copier).start().unwrap();
         std::thread::scope(|scope| {
             for user in 0..6 {
                 let (load, tensors) = (&load, &tensors);
@@ -166,12 +166,43 @@ fn a_waker_that_panics_keeps_no_other_task_asleep() {
     let (rig, folder) = (Rig::plain(), Folder::new());
     let copier = rig.builder().rate(2 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
-    let load = checkpoint.loader(&copier).start().unwrap().share();
+    let load = checkpoint.loader(&copier).start().unwrap();
     let waker = std::sync::Arc::new(Panics).into();
     let mut asleep = std::pin::pin!(load.take_async("t22"));
     assert!(asleep.as_mut().poll(&mut std::task::Context::from_waker(&waker)).is_pending());
     assert!(block_on(load.take_async("t23")).unwrap().is_some());
     assert!(block_on(asleep).unwrap().is_some());
     assert_eq!(load.left(), COUNT - 2);
+    rig.all_is_back();
+}
+
+/// Some take what comes next, others wait for tensors by name: each tensor comes out once, and the last wait ends.
+#[test]
+fn waits_by_name_and_iterations_share_a_load() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let (tensors, checkpoint) = checkpoint(&folder);
+    let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
+    for copier in copiers.iter().cycle().take(20) {
+        let (load, taken) = (checkpoint.loader(copier).start().unwrap(), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for user in 0..6 {
+                let (load, tensors, taken) = (&load, &tensors, &taken);
+                scope.spawn(move || {
+                    let count = match user % 3 {
+                        0 => load.blocking().map(Result::unwrap).count(),
+                        1 => std::iter::from_fn(|| block_on(load.next_tensor()).map(Result::unwrap)).count(),
+                        _ => {
+                            let names = tensors.iter().rev().step_by(3).map(|made| &made.name);
+                            names.filter_map(|name| block_on(load.take_async(name)).unwrap()).count()
+                        }
+                    };
+                    taken.fetch_add(count, Ordering::Relaxed);
+                });
+            }
+        });
+        assert_eq!((taken.into_inner(), load.left()), (COUNT, 0));
+        assert!(load.progress().over && load.blocking().next().is_none());
+    }
     rig.all_is_back();
 }
