@@ -118,16 +118,18 @@ impl PoolBuilder {
     ///
     /// A buffer lies in one region and takes a little more than its length (see
     /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
-    /// two. Make regions many times as large as most buffers, or a little larger than a whole number of them.
+    /// two. Make regions many times as large as most buffers, or a little larger than a whole number of them. A request
+    /// that is longer than a region has one of its own length pinned: [`extent`](Self::extent) alone bounds it.
     pub fn region(mut self, bytes: usize) -> Self {
         self.region = Some(bytes);
         self
     }
 
-    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be. Default:
-    /// 256 MiB, which take a few milliseconds to pin; other users of the driver may have to wait for that long. An
-    /// extent is made smaller where the system or the driver cannot pin as much in one call: CUDA pins at most 256 GiB,
-    /// and 1 GiB on Linux 6.11 to 6.13; Ascend 128 GiB.
+    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be, so that this
+    /// setting and the capacity bound the largest buffer, and no other does. Default: 256 MiB, which take a few
+    /// milliseconds to pin; other users of the driver may have to wait for that long. An extent is made smaller where
+    /// the system or the driver cannot pin as much in one call: CUDA pins at most 256 GiB, and 1 GiB on Linux 6.11 to
+    /// 6.13; Ascend 128 GiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self

@@ -192,13 +192,11 @@ impl CentralPool {
             }
             core.growing += len;
         }
-        let adopted = regions.adopt(adoptee).inspect_err(|_| self.grown(len, None))?;
-        let info = adopted.info;
-        for (base, len, pinned) in adopted.pieces() {
+        let serve = |id, base, len, pinned| {
             // SAFETY: an extent of a region, which lives until the central pool is freed. It is handed over once.
-            unsafe { self.add_extent(info.id, base, len, pinned) };
-        }
-        regions.served(info.id);
+            unsafe { self.add_extent(id, base, len, pinned) };
+        };
+        let info = regions.adopt(adoptee, serve).inspect_err(|_| self.grown(len, None))?;
         self.grown(0, None);
         Ok(info)
     }

@@ -9,15 +9,14 @@
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
-use super::source::{RegionSource, page};
-use super::{AGAIN, Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
+use super::make::{RegionSource, page, unpin};
+use super::{Extent, RegionId, RegionInfo, Regions};
 use crate::device::context::Context;
-use crate::error::{Error, ErrorClass, RegisterError, Result};
+use crate::error::{Error, RegisterError, Result};
 use crate::foreign::Owned;
 
 /// A value that is to be adopted.
@@ -72,33 +71,37 @@ struct AdoptedPiece {
 unsafe impl Send for AdoptedPiece {}
 
 impl Regions {
-    /// Pins memory and makes it a region, of which nothing is handed out yet: a call of [`Regions::served`] is to
-    /// follow. Waits for the region thread. After an error nothing of it is pinned, or the memory is leaked.
-    pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<AdoptedRegion, RegisterError<T>>
+    /// Pins memory, makes it a region, and hands its extents to `serve`. Waits for the region thread. After an error
+    /// nothing of it is pinned, or the memory is leaked.
+    pub(crate) fn adopt<T>(
+        self: &Arc<Self>,
+        adoptee: Adoptee<T>,
+        mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool),
+    ) -> Result<RegionInfo, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
         let (len, mut context) = (adoptee.len, self.context());
-        {
-            let mut progress = self.progress.lock();
-            progress.busy += 1;
-            progress.pinning.wanted += len;
-        }
+        self.begin(len);
         let mut extents: Vec<Extent> = Vec::new();
-        let (mut offset, mut last, mut longest) = (0, None, Duration::ZERO);
-        let mut busy = Duration::ZERO;
+        let (mut offset, mut busy, mut longest) = (0, Duration::ZERO, Duration::ZERO);
         while offset < len {
-            // The pause is on the caller's thread, which waits anyway, so that the worker can do other jobs.
-            leave_room(last);
             // SAFETY: within the memory.
             let start = unsafe { adoptee.base.add(offset) };
             let piece = AdoptedPiece { start, len: self.options.extent.min(len - offset) };
-            let (pinned, took) = self.pin_piece(&context, piece);
-            last = Some((Instant::now(), took));
-            longest = longest.max(took);
-            busy += took;
-            match pinned {
-                Ok(pinned) => extents.push(Extent::new(offset, piece.len, pinned)),
+            let (regions, device) = (self.clone(), context.clone());
+            let called = context.worker().call(move || {
+                let AdoptedPiece { start, len } = { piece };
+                // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
+                let (pinned, took) = unsafe { regions.pin_extent(&device, start, len, true) };
+                Ok((pinned?, took))
+            });
+            match called {
+                Ok((pinned, took)) => {
+                    busy += took;
+                    longest = longest.max(took);
+                    extents.push(Extent::new(offset, piece.len, pinned));
+                }
                 // The device was found to be lost by this very call, before it has pinned anything.
                 Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
                     context = self.context();
@@ -122,65 +125,17 @@ impl Regions {
             }
             offset += piece.len;
         }
-        // Relaxed: the numbers are only to differ.
-        let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
-        let pieces = extents.iter().map(|e| (e.offset, e.len, e.is_pinned())).collect();
-        let source = RegionSource::AdoptedRegion(Owned::new(adoptee.memory));
-        let region = Region {
-            id,
-            base: adoptee.base,
-            len,
-            extents,
-            node: None,
-            ready: 0,
-            whole: false,
-            source,
-            context,
-        };
-        let info = region.info();
-        let mut progress = self.progress.lock();
-        progress.regions.push(region);
-        progress.pinning.busy += busy;
-        progress.pinning.made += len;
-        progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
-        Ok(AdoptedRegion { info, pieces })
-    }
-
-    /// The pool serves from all of an adopted region now.
-    pub(crate) fn served(self: &Arc<Self>, id: RegionId) {
-        self.is_whole(id);
-        let again = self.progress.lock().regions.iter().any(|r| r.id == id && r.unpinned(0).is_some());
-        if again {
-            self.pin_again_after(AGAIN);
+        let pieces: Vec<_> = extents.iter().map(|e| (e.offset, e.len, e.is_pinned())).collect();
+        let source = RegionSource::Adopted(Owned::new(adoptee.memory));
+        let info = self.add(adoptee.base, len, extents, source, &context);
+        for (offset, len, pinned) in pieces {
+            // SAFETY: within the region.
+            serve(info.id, unsafe { info.base.add(offset) }, len, pinned);
         }
+        self.served(info.id, len, busy, longest);
         self.progress.lock().busy -= 1;
         self.wake();
-    }
-
-    /// Pins a piece. Returns whether it is pinned, and how long the call took. With [`Unpinned::Allow`] a piece that is
-    /// not pinned is no error.
-    fn pin_piece(&self, device: &Arc<Context>, piece: AdoptedPiece) -> (Result<bool>, Duration) {
-        let context = device.clone();
-        let called = device.worker().call(move || {
-            let AdoptedPiece { start, len } = { piece };
-            let before = Instant::now();
-            // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
-            let pinned = context.noting(unsafe { context.driver().register(start, len, false) });
-            Ok((pinned, before.elapsed()))
-        });
-        let (pinned, took) = called.unwrap_or_else(|error| (Err(error), Duration::ZERO));
-        let pinned = match pinned {
-            Ok(()) => Ok(true),
-            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
-                crate::foreign::warn!(
-                    target: "pinpool::region::unpinned", device = device.name(), bytes = piece.len, error = %e,
-                    "adopted memory is not pinned: copies from it are slower and may block"
-                );
-                Ok(false)
-            }
-            Err(e) => Err(e),
-        };
-        (pinned, took)
+        Ok(info)
     }
 }
 
@@ -194,30 +149,12 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
         let unpinned = device.worker().call(move || {
             let AdoptedPiece { start, len } = { piece };
             // SAFETY: pinned once, unpinned once, and never handed out.
-            unsafe { context.driver().unregister(start, len) }
+            Ok(unsafe { unpin(&context, start, len, true) })
         });
-        if let Err(error) = unpinned {
+        clean &= unpinned.unwrap_or_else(|_| {
             device.holds().leaked(1);
-            crate::foreign::error!(
-                target: "pinpool::region::leak", device = device.name(), bytes = adoptee.len, %error,
-                "adopted memory cannot be unpinned: it is leaked"
-            );
-            clean = false;
-        }
+            false
+        });
     }
     clean
-}
-
-/// An adopted region whose extents are to be handed over.
-pub(crate) struct AdoptedRegion {
-    pub(crate) info: RegionInfo,
-    /// Offset, length, and whether it is pinned.
-    pieces: Vec<(usize, usize, bool)>,
-}
-
-impl AdoptedRegion {
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = (NonNull<u8>, usize, bool)> + '_ {
-        // SAFETY: within the region.
-        self.pieces.iter().map(|&(offset, len, pinned)| (unsafe { self.info.base.add(offset) }, len, pinned))
-    }
 }

@@ -32,23 +32,23 @@
 //!   is one job for each extent.
 //! - A region is given back only when no buffer and no thread can reach it any more. If its driver cannot unpin it, its
 //!   mapping stays for good, since the device may still reach it.
-//! - Each region knows where it came from ([`source`]) and is given back there, by the device that made it.
+//! - Each region knows where it came from and is given back there, by the device that made it.
 //! - No driver call and no code of the program runs under this module's lock.
 //!
 //! # Files, in the order to read them
 //!
-//! This file: the public types, and the regions that the pool maps itself. [`touch`]: the threads that touch pages.
-//! [`source`]: memory that the driver allocates, and how every region goes back. [`adopted`]: memory that the program
-//! gives. `central::growth` asks for regions, `pool` lists and trims them; this module calls `device` and `os`.
+//! This file: the public types, and the list of a pool's regions. [`make`]: how regions are made and go back. [`touch`]:
+//! the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for regions, `pool`
+//! lists and trims them; this module calls `device` and `os`.
 
 #![allow(unsafe_code)]
 
 mod adopted;
-mod source;
+mod make;
 mod touch;
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -56,62 +56,87 @@ use std::time::{Duration, Instant};
 use crate::locks::{Condvar, Mutex};
 
 use crate::device::context::Context;
+use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::{self, Task};
-use crate::os;
 pub(crate) use adopted::Adoptee;
-pub use source::Backing;
-use source::{RegionSource, Supply};
+use make::{RegionSource, page};
 pub use touch::HugePages;
-use touch::Toucher;
-
-/// The pause between two calls that pin or unpin is the first call's time, divided by this.
-const ROOM: u32 = 32;
-/// After a call that is shorter there is no pause: no other caller has waited long.
-const SHORT_CALL: Duration = Duration::from_micros(200);
-
-/// The pause before memory that went unpinned is tried again, at first and at most.
-const AGAIN: Duration = Duration::from_millis(100);
-const MOST_AGAIN: Duration = Duration::from_secs(60);
 
 /// Regions that the pool maps itself start on a multiple of this, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
 
 /// A region's number in its pool, never used twice. In a [`RegionInfo`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub(crate) u64);
+
+/// Where a pool gets its memory from. Set by [`PoolBuilder::backing`](crate::PoolBuilder::backing).
 ///
 /// # Examples
 ///
 /// ```
-/// # use pinpool::{Device, Pool, RegionId, RegionInfo, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// use std::collections::HashMap;
+/// use pinpool::{Backing, Device, HostAllocFlags, Pool, Unpinned};
 ///
-/// // What the program has registered with its network card, by region.
-/// let registered: HashMap<RegionId, RegionInfo> = pool.regions().into_iter().map(|r| (r.id, r)).collect();
-/// # assert_eq!(registered.len(), pool.regions().len());
+/// let device = Device::open("host")?;
+/// let flags = HostAllocFlags::default();
+/// let pool = Pool::builder(&device)
+///     .capacity(1 << 20)
+///     .backing(Backing::HostAlloc(flags))
+///     .unpinned(Unpinned::Allow)
+///     .build()?;
+/// # drop(pool.checkout(1000)?);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(pub(crate) u64);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Backing {
+    /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA:
+    /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and other users of the
+    /// driver wait less meanwhile.
+    ///
+    /// Where the system cannot register memory (machines in confidential-computing mode), a pool with this backing is
+    /// refused, and one whose backing is not set takes [`HostAlloc`](Self::HostAlloc).
+    ///
+    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. On an Ascend device this backing
+    /// has to be set explicitly; where the call is missing, building the pool returns an error that says so.
+    #[default]
+    Registered,
+    /// Page-locked memory that the driver allocates, with one call and one region for each
+    /// [extent](crate::PoolBuilder::extent). (CUDA: `cuMemHostAlloc`. Ascend: `aclrtMallocHost`, which ignores the
+    /// flags.) Huge pages and threads that touch pages have no part in it.
+    HostAlloc(HostAllocFlags),
+    /// Managed memory (CUDA: `cuMemAllocManaged` with `CU_MEM_ATTACH_GLOBAL`), one call and one region for each extent.
+    ///
+    /// Its pages move to the processor or device that touches them, so they are **not page-locked**: they count as
+    /// unpinned bytes, and [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the
+    /// default, does not forbid managed memory, since it was asked for by name. It works only on devices that let the
+    /// host use it while they work (CUDA: `CONCURRENT_MANAGED_ACCESS`; no Ascend device); for others, building the pool
+    /// returns an error that says so.
+    Managed,
+}
+
+impl Backing {
+    /// The backing where the program has named none.
+    pub(crate) fn usual(driver: &dyn Driver) -> Self {
+        match driver.allocates() {
+            true => Self::HostAlloc(HostAllocFlags::default()),
+            false => Self::default(),
+        }
+    }
+
+    /// What the driver is to allocate; `None` for the pool's own mappings.
+    pub(crate) fn kind(self) -> Option<HostKind> {
+        match self {
+            Self::Registered => None,
+            Self::HostAlloc(flags) => Some(HostKind::Locked(flags)),
+            Self::Managed => Some(HostKind::Managed),
+        }
+    }
+}
 
 /// What a pool does when the system refuses to lock pages. Set by
 /// [`PoolBuilder::unpinned`](crate::PoolBuilder::unpinned). (Managed memory is never locked, and not refused for that:
 /// see [`Backing::Managed`].)
-///
-/// # Examples
-///
-/// ```
-/// use pinpool::{Device, Pool, Unpinned};
-///
-/// let device = Device::open("host")?;
-/// // For a laptop or a test: no error under a small memlock limit, and a number that tells.
-/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// if pool.stats().unpinned_bytes > 0 {
-///     eprintln!("copies are slower: raise the memlock limit");
-/// }
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Unpinned {
     /// An error.
@@ -185,17 +210,6 @@ pub(crate) type BeforeUnpin = Box<dyn Fn(&RegionInfo) + Send + Sync>;
 
 /// How far pinning has come. From [`Pool::pinning`](crate::Pool::pinning) and
 /// [`Pool::wait_pinned`](crate::Pool::wait_pinned).
-///
-/// # Examples
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// let pinning = pool.wait_pinned(None)?;
-/// println!("{} of {} bytes, in {:?}", pinning.ready, pinning.wanted, pinning.busy);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning {
     /// Bytes that were asked of the system so far, in regions that exist or are being made.
@@ -222,7 +236,7 @@ impl Pinning {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone)]
 struct Extent {
     offset: usize,
     len: usize,
@@ -241,18 +255,6 @@ impl Extent {
     }
 }
 
-/// An extent that went unpinned and is to be pinned where it is.
-struct UnpinnedExtent {
-    offset: usize,
-    start: NonNull<u8>,
-    len: usize,
-    /// The mark of the extent.
-    pinned: Arc<AtomicBool>,
-    /// The program's value holds the memory.
-    is_adopted: bool,
-}
-
-#[derive(Debug)]
 struct Region {
     id: RegionId,
     base: NonNull<u8>,
@@ -271,53 +273,19 @@ struct Region {
 // SAFETY: a region owns its memory.
 unsafe impl Send for Region {}
 
-/// A region that is being made.
-struct Making {
-    context: Arc<Context>,
-    id: RegionId,
-    base: NonNull<u8>,
-    len: usize,
-    /// Bytes of extents that are done.
-    offset: usize,
-    toucher: Toucher,
-    /// When the last call that pinned ended, and how long it took.
-    last: Option<(Instant, Duration)>,
-    serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
-    done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
-    /// From the request until the region is whole or its making has ended early.
-    span: crate::foreign::Span,
-}
-
-// SAFETY: only the address keeps it from being Send, and the mapping is the region's.
-unsafe impl Send for Making {}
-
 impl Region {
     fn info(&self) -> RegionInfo {
         let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
         let len = self.extents.iter().map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
-
-    /// The first extent from an offset on that went unpinned and that the driver may pin where it is.
-    fn unpinned(&self, from: usize) -> Option<UnpinnedExtent> {
-        let open = match self.source {
-            RegionSource::Mapped => true,
-            RegionSource::Driver { .. } => false,
-            // The caller's thread hands its extents over.
-            RegionSource::AdoptedRegion(_) => self.whole,
-        };
-        let extent = self.extents.iter().find(|e| open && !e.is_pinned() && e.offset >= from)?;
-        // SAFETY: within the region.
-        let start = unsafe { self.base.add(extent.offset) };
-        let Extent { offset, len, ref pinned } = *extent;
-        let is_adopted = matches!(self.source, RegionSource::AdoptedRegion(_));
-        Some(UnpinnedExtent { offset, start, len, pinned: pinned.clone(), is_adopted })
-    }
 }
 
 #[derive(Default)]
 struct RegionProgress {
     regions: Vec<Region>,
+    /// The last number given to a region.
+    last_id: u64,
     pinning: Pinning,
     /// Attempts at making memory that are under way.
     busy: usize,
@@ -337,8 +305,6 @@ pub(crate) struct Regions {
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
-    /// The last number given to a region.
-    numbers: AtomicU64,
     progress: Mutex<RegionProgress>,
     changed: Condvar,
     /// Gets the first byte of an extent that was pinned after all.
@@ -366,7 +332,6 @@ impl Regions {
             others,
             options,
             before_unpin: before_unpin.map(Arc::new),
-            numbers: AtomicU64::new(0),
             progress: Mutex::new(RegionProgress::default()),
             changed: Condvar::new(),
             pinned_after_all: OnceLock::new(),
@@ -389,9 +354,22 @@ impl Regions {
         self.living().unwrap_or_else(|| self.context.clone())
     }
 
-    /// Whether memory of the driver's own takes the place of a mapping that could not be pinned with this error.
-    fn allocates_after(&self, context: &Context, error: Option<&Error>) -> bool {
-        matches!(error, Some(Error::Unsupported(_))) && self.kind(context).is_some()
+    /// What the driver is to allocate now; `None` for the pool's own mappings.
+    fn kind(&self, context: &Context) -> Option<HostKind> {
+        self.options.backing.unwrap_or_else(|| Backing::usual(&**context.driver())).kind()
+    }
+
+    /// Each region that is made for the pool starts on a multiple of this. (An adopted region starts on a page.)
+    pub(crate) fn aligned(&self) -> usize {
+        if self.kind(&self.context).is_some() { page() } else { REGION_ALIGN }
+    }
+
+    /// Whether the memory at this address is the driver's managed memory.
+    pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
+        let at = at.as_ptr().addr();
+        let managed = |r: &Region| matches!(r.source, RegionSource::Driver { kind: HostKind::Managed, .. });
+        let has = |r: &Region| (r.base.as_ptr().addr()..r.base.as_ptr().addr() + r.len).contains(&at);
+        self.progress.lock().regions.iter().any(|r| has(r) && managed(r))
     }
 
     /// Whether another device takes over after this error.
@@ -407,257 +385,11 @@ impl Regions {
         true
     }
 
-    /// Maps and pins `len` bytes on the device's region thread. Hands each extent to `serve` as soon as it is usable,
-    /// until `serve` returns `false`. `done` gets the number of bytes that came, and if it is less than `len`, why.
-    ///
-    /// Each extent is a job of its own, so that another job waits for one extent at most.
-    pub(crate) fn pin(
-        self: &Arc<Self>,
-        len: usize,
-        serve: impl FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send + 'static,
-        done: impl FnOnce(usize, Option<Error>) + Send + 'static,
-    ) {
-        {
-            let mut progress = self.progress.lock();
-            progress.busy += 1;
-            progress.pinning.wanted += len;
-            progress.pinning.error = None;
-        }
-        let (regions, context) = (self.clone(), self.context());
-        let device = context.clone();
-        let span = crate::foreign::span!(INFO, target: "pinpool::region", "grow", device = context.name(), bytes = len);
-        let kind = self.kind(&context);
-        device.worker().send(move || {
-            // What a stepped device does must not depend on the machine.
-            let check = regions.options.check_cgroups && !context.worker().is_inline();
-            let room = if check { os::refuse_over_cgroups(len) } else { Ok(()) };
-            if let (Some(kind), Ok(())) = (kind, &room) {
-                let (serve, done) = (Box::new(serve), Box::new(done));
-                return regions.supply(Supply { context, len, came: 0, kind, last: None, serve, done, span });
-            }
-            match room.and_then(|()| regions.map(len, &context)) {
-                Ok((id, base)) => {
-                    let RegionOptions { threads, huge, node, .. } = regions.options;
-                    // A device without threads of its own gets none here either.
-                    let threads = if context.worker().is_inline() { 0 } else { threads };
-                    // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is
-                    // unmapped by `finish`, after the toucher was dropped.
-                    let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
-                    let (serve, done) = (Box::new(serve), Box::new(done));
-                    let making =
-                        Making { context, id, base, len, offset: 0, toucher, last: None, serve, done, span };
-                    regions.go_on(making);
-                }
-                Err(error) => {
-                    regions.ended(len, Some(&error), || done(0, Some(error.clone())));
-                }
-            }
-        });
-    }
-
-    /// Maps memory for a region that is being made.
-    fn map(&self, len: usize, context: &Arc<Context>) -> Result<(RegionId, NonNull<u8>)> {
-        let base = os::map(len, REGION_ALIGN)?;
-        // Where the system refuses, the pool works all the same.
-        os::dont_fork(base, len);
-        // Before any page is touched.
-        if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
-            crate::foreign::debug!(
-                target: "pinpool::region", device = context.name(), node,
-                "the system does not let memory be taken from this node"
-            );
-        }
-        // Relaxed: the numbers are only to differ.
-        let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
+    /// Begins to make memory. [`Regions::ended`] ends it.
+    fn begin(&self, len: usize) {
         let mut progress = self.progress.lock();
-        progress.regions.push(Region {
-            id,
-            base,
-            len,
-            extents: Vec::new(),
-            node: self.options.node,
-            ready: 0,
-            whole: false,
-            source: RegionSource::Mapped,
-            context: context.clone(),
-        });
-        Ok((id, base))
-    }
-
-    /// Pins the next extent, and leaves the rest to another job; without a region thread, pins all.
-    fn go_on(self: &Arc<Self>, mut making: Making) {
-        loop {
-            let verdict = self.pin_next(&mut making);
-            if !matches!(verdict, Ok(true)) {
-                return self.finish(making, verdict.err());
-            }
-            if !making.context.worker().is_inline() {
-                break;
-            }
-        }
-        let (regions, context) = (self.clone(), making.context.clone());
-        context.worker().send(move || regions.go_on(making));
-    }
-
-    /// Pins one extent and hands it over. Returns whether there is more to do.
-    fn pin_next(self: &Arc<Self>, making: &mut Making) -> Result<bool> {
-        let context = making.context.clone();
-        let extent = self.options.extent.min(making.len - making.offset);
-        let grow = making.span.clone();
-        let _grow = grow.enter();
-        let span = crate::foreign::span!(INFO,
-            target: "pinpool::region", parent: &grow, "pin", device = context.name(), bytes = extent
-        );
-        let _entered = span.enter();
-        // SAFETY: within the mapping.
-        let start = unsafe { making.base.add(making.offset) };
-        leave_room(making.last);
-        let before = Instant::now();
-        making.toucher.wait(making.offset + extent);
-        let call = Instant::now();
-        // Foreign code is put off until the extent is listed.
-        let deferral = foreign::defer();
-        // SAFETY: the extent is mapped, and stays mapped until `let_go` has unpinned it.
-        let pinned = unsafe { context.driver().pin(start, extent) };
-        let (took, longest) = (before.elapsed(), call.elapsed());
-        making.last = Some((Instant::now(), longest));
-        let pinned = match context.noting(pinned) {
-            Ok(()) => true,
-            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
-                crate::foreign::warn!(
-                    target: "pinpool::region::unpinned", device = context.name(), bytes = extent, error = %e,
-                    "memory is not pinned: copies from it are slower and may block"
-                );
-                false
-            }
-            Err(e) => return Err(e),
-        };
-        {
-            let mut progress = self.progress.lock();
-            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
-                region.extents.push(Extent::new(making.offset, extent, pinned));
-                // Before the last extent is handed over: a thread that gets it may give it back, and trim, at once.
-                region.whole = making.offset + extent == making.len;
-            }
-        }
-        drop(deferral);
-        making.offset += extent;
-        let go_on = (making.serve)(making.id, start, extent, pinned);
-        if !pinned {
-            self.pin_again_after(AGAIN);
-        }
-        {
-            // `ready` is what can be checked out, so it is raised after `serve`. The region may have been removed
-            // already.
-            let mut progress = self.progress.lock();
-            let RegionProgress { regions, pinning, .. } = &mut *progress;
-            if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
-                region.ready += extent;
-                pinning.ready += extent;
-            }
-            pinning.busy += took;
-            pinning.made += extent;
-            pinning.longest_call = pinning.longest_call.max(longest);
-        }
-        self.wake();
-        Ok(go_on && making.offset < making.len)
-    }
-
-    /// Has the region threads try memory that went unpinned again after a pause.
-    fn pin_again_after(self: &Arc<Self>, pause: Duration) {
-        if self.context.worker().is_inline() || std::mem::replace(&mut self.progress.lock().again, true) {
-            return;
-        }
-        let regions = Arc::downgrade(self);
-        crate::timer::after(pause, move || {
-            let Some(regions) = regions.upgrade() else { return };
-            let some: Vec<_> = {
-                let mut progress = regions.progress.lock();
-                progress.again = false;
-                let unpinned = progress.regions.iter().filter(|region| region.unpinned(0).is_some());
-                unpinned.map(|region| (region.id, region.context.clone())).collect()
-            };
-            for (id, context) in some {
-                let regions = regions.clone();
-                // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(id, &context, pause, 0, None));
-            }
-        });
-    }
-
-    /// Pins the next extent of a region that went unpinned, and leaves the rest to another job. On the region thread that
-    /// is to unpin them. `last`: when the last call that pinned ended, and how long it took.
-    fn pin_again(
-        self: &Arc<Self>,
-        id: RegionId,
-        context: &Arc<Context>,
-        pause: Duration,
-        from: usize,
-        last: Option<(Instant, Duration)>,
-    ) {
-        let next = {
-            let progress = self.progress.lock();
-            progress.regions.iter().find(|region| region.id == id).and_then(|region| region.unpinned(from))
-        };
-        let Some(UnpinnedExtent { offset, start, len, pinned: is_pinned, is_adopted }) = next else { return };
-        leave_room(last);
-        let (driver, call) = (context.driver(), Instant::now());
-        // By the call that the region's end undoes. SAFETY: mapped: a region goes by a later job of this thread.
-        let pinned =
-            unsafe { if is_adopted { driver.register(start, len, false) } else { driver.pin(start, len) } };
-        match pinned {
-            // Counted once, when the extent was made.
-            Err(error) if error.class() == ErrorClass::Transient => {
-                return self.pin_again_after((pause * 2).min(MOST_AGAIN));
-            }
-            pinned => {
-                if context.noting(pinned).is_err() {
-                    return;
-                }
-            }
-        }
-        let last = (Instant::now(), call.elapsed());
-        // Whether or not the region goes by now: the job that unpins it comes later, and looks.
-        is_pinned.store(true, Ordering::Relaxed);
-        {
-            let mut progress = self.progress.lock();
-            progress.pinning.longest_call = progress.pinning.longest_call.max(last.1);
-        }
-        self.pinned_after_all.get().into_iter().for_each(|call| call(start));
-        crate::foreign::info!(
-            target: "pinpool::region::unpinned", device = context.name(), bytes = len,
-            "memory that was not pinned is pinned after all"
-        );
-        let (regions, device) = (self.clone(), context.clone());
-        context.worker().send(move || regions.pin_again(id, &device, pause, offset + len, Some(last)));
-    }
-
-    /// No more extents: unmaps the rest of the mapping. The extents that are done stay.
-    fn finish(self: &Arc<Self>, making: Making, error: Option<Error>) {
-        let Making { context, id, base, len, offset, toucher, serve, done, .. } = making;
-        // The toucher's threads end before any of it is unmapped.
-        drop(toucher);
-        {
-            let mut progress = self.progress.lock();
-            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
-                region.len = offset;
-                region.whole = true;
-            }
-            if offset == 0 {
-                progress.regions.retain(|r| r.id != id);
-            }
-        }
-        if offset < len {
-            // SAFETY: the failed extent and the rest: mapped, not pinned, never handed out.
-            let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
-            leaked(&context, unmapped);
-        }
-        if self.goes_on_after(error.as_ref()) || self.allocates_after(&context, error.as_ref()) {
-            // The next attempt is counted first, so that a waiter never sees that nothing is being made.
-            self.pin(len - offset, serve, move |came, error| done(offset + came, error));
-            return self.ended(len - offset, None, || ());
-        }
-        self.ended(len - offset, error.as_ref(), || done(offset, error.clone()));
+        progress.busy += 1;
+        progress.pinning.wanted += len;
     }
 
     /// Ends one job. `done` is called before a thread can see that nothing is being pinned: if it then asks for more, the
@@ -802,25 +534,13 @@ impl Drop for Regions {
     }
 }
 
-/// Pauses before a call that pins or unpins. `last`: when the last such call ended, and how long it took.
-fn leave_room(last: Option<(Instant, Duration)>) {
-    if let Some((over, took)) = last.filter(|(_, took)| *took > SHORT_CALL) {
-        std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
-    }
-}
-
-fn leaked(context: &Context, unmapped: Result<()>) {
-    if let Err(error) = unmapped {
-        crate::foreign::error!(target: "pinpool::region::leak", device = context.name(), %error, "a mapping is leaked");
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::{Backing, Pinning, ROOM, Unpinned};
+    use super::make::ROOM;
+    use super::{Backing, Pinning, Unpinned};
     use crate::device::HostAllocFlags;
     use crate::device::hooked::Hooked;
     use crate::device::host::{Call, HostConfig, HostNode};

@@ -18,11 +18,11 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::locks::{Condvar, Mutex};
-
+use crate::locks::Mutex;
 use crate::os;
 
 /// Bytes that a thread touches at a time: a few huge pages, so that no waiter waits long for the last unit.
@@ -38,19 +38,6 @@ const SLOW_CALLS: u32 = 4;
 
 /// Whether pinned memory is backed by huge pages (2 MiB on most systems). Set by
 /// [`PoolBuilder::huge_pages`](crate::PoolBuilder::huge_pages).
-///
-/// # Examples
-///
-/// ```
-/// # use pinpool::{Device, HugePages, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// let pool = Pool::builder(&device)
-///     .capacity(1 << 20)
-///     .huge_pages(HugePages::Never)
-///     .unpinned(Unpinned::Allow)
-///     .build()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HugePages {
     /// Asked for as long as they come fast. If the system has to make room for them first, ordinary pages are taken.
@@ -63,13 +50,15 @@ pub enum HugePages {
 }
 
 /// The threads that touch one region. Dropping it stops them, and returns when they have ended.
-#[derive(Debug)]
 pub(super) struct Toucher {
     work: Arc<TouchWork>,
     threads: Vec<JoinHandle<()>>,
+    /// The units that the threads have touched.
+    touched: Receiver<usize>,
+    /// For each unit whether it is known to be touched.
+    is_touched: Vec<bool>,
 }
 
-#[derive(Debug)]
 struct TouchWork {
     base: NonNull<u8>,
     len: usize,
@@ -80,20 +69,9 @@ struct TouchWork {
     stop: AtomicBool,
     /// Slow units in a row. Relaxed: a count.
     slow: AtomicU32,
-    /// Whether the threads may begin. They begin when all have been started: starting a thread maps its stack, and
-    /// mapping waits for threads that touch.
-    gate: Mutex<bool>,
-    opened: Condvar,
-    progress: Mutex<TouchProgress>,
-    moved: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct TouchProgress {
-    /// All units before this one have been touched.
-    upto: usize,
-    /// Units beyond it that have been touched.
-    ahead: Vec<usize>,
+    /// Held while the threads are started, which begin when it is free: starting a thread maps its stack, and mapping
+    /// waits for threads that touch.
+    starting: Mutex<()>,
 }
 
 // SAFETY: only the address keeps it from being Send. Its memory belongs to the region that is being made, and each unit
@@ -127,21 +105,20 @@ impl Toucher {
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             slow: AtomicU32::new(0),
-            gate: Mutex::new(false),
-            opened: Condvar::new(),
-            progress: Mutex::new(TouchProgress::default()),
-            moved: Condvar::new(),
+            starting: Mutex::default(),
         });
         let mut started = Vec::new();
         // Touching a single unit takes less time than starting a thread.
         let threads = if work.units() > 1 { threads.min(work.units()) } else { 0 };
+        let (tell, touched) = channel();
+        let starting = work.starting.lock();
         for _ in 0..threads {
-            let work = work.clone();
+            let (work, tell) = (work.clone(), tell.clone());
             let thread = os::thread::spawn("pinpool-touch", move || {
                 // Zeroing memory is faster from the node that has it; elsewhere it works too.
                 node.map(os::run_on_node);
-                work.wait_for_gate();
-                while work.step() {}
+                drop(work.starting.lock());
+                while work.step(|unit| _ = tell.send(unit)) {}
             });
             match thread {
                 Ok(thread) => started.push(thread),
@@ -151,19 +128,22 @@ impl Toucher {
                 }
             }
         }
-        *work.gate.lock() = true;
-        work.opened.notify_all();
-        Self { work, threads: started }
+        drop(starting);
+        let is_touched = vec![false; work.units()];
+        Self { work, threads: started, touched, is_touched }
     }
 
     /// Returns when the first `end` bytes have been touched. Touches units that no thread has taken.
-    pub(super) fn wait(&self, end: usize) {
-        let units = end.min(self.work.len).div_ceil(UNIT);
-        // The waiting thread helps.
-        while self.work.next.load(Ordering::Relaxed) < units && self.work.step() {}
-        let mut progress = self.work.progress.lock();
-        while progress.upto < units {
-            self.work.moved.wait(&mut progress);
+    pub(super) fn wait(&mut self, end: usize) {
+        let Self { work, touched, is_touched, .. } = self;
+        let units = end.min(work.len).div_ceil(UNIT);
+        while let Some(unit) = is_touched[..units].iter().position(|is_touched| !is_touched) {
+            // The waiting thread helps.
+            if work.next.load(Ordering::Relaxed) < units && work.step(|unit| is_touched[unit] = true) {
+                continue;
+            }
+            // Of a thread that has failed nothing comes; the driver's call touches its pages.
+            is_touched[touched.recv().unwrap_or(unit)] = true;
         }
     }
 }
@@ -183,15 +163,8 @@ impl TouchWork {
         self.len.div_ceil(UNIT)
     }
 
-    fn wait_for_gate(&self) {
-        let mut open = self.gate.lock();
-        while !*open {
-            self.opened.wait(&mut open);
-        }
-    }
-
-    /// Touches the next unit. `false`: there is none.
-    fn step(&self) -> bool {
+    /// Touches the next unit, and tells `done` its number. `false`: there is none.
+    fn step(&self, done: impl FnOnce(usize)) -> bool {
         if self.stop.load(Ordering::Relaxed) {
             return false;
         }
@@ -217,14 +190,7 @@ impl TouchWork {
                 gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == SLOW_CALLS;
             }
         }
-        let mut progress = self.progress.lock();
-        progress.ahead.push(unit);
-        while let Some(at) = progress.ahead.iter().position(|u| *u == progress.upto) {
-            progress.ahead.swap_remove(at);
-            progress.upto += 1;
-        }
-        drop(progress);
-        self.moved.notify_all();
+        done(unit);
         // After the unit was counted, since a thread may wait for it: the subscriber is the program's code, and may
         // panic or block.
         if gives_up {
@@ -276,7 +242,7 @@ mod tests {
             ] {
                 let base = os::map(len, 2 << 20).unwrap();
                 // SAFETY: mapped just now, unmapped below, after the toucher.
-                let toucher = unsafe { Toucher::start(base, len, threads, huge, Some(0)) };
+                let mut toucher = unsafe { Toucher::start(base, len, threads, huge, Some(0)) };
                 toucher.wait(page);
                 assert!(resident(base, page) == page);
                 toucher.wait(len);
@@ -295,7 +261,7 @@ mod tests {
         let len = 64 * UNIT;
         let base = os::map(len, 2 << 20).unwrap();
         // SAFETY: as above.
-        let toucher = unsafe { Toucher::start(base, len, 0, HugePages::Never, None) };
+        let mut toucher = unsafe { Toucher::start(base, len, 0, HugePages::Never, None) };
         toucher.wait(UNIT);
         drop(toucher);
         assert_eq!(resident(base, len), UNIT);

@@ -19,8 +19,7 @@
 //! makes in any case (whether its list has room), leaves the fast path there, and closes the entry. The time is then
 //! counted into the histogram of holding times.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
 use std::panic::Location;
 use std::time::Instant;
 
@@ -60,31 +59,10 @@ pub(crate) struct LedgerEntry {
     pub(crate) origin: CheckoutSite,
 }
 
-/// Hashes addresses of descriptors. The crate allocates these, so no input can choose them to collide, and a
-/// multiplication (by 2^64 over the golden ratio) spreads them: the upper half of the product differs in its lowest
-/// bits, the lower half in its topmost, and hash tables use both.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct AddressHasher(u64);
-
-impl Hasher for AddressHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_usize((*byte).into()));
-    }
-
-    fn write_usize(&mut self, n: usize) {
-        let product = u128::from(self.0 ^ n as u64) * 0x9E37_79B9_7F4A_7C15;
-        self.0 = product as u64 ^ (product >> 64) as u64;
-    }
-}
-
 /// The checkouts that were entered, by the address of their descriptor, which does not change while the segment is out.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    out: HashMap<usize, LedgerEntry, BuildHasherDefault<AddressHasher>>,
+    out: BTreeMap<usize, LedgerEntry>,
     holding: Histogram,
 }
 
@@ -105,10 +83,6 @@ impl Ledger {
 
     /// Closes the entry of a segment that came back, if it has one.
     pub(crate) fn close(&mut self, descriptor: usize) {
-        // Most pools have few entries, and most returns that come here have none.
-        if self.out.is_empty() {
-            return;
-        }
         if let Some(entry) = self.out.remove(&descriptor) {
             self.holding.record(entry.since.elapsed());
         }
@@ -122,8 +96,6 @@ impl Ledger {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::hash::BuildHasher;
-
     use super::*;
 
     #[test]
@@ -137,18 +109,5 @@ mod tests {
         [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
         assert_eq!(ledger.holding().count(), 1);
         assert!(!ledger.has(1));
-    }
-
-    #[test]
-    fn addresses_are_spread() {
-        // Descriptors lie 32 bytes apart. The bits that a table uses, the lowest and the seven topmost, must differ all
-        // the same.
-        let hash =
-            |n: usize| BuildHasherDefault::<AddressHasher>::default().hash_one(0x7F00_0000_1000 + n * 32);
-        let mut buckets = vec![0; 1024];
-        (0..4096).for_each(|n| buckets[hash(n) as usize % 1024] += 1);
-        assert!(buckets.iter().all(|n| *n <= 16), "{:?}", buckets.iter().max());
-        let tops: std::collections::HashSet<u64> = (0..4096).map(|n| hash(n) >> 57).collect();
-        assert!(tops.len() > 100, "{}", tops.len());
     }
 }

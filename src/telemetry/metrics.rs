@@ -1,15 +1,19 @@
-//! The metrics by name, and how each is sent.
+//! The metrics: one table, of which everything about a metric is made.
 //!
-//! One table has name, kind, unit, labels and help of each metric. Three things are made of it: the events, which
+//! A row has the kind, name and labels of a metric, how it is read from a sample, and what it measures. Four
+//! things are made of it: [`METRICS`] with its page, for authors of dashboards; what a poll reads; the events, which
 //! tracing-opentelemetry's `MetricsLayer` turns into metrics (it looks at the first part of a field's name:
-//! `monotonic_counter.`, `gauge.`, `histogram.`); what the `metrics` facade is given; and [`METRICS`], for authors of
-//! dashboards. The table is a macro, since a field's name has to be known when the crate is compiled.
+//! `monotonic_counter.`, `gauge.`, `histogram.`); and what the `metrics` facade is given. The table is a macro, since a
+//! field's name has to be known when the crate is compiled.
 //!
-//! A new metric is a row here, a line in the sampler that sends it, and the same row on the module page of `telemetry`
-//! (a test compares the two). A new label is also a field of `Labels`, a line in `Labels::named`, and a line in
-//! `event!`. CONTRIBUTING.md has all steps.
+//! The first label says what the metric is of, a `pool` or a `device`. A row with a second label reads a list of label
+//! values, each with its value. CONTRIBUTING.md has all steps to a new metric.
 
-use super::counters::Histogram;
+use std::borrow::Cow;
+use std::time::Duration;
+
+use super::counters::{BOUNDS, Histogram};
+use super::snapshot::{ClassStats, DeviceStats, Snapshot};
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
@@ -20,45 +24,15 @@ pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 const REPLAYED: u64 = 64;
 
 /// How a metric behaves.
-///
-/// ```
-/// use pinpool::telemetry::{METRICS, MetricKind};
-///
-/// let durations = METRICS.iter().filter(|metric| metric.kind == MetricKind::Histogram);
-/// assert!(durations.map(|metric| metric.name).any(|name| name == "pinpool.wait.seconds"));
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MetricKind {
     /// Counts up; each poll sends the increase since the poll before.
     Counter,
-    /// A whole number that goes up and down.
+    /// Goes up and down.
     Gauge,
-    /// A number with a fraction that goes up and down.
-    Real,
     /// Durations.
     Histogram,
-}
-
-/// The unit of a metric's numbers.
-///
-/// ```
-/// use pinpool::telemetry::{METRICS, MetricUnit};
-///
-/// let pinned = METRICS.iter().find(|metric| metric.name == "pinpool.memory.pinned.bytes");
-/// assert_eq!(pinned.map(|metric| metric.unit), Some(MetricUnit::Bytes));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum MetricUnit {
-    /// Bytes.
-    Bytes,
-    /// Seconds.
-    Seconds,
-    /// Bytes a second.
-    BytesPerSecond,
-    /// A count; the metric's name says of what.
-    Count,
 }
 
 /// One metric. [`METRICS`] lists all of them.
@@ -71,12 +45,11 @@ pub enum MetricUnit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Metric {
-    /// Its name in OpenTelemetry's style, with points.
+    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`, `bytes_per_second`, or
+    /// what is counted; a counter's has `total` after that.
     pub name: &'static str,
     /// How it behaves.
     pub kind: MetricKind,
-    /// The unit of its numbers.
-    pub unit: MetricUnit,
     /// The names of its labels (attributes).
     pub labels: &'static [&'static str],
     /// What it measures.
@@ -91,213 +64,297 @@ impl Metric {
     }
 }
 
-/// A value to send.
-#[derive(Clone, Debug)]
-pub(super) enum MetricValue {
-    Count(u64),
-    Level(u64),
-    Real(f64),
-    Durations(Box<Histogram>),
+/// A poll of a pool: what its metrics are read from.
+pub(super) struct PoolSample {
+    pub(super) snapshot: Snapshot,
+    pub(super) peak_bytes: usize,
+    pub(super) stuck_buffers: usize,
+    pub(super) stuck_bytes: usize,
+    /// The time of the poll, in seconds since 1970.
+    pub(super) at_seconds: f64,
 }
 
-/// The values of a metric's labels; `None` for those that the metric does not have.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Labels {
-    pub(super) pool: Option<String>,
-    pub(super) state: Option<&'static str>,
-    pub(super) stride: Option<String>,
-    pub(super) class: Option<&'static str>,
-    pub(super) device: Option<String>,
-    pub(super) stream: Option<String>,
-    pub(super) direction: Option<&'static str>,
-    pub(super) reason: Option<&'static str>,
-}
-
-impl Labels {
-    /// The labels that have a value, with their names.
-    #[cfg(any(test, feature = "metrics"))]
-    fn named(&self) -> impl Iterator<Item = (&'static str, String)> {
-        let all = [
-            ("pool", self.pool.as_deref()),
-            ("state", self.state),
-            ("stride", self.stride.as_deref()),
-            ("class", self.class),
-            ("device", self.device.as_deref()),
-            ("stream", self.stream.as_deref()),
-            ("direction", self.direction),
-            ("reason", self.reason),
-        ];
-        all.map(|(name, value)| value.map(|value| (name, value.to_owned()))).into_iter().flatten()
+impl PoolSample {
+    fn by_stride(&self, of: fn(&ClassStats) -> u64) -> impl Iterator<Item = (String, u64)> {
+        let label = |class: &ClassStats| class.stride.map_or("large".to_owned(), |stride| stride.to_string());
+        self.snapshot.classes.iter().map(move |class| (label(class), of(class)))
     }
 }
 
-/// Emits one event. Labels without a value are left out.
-macro_rules! event {
-    ($prefix:ident, [$($part:ident).+], $value:expr, $labels:ident) => {
-        // Without a message, which would become a label.
-        tracing::event!(target: TARGET, LEVEL, {
-            $prefix.$($part).+ = $value,
-            pool = $labels.pool.as_deref(),
-            state = $labels.state,
-            stride = $labels.stride.as_deref(),
-            class = $labels.class,
-            device = $labels.device.as_deref(),
-            stream = $labels.stream.as_deref(),
-            direction = $labels.direction,
-            reason = $labels.reason
-        })
+/// A poll of a device: what its metrics are read from.
+pub(super) struct DeviceSample {
+    pub(super) stats: DeviceStats,
+    pub(super) stuck_streams: usize,
+    pub(super) streams: Vec<StreamSample>,
+}
+
+/// What is in flight on one stream, or on all streams that have no label of their own.
+#[derive(Default)]
+pub(super) struct StreamSample {
+    pub(super) label: Cow<'static, str>,
+    pub(super) bytes: usize,
+    pub(super) entries: usize,
+}
+
+impl DeviceSample {
+    fn by_stream(&self, of: fn(&StreamSample) -> usize) -> impl Iterator<Item = (Cow<'static, str>, usize)> {
+        self.streams.iter().map(move |stream| (stream.label.clone(), of(stream)))
+    }
+}
+
+/// A poll of a pool or of a device. A row reads the one that its first label names; with neither, nothing is read.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Sample<'a> {
+    pub(super) pool: Option<&'a PoolSample>,
+    pub(super) device: Option<&'a DeviceSample>,
+}
+
+/// A metric's value, by the metric's kind.
+#[derive(Clone, Debug)]
+pub(super) enum Value {
+    Counter(u64),
+    Gauge(f64),
+    Histogram(Box<Histogram>),
+}
+
+impl Value {
+    /// The value to send: what was counted after the earlier reading `before`, or a gauge's level.
+    pub(super) fn since(&self, before: Option<&Self>) -> Self {
+        match (self, before) {
+            (Self::Counter(now), Some(Self::Counter(before))) => Self::Counter(now.saturating_sub(*before)),
+            (Self::Histogram(now), Some(Self::Histogram(before))) => {
+                Self::Histogram(now.since(before).into())
+            }
+            _ => self.clone(),
+        }
+    }
+
+    /// The value to subtract from the next reading: the higher of two counts. A later reading may be lower, since a call
+    /// that refills a thread's list may count its segments as checked out and returned for a moment, and since a stream
+    /// that ends may be counted late; and what was sent cannot be taken back.
+    pub(super) fn or_later(self, before: Option<Self>) -> Self {
+        match (self, before) {
+            (Self::Counter(now), Some(Self::Counter(before))) => Self::Counter(now.max(before)),
+            (now, _) => now,
+        }
+    }
+}
+
+/// Values of one metric, each with its second label, which is empty where the metric has none.
+type Readings = Vec<(Cow<'static, str>, Value)>;
+
+/// The part of a row that only this module needs.
+struct Row {
+    read: fn(Sample) -> Option<Readings>,
+    /// Sends a value as events, with the values of the first and the second label.
+    send: fn(&Value, &str, &str),
+}
+
+macro_rules! send {
+    (Counter, $value:ident, $($rest:tt)*) => {
+        if let Value::Counter(count) = $value {
+            event!(monotonic_counter, *count, $($rest)*)
+        }
+    };
+    (Gauge, $value:ident, $($rest:tt)*) => {
+        if let Value::Gauge(level) = $value {
+            event!(gauge, *level, $($rest)*)
+        }
+    };
+    (Histogram, $value:ident, $($rest:tt)*) => {
+        if let Value::Histogram(durations) = $value {
+            for seconds in thinned(durations) {
+                event!(histogram, seconds, $($rest)*)
+            }
+        }
     };
 }
 
-/// Emits the events of a value: one, or of durations one for each that is shown.
-macro_rules! send {
-    (Counter, $name:tt, $value:ident, $labels:ident) => {
-        if let MetricValue::Count(count) = *$value {
-            event!(monotonic_counter, $name, count, $labels)
-        }
+macro_rules! event {
+    ($prefix:ident, $value:expr, [$($part:ident).+], $($label:ident),+) => {
+        // Without a message, which would become a label.
+        tracing::event!(target: TARGET, LEVEL, { $prefix.$($part).+ = $value, $($label),+ })
     };
-    (Gauge, $name:tt, $value:ident, $labels:ident) => {
-        if let MetricValue::Level(level) = *$value {
-            event!(gauge, $name, level, $labels)
-        }
+}
+
+macro_rules! value {
+    (Histogram, $value:expr) => {
+        Value::Histogram($value.into())
     };
-    (Real, $name:tt, $value:ident, $labels:ident) => {
-        if let MetricValue::Real(real) = *$value {
-            event!(gauge, $name, real, $labels)
-        }
+    ($kind:ident, $value:expr) => {
+        Value::$kind($value as _)
     };
-    (Histogram, $name:tt, $value:ident, $labels:ident) => {
-        if let MetricValue::Durations(durations) = $value {
-            for (seconds, count) in thinned(durations) {
-                for _ in 0..count {
-                    event!(histogram, $name, seconds, $labels)
-                }
-            }
-        }
+}
+
+macro_rules! readings {
+    ($kind:ident, $read:expr, $scope:ident) => {
+        vec![(Cow::Borrowed(""), value!($kind, $read))]
+    };
+    ($kind:ident, $read:expr, $scope:ident, $label:ident) => {
+        $read.into_iter().map(|(label, value)| (Cow::from(label), value!($kind, value))).collect()
     };
 }
 
 macro_rules! table {
-    ($($id:ident: $kind:ident, [$first:ident $(.$rest:ident)*], $unit:ident, [$($label:ident),*], $help:literal;)*) => {
-        /// The metrics, in the order of the table.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub(super) enum Id {
-            $($id,)*
-        }
-
+    ($(
+        $kind:ident [$first:ident $(.$rest:ident)*] [$scope:ident $(, $label:ident)?]
+        |$at:ident| $read:expr, $help:literal;
+    )*) => {
         /// Every metric that a [`Sampler`](super::Sampler) sends.
+        ///
+        /// | name | kind | labels | what |
+        /// | --- | --- | --- | --- |
+        $(#[doc = concat!(
+            "| `", stringify!($first) $(, ".", stringify!($rest))*, "` | ", stringify!($kind), " | ",
+            stringify!($scope) $(, ", ", stringify!($label))?, " | ", $help, " |"
+        )])*
         pub const METRICS: &[Metric] = &[
             $(Metric {
                 name: concat!(stringify!($first) $(, ".", stringify!($rest))*),
                 kind: MetricKind::$kind,
-                unit: MetricUnit::$unit,
-                labels: &[$(stringify!($label)),*],
+                labels: &[stringify!($scope) $(, stringify!($label))?],
                 help: $help,
             },)*
         ];
 
-        /// Sends a value as events.
-        pub(super) fn send_event(id: Id, value: &MetricValue, labels: &Labels) {
-            match id {
-                $(Id::$id => send!($kind, [$first $(.$rest)*], value, labels),)*
-            }
-        }
+        /// The rows of [`METRICS`], in its order.
+        const ROWS: &[Row] = &[
+            $(Row {
+                read: |sample| {
+                    let $at = sample.$scope?;
+                    Some(readings!($kind, $read, $scope $(, $label)?))
+                },
+                send: |value, $scope, _label| {
+                    $(let $label = _label;)?
+                    send!($kind, value, [$first $(.$rest)*], $scope $(, $label)?);
+                },
+            },)*
+        ];
     };
 }
 
 table! {
-    MemoryBytes: Gauge, [pinpool.memory.bytes], Bytes, [pool, state],
+    Gauge [pinpool.memory.bytes] [pool, state]
+        |p| [
+            ("free", p.snapshot.pool.free_bytes),
+            ("checked_out", p.snapshot.pool.checked_out_bytes),
+            ("in_flight", p.snapshot.pool.in_flight_bytes),
+            ("quarantined", p.snapshot.pool.quarantined_bytes),
+            ("cut", p.snapshot.pool.cut_bytes),
+        ],
         "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
-    PinnedBytes: Gauge, [pinpool.memory.pinned.bytes], Bytes, [pool], "Bytes that are pinned.";
-    UnpinnedBytes: Gauge, [pinpool.memory.unpinned.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.pinned.bytes] [pool] |p| p.snapshot.pool.pinned_bytes,
+        "Bytes that are pinned.";
+    Gauge [pinpool.memory.unpinned.bytes] [pool] |p| p.snapshot.pool.unpinned_bytes,
         "Bytes that the pool serves and that are not pinned.";
-    CapacityBytes: Gauge, [pinpool.memory.capacity.bytes], Bytes, [pool], "Bytes that the pool may hold at most.";
-    CachedBytes: Gauge, [pinpool.memory.cached.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.capacity.bytes] [pool] |p| p.snapshot.pool.capacity_bytes,
+        "Bytes that the pool may hold at most.";
+    Gauge [pinpool.memory.cached.bytes] [pool] |p| p.snapshot.pool.cached_bytes,
         "Of the free bytes, those that are cached for the next checkouts.";
-    ClaimedBytes: Gauge, [pinpool.memory.claimed.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.claimed.bytes] [pool] |p| p.snapshot.pool.claimed_bytes,
         "Of the bytes in flight, those that a stream-ready buffer has claimed.";
-    RequestedBytes: Gauge, [pinpool.memory.requested.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.requested.bytes] [pool] |p| p.snapshot.pool.requested_bytes,
         "The lengths asked for, of all buffers that are out.";
-    RoundingBytes: Gauge, [pinpool.memory.rounding.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.rounding.bytes] [pool] |p| p.snapshot.pool.rounding_bytes,
         "Bytes given to buffers that are out beyond the lengths asked for.";
-    LargestFreeBytes: Gauge, [pinpool.memory.largest_free.bytes], Bytes, [pool], "The longest free range in one piece.";
-    PeakBytes: Gauge, [pinpool.memory.peak.bytes], Bytes, [pool],
+    Gauge [pinpool.memory.largest_free.bytes] [pool] |p| p.snapshot.pool.largest_free_bytes,
+        "The longest free range in one piece.";
+    Gauge [pinpool.memory.peak.bytes] [pool] |p| p.peak_bytes,
         "The most bytes at a time since the poll before that were in use or cached by threads.";
-    Checkouts: Counter, [pinpool.checkouts.total], Count, [pool], "Segments checked out.";
-    Returns: Counter, [pinpool.returns.total], Count, [pool], "Segments that came back.";
-    Misses: Counter, [pinpool.misses.total], Count, [pool], "Requests that the thread's own cache could not serve.";
-    Reclaims: Counter, [pinpool.reclaims.total], Count, [pool],
+    Counter [pinpool.checkouts.total] [pool] |p| p.snapshot.pool.checkouts,
+        "Segments checked out.";
+    Counter [pinpool.returns.total] [pool] |p| p.snapshot.pool.returns,
+        "Segments that came back.";
+    Counter [pinpool.misses.total] [pool] |p| p.snapshot.pool.misses,
+        "Requests that the thread's own cache could not serve.";
+    Counter [pinpool.reclaims.total] [pool] |p| p.snapshot.pool.reclaims,
         "Times that cached segments were taken back from the threads.";
-    Growths: Counter, [pinpool.growths.total], Count, [pool],
+    Counter [pinpool.growths.total] [pool] |p| p.snapshot.pool.growths,
         "Regions that the pool began to pin because a request found nothing.";
-    GrowthFailures: Counter, [pinpool.growth_failures.total], Count, [pool],
+    Counter [pinpool.growth_failures.total] [pool] |p| p.snapshot.pool.growth_failures,
         "Times that pinning ended before all of a region was pinned.";
-    Waits: Counter, [pinpool.waits.total], Count, [pool], "Requests that had to wait.";
-    Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits that were given up at their deadline.";
-    Abandoned: Counter, [pinpool.abandoned.total], Count, [pool],
+    Counter [pinpool.waits.total] [pool] |p| p.snapshot.pool.waits,
+        "Requests that had to wait.";
+    Counter [pinpool.timeouts.total] [pool] |p| p.snapshot.pool.timeouts,
+        "Waits that were given up at their deadline.";
+    Counter [pinpool.abandoned.total] [pool] |p| p.snapshot.pool.abandoned,
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
-    Refused: Counter, [pinpool.refused.total], Count, [pool, reason],
+    Counter [pinpool.refused.total] [pool, reason] |p| p.snapshot.pool.refused.by_reason(),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
-    Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests that wait now.";
-    Errors: Counter, [pinpool.errors.total], Count, [pool, class],
+    Gauge [pinpool.waiting.requests] [pool] |p| p.snapshot.pool.waiting,
+        "Requests that wait now.";
+    Counter [pinpool.errors.total] [pool, class] |p| p.snapshot.pool.errors.by_class(),
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
-    WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
-    HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
+    Histogram [pinpool.wait.seconds] [pool] |p| p.snapshot.waiting,
+        "How long requests waited for memory.";
+    Histogram [pinpool.holding.seconds] [pool] |p| p.snapshot.holding,
         "How long buffers were out; of a sample, one in eight of those that no cache served.";
-    PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool],
+    Gauge [pinpool.pinning.bytes_per_second] [pool]
+        |p| p.snapshot.pinning.bytes_per_second().unwrap_or(0.0),
         "Bytes pinned per second spent in pinning.";
-    LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
-    Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
+    Gauge [pinpool.pinning.longest_call.seconds] [pool]
+        |p| p.snapshot.pinning.longest_call.as_secs_f64(), "The longest single call that pinned.";
+    Gauge [pinpool.sampled.timestamp.seconds] [pool] |p| p.at_seconds,
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
-    StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool],
+    Gauge [pinpool.stuck.buffers] [pool] |p| p.stuck_buffers,
         "Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool],
+    Gauge [pinpool.stuck.bytes] [pool] |p| p.stuck_bytes,
         "Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
+    Gauge [pinpool.class.free.segments] [pool, stride] |p| p.by_stride(|class| class.free),
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
-    ClassOut: Gauge, [pinpool.class.out.segments], Count, [pool, stride],
+    Gauge [pinpool.class.out.segments] [pool, stride] |p| p.by_stride(|class| class.out),
         "Segments of a size class that are checked out, in flight or quarantined.";
-    ClassCached: Gauge, [pinpool.class.cached.segments], Count, [pool, stride],
+    Gauge [pinpool.class.cached.segments] [pool, stride] |p| p.by_stride(|class| class.cached),
         "Of the free segments of a size class, those that are cached for the next checkouts.";
-    ClassCheckouts: Counter, [pinpool.class.checkouts.total], Count, [pool, stride],
+    Counter [pinpool.class.checkouts.total] [pool, stride] |p| p.by_stride(|class| class.checkouts),
         "Segments of a size class checked out.";
-    FlightSeconds: Histogram, [pinpool.flight.seconds], Seconds, [device],
+    Histogram [pinpool.flight.seconds] [device] |d| d.stats.flight,
         "From submitting to being seen complete; of a sample, one in sixteen of each stream.";
-    DeviceErrors: Counter, [pinpool.device.errors.total], Count, [device, class],
+    Counter [pinpool.device.errors.total] [device, class] |d| d.stats.errors.by_class(),
         "Driver calls that failed, by the class of the error.";
-    DeviceSubmitted: Counter, [pinpool.device.submitted.total], Count, [device], "Copies and holds submitted.";
-    DeviceCompleted: Counter, [pinpool.device.completed.total], Count, [device],
+    Counter [pinpool.device.submitted.total] [device] |d| d.stats.submitted,
+        "Copies and holds submitted.";
+    Counter [pinpool.device.completed.total] [device] |d| d.stats.completed,
         "Copies and holds known to be complete.";
-    DeviceCopied: Counter, [pinpool.device.copied.bytes.total], Bytes, [device, direction],
+    Counter [pinpool.device.copied.bytes.total] [device, direction]
+        |d| [("upload", d.stats.uploaded_bytes), ("download", d.stats.downloaded_bytes)],
         "Bytes of copies that the driver accepted; direction is upload or download.";
-    DeviceRegistered: Gauge, [pinpool.device.registered.bytes], Bytes, [device],
+    Gauge [pinpool.device.registered.bytes] [device] |d| d.stats.registered_bytes,
         "Bytes of values registered with the device.";
-    DeviceLost: Gauge, [pinpool.device.lost], Count, [device], "1 if the device is lost, else 0.";
-    StuckStreams: Gauge, [pinpool.device.stuck.streams], Count, [device],
+    Gauge [pinpool.device.lost] [device] |d| u64::from(d.stats.lost.is_some()),
+        "1 if the device is lost, else 0.";
+    Gauge [pinpool.device.stuck.streams] [device] |d| d.stuck_streams,
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
-    StreamBytes: Gauge, [pinpool.stream.in_flight.bytes], Bytes, [device, stream],
+    Gauge [pinpool.stream.in_flight.bytes] [device, stream] |d| d.by_stream(|stream| stream.bytes),
         "Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together.";
-    StreamEntries: Gauge, [pinpool.stream.in_flight.entries], Count, [device, stream],
+    Gauge [pinpool.stream.in_flight.entries] [device, stream]
+        |d| d.by_stream(|stream| stream.entries),
         "Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together.";
 }
 
-impl Id {
-    #[cfg(any(test, feature = "metrics"))]
-    fn metric(self) -> &'static Metric {
-        // The enum and the list are made of the same table.
-        &METRICS[self as usize]
-    }
+/// A value that was read, by the metric's place in the table and the value of its second label.
+pub(super) type Key = (usize, Cow<'static, str>);
+
+/// Reads all metrics of a sample.
+pub(super) fn read(sample: Sample<'_>) -> impl Iterator<Item = (Key, Value)> + '_ {
+    let rows = ROWS.iter().enumerate();
+    rows.filter_map(move |(row, Row { read, .. })| Some((row, read(sample)?)))
+        .flat_map(|(row, readings)| readings.into_iter().map(move |(label, value)| ((row, label), value)))
+}
+
+/// Sends a value as events. `first`: the value of the first label.
+pub(super) fn send_event(key: &Key, value: &Value, first: &str) {
+    (ROWS[key.0].send)(value, first, &key.1);
 }
 
 /// The duration that is sent for each one of a bucket, in seconds: three quarters of the bucket's upper bound.
-fn stands_for(upper: Option<std::time::Duration>) -> f64 {
-    let last = Histogram::BOUNDS_NS[Histogram::BOUNDS_NS.len() - 1] as f64 * 2.0;
-    upper.map_or(last, |upper| upper.as_nanos() as f64) * 0.75 / 1e9
+fn stands_for(upper: Option<Duration>) -> f64 {
+    0.75 * upper.unwrap_or(BOUNDS[BOUNDS.len() - 1] * 2).as_secs_f64()
 }
 
-/// The durations of a histogram: for each bucket a value, and how often it is sent. Where there are more than
-/// [`REPLAYED`], fewer are sent, in the same proportions.
-fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
+/// The durations of a histogram, each as what stands for it. Where there are more than [`REPLAYED`], there are fewer, in
+/// the same proportions.
+fn thinned(durations: &Histogram) -> Vec<f64> {
     let all = durations.count();
     let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);
     // Each bucket is shown at least once; the rest is shared in proportion.
@@ -306,7 +363,7 @@ fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
         0..=REPLAYED => count,
         _ => 1 + (u128::from(count) * u128::from(rest) / u128::from(all)) as u64,
     };
-    buckets().map(|bucket| (stands_for(bucket.upper), shown(bucket.count))).collect()
+    buckets().flat_map(|b| std::iter::repeat_n(stands_for(b.upper), shown(b.count) as usize)).collect()
 }
 
 /// Describes each metric to the facade.
@@ -314,16 +371,16 @@ fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
 pub(super) fn describe() {
     metrics::with_recorder(|recorder| {
         for metric in METRICS {
-            let unit = Some(match metric.unit {
-                MetricUnit::Bytes => metrics::Unit::Bytes,
-                MetricUnit::Seconds => metrics::Unit::Seconds,
-                // The facade has no unit of bytes a second; the metric's name has it.
-                MetricUnit::BytesPerSecond | MetricUnit::Count => metrics::Unit::Count,
-            });
+            // The facade has no unit of bytes a second; the metric's name has it.
+            let unit = match metric.name.trim_end_matches(".total").rsplit('.').next() {
+                Some("bytes") => Some(metrics::Unit::Bytes),
+                Some("seconds") => Some(metrics::Unit::Seconds),
+                _ => Some(metrics::Unit::Count),
+            };
             let (name, help) = (metric.name.into(), metric.help.into());
             match metric.kind {
                 MetricKind::Counter => recorder.describe_counter(name, unit, help),
-                MetricKind::Gauge | MetricKind::Real => recorder.describe_gauge(name, unit, help),
+                MetricKind::Gauge => recorder.describe_gauge(name, unit, help),
                 MetricKind::Histogram => recorder.describe_histogram(name, unit, help),
             }
         }
@@ -331,21 +388,22 @@ pub(super) fn describe() {
 }
 
 /// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have the bounds of
-/// [`Histogram::BOUNDS_NS`].
+/// [`Histogram::bounds_seconds`].
 #[cfg(feature = "metrics")]
-pub(super) fn send_to_recorder(id: Id, value: &MetricValue, labels: &Labels) {
+pub(super) fn send_to_recorder(key: &Key, value: &Value, first: &str) {
     static RECORDER_METADATA: metrics::Metadata<'static> =
         metrics::Metadata::new(TARGET, metrics::Level::INFO, Some(module_path!()));
+    let metric = &METRICS[key.0];
+    let labels = metric.labels.iter().zip([first, &*key.1]);
     let labels: Vec<metrics::Label> =
-        labels.named().map(|(name, value)| metrics::Label::new(name, value)).collect();
-    let key = metrics::Key::from_parts(id.metric().name, labels);
+        labels.map(|(name, value)| metrics::Label::new(*name, value.to_owned())).collect();
+    let key = metrics::Key::from_parts(metric.name, labels);
     metrics::with_recorder(|recorder| match value {
-        MetricValue::Count(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
-        MetricValue::Level(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level as f64),
-        MetricValue::Real(real) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*real),
-        MetricValue::Durations(durations) => {
-            let histogram = recorder.register_histogram(&key, &RECORDER_METADATA);
+        Value::Counter(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
+        Value::Gauge(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level),
+        Value::Histogram(durations) => {
             for bucket in durations.buckets().filter(|bucket| bucket.count > 0) {
+                let histogram = recorder.register_histogram(&key, &RECORDER_METADATA);
                 histogram.record_many(stands_for(bucket.upper), bucket.count as usize);
             }
         }
@@ -355,7 +413,6 @@ pub(super) fn send_to_recorder(id: Id, value: &MetricValue, labels: &Labels) {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::collections::HashSet;
-    use std::time::Duration;
 
     use super::*;
 
@@ -370,77 +427,38 @@ mod tests {
                 "{name}"
             );
             assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
-            let unit = match metric.unit {
-                MetricUnit::Bytes => name.trim_end_matches("_total").ends_with("_bytes"),
-                MetricUnit::Seconds => name.ends_with("_seconds"),
-                MetricUnit::BytesPerSecond => name.ends_with("_bytes_per_second"),
-                MetricUnit::Count => !name.contains("_bytes") && !name.contains("_seconds"),
-            };
-            assert!(unit, "{name} does not say that it is of {:?}", metric.unit);
-            assert!(metric.kind != MetricKind::Histogram || metric.unit == MetricUnit::Seconds, "{name}");
+            assert!(metric.kind != MetricKind::Histogram || name.ends_with("_seconds"), "{name}");
         }
-    }
-
-    #[test]
-    fn the_page_has_the_table() {
-        let page = include_str!("mod.rs");
-        for metric in METRICS {
-            let kind = match metric.kind {
-                MetricKind::Counter => "counter",
-                MetricKind::Gauge | MetricKind::Real => "gauge",
-                MetricKind::Histogram => "histogram",
-            };
-            let row = format!("//! | `{}` | {kind} | {} |", metric.name, metric.labels.join(", "));
-            assert!(page.contains(&row), "the page of the module lacks\n{row} {} |", metric.help);
-        }
-        assert_eq!(page.matches("//! | `pinpool.").count(), METRICS.len(), "the page has rows of its own");
-    }
-
-    #[test]
-    fn ids_are_in_the_tables_order() {
-        assert_eq!(Id::MemoryBytes.metric().name, "pinpool.memory.bytes");
-        assert_eq!(Id::StreamEntries.metric().name, METRICS[METRICS.len() - 1].name);
     }
 
     #[test]
     fn a_bucket_is_stood_for_by_one_of_its_own() {
-        for (ns, upper) in Histogram::BOUNDS_NS.iter().map(|ns| (*ns, Some(Duration::from_nanos(*ns)))) {
+        for upper in BOUNDS.map(Some).into_iter().chain([None]) {
             let mut histogram = Histogram::default();
             histogram.record(Duration::from_secs_f64(stands_for(upper)));
             let bucket = histogram.buckets().find(|bucket| bucket.count == 1).unwrap();
-            assert_eq!(bucket.upper, upper, "{ns} ns");
+            assert_eq!(bucket.upper, upper);
         }
-        let mut histogram = Histogram::default();
-        histogram.record(Duration::from_secs_f64(stands_for(None)));
-        assert_eq!(histogram.buckets().next_back().unwrap().count, 1);
     }
 
     #[test]
     fn too_many_are_thinned_in_proportion() {
         let mut histogram = Histogram::default();
         (0..3).for_each(|_| histogram.record(Duration::from_millis(1)));
-        assert_eq!(thinned(&histogram).iter().map(|(_, n)| n).sum::<u64>(), 3, "few are shown one by one");
+        assert_eq!(thinned(&histogram).len(), 3, "few are shown one by one");
         (0..6000).for_each(|_| histogram.record(Duration::from_secs(1)));
-        let shown = thinned(&histogram);
-        assert_eq!(
-            shown.iter().map(|(_, n)| *n).collect::<Vec<_>>(),
-            [1, 62],
-            "what is rare is shown all the same"
-        );
+        let shown = |upper: Duration| {
+            thinned(&histogram).iter().filter(|seconds| **seconds == stands_for(Some(upper))).count()
+        };
+        assert_eq!((shown(BOUNDS[10]), shown(BOUNDS[20])), (1, 62), "what is rare is shown all the same");
         // As many buckets as there are, of which all but one have little.
-        for ns in &Histogram::BOUNDS_NS {
-            histogram.record(Duration::from_nanos(*ns));
+        for bound in BOUNDS {
+            histogram.record(bound);
         }
         histogram.record(Duration::MAX);
-        let shown = thinned(&histogram);
-        assert_eq!(shown.len(), Histogram::BOUNDS_NS.len() + 1);
-        assert!(shown.iter().all(|(_, n)| *n > 0) && shown.iter().map(|(_, n)| n).sum::<u64>() <= REPLAYED);
-    }
-
-    #[test]
-    fn labels_are_those_that_are_there() {
-        let labels = Labels { pool: Some("a".into()), state: Some("free"), ..Labels::default() };
-        let named: Vec<_> = labels.named().collect();
-        assert_eq!(named, [("pool", "a".into()), ("state", "free".into())]);
+        let mut shown = thinned(&histogram);
+        assert!(shown.len() <= REPLAYED as usize);
+        shown.dedup();
+        assert_eq!(shown.len(), BOUNDS.len() + 1);
     }
 }

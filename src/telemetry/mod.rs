@@ -55,7 +55,7 @@
 //!
 //! # Metrics
 //!
-//! A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so that a log has them only
+//! [`METRICS`] lists them. A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so that a log has them only
 //! where it asks for them. The field with the value has the metric's name with `monotonic_counter.`, `gauge.` or
 //! `histogram.` before it, as `MetricsLayer` of the crate tracing-opentelemetry expects. (Gauges need that crate's
 //! feature `metrics_gauge_unstable`. The layer must see the level TRACE of this target: a filter
@@ -74,52 +74,6 @@
 //! polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`): that holds for the
 //! whole process, and would take away the server's own counters and what it sets but once. A server that builds pools
 //! again and again gives them the same [name](crate::PoolBuilder::name).
-//!
-//! | name | kind | labels | what |
-//! | --- | --- | --- | --- |
-//! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned |
-//! | `pinpool.memory.pinned.bytes` | gauge | pool | Bytes that are pinned |
-//! | `pinpool.memory.unpinned.bytes` | gauge | pool | Bytes that the pool serves and that are not pinned |
-//! | `pinpool.memory.capacity.bytes` | gauge | pool | Bytes that the pool may hold at most |
-//! | `pinpool.memory.cached.bytes` | gauge | pool | Of the free bytes, those that are cached for the next checkouts |
-//! | `pinpool.memory.claimed.bytes` | gauge | pool | Of the bytes in flight, those that a stream-ready buffer has claimed |
-//! | `pinpool.memory.requested.bytes` | gauge | pool | The lengths asked for, of all buffers that are out |
-//! | `pinpool.memory.rounding.bytes` | gauge | pool | Bytes given to buffers that are out beyond the lengths asked for |
-//! | `pinpool.memory.largest_free.bytes` | gauge | pool | The longest free range in one piece |
-//! | `pinpool.memory.peak.bytes` | gauge | pool | The most bytes at a time since the poll before that were in use or cached by threads |
-//! | `pinpool.checkouts.total` | counter | pool | Segments checked out |
-//! | `pinpool.returns.total` | counter | pool | Segments that came back |
-//! | `pinpool.misses.total` | counter | pool | Requests that the thread's own cache could not serve |
-//! | `pinpool.reclaims.total` | counter | pool | Times that cached segments were taken back from the threads |
-//! | `pinpool.growths.total` | counter | pool | Regions that the pool began to pin because a request found nothing |
-//! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended before all of a region was pinned |
-//! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
-//! | `pinpool.timeouts.total` | counter | pool | Waits that were given up at their deadline |
-//! | `pinpool.abandoned.total` | counter | pool | Waits whose future was dropped: a client went away, or a runtime's own timeout passed |
-//! | `pinpool.refused.total` | counter | pool, reason | Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed |
-//! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
-//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown |
-//! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
-//! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight of those that no cache served |
-//! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
-//! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
-//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended |
-//! | `pinpool.stuck.buffers` | gauge | pool | Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out |
-//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out |
-//! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
-//! | `pinpool.class.out.segments` | gauge | pool, stride | Segments of a size class that are checked out, in flight or quarantined |
-//! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free segments of a size class, those that are cached for the next checkouts |
-//! | `pinpool.class.checkouts.total` | counter | pool, stride | Segments of a size class checked out |
-//! | `pinpool.flight.seconds` | histogram | device | From submitting to being seen complete; of a sample, one in sixteen of each stream |
-//! | `pinpool.device.errors.total` | counter | device, class | Driver calls that failed, by the class of the error |
-//! | `pinpool.device.submitted.total` | counter | device | Copies and holds submitted |
-//! | `pinpool.device.completed.total` | counter | device | Copies and holds known to be complete |
-//! | `pinpool.device.copied.bytes.total` | counter | device, direction | Bytes of copies that the driver accepted; direction is upload or download |
-//! | `pinpool.device.registered.bytes` | gauge | device | Bytes of values registered with the device |
-//! | `pinpool.device.lost` | gauge | device | 1 if the device is lost, else 0 |
-//! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight of which nothing completed for longer than the sampler's threshold |
-//! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together |
-//! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together |
 
 // The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
 // and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),
@@ -135,7 +89,7 @@ pub(crate) mod stuck;
 use std::time::Duration;
 
 pub use counters::{Bucket, ErrorCounts, Histogram, RefusedCounts};
-pub use metrics::{METRICS, Metric, MetricKind, MetricUnit};
+pub use metrics::{METRICS, Metric, MetricKind};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};
 pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
@@ -181,6 +135,7 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        stuck::find(threshold, self.central(), self.devices())
+        let found = stuck::find(threshold, self.central(), self.devices()).into_iter();
+        found.map(|(_, buffer)| buffer).collect()
     }
 }

@@ -4,25 +4,23 @@
 //! rest as events and, with the feature `metrics`, to the `metrics` facade. A poll takes tens of microseconds, on the
 //! sampler's thread or on the caller's, and does not slow down checkouts.
 //!
-//! From time to time a poll also looks for what an operator has to act on: buffers that are known to have been out for
-//! too long, and streams on which nothing completes.
+//! A poll also looks for what an operator has to act on: buffers that are known to have been out for too long, and
+//! streams on which nothing completes.
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::counters::{ErrorCounts, Histogram};
-use super::metrics::{self, Id, Labels, MetricValue};
-use super::snapshot::{ClassStats, DeviceStats, StreamStats};
-use super::stuck;
+use super::metrics::{self, DeviceSample, Key, PoolSample, Sample, StreamSample, Value};
+use super::snapshot::StreamStats;
+use super::stuck::{self, BufferState, Known, StuckBuffer};
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::foreign;
-use crate::pool::{Pool, PoolStats, WeakPool};
-use crate::region::Pinning;
+use crate::pool::{Pool, WeakPool};
 
 /// Stuck buffers of a pool that one poll logs at most.
 const BUFFERS_LOGGED: usize = 8;
@@ -55,78 +53,51 @@ const OTHER_STREAMS: &str = "other";
 #[derive(Debug)]
 #[must_use = "it looks only when it is polled or spawned"]
 pub struct Sampler {
-    pools: Vec<Watched>,
-    devices: HashMap<u64, WatchedDevice>,
-    events: bool,
-    #[cfg(feature = "metrics")]
-    recorder: bool,
+    pools: Vec<WatchedPool>,
+    devices: BTreeMap<u64, WatchedDevice>,
+    to: Receivers,
     #[cfg(feature = "metrics")]
     described: bool,
     /// `None`: never.
     buffers_after: Option<Duration>,
     streams_after: Option<Duration>,
-    /// When the sampler last looked for stuck buffers.
-    looked: Option<Instant>,
 }
 
-/// A pool, and the values of the poll before.
 #[derive(Debug)]
-struct Watched {
+struct WatchedPool {
     pool: WeakPool,
-    name: String,
-    stats: PoolStats,
-    classes: Vec<ClassStats>,
-    waiting: Histogram,
-    holding: Histogram,
-    /// The stuck buffers that were logged, by their descriptors and since when they were out.
-    logged: HashSet<(usize, Instant)>,
+    sent: Sent,
+    /// The stuck buffers that were logged.
+    logged: HashSet<Known>,
 }
 
-/// A device, and the values of the poll before.
 #[derive(Debug, Default)]
 struct WatchedDevice {
-    name: String,
-    submitted: u64,
-    completed: u64,
-    copied: [u64; 2],
-    flight: Histogram,
-    errors: ErrorCounts,
+    sent: Sent,
     streams: HashMap<u64, WatchedStream>,
     /// The streams that have gauges of their own, and the number of those that ever had.
     shown: BTreeSet<u64>,
     named: usize,
-    /// Whether there were other streams at any poll.
-    others: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct WatchedStream {
-    completed: u64,
-    seq: u64,
-    /// The first poll that saw `completed` and `seq` as they are.
+    /// Entries that are complete, and the last sequence number that is.
+    came: (u64, u64),
+    /// The first poll that saw `came` as it is.
     since: Instant,
     logged: bool,
 }
 
+/// The name of a pool or a device, and its values as of the poll before.
+#[derive(Debug, Default)]
+struct Sent {
+    name: String,
+    values: HashMap<Key, Value>,
+}
+
 /// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and waits for a poll
 /// that is under way.
-///
-/// ```
-/// # use std::time::Duration;
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// use pinpool::telemetry::{Sampler, Sampling};
-///
-/// struct Server {
-///     pool: Pool,
-///     sampling: Sampling, // dropped with the server
-/// }
-/// let sampling = Sampler::new(&pool).spawn(Duration::from_secs(10))?;
-/// let server = Server { pool, sampling };
-/// # drop((server.pool, server.sampling));
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Debug)]
 #[must_use = "dropping it ends the sampling"]
 pub struct Sampling {
@@ -139,28 +110,25 @@ impl Sampler {
     pub fn new(pool: &Pool) -> Self {
         let sampler = Self {
             pools: Vec::new(),
-            devices: HashMap::new(),
-            events: true,
-            #[cfg(feature = "metrics")]
-            recorder: true,
+            devices: BTreeMap::new(),
+            to: Receivers {
+                events: true,
+                #[cfg(feature = "metrics")]
+                recorder: true,
+            },
             #[cfg(feature = "metrics")]
             described: false,
             buffers_after: Some(Duration::from_secs(60)),
             streams_after: Some(Duration::from_secs(60)),
-            looked: None,
         };
         sampler.pool(pool)
     }
 
     /// Adds a pool.
     pub fn pool(mut self, pool: &Pool) -> Self {
-        self.pools.push(Watched {
+        self.pools.push(WatchedPool {
             pool: pool.downgrade(),
-            name: pool.name().to_owned(),
-            stats: PoolStats::default(),
-            classes: Vec::new(),
-            waiting: Histogram::default(),
-            holding: Histogram::default(),
+            sent: Sent { name: pool.name().to_owned(), values: HashMap::new() },
             logged: HashSet::new(),
         });
         self
@@ -169,14 +137,14 @@ impl Sampler {
     /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not ask
     /// for that does not have them. Default: yes.
     pub fn events(mut self, events: bool) -> Self {
-        self.events = events;
+        self.to.events = events;
         self
     }
 
     /// Whether metrics are sent to the recorder of the `metrics` facade. Default: yes.
     #[cfg(feature = "metrics")]
     pub fn recorder(mut self, recorder: bool) -> Self {
-        self.recorder = recorder;
+        self.to.recorder = recorder;
         self
     }
 
@@ -191,8 +159,7 @@ impl Sampler {
     /// Default: a minute. [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers that are
     /// [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones.
     ///
-    /// Buffers are looked for at polls, four times within the threshold. One look logs at most eight buffers of a pool,
-    /// the oldest first; the next looks log the others.
+    /// One poll logs at most eight buffers of a pool, the oldest first; the next polls log the others.
     pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
         self.buffers_after = (threshold < Duration::MAX).then_some(threshold);
         self
@@ -212,42 +179,31 @@ impl Sampler {
             return false;
         }
         #[cfg(feature = "metrics")]
-        if self.recorder && !std::mem::replace(&mut self.described, true) {
+        if self.to.recorder && !std::mem::replace(&mut self.described, true) {
             _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         }
         let now = Instant::now();
-        let look = self.buffers_after.filter(|after| {
-            self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= *after / 4)
-        });
-        if look.is_some() {
-            self.looked = Some(now);
-        }
-        let mut sender = Sender::new(self);
-        let mut seen: Vec<Device> = Vec::new();
+        // Where no subscriber takes the level, not even the labels are looked at.
+        let to = Receivers { events: self.to.events && foreign::listens(metrics::LEVEL), ..self.to };
+        let mut devices: BTreeMap<u64, Device> = BTreeMap::new();
         self.pools.retain_mut(|watched| {
             let Some(pool) = watched.pool.upgrade() else {
-                watched.send_end(&mut sender);
+                watched.sent.send(Sample::default(), to);
                 return false;
             };
-            watched.send(&pool, &mut sender, look);
-            for device in pool.devices() {
-                if seen.iter().all(|known| known.context().id() != device.context().id()) {
-                    seen.push(device.clone());
-                }
-            }
+            watched.poll(&pool, self.buffers_after, to);
+            devices.extend(pool.devices().iter().map(|device| (device.context().id(), device.clone())));
             true
         });
-        let present: HashSet<u64> = seen.iter().map(|device| device.context().id()).collect();
         self.devices.retain(|id, watched| {
-            let stays = present.contains(id);
+            let stays = devices.contains_key(id);
             if !stays {
-                watched.send_end(&mut sender);
+                watched.sent.send(Sample::default(), to);
             }
             stays
         });
-        for device in seen {
-            let watched = self.devices.entry(device.context().id()).or_default();
-            watched.send(&device.stats(), &mut sender, now, self.streams_after);
+        for (id, device) in devices {
+            self.devices.entry(id).or_default().poll(&device, now, self.streams_after, to);
         }
         !self.pools.is_empty()
     }
@@ -292,291 +248,120 @@ impl Drop for Sampling {
 #[cfg(feature = "metrics")]
 const RECORDER_PANICKED: &str = "a recorder panicked: the value that it was given may be lost";
 
-/// Sends values to where the sampler is told to.
-struct Sender {
+/// Where the sampler sends values to.
+#[derive(Clone, Copy, Debug)]
+struct Receivers {
     events: bool,
     #[cfg(feature = "metrics")]
     recorder: bool,
 }
 
-impl Sender {
-    fn new(sampler: &Sampler) -> Self {
-        Self {
-            // Where no subscriber takes the level, not even the labels are looked at.
-            events: sampler.events && foreign::listens(metrics::LEVEL),
-            #[cfg(feature = "metrics")]
-            recorder: sampler.recorder,
-        }
-    }
-
-    fn send(&mut self, id: Id, value: MetricValue, labels: &Labels) {
+impl Receivers {
+    fn send(self, key: &Key, value: &Value, first: &str) {
         if self.events {
-            foreign::tell_now(|| metrics::send_event(id, &value, labels));
+            foreign::tell_now(|| metrics::send_event(key, value, first));
         }
         #[cfg(feature = "metrics")]
         if self.recorder {
-            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(id, &value, labels));
-        }
-    }
-
-    fn level(&mut self, id: Id, level: usize, labels: &Labels) {
-        self.send(id, MetricValue::Level(level as u64), labels);
-    }
-
-    /// Sends the increase of a counter.
-    fn count(&mut self, id: Id, now: u64, before: u64, labels: &Labels) {
-        self.send(id, MetricValue::Count(now.saturating_sub(before)), labels);
-    }
-
-    fn durations(&mut self, id: Id, now: &Histogram, before: &Histogram, labels: &Labels) {
-        let new = now.since(before);
-        if new.count() > 0 {
-            self.send(id, MetricValue::Durations(Box::new(new)), labels);
-        }
-    }
-
-    fn errors(&mut self, id: Id, now: ErrorCounts, before: ErrorCounts, labels: &Labels) {
-        for ((class, now), (_, before)) in now.by_class().into_iter().zip(before.by_class()) {
-            self.count(id, now, before, &Labels { class: Some(class), ..labels.clone() });
+            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(key, value, first));
         }
     }
 }
 
-impl Watched {
-    fn send(&mut self, pool: &Pool, to: &mut Sender, look: Option<Duration>) {
-        let labels = &self.labels();
-        let mut now = pool.snapshot();
-        // A call that refills a thread's list may count its segments as checked out and returned for a moment, so a
-        // later reading may be lower. A counter never goes back: what was sent is sent.
-        now.pool.checkouts = now.pool.checkouts.max(self.stats.checkouts);
-        now.pool.returns = now.pool.returns.max(self.stats.returns);
-        for class in &mut now.classes {
-            let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
-            class.checkouts = class.checkouts.max(before);
+impl Sent {
+    /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then and
+    /// is read no more is sent as zero, once, since a recorder keeps the last value of each.
+    fn send(&mut self, sample: Sample, to: Receivers) {
+        let mut before = std::mem::take(&mut self.values);
+        for (key, now) in metrics::read(sample) {
+            let was = before.remove(&key);
+            to.send(&key, &now.since(was.as_ref()), &self.name);
+            self.values.insert(key, now.or_later(was));
         }
-        send_bytes(&now.pool, pool.central().take_peak(), to, labels);
-        self.send_counts(&now.pool, to, labels);
-        to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
-        to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
-        send_pinning(&now.pinning, to, labels);
-        if let Ok(since) = SystemTime::now().duration_since(UNIX_EPOCH) {
-            to.send(Id::Sampled, MetricValue::Real(since.as_secs_f64()), labels);
-        }
-        for class in &now.classes {
-            let labels = &send_class(class, to, labels);
-            let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
-            to.count(Id::ClassCheckouts, class.checkouts, before, labels);
-        }
-        if let Some(threshold) = look {
-            self.send_stuck(pool, to, labels, threshold);
-        }
-        (self.stats, self.classes, self.waiting, self.holding) =
-            (now.pool, now.classes, now.waiting, now.holding);
-    }
-
-    fn labels(&self) -> Labels {
-        Labels { pool: Some(self.name.clone()), ..Labels::default() }
-    }
-
-    /// Sends zeros for the gauges of a pool that has closed, since a recorder keeps the last value of each.
-    fn send_end(&self, to: &mut Sender) {
-        let labels = &self.labels();
-        send_bytes(&PoolStats::default(), 0, to, labels);
-        send_pinning(&Pinning::default(), to, labels);
-        to.send(Id::Sampled, MetricValue::Real(0.0), labels);
-        for ClassStats { stride, .. } in &self.classes {
-            let gone = ClassStats { stride: *stride, ..ClassStats::default() };
-            send_class(&gone, to, labels);
-        }
-        to.level(Id::StuckBuffers, 0, labels);
-        to.level(Id::StuckBytes, 0, labels);
-    }
-
-    fn send_counts(&self, now: &PoolStats, to: &mut Sender, labels: &Labels) {
-        let was = &self.stats;
-        let counts = [
-            (Id::Checkouts, now.checkouts, was.checkouts),
-            (Id::Returns, now.returns, was.returns),
-            (Id::Misses, now.misses, was.misses),
-            (Id::Reclaims, now.reclaims, was.reclaims),
-            (Id::Growths, now.growths, was.growths),
-            (Id::GrowthFailures, now.growth_failures, was.growth_failures),
-            (Id::Waits, now.waits, was.waits),
-            (Id::Timeouts, now.timeouts, was.timeouts),
-            (Id::Abandoned, now.abandoned, was.abandoned),
-        ];
-        counts.into_iter().for_each(|(id, now, before)| to.count(id, now, before, labels));
-        to.errors(Id::Errors, now.errors, was.errors, labels);
-        for ((reason, now), (_, before)) in now.refused.by_reason().into_iter().zip(was.refused.by_reason()) {
-            to.count(Id::Refused, now, before, &Labels { reason: Some(reason), ..labels.clone() });
-        }
-    }
-
-    fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
-        let mut found = stuck::find(threshold, pool.central(), pool.devices());
-        // Nothing keeps a quarantined buffer that could let go of it.
-        found.retain(|buffer| !buffer.long_lived && buffer.state != stuck::BufferState::Quarantined);
-        to.level(Id::StuckBuffers, found.len(), labels);
-        to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
-        // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
-        // `BUFFERS_LOGGED` are not entered, so that one of the next looks logs them.
-        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + BUFFERS_LOGGED));
-        let mut left = BUFFERS_LOGGED;
-        for buffer in &found {
-            if self.logged.contains(&buffer.known_by) {
-                logged.insert(buffer.known_by);
-            } else if left > 0 {
-                left -= 1;
-                stuck::emit(pool.name(), buffer);
-                logged.insert(buffer.known_by);
+        for (key, last) in before {
+            match last {
+                Value::Gauge(_) => to.send(&key, &Value::Gauge(0.0), &self.name),
+                // Kept for the difference, should it be read again.
+                counted => _ = self.values.insert(key, counted),
             }
         }
-        self.logged = logged;
     }
 }
 
-fn send_bytes(now: &PoolStats, peak: usize, to: &mut Sender, labels: &Labels) {
-    let states = [
-        ("free", now.free_bytes),
-        ("checked_out", now.checked_out_bytes),
-        ("in_flight", now.in_flight_bytes),
-        ("quarantined", now.quarantined_bytes),
-        ("cut", now.cut_bytes),
-    ];
-    for (state, bytes) in states {
-        to.level(Id::MemoryBytes, bytes, &Labels { state: Some(state), ..labels.clone() });
+impl WatchedPool {
+    fn poll(&mut self, pool: &Pool, stuck_after: Option<Duration>, to: Receivers) {
+        let mut stuck =
+            stuck_after.map_or(Vec::new(), |after| stuck::find(after, pool.central(), pool.devices()));
+        // Nothing keeps a quarantined buffer that could let go of it.
+        stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
+        self.log(pool.name(), &stuck);
+        let sample = PoolSample {
+            snapshot: pool.snapshot(),
+            peak_bytes: pool.central().take_peak(),
+            stuck_buffers: stuck.len(),
+            stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
+            at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
+        };
+        self.sent.send(Sample { pool: Some(&sample), device: None }, to);
     }
-    let levels = [
-        (Id::PinnedBytes, now.pinned_bytes),
-        (Id::UnpinnedBytes, now.unpinned_bytes),
-        (Id::CapacityBytes, now.capacity_bytes),
-        (Id::CachedBytes, now.cached_bytes),
-        (Id::ClaimedBytes, now.claimed_bytes),
-        (Id::RequestedBytes, now.requested_bytes),
-        (Id::RoundingBytes, now.rounding_bytes),
-        (Id::LargestFreeBytes, now.largest_free_bytes),
-        (Id::PeakBytes, peak),
-        (Id::Waiting, now.waiting),
-    ];
-    levels.into_iter().for_each(|(id, level)| to.level(id, level, labels));
-}
 
-/// Sends the gauges of a size class. Returns its labels.
-fn send_class(class: &ClassStats, to: &mut Sender, labels: &Labels) -> Labels {
-    let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
-    let labels = Labels { stride: Some(stride), ..labels.clone() };
-    to.send(Id::ClassFree, MetricValue::Level(class.free), &labels);
-    to.send(Id::ClassOut, MetricValue::Level(class.out), &labels);
-    to.send(Id::ClassCached, MetricValue::Level(class.cached), &labels);
-    labels
-}
-
-fn send_pinning(now: &Pinning, to: &mut Sender, labels: &Labels) {
-    to.send(Id::PinningSpeed, MetricValue::Real(now.bytes_per_second().unwrap_or(0.0)), labels);
-    to.send(Id::LongestPin, MetricValue::Real(now.longest_call.as_secs_f64()), labels);
+    fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
+        // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
+        // `BUFFERS_LOGGED` are not entered, so that one of the next polls logs them.
+        let before = std::mem::take(&mut self.logged);
+        let mut left = BUFFERS_LOGGED;
+        for (known, buffer) in stuck {
+            let is_logged = before.contains(known);
+            if !is_logged && left > 0 {
+                left -= 1;
+                stuck::emit(pool, buffer);
+            } else if !is_logged {
+                continue;
+            }
+            self.logged.insert(*known);
+        }
+    }
 }
 
 impl WatchedDevice {
-    fn send(&mut self, stats: &DeviceStats, to: &mut Sender, now: Instant, stuck_after: Option<Duration>) {
-        self.name.clone_from(&stats.name);
-        let labels = &self.labels();
-        to.durations(Id::FlightSeconds, &stats.flight, &self.flight, labels);
-        to.errors(Id::DeviceErrors, stats.errors, self.errors, labels);
-        to.count(Id::DeviceSubmitted, stats.submitted, self.submitted, labels);
-        to.count(Id::DeviceCompleted, stats.completed, self.completed, labels);
-        let copied = [stats.uploaded_bytes, stats.downloaded_bytes];
-        for (i, direction) in ["upload", "download"].into_iter().enumerate() {
-            let labels = &Labels { direction: Some(direction), ..labels.clone() };
-            to.count(Id::DeviceCopied, copied[i], self.copied[i], labels);
-        }
-        self.copied = copied;
-        to.level(Id::DeviceRegistered, stats.registered_bytes, labels);
-        to.level(Id::DeviceLost, usize::from(stats.lost.is_some()), labels);
-        let mut stuck = 0;
-        for stream in &stats.streams {
-            stuck += usize::from(self.is_stuck(&stats.name, stream, now, stuck_after));
-        }
-        to.level(Id::StuckStreams, stuck, labels);
+    fn poll(&mut self, device: &Device, now: Instant, stuck_after: Option<Duration>, to: Receivers) {
+        let stats = device.stats();
+        self.sent.name.clone_from(&stats.name);
         let is_there = |number: &u64| stats.streams.binary_search_by_key(number, |s| s.stream).is_ok();
         self.streams.retain(|number, _| is_there(number));
-        self.send_streams(&stats.streams, to, labels);
-        // A stream that ends between two readings is counted late, never twice.
-        self.submitted = self.submitted.max(stats.submitted);
-        self.completed = self.completed.max(stats.completed);
-        (self.flight, self.errors) = (stats.flight, stats.errors);
+        let stuck = stats.streams.iter().filter(|s| self.is_stuck(&stats.name, s, now, stuck_after));
+        let stuck_streams = stuck.count();
+        let streams = self.divide(&stats.streams);
+        let sample = DeviceSample { stats, stuck_streams, streams };
+        self.sent.send(Sample { pool: None, device: Some(&sample) }, to);
     }
 
-    fn labels(&self) -> Labels {
-        Labels { device: Some(self.name.clone()), ..Labels::default() }
-    }
-
-    /// Sends zeros for the gauges of a device that no pool serves any more.
-    fn send_end(&mut self, to: &mut Sender) {
-        let labels = &self.labels();
-        for id in [Id::DeviceRegistered, Id::DeviceLost, Id::StuckStreams] {
-            to.level(id, 0, labels);
-        }
-        self.send_streams(&[], to, labels);
-    }
-
-    /// Sends the gauges of streams: of the busiest their own, and of all others their sums. `streams` are in the order of
-    /// their numbers.
-    fn send_streams(&mut self, streams: &[StreamStats], to: &mut Sender, labels: &Labels) {
-        let mut send = |stream: String, bytes: usize, entries: usize| {
-            let labels = &Labels { stream: Some(stream), ..labels.clone() };
-            to.level(Id::StreamBytes, bytes, labels);
-            to.level(Id::StreamEntries, entries, labels);
-        };
-        for number in self.choose_shown(streams) {
-            // The last values of a stream that has ended, or is shown no more: its gauges would otherwise stand where
-            // they were.
-            send(number.to_string(), 0, 0);
-        }
-        let (mut bytes, mut entries) = (0, 0);
-        for stream in streams {
-            if self.shown.contains(&stream.stream) {
-                send(stream.stream.to_string(), stream.in_flight_bytes, stream.in_flight);
+    /// Chooses the streams that have gauges of their own, and adds up all others. A chosen one stays for as long as it
+    /// has work in flight, or nothing else needs its place; a server with few streams sees all of them.
+    fn divide(&mut self, streams: &[StreamStats]) -> Vec<StreamSample> {
+        let before = std::mem::take(&mut self.shown);
+        let mut streams: Vec<&StreamStats> = streams.iter().collect();
+        streams.sort_by_key(|s| {
+            std::cmp::Reverse((s.in_flight > 0, before.contains(&s.stream), s.in_flight_bytes, s.in_flight))
+        });
+        let mut samples: Vec<StreamSample> = Vec::new();
+        let mut others = StreamSample { label: OTHER_STREAMS.into(), ..StreamSample::default() };
+        for stream in &streams {
+            let is_new = !before.contains(&stream.stream);
+            let (bytes, entries) = (stream.in_flight_bytes, stream.in_flight);
+            if self.shown.len() < STREAMS_SHOWN && (!is_new || self.named < STREAMS_NAMED) {
+                self.named += usize::from(is_new);
+                self.shown.insert(stream.stream);
+                samples.push(StreamSample { label: stream.stream.to_string().into(), bytes, entries });
             } else {
-                self.others = true;
-                bytes += stream.in_flight_bytes;
-                entries += stream.in_flight;
+                others.bytes += bytes;
+                others.entries += entries;
             }
         }
-        if self.others {
-            send(OTHER_STREAMS.into(), bytes, entries);
+        if self.shown.len() < streams.len() {
+            samples.push(others);
         }
-    }
-
-    /// Chooses the streams that have gauges of their own. One that is shown stays for as long as it has work in flight,
-    /// or nothing else needs its place. Returns those that are shown no more.
-    fn choose_shown(&mut self, streams: &[StreamStats]) -> Vec<u64> {
-        let mut waiting: Vec<&StreamStats> =
-            streams.iter().filter(|s| s.in_flight > 0 && !self.shown.contains(&s.stream)).collect();
-        waiting.sort_by_key(|s| std::cmp::Reverse((s.in_flight_bytes, s.in_flight)));
-        waiting.truncate(STREAMS_SHOWN.min(STREAMS_NAMED - self.named));
-        let find =
-            |number: u64| streams.binary_search_by_key(&number, |s| s.stream).ok().map(|at| &streams[at]);
-        let mut gone: Vec<u64> = self.shown.iter().copied().filter(|n| find(*n).is_none()).collect();
-        gone.iter().for_each(|number| _ = self.shown.remove(number));
-        let need = (self.shown.len() + waiting.len()).saturating_sub(STREAMS_SHOWN);
-        let idle: Vec<u64> = self
-            .shown
-            .iter()
-            .copied()
-            .filter(|n| find(*n).is_some_and(|s| s.in_flight == 0))
-            .take(need)
-            .collect();
-        idle.iter().for_each(|number| _ = self.shown.remove(number));
-        gone.extend(idle);
-        // Places that are left go to streams without work, so that a server with few streams sees all of them.
-        let idle = streams.iter().filter(|s| s.in_flight == 0 && !gone.contains(&s.stream));
-        for stream in waiting.into_iter().chain(idle) {
-            if self.shown.len() >= STREAMS_SHOWN || self.named >= STREAMS_NAMED {
-                break;
-            }
-            self.named += usize::from(self.shown.insert(stream.stream));
-        }
-        gone
+        samples
     }
 
     /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.
@@ -587,11 +372,11 @@ impl WatchedDevice {
         now: Instant,
         after: Option<Duration>,
     ) -> bool {
-        let (completed, seq) = (stream.completed, stream.completed_seq);
-        let fresh = || WatchedStream { completed, seq, since: now, logged: false };
-        let watched = self.streams.entry(stream.stream).or_insert_with(fresh);
-        if stream.in_flight == 0 || stream.lost || (watched.completed, watched.seq) != (completed, seq) {
-            *watched = fresh();
+        let came = (stream.completed, stream.completed_seq);
+        let fresh = WatchedStream { came, since: now, logged: false };
+        let watched = self.streams.entry(stream.stream).or_insert(fresh);
+        if stream.in_flight == 0 || stream.lost || watched.came != came {
+            *watched = fresh;
             return false;
         }
         let idle = now.saturating_duration_since(watched.since);

@@ -4,15 +4,13 @@
 //! devices with their streams, and histograms. Both add up what was counted where it happened ([`super::counters`]),
 //! and neither stops a checkout.
 
-use std::time::Duration;
-
 use super::counters::{ErrorCounts, Histogram};
 use crate::device::handle::Device;
 use crate::error::Error;
 use crate::pool::{Pool, PoolStats};
 use crate::region::Pinning;
 use crate::stream::Stream;
-use crate::stream::timeline::Timeline;
+pub use crate::stream::timeline::StreamStats;
 
 /// Everything about a pool and its devices at one moment: [`Pool::snapshot`].
 ///
@@ -51,17 +49,6 @@ pub struct Snapshot {
 }
 
 /// The segments of one size class. Part of [`Snapshot`].
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// let buf = pool.checkout(4096)?;
-/// let class = pool.snapshot().classes.into_iter().find(|class| class.out == 1);
-/// assert!(class.is_some_and(|class| class.stride > Some(4096)));
-/// # drop(buf);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassStats {
@@ -123,55 +110,6 @@ pub struct DeviceStats {
     pub streams: Vec<StreamStats>,
 }
 
-/// A stream's counts: [`Stream::stats`].
-///
-/// ```
-/// # let device = pinpool::Device::open("host")?;
-/// let stream = device.stream()?;
-/// let stats = stream.stats();
-/// assert_eq!((stats.stream, stats.in_flight, stats.lost), (stream.number(), 0, false));
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StreamStats {
-    /// Its [number](Stream::number).
-    pub stream: u64,
-    /// Copies and holds submitted to it.
-    pub submitted: u64,
-    /// Of the copies and holds submitted, those that are known to be complete. Those that were quarantined with a lost
-    /// stream never are.
-    pub completed: u64,
-    /// Copies and holds in flight.
-    pub in_flight: usize,
-    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier copies in place.
-    pub in_flight_bytes: usize,
-    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
-    pub claimed_bytes: usize,
-    /// The open sequence number, which the next submission gets.
-    pub seq: u64,
-    /// The last sequence number that is known to be complete.
-    pub completed_seq: u64,
-    /// Events that were recorded and not seen complete yet.
-    pub events: usize,
-    /// Whether the stream is lost.
-    pub lost: bool,
-}
-
-impl Snapshot {
-    /// Bytes pinned per second of the time spent in pinning. `None` before anything was pinned.
-    #[must_use]
-    pub fn pinning_bytes_per_second(&self) -> Option<f64> {
-        self.pinning.bytes_per_second()
-    }
-
-    /// The longest single driver call that pinned. Other users of the driver may have had to wait for that long.
-    #[must_use]
-    pub fn longest_pinning_call(&self) -> Duration {
-        self.pinning.longest_call
-    }
-}
-
 impl Pool {
     /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of
     /// waiting, holding and flights.
@@ -213,14 +151,17 @@ impl Pool {
 
 impl Device {
     /// The device's counts since it was opened, and what is in flight on it. The call takes a few microseconds for each
-    /// stream. In the child of a fork the result has no streams.
+    /// stream. In the child of a fork the result has neither streams nor flights.
     #[must_use]
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();
         let [mut submitted, mut completed] = context.past();
         let [uploaded_bytes, downloaded_bytes] = context.copied();
-        let known = if crate::os::forked() { Vec::new() } else { self.listing().known() };
-        let mut streams: Vec<StreamStats> = known.iter().map(|timeline| of(timeline)).collect();
+        let (known, flight) = match crate::os::forked() {
+            true => Default::default(),
+            false => (self.listing().known(), context.flights().read()),
+        };
+        let mut streams: Vec<StreamStats> = known.iter().map(|timeline| timeline.look()).collect();
         for stream in &streams {
             submitted += stream.submitted;
             completed += stream.completed;
@@ -235,7 +176,7 @@ impl Device {
             completed,
             uploaded_bytes,
             downloaded_bytes,
-            flight: context.flights().read(),
+            flight,
             streams,
         }
     }
@@ -245,22 +186,9 @@ impl Stream {
     /// The stream's counts, and what is in flight on it. In the child of a fork all of them are zero.
     #[must_use]
     pub fn stats(&self) -> StreamStats {
-        of(self.timeline())
-    }
-}
-
-fn of(timeline: &Timeline) -> StreamStats {
-    let look = if crate::os::forked() { Default::default() } else { timeline.look() };
-    StreamStats {
-        stream: timeline.number(),
-        submitted: look.submitted,
-        completed: look.completed,
-        in_flight: look.entries,
-        in_flight_bytes: look.flight.bytes,
-        claimed_bytes: look.flight.claimed,
-        seq: look.open,
-        completed_seq: look.completed_seq,
-        events: look.events,
-        lost: look.lost,
+        match crate::os::forked() {
+            true => StreamStats { stream: self.number(), ..StreamStats::default() },
+            false => self.timeline().look(),
+        }
     }
 }

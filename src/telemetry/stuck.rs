@@ -14,8 +14,7 @@
 //! listed, or be listed without its stream.
 
 use std::cmp::Reverse;
-use std::collections::HashSet;
-use std::fmt;
+use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,19 +34,6 @@ const REPORTED_AGE: Duration = Duration::from_secs(1);
 const BUFFERS_LISTED: usize = 8;
 
 /// The state of a buffer that is out.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).track_checkouts(true).unpinned(Unpinned::Allow).build()?;
-/// use pinpool::telemetry::BufferState;
-///
-/// let buf = pool.checkout(4096)?;
-/// let stuck = pool.stuck(std::time::Duration::ZERO);
-/// assert_eq!(stuck[0].state, BufferState::CheckedOut);
-/// # drop(buf);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
@@ -94,17 +80,6 @@ impl BufferState {
 }
 
 /// The place on a stream that a buffer waits for. Part of [`StuckBuffer`].
-///
-/// ```
-/// use pinpool::telemetry::StuckBuffer;
-///
-/// fn show(buffer: &StuckBuffer) {
-///     for at in &buffer.awaited {
-///         let behind = at.seq.saturating_sub(at.completed);
-///         println!("stream {} of {} is {behind} behind: {:?}", at.stream, at.device, at.event);
-///     }
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Awaited {
@@ -121,21 +96,9 @@ pub struct Awaited {
 }
 
 /// A buffer that has been out for long: see [`Pool::stuck`](crate::Pool::stuck).
-///
-/// ```
-/// use pinpool::telemetry::StuckBuffer;
-///
-/// fn show(buffer: &StuckBuffer) -> String {
-///     let (age, from) = (buffer.age, buffer.site.map_or("unknown", |site| site.file()));
-///     format!("{} bytes, {} for {age:?}, tag {:?}, from {from}", buffer.granted, buffer.state.name(), buffer.tag)
-/// }
-/// ```
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Its descriptor and since when it is out. By these a sampler recognises a checkout that it has logged, and tells
-    /// it from the next checkout of the same descriptor.
-    pub(super) known_by: (usize, Instant),
     /// Bytes that it takes of the pool, rounding included.
     pub granted: usize,
     /// Bytes that were asked for, if the pool [recorded](crate::PoolBuilder::track_checkouts) its checkout.
@@ -159,116 +122,72 @@ pub struct StuckBuffer {
     pub site: Option<&'static Location<'static>>,
 }
 
-impl fmt::Debug for StuckBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { known_by: _, granted, requested, age, exact, state, awaited, long_lived, tag, site } =
-            self;
-        f.debug_struct("StuckBuffer")
-            .field("granted", granted)
-            .field("requested", requested)
-            .field("age", age)
-            .field("exact", exact)
-            .field("state", state)
-            .field("awaited", awaited)
-            .field("long_lived", long_lived)
-            .field("tag", tag)
-            .field("site", &site.map(ToString::to_string))
-            .finish()
+impl StuckBuffer {
+    /// A buffer of which the ledger may have an entry; what it waits for is not known yet.
+    fn new(of: OutSegment) -> Self {
+        let origin = of.entry.map(|entry| entry.origin).unwrap_or_default();
+        Self {
+            granted: of.granted,
+            requested: of.entry.map(|entry| entry.len),
+            age: Duration::ZERO,
+            exact: of.entry.is_some(),
+            state: BufferState::of(of.state),
+            awaited: Vec::new(),
+            long_lived: origin.tag.long_lived,
+            tag: origin.tag.name,
+            site: origin.site,
+        }
     }
 }
 
-/// A segment that a stream holds.
-struct Held {
-    /// The descriptor's address. It is only compared.
-    descriptor: usize,
-    state: u16,
-    granted: usize,
-    /// Since when it is known to be in flight there.
-    since: Option<Instant>,
-    at: Awaited,
-}
+/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same descriptor.
+pub(super) type Known = (usize, Instant);
 
-/// What streams hold of a central pool's segments, by descriptor, and of each in the order of the streams.
-fn held(central: &CentralPool, devices: &[Device]) -> Vec<Held> {
-    let mut held: Vec<Held> = Vec::new();
+/// The buffers that are known to have been out for at least `threshold`, oldest first.
+pub(super) fn find(
+    threshold: Duration,
+    central: &CentralPool,
+    devices: &[Device],
+) -> Vec<(Known, StuckBuffer)> {
+    if crate::os::forked() {
+        return Vec::new();
+    }
+    let recorded = central.out_for(threshold).into_iter();
+    let mut found: HashMap<usize, (Instant, StuckBuffer)> =
+        recorded.map(|segment| (segment.descriptor, (segment.since, StuckBuffer::new(segment)))).collect();
+    let now = Instant::now();
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
             let (stream, completed) = (timeline.number(), timeline.look().completed_seq);
             timeline.for_each_kept(|segment, seq, event, since| {
-                if std::ptr::eq(segment.central(), central) {
-                    let at = Awaited { device: name.clone(), stream, seq, completed, event };
-                    let descriptor = segment.descriptor();
-                    held.push(Held {
-                        descriptor: std::ptr::from_ref(descriptor).addr(),
-                        state: descriptor.word().state(),
-                        granted: segment.granted(),
-                        since,
-                        at,
-                    });
+                if !std::ptr::eq(segment.central(), central) {
+                    return;
+                }
+                let (word, since) = (segment.descriptor(), since.unwrap_or(now));
+                let descriptor = std::ptr::from_ref(word).addr();
+                let (state, granted) = (word.word().state(), segment.granted());
+                let unrecorded = OutSegment { descriptor, state, granted, since, entry: None };
+                let (first, buffer) =
+                    found.entry(descriptor).or_insert_with(|| (since, StuckBuffer::new(unrecorded)));
+                if !buffer.exact {
+                    *first = since.min(*first);
+                }
+                let at = Awaited { device: name.clone(), stream, seq, completed, event };
+                // A batch that copies several parts of a buffer has an entry for each part.
+                if !buffer.awaited.contains(&at) {
+                    buffer.awaited.push(at);
                 }
             });
         }
     }
-    // A stable sort: the entries of one buffer stay in the order of the streams.
-    held.sort_by_key(|one| one.descriptor);
-    // A batch that copies several parts of a buffer has an entry for each part.
-    held.dedup_by(|next, last| {
-        next.descriptor == last.descriptor
-            && (next.at.stream, next.at.seq) == (last.at.stream, last.at.seq)
-            && Arc::ptr_eq(&next.at.device, &last.at.device)
-    });
-    held
-}
-
-/// The buffers that are known to have been out for at least `threshold`, oldest first.
-pub(crate) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
-    if crate::os::forked() {
-        return Vec::new();
-    }
-    let known: Vec<OutSegment> = central.out_for(threshold);
-    let held = held(central, devices);
-    let now = Instant::now();
-    let awaited = |held: &[Held]| held.iter().map(|one| one.at.clone()).collect();
-    let in_ledger = known.iter().map(|segment| {
-        let OutSegment { descriptor, state, granted, since, entry } = *segment;
-        let from = held.partition_point(|one| one.descriptor < descriptor);
-        let behind = held.partition_point(|one| one.descriptor <= descriptor);
-        let origin = entry.map(|entry| entry.origin).unwrap_or_default();
-        StuckBuffer {
-            known_by: (descriptor, since),
-            granted,
-            requested: entry.map(|entry| entry.len),
-            age: now.saturating_duration_since(since),
-            exact: entry.is_some(),
-            state: BufferState::of(state),
-            awaited: awaited(&held[from..behind]),
-            long_lived: origin.tag.long_lived,
-            tag: origin.tag.name,
-            site: origin.site,
-        }
-    });
-    let listed: HashSet<usize> = known.iter().map(|segment| segment.descriptor).collect();
-    let others = held.chunk_by(|one, next| one.descriptor == next.descriptor).filter_map(|held| {
-        let first = held.first().filter(|first| !listed.contains(&first.descriptor))?;
-        let since = held.iter().filter_map(|one| one.since).min().unwrap_or(now);
+    let aged = found.into_iter().map(|(descriptor, (since, buffer))| {
         let age = now.saturating_duration_since(since);
-        (age >= threshold).then(|| StuckBuffer {
-            known_by: (first.descriptor, since),
-            granted: first.granted,
-            requested: None,
-            age,
-            exact: false,
-            state: BufferState::of(first.state),
-            awaited: awaited(held),
-            long_lived: false,
-            tag: None,
-            site: None,
-        })
+        ((descriptor, since), StuckBuffer { age, ..buffer })
     });
-    let mut found: Vec<StuckBuffer> = in_ledger.chain(others).collect();
+    let mut found: Vec<(Known, StuckBuffer)> = aged.filter(|(_, buffer)| buffer.age >= threshold).collect();
     // The oldest first, and of these the largest.
-    found.sort_by_cached_key(|buffer| Reverse((buffer.age, buffer.granted)));
+    found.sort_by_cached_key(|(_, buffer)| Reverse((buffer.age, buffer.granted)));
     found
 }
 
@@ -286,8 +205,8 @@ pub(crate) fn report(
     }
     let mut all = find(Duration::ZERO, central, devices);
     // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
-    all.retain(|buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
-    let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
+    all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
+    let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
     crate::foreign::warn!(
         target: "pinpool::pool::stuck",
@@ -302,7 +221,7 @@ pub(crate) fn report(
         hint = (!central.tracks()).then_some(UNTRACKED),
         "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
-    for buffer in all.iter().take(BUFFERS_LISTED) {
+    for (_, buffer) in all.iter().take(BUFFERS_LISTED) {
         emit(pool, buffer);
     }
 }

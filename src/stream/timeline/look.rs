@@ -51,22 +51,31 @@ impl EventState {
     }
 }
 
-/// The state of a timeline at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct TimelineLook {
-    /// Entries so far, and those that are complete.
-    pub(crate) submitted: u64,
-    pub(crate) completed: u64,
-    /// Entries in flight, with those whose driver call is under way. Claimed segments do not count.
-    pub(crate) entries: usize,
-    /// Bytes in flight, over all central pools.
-    pub(crate) flight: Flight,
-    /// The open sequence number, and the highest that is known to be complete.
-    pub(crate) open: u64,
-    pub(crate) completed_seq: u64,
-    /// Events that were recorded and not seen complete.
-    pub(crate) events: usize,
-    pub(crate) lost: bool,
+/// A stream's counts: [`Stream::stats`](crate::Stream::stats).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StreamStats {
+    /// Its [number](crate::Stream::number).
+    pub stream: u64,
+    /// Copies and holds submitted to it.
+    pub submitted: u64,
+    /// Of the copies and holds submitted, those that are known to be complete. Those that were quarantined with a lost
+    /// stream never are.
+    pub completed: u64,
+    /// Copies and holds in flight.
+    pub in_flight: usize,
+    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier copies in place.
+    pub in_flight_bytes: usize,
+    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
+    pub claimed_bytes: usize,
+    /// The open sequence number, which the next submission gets.
+    pub seq: u64,
+    /// The last sequence number that is known to be complete.
+    pub completed_seq: u64,
+    /// Events that were recorded and not seen complete yet.
+    pub events: usize,
+    /// Whether the stream is lost.
+    pub lost: bool,
 }
 
 /// Tells a thread that drives a stepped device when nothing will come any more, although another thread may drive the
@@ -104,20 +113,22 @@ impl Timeline {
         finds_out || self.accounting.load(std::sync::atomic::Ordering::Acquire) > 0
     }
 
-    /// The state now.
-    pub(crate) fn look(&self) -> TimelineLook {
+    /// The counts now. Not in the child of a fork.
+    pub(crate) fn look(&self) -> StreamStats {
         let state = self.state.lock();
         let mut flight = Flight::default();
         for (_, part) in &state.flights.by_central {
             flight.bytes += part.bytes;
             flight.claimed += part.claimed;
         }
-        TimelineLook {
+        StreamStats {
+            stream: self.number(),
             submitted: state.submitted,
             completed: state.completed,
-            entries: state.entries.len() + state.pending.len(),
-            flight,
-            open: state.open,
+            in_flight: state.entries.len() + state.pending.len(),
+            in_flight_bytes: flight.bytes,
+            claimed_bytes: flight.claimed,
+            seq: state.open,
             // Only changed under the lock, which is held here.
             completed_seq: self.completed.load(Ordering::Relaxed),
             events: state.events.len(),

@@ -82,7 +82,7 @@ use crossbeam::utils::CachePadded;
 use slab::Slab;
 
 use self::claims::Claim;
-pub use self::look::EventState;
+pub use self::look::{EventState, StreamStats};
 use self::retained::{After, InUse, Retained, TimelineEntry, complete_segment, quarantine_segment};
 pub(crate) use self::retained::{Quarantined, Resource, Retain, RetainedResource};
 pub(crate) use self::waits::WaitKey;

@@ -289,7 +289,7 @@ fn a_copy_whose_segment_was_claimed_counts_as_complete() {
             while node.step() {}
         }
         let look = stream.timeline().look();
-        (look.submitted, look.completed, look.entries)
+        (look.submitted, look.completed, look.in_flight)
     };
     drop(stream.upload(filled(), &memory).unwrap());
     let unused = claimed();
@@ -470,11 +470,11 @@ fn a_claimed_segment_has_the_length_that_the_claimer_asked_for() {
     let claimed = pool.checkout_on(&stream, LEN - 100).unwrap();
     assert!(claimed.was_claimed());
     assert_eq!(pool.stats().requested_bytes, LEN - 100);
-    let flight = stream.timeline().look().flight;
-    assert!(flight.claimed >= LEN && flight.claimed == flight.bytes, "{flight:?}");
+    let look = stream.timeline().look();
+    assert!(look.claimed_bytes >= LEN && look.claimed_bytes == look.in_flight_bytes, "{look:?}");
     let central = pool.central().number();
     let before = stream.timeline().flight(central);
-    assert_eq!(before.0, flight);
+    assert_eq!((before.0.bytes, before.0.claimed), (look.in_flight_bytes, look.claimed_bytes));
     settle(&node, &device);
     // A reader that looks twice sees that something has changed.
     assert_ne!(stream.timeline().flight(central).1, before.1);

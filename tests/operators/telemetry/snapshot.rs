@@ -163,8 +163,8 @@ fn pinning_has_a_speed() {
     bench.pool.wait_pinned(None).unwrap();
     let s = bench.pool.snapshot();
     assert_eq!((s.pinning.made, s.pool.growths), (256 << 10, 0), "what it starts with is no growth");
-    assert!(s.pinning_bytes_per_second().is_some_and(|speed| speed > 0.0));
-    assert!(s.longest_pinning_call() <= s.pinning.busy);
+    assert!(s.pinning.bytes_per_second().is_some_and(|speed| speed > 0.0));
+    assert!(s.pinning.longest_call <= s.pinning.busy);
     drop(bench.pool.checkout(200 << 10).unwrap());
     let both = (bench.pool.checkout(200 << 10).unwrap(), bench.pool.checkout(200 << 10).unwrap());
     eventually("it grew", || bench.pool.pinning().made == 512 << 10);
