@@ -1,9 +1,8 @@
-//! Short slices, which a copier copies at once on the calling thread: they need nothing of the pool, keep their place in
-//! the order of all transfers, and fail alone.
+//! Short slices, which a copier copies at once on the calling thread: they need nothing of the pool, keep to the rate, and fail
+//! alone.
 
 use std::time::{Duration, Instant};
 
-use pinpool::copier::Priority;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
 
@@ -11,7 +10,7 @@ use crate::support::{bytes, in_use};
 
 const LEN: usize = 3000;
 /// The longest that are copied at once.
-const LONGEST: usize = 64 << 10;
+const LONGEST: usize = 256 << 10;
 const HANG: Duration = Duration::from_secs(20);
 
 struct Setup {
@@ -26,7 +25,7 @@ fn setup(options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let copier = options(Copier::builder(&pool, &device).threads(2)).build().unwrap();
-    let memory = device.alloc(4 << 20).unwrap();
+    let memory = device.alloc(8 << 20).unwrap();
     Setup { node, pool, copier, memory }
 }
 
@@ -105,57 +104,6 @@ fn the_driver_refuses_a_short_slice() {
     s.node.kill(0);
     let lost = s.copier.upload_slice(&bytes(1, LEN), s.range(1)).unwrap_err();
     assert_eq!(lost.class(), ErrorClass::DeviceLost, "{lost}");
-}
-
-/// A short slice comes behind an earlier transfer that writes the same memory and is not over.
-#[test]
-fn a_short_slice_waits_for_those_before_it() {
-    let s = setup(|copier| copier);
-    for _ in 0..10 {
-        s.node.hang(0);
-        let load = s.copier.upload(bytes(7, 1 << 20), s.memory.slice(..1 << 20).unwrap()).unwrap();
-        std::thread::scope(|scope| {
-            let short = scope.spawn(|| s.copier.upload_slice(&bytes(3, LEN), s.range(3)));
-            std::thread::sleep(Duration::from_millis(2));
-            assert!(!short.is_finished());
-            s.node.resume(0);
-            short.join().unwrap().unwrap();
-        });
-        load.wait().unwrap();
-        s.is_there(3, &bytes(3, LEN));
-    }
-    s.all_back();
-}
-
-/// A transfer that is started while a short slice is on its way to the same memory comes behind it.
-#[test]
-fn later_transfers_wait_for_a_short_slice() {
-    let s = setup(|copier| copier);
-    for priority in [Priority::Bulk, Priority::Foreground] {
-        let copier = s.copier.with_priority(priority);
-        for _ in 0..10 {
-            s.node.hang(0);
-            std::thread::scope(|scope| {
-                let short = scope.spawn(|| copier.upload_slice(&bytes(3, LEN), s.range(3)));
-                until("its copy is submitted", || s.node.queued(0) > 0);
-                assert!(!short.is_finished(), "the device hangs");
-                let loads: Vec<_> = [4, 5]
-                    .map(|seed| {
-                        s.copier.upload(bytes(seed, 1 << 20), s.memory.slice(..1 << 20).unwrap()).unwrap()
-                    })
-                    .into();
-                let elsewhere = s.copier.upload(bytes(6, 100), s.memory.slice(2 << 20..).unwrap()).unwrap();
-                assert!(loads.iter().all(|load| !load.is_over()));
-                s.node.resume(0);
-                short.join().unwrap().unwrap();
-                elsewhere.wait().unwrap();
-                loads.into_iter().for_each(|load| drop(load.wait().unwrap()));
-            });
-            let whole = bytes(5, 1 << 20);
-            s.is_there(3, &whole[3 * LONGEST..3 * LONGEST + LEN]);
-        }
-    }
-    s.all_back();
 }
 
 /// The rate of bulk copies holds for short slices, too.

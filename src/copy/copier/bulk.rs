@@ -1,19 +1,16 @@
-//! The calls for sources, files, sinks, readers and writers.
+//! The calls for sources, files and sinks.
 
-use std::io::{Read, Write};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Copier;
 use super::file::FileSource;
-use super::job::{Body, Direction, Job, Plan};
-use super::packing::Piece as Place;
-use super::pieces::{Borrowed, Survey};
-use super::pull::Pull;
-use super::ranges::{FromFile, FromSource, Kept, Piece, Pulled, Ranges, ToSink};
-use super::reader::{FromReader, Upload};
+use super::job::Job;
+use super::pieces::{Borrowed, Piece as Place, Survey};
+use super::ranges::{FromFile, FromSource, Kept, Piece, Ranges, ToSink};
 use super::source::{self, Sink, Source};
 use super::transfer::Transfer;
-use super::{Copier, may_wait};
+use super::types::Direction;
 use crate::copy::DeviceRange;
 #[allow(unused_imports, reason = "named in the pages")]
 use crate::error::{Error, Result, SubmitError};
@@ -47,11 +44,11 @@ impl Copier {
         let ranges = self
             .ranges(pieces)
             .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)))
-            .and_then(|found| self.engine().start_threads().map(|()| found));
+            .and_then(|found| self.workers.start().map(|()| found));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
-        let plan = self.plan(Direction::Up, survey, Some(name.clone()));
+        let start = self.begin(Direction::Up, survey, Some(name.clone()));
         let source = Kept::new(source);
-        Ok(self.run(plan, Arc::new(FromSource { source: source.clone(), name, ranges }), source))
+        Ok(self.run(start, Arc::new(FromSource { source: source.clone(), name, ranges }), source))
     }
 
     /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter
@@ -86,28 +83,11 @@ impl Copier {
         let ranges = self
             .ranges(pieces)
             .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)))
-            .and_then(|found| self.engine().start_threads().map(|()| found));
+            .and_then(|found| self.workers.start().map(|()| found));
         let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
-        let plan = self.plan(Direction::Up, survey, Some(source.name().to_owned().into()));
+        let start = self.begin(Direction::Up, survey, Some(source.name().to_owned().into()));
         let (file, engine) = (Kept::new(source), Arc::downgrade(self.engine()));
-        Ok(self.run(plan, Arc::new(FromFile { file: file.clone(), ranges, engine }), file))
-    }
-
-    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
-    /// are on the device. After an error too it returns only when nothing of it is in flight any more.
-    ///
-    /// # Errors
-    /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
-    pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
-        may_wait()?;
-        let device = self.own(dst)?;
-        self.alive()?;
-        let survey = Survey::one(self.engine(), &device, device.len())?;
-        let name = "the reader";
-        let plan = Plan { fed: true, ..self.plan(Direction::Up, survey, Some(name.into())) };
-        let work = FromReader::new(device);
-        let job = self.job(plan, Body::Owned(work.clone()));
-        Upload::new(self, job, work).read_from(reader, name)
+        Ok(self.run(start, Arc::new(FromFile { file: file.clone(), ranges, engine }), file))
     }
 
     // --- from the device ---------------------------------------------------------------------------------------------
@@ -125,10 +105,10 @@ impl Copier {
         let mut vec = new_vec(len)?;
         let piece = Place::new(vec.as_mut_ptr(), len, &src);
         // SAFETY: the vector's memory, which nothing else uses before the call returns.
-        let work = unsafe { Borrowed::new(engine, 1, |_| piece) };
-        let plan = self.plan(Direction::Down, survey, Some("a new vector".into()));
+        let plan = unsafe { Borrowed::new(engine, 1, |_| piece) };
+        let start = self.begin(Direction::Down, survey, Some("a new vector".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
-        let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
+        let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
         // A wait that ended in the child of a fork, before the job did, has written nothing here.
         job.outcome().unwrap_or(Err(Error::Forked))?;
         // SAFETY: the capacity is that much, and the transfer, which has ended well, has written every byte.
@@ -155,32 +135,17 @@ impl Copier {
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let name = source::name("the target", || sink.name().into_owned());
-        let found = self.ranges(pieces).and_then(|found| self.engine().start_threads().map(|()| found));
+        let found = self.ranges(pieces).and_then(|found| self.workers.start().map(|()| found));
         let ((ranges, survey), sink) = SubmitError::unless(found, sink)?;
-        let plan = self.plan(Direction::Down, survey, Some(name.clone()));
+        let start = self.begin(Direction::Down, survey, Some(name.clone()));
         let sink = Kept::new(sink);
-        Ok(self.run(plan, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
-    }
-
-    /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer may
-    /// wait for other transfers of this copier.
-    ///
-    /// # Errors
-    /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
-    pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
-        may_wait()?;
-        let device = self.own(src)?;
-        let (ranges, survey) = self.ranges(vec![Piece { at: 0, device }])?;
-        let work = Arc::new(Pulled(ranges));
-        let plan = self.plan(Direction::Down, survey, Some("the writer".into()));
-        let job = self.job(plan, Body::Owned(work.clone()));
-        Pull::new(self.engine(), &job).write_to(&work, writer, "the writer")
+        Ok(self.run(start, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
     }
 
     /// Before a call with such pieces.
     fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
         self.alive()?;
-        let mut survey = Survey::ordered();
+        let mut survey = Survey::default();
         let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
         Ok((ranges, survey))
     }

@@ -4,6 +4,7 @@ use std::num::NonZero;
 
 use super::Copier;
 use super::engine::Engine;
+use super::types::{BESIDE, Settings};
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
@@ -21,36 +22,9 @@ const MOST_THREADS: usize = 1 << 10;
 /// Bulk copies in flight in each direction where nothing else is said.
 const DEPTH: usize = 8;
 const MOST_DEPTH: usize = 1 << 10;
-/// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
-/// is room for a table.
-pub(super) const BESIDE: usize = 3 * PAGE;
 /// Bytes of pinned memory and of device memory that a copier uses at most.
 const SHARE: usize = 256 << 20;
 const RING: usize = 64 << 20;
-
-/// Which transfers go first: [`Copier::with_priority`].
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (weights, bulk) = (device.alloc(4096)?, Copier::builder(&pool, &device).build()?);
-/// use pinpool::copier::Priority;
-///
-/// let foreground = bulk.with_priority(Priority::Foreground); // the same copier
-/// foreground.upload_slice(&[1; 4096], &weights)?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Priority {
-    /// Loads of much data: in the order in which they were started, both directions at once, with at most
-    /// [`depth`](CopierBuilder::depth) chunks in flight in each direction.
-    #[default]
-    Bulk,
-    /// Requests whose latency counts: before all bulk transfers, on streams of their own, with segments kept for them.
-    /// The rate limit does not hold for them.
-    Foreground,
-}
 
 /// Sets up a [`Copier`]: [`Copier::builder`]. Sizes are bytes.
 ///
@@ -75,32 +49,13 @@ pub struct CopierBuilder {
     rate: Option<u64>,
 }
 
-/// Everything decided.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Settings {
-    pub(super) threads: usize,
-    /// Bytes of a chunk, and of a segment.
-    pub(super) chunk: usize,
-    pub(super) segment: usize,
-    pub(super) share: usize,
-    /// Segments in use at most.
-    pub(super) segments: usize,
-    /// Bulk copies in flight in each direction at most.
-    pub(super) depth: usize,
-    pub(super) rate: Option<u64>,
-    /// Bytes of the device ring at most.
-    pub(super) ring: usize,
-}
-
 impl CopierBuilder {
     pub(super) fn new(pool: &Pool, device: &Device) -> Self {
         let (pool, device) = (pool.clone(), device.clone());
         Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: DEPTH, rate: None }
     }
 
-    /// Threads that fill and drain segments, beside the thread of a blocking call or of a
-    /// [wait](super::Transfer::wait) for a transfer's end. They start with the first transfer and sleep when there is
-    /// nothing to do. Default: as many as there are processors, at most 8. A stepped device has none.
+    /// Threads that fill and drain segments. They start with the first transfer and sleep when there is nothing to do. Default: as many as there are processors, at most 8. A stepped device has none.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

@@ -1,33 +1,27 @@
 //! What the workers of a copier share, and how they submit copies.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
-use super::config::{Priority, Settings};
 use super::flights::Flights;
-use super::job::{Direction, Job, KeptMemories, Memories};
-use super::order::Order;
+use super::job::{Job, KeptMemories, Memories};
 use super::packing::Host;
 use super::permits::Permits;
-use super::pieces::LEAST;
 use super::ring::{Ring, Slot, Take};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
-use super::worker::{Holdings, Worker};
+use super::types::{Direction, Priority, Settings};
 use crate::buffer::sealed::Sealed;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
-use crate::device::memory::{Allocation, DeviceSlice};
+use crate::device::memory::Allocation;
 use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
-use crate::locks::Mutex;
 use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
@@ -89,13 +83,8 @@ pub(super) struct Engine {
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Counters,
     pub(super) permits: Permits,
-    order: Order<Arc<Job>>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
-    /// Threads that were started.
-    started: Mutex<usize>,
-    /// What the one worker of a copier without threads has, while no thread is that worker.
-    pub(super) inline: Mutex<Option<Holdings>>,
 }
 
 impl Engine {
@@ -116,11 +105,8 @@ impl Engine {
             spreaders,
             counters: Counters::default(),
             permits: Permits::new(&settings),
-            order: Order::new(),
             lanes,
             segments: Segments::new(pool, &settings),
-            started: Mutex::new(0),
-            inline: Mutex::new(Some(Holdings::default())),
         }))
     }
 
@@ -146,135 +132,17 @@ impl Engine {
         Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
     }
 
-    /// Has a job wait for earlier ones that use the same device memory, and later ones for it.
-    pub(super) fn order(self: &Arc<Self>, job: &Arc<Job>, ranges: Vec<Range<u64>>) {
-        let (number, free) = self.order.enter(job.clone(), ranges, job.direction == Direction::Up);
-        let engine = Arc::downgrade(self);
-        job.hold(
-            !free,
-            Box::new(move || {
-                if let Some(engine) = engine.upgrade() {
-                    engine.over(number);
-                }
-            }),
-        );
-    }
-
-    /// What had this number in the order is over: lets those behind it go.
-    fn over(self: &Arc<Self>, number: u64) {
-        for next in self.order.over(number) {
-            let left = next.release();
-            self.go(&next, left);
-        }
-    }
-
-    /// For a call that copies to or from this memory at once: its place in the order, and a permit. `None`: a transfer is
-    /// in its way, or it has no permit.
-    pub(super) fn turn(
-        self: &Arc<Self>,
+    /// A permit for a copy that is no chunk's, if there is one now.
+    pub(super) fn permit(
+        &self,
         direction: Direction,
         priority: Priority,
-        memory: &DeviceSlice,
-    ) -> Option<Turn<'_>> {
-        let range = memory.address()..memory.address() + memory.len() as u64;
-        let number = self.order.enter_if_free(range, direction == Direction::Up)?;
-        if self.may_send(direction, priority, memory.len()) {
-            return Some(Turn { engine: self, direction, priority, number });
-        }
-        self.over(number);
-        None
-    }
-
-    /// Starts a job, and the copier's threads before.
-    pub(super) fn start(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) -> Result<()> {
-        if !job.is_over() {
-            self.start_threads()?;
-        }
-        self.go(job, bytes);
-        Ok(())
-    }
-
-    /// Starts a job on the copier's threads, which were started, or starts a fed job anew, for so many bytes.
-    pub(super) fn go(self: &Arc<Self>, job: &Arc<Job>, bytes: u64) {
-        // A call that writes the bytes itself moves its own chunks.
-        if job.is_over() || job.is_pulled {
-            return;
-        }
-        let chunks = usize::try_from(bytes).unwrap_or(usize::MAX) / LEAST + 1;
-        self.scheduler.add(job.clone(), chunks);
-        if self.settings.threads == 0 {
-            Worker::advance(self);
-        }
-    }
-
-    /// Gives a segment back that no chunk has had. The workers may all sleep.
-    pub(super) fn give(&self, segment: PinnedBuf) {
-        self.segments.give(segment);
-        if !self.scheduler.has_work() {
-            self.segments.rest();
-        }
-    }
-
-    /// Before a wait for a job's end, however long that takes: moves chunks of the job.
-    pub(super) fn hasten(self: &Arc<Self>, job: &Arc<Job>) {
-        if self.settings.threads == 0 || !job.may_hasten() {
-            return;
-        }
-        // A panic here is a mistake of the crate's. The chunk's job ends, and is waited for as ever.
-        foreign::survive("a thread that waits for a transfer panicked: the transfer fails", || {
-            Worker::new(self).hasten(job);
-        });
-        if !self.scheduler.has_work() {
-            self.segments.rest();
-        }
-    }
-
-    /// Waits until `until` holds of a job. Whether it does.
-    pub(super) fn wait(
-        self: &Arc<Self>,
-        job: &Job,
-        deadline: Option<Instant>,
-        until: impl Fn(&Job) -> bool,
-    ) -> bool {
-        if self.settings.threads == 0 {
-            Worker::step_until(self, job, &until);
-            return until(job);
-        }
-        job.wait(deadline, until)
-    }
-
-    pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {
-        let mut started = self.started.lock();
-        while *started < self.settings.threads {
-            let engine = self.clone();
-            let name = format!("pinpool-copy-{}", self.device.name());
-            let spawned = crate::os::thread::spawn(name, move || {
-                crate::sync::enter(crate::sync::Own::Copier);
-                crate::os::sleep_precisely();
-                engine.device.context().driver().enter_thread();
-                foreign::live("a thread of a copier panicked: it goes on", || Worker::new(&engine).serve());
-            });
-            match spawned {
-                Ok(_) => *started += 1,
-                Err(_) if *started > 0 => return Ok(()),
-                Err(error) => {
-                    return Err(Error::Unavailable {
-                        device: self.device.name().into(),
-                        why: format!("no thread could be started: {error}"),
-                    });
-                }
-            }
-        }
-        Ok(())
+        bytes: usize,
+    ) -> Option<Permit<'_>> {
+        self.may_send(direction, priority, bytes).then(|| Permit { engine: self, direction, priority })
     }
 
     // --- permits ---------------------------------------------------------------------------------------------------
-
-    /// A slot of the ring. A worker that went to sleep before there was a ring is woken: it frees the ring when that is
-    /// idle. The thread that allocates it may be a caller's, which leaves when its own job is over.
-    pub(super) fn slot(&self) -> Take {
-        self.ring.take(&self.device, || self.scheduler.poke())
-    }
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
     pub(super) fn may_send(&self, direction: Direction, priority: Priority, bytes: usize) -> bool {
@@ -293,8 +161,7 @@ impl Engine {
     }
 
     /// A copy was submitted, or (`None`) was not.
-    pub(super) fn sent(&self, job: &Job, sent: Option<(Ticket, Then)>) {
-        let (direction, priority) = (job.direction, job.priority);
+    pub(super) fn sent(&self, direction: Direction, priority: Priority, sent: Option<(Ticket, Then)>) {
         match sent {
             Some((ticket, then)) => {
                 self.lanes[direction as usize].flights.sent(Sent { ticket, then, priority });
@@ -443,18 +310,16 @@ impl Engine {
     }
 }
 
-/// While this exists, a copy that is no chunk's is under way: see [`Engine::turn`].
-pub(super) struct Turn<'a> {
-    engine: &'a Arc<Engine>,
+/// While this exists, a copy that is no chunk's is in flight.
+pub(super) struct Permit<'a> {
+    engine: &'a Engine,
     direction: Direction,
     priority: Priority,
-    number: u64,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
         self.engine.landed(self.direction, self.priority);
-        self.engine.over(self.number);
     }
 }
 

@@ -303,14 +303,9 @@ impl FileSource {
         direct.as_deref()
     }
 
-    /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
-    pub(super) fn fill(
-        &self,
-        at: u64,
-        len: usize,
-        buf: &mut PinnedBuf,
-        counters: &Counters,
-    ) -> Result<usize> {
+    /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more: to where they are within a
+    /// page of the file.
+    pub(super) fn fill(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
         let opened = &*self.opened()?;
         // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
         let lead = (at % PAGE as u64) as usize;
@@ -339,7 +334,7 @@ impl FileSource {
                 }
             }
         }
-        Ok(lead)
+        Ok(())
     }
 
     /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts

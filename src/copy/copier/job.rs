@@ -5,10 +5,7 @@
 //! the job is cancelled, no further chunk is taken. So the thread that sees that a job is over knows that no worker
 //! touches what the job reads or writes.
 //!
-//! The bytes of a *fed* job come from its caller, chunk by chunk. Such a job is open until the caller closes it, and is
-//! not over before.
-//!
-//! What a job reads or writes ([`Work`]) is borrowed from a caller that waits, or owned by the job, which drops it when
+//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits, or owned by the job, which drops it when
 //! it is over. An upload reads all of it before its copies are complete, so a caller that lends bytes may go on as soon
 //! as the job is [read](Job::is_read).
 //!
@@ -17,15 +14,17 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::config::Priority;
-use super::packing::{Content, Packing};
+use super::chunk::{Chunk, Cursor};
+use super::lent::Lent;
+use super::packing::Packed;
 use super::trace::Trace;
+use super::types::{Direction, Priority};
 use crate::amount::Amount;
+use crate::buffer::PinnedBuf;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result, Waited};
 use crate::foreign::Task;
@@ -34,87 +33,37 @@ use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
-/// Which way bytes go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Direction {
-    #[default]
-    Up,
-    Down,
-}
-
-impl Direction {
-    pub(super) fn other(self) -> Self {
-        match self {
-            Self::Up => Self::Down,
-            Self::Down => Self::Up,
-        }
-    }
-}
-
-/// A place in a call's pieces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Cut {
-    pub(super) piece: usize,
-    /// Bytes of that piece before the place.
-    pub(super) from: usize,
-}
-
-/// How far a call is cut into chunks.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Cursor {
-    pub(super) at: Cut,
-    /// Chunks so far, and bytes in them.
-    pub(super) chunks: usize,
-    pub(super) cut: u64,
-    /// Bytes that are in none of them.
-    pub(super) left: u64,
-}
-
-/// A part of a call that one worker moves.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Chunk {
-    /// Its place in the order of the call.
-    pub(super) index: usize,
-    pub(super) start: Cut,
-    pub(super) end: Cut,
-    pub(super) bytes: usize,
-    /// Where its first byte lies in what the call reads or writes, for errors.
-    pub(super) at: u64,
-    /// [`Progress::landed_to`] when it and all chunks before it have arrived.
-    pub(super) landed_to: u64,
-    /// The bytes of a segment that its layout may use. `None`: its bytes are copied from or to where they are.
-    pub(super) most: Option<usize>,
-}
-
-/// What a job moves. `prepare` and `drain` are called without a lock, by several threads at once, for a chunk by one
-/// thread only.
-pub(super) trait Work: Send + Sync {
-    /// Whether `prepare` or `drain` may take long, since they run code of the program's or read files.
+/// What a job moves, and how. `fill`, `lend` and `drain` are called without a lock, by several threads at once, for a
+/// chunk by one thread only.
+pub(super) trait Plan: Send + Sync {
+    /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// Whether the caller itself takes the bytes of a download out of the segments, in order.
-    fn is_pulled(&self) -> bool {
-        false
-    }
-
-    /// Whether the worker that takes a chunk brings a segment for it.
+    /// Whether the worker that takes a chunk brings a segment for it. If not, the chunk is [lent](Self::lend).
     fn needs_segment(&self) -> bool {
         true
     }
 
-    /// Cuts the next chunk, for a worker whose segment has room for so many bytes, or that has none, and moves the cursor
-    /// behind it. Called while bytes are left, under the job's lock: runs no foreign code.
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk;
+    /// Cuts off the next chunk, for a worker whose segment has room for so many bytes, or that has none, and moves the
+    /// cursor behind it. Called while bytes are left, under the job's lock: runs no foreign code.
+    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk;
 
-    /// Lays a chunk out, and fills it if it is on its way to the device.
+    /// Fills the segment of a chunk that is on its way to the device, as the chunk was laid out.
     ///
     /// # Errors
     /// The error that the job ends with.
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content>;
+    fn fill(&self, _chunk: &Chunk, _segment: &mut PinnedBuf) -> Result<()> {
+        Ok(())
+    }
 
-    /// Takes the bytes of a chunk that has come from the device, from the segment that it was laid out in.
+    /// Where the bytes of a chunk are that needs no segment, and what keeps them there.
+    fn lend(&self, _chunk: &Chunk) -> Option<(Packed, Lent)> {
+        None
+    }
+
+    /// Takes the bytes of a chunk that has come from the device, from its segment.
     ///
     /// # Errors
     /// The error that the job ends with.
@@ -138,38 +87,38 @@ impl From<Result<()>> for End {
     }
 }
 
-/// Where a job's [`Work`] is.
+/// Where a job's [`Plan`] is.
 pub(super) enum Body {
-    Owned(Arc<dyn Work>),
+    Owned(Arc<dyn Plan>),
     /// Valid until the job is over, or (for an upload) until it is read.
-    Lent(LentWork),
+    Lent(LentPlan),
 }
 
 impl Body {
-    fn work(&self) -> *const dyn Work {
+    fn plan(&self) -> *const dyn Plan {
         match self {
-            Self::Owned(work) => &raw const **work,
-            Self::Lent(LentWork(work)) => *work,
+            Self::Owned(plan) => &raw const **plan,
+            Self::Lent(LentPlan(plan)) => *plan,
         }
     }
 }
 
-/// The address of [`Work`] that a caller lends.
+/// The address of [`Plan`] that a caller lends.
 #[derive(Clone, Copy)]
-pub(super) struct LentWork(*const dyn Work);
+pub(super) struct LentPlan(*const dyn Plan);
 
-// SAFETY: an address of a value that several threads may use at once (`Work` is `Sync`).
-unsafe impl Send for LentWork {}
+// SAFETY: an address of a value that several threads may use at once (`Plan` is `Sync`).
+unsafe impl Send for LentPlan {}
 // SAFETY: as above.
-unsafe impl Sync for LentWork {}
+unsafe impl Sync for LentPlan {}
 
-impl LentWork {
+impl LentPlan {
     /// # Safety
-    /// `work` stays where it is until the job that is made with this is over, or for an upload until it is read.
-    pub(super) unsafe fn new(work: &(dyn Work + '_)) -> Self {
-        let work: *const (dyn Work + '_) = work;
+    /// `plan` stays where it is until the job that is made with this is over, or for an upload until it is read.
+    pub(super) unsafe fn new(plan: &(dyn Plan + '_)) -> Self {
+        let plan: *const (dyn Plan + '_) = plan;
         // SAFETY: only the lifetime of the pointer's type changes; the caller's promise stands in for it.
-        Self(unsafe { std::mem::transmute::<*const (dyn Work + '_), *const (dyn Work + 'static)>(work) })
+        Self(unsafe { std::mem::transmute::<*const (dyn Plan + '_), *const (dyn Plan + 'static)>(plan) })
     }
 }
 
@@ -241,17 +190,13 @@ impl Progress {
 }
 
 /// What is known of a job before it starts.
-pub(super) struct Plan {
+pub(super) struct Start {
     pub(super) direction: Direction,
     pub(super) priority: Priority,
     pub(super) total: u64,
     /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
     pub(super) name: Option<Cow<'static, str>>,
     pub(super) memories: Vec<Arc<Allocation>>,
-    /// Its device memory, if it has its place in the order of all transfers.
-    pub(super) spans: Vec<Range<u64>>,
-    /// The bytes come from the caller, later.
-    pub(super) fed: bool,
     /// Its span, if that has begun.
     pub(super) trace: Option<Trace>,
     /// How long it may take.
@@ -262,11 +207,12 @@ pub(super) struct Plan {
 pub(super) struct Job {
     pub(super) direction: Direction,
     pub(super) priority: Priority,
+    /// Bytes of it.
+    pub(super) total: u64,
     pub(super) memories: Arc<Memories>,
     pub(super) name: Option<Cow<'static, str>>,
-    /// What the work says: see [`Work`].
+    /// What the plan says: see [`Plan`].
     pub(super) may_block: bool,
-    pub(super) is_pulled: bool,
     pub(super) needs_segment: bool,
     pub(super) deadline: Option<Instant>,
     since: Instant,
@@ -279,20 +225,10 @@ pub(super) struct Job {
 #[derive(Default)]
 struct JobState {
     cursor: Cursor,
-    total: u64,
-    /// More bytes may come from the caller.
-    open: bool,
-    /// Earlier transfers use its device memory: no chunk is taken.
-    held: bool,
-    /// They are over.
-    released: bool,
-    /// Called when it is over.
-    after: Option<Box<dyn FnOnce() + Send>>,
     /// Chunks that were taken and have not ended.
     active: usize,
     /// Of these, those that are being prepared.
     preparing: usize,
-    ended: usize,
     done: u64,
     /// The first chunk that has not arrived; and what follows when those behind it that have arrived are the next.
     missing: usize,
@@ -321,27 +257,42 @@ impl JobState {
     }
 
     fn may_take(&self) -> bool {
-        self.cursor.left > 0 && !self.held && !self.is_stopped()
-    }
-
-    /// Whether bytes are left that will be taken, now or later.
-    fn has_left(&self) -> bool {
         self.cursor.left > 0 && !self.is_stopped()
     }
 
     fn is_read(&self) -> bool {
-        self.preparing == 0 && !self.has_left()
+        self.preparing == 0 && !self.may_take()
     }
 
     /// Whether nothing is under way, and nothing will be.
     fn is_at_end(&self) -> bool {
-        self.active == 0 && !self.has_left() && !self.open
+        self.active == 0 && !self.may_take()
     }
 
     fn told(&mut self) -> Told {
         let wakers = self.wakers.drain(..).map(|(_, task)| task).collect();
         Told { threads: std::mem::take(&mut self.threads), wakers }
     }
+}
+
+/// The error of a transfer whose deadline has passed. `short`: what the pool lacks for a segment.
+pub(super) fn late(
+    name: &str,
+    (done, total): (u64, u64),
+    what: &str,
+    short: Option<Error>,
+    since: Instant,
+) -> Error {
+    let transfer = format!(
+        "{} of {} of {name} had arrived, and the transfer waited for {what}",
+        Amount(done),
+        Amount(total)
+    );
+    let shortage = match short {
+        Some(Error::Exhausted { shortage, .. }) => shortage,
+        _ => None,
+    };
+    Error::Timeout(Waited { transfer: Some(transfer.into()), shortage, ..since.elapsed().into() })
 }
 
 /// Who is to be told of a change, after the lock.
@@ -359,29 +310,23 @@ impl Told {
 }
 
 impl Job {
-    pub(super) fn new(plan: Plan, body: Body) -> Arc<Self> {
-        let Plan { direction, priority, total, name, memories, fed, spans: _, trace, timeout } = plan;
-        let (since, left) = (Instant::now(), if fed { 0 } else { total });
-        let (may_block, is_pulled, needs_segment) = {
-            let work = body.work();
+    pub(super) fn new(start: Start, body: Body) -> Arc<Self> {
+        let Start { direction, priority, total, name, memories, trace, timeout } = start;
+        let since = Instant::now();
+        let (may_block, needs_segment) = {
             // SAFETY: a lender waits from here on.
-            let work = unsafe { &*work };
-            (work.may_block(), work.is_pulled(), work.needs_segment())
+            let plan = unsafe { &*body.plan() };
+            (plan.may_block(), plan.needs_segment())
         };
-        let state = JobState {
-            cursor: Cursor { left, ..Cursor::default() },
-            total,
-            open: fed,
-            trace,
-            ..JobState::default()
-        };
+        let cursor = Cursor { left: total, ..Cursor::default() };
+        let state = JobState { cursor, trace, ..JobState::default() };
         let job = Arc::new(Self {
             direction,
             priority,
+            total,
             memories: Arc::new(Memories(memories)),
             name,
             may_block,
-            is_pulled,
             needs_segment,
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
@@ -398,9 +343,9 @@ impl Job {
     /// # Safety
     /// A chunk can be taken under the lock that the caller holds; or the caller has taken one, and is preparing it, or
     /// (for a download) has not ended it.
-    pub(super) unsafe fn work(&self) -> &dyn Work {
+    pub(super) unsafe fn plan(&self) -> &dyn Plan {
         // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
-        unsafe { &*self.body.work() }
+        unsafe { &*self.body.plan() }
     }
 
     /// Whether a chunk can be taken.
@@ -415,13 +360,13 @@ impl Job {
             return None;
         }
         // SAFETY: bytes are left to be taken, so the lender still waits.
-        let chunk = unsafe { self.work() }.cut(&mut state.cursor, room);
+        let chunk = unsafe { self.plan() }.next(&mut state.cursor, room);
         state.active += 1;
         state.preparing += 1;
         Some(chunk)
     }
 
-    /// The taker of a chunk has prepared it, and reads or writes the [`Work`] of an upload no more.
+    /// The taker of a chunk has prepared it, and reads or writes the [`Plan`] of an upload no more.
     pub(super) fn prepared(&self) {
         let mut state = self.state.lock();
         state.preparing -= 1;
@@ -434,7 +379,6 @@ impl Job {
     pub(super) fn end(&self, chunk: &Chunk, end: End) {
         let mut state = self.state.lock();
         state.active -= 1;
-        state.ended += 1;
         match end {
             End::Arrived => {
                 state.done += chunk.bytes as u64;
@@ -514,63 +458,25 @@ impl Job {
         if state.over.is_some() || state.is_stopped() {
             return;
         }
-        let is_idle = state.active == 0 && !state.held;
+        let is_idle = state.active == 0;
         let what = match &*state {
-            JobState { held: true, .. } => "earlier transfers that use the same device memory",
             JobState { preparing: 1.., .. } if self.may_block => {
                 "what is read, a call of which has not returned"
             }
             JobState { active: 1.., .. } => "chunks that are under way",
-            JobState { open: true, .. } => "further bytes of its caller, or a segment for them",
             _ => "a segment of the pool, or the transfers before it",
         };
-        let (done, total) = (state.done, state.total);
+        let done = state.done;
         drop(state);
         let name = self.name.as_deref().unwrap_or("pieces");
-        let transfer = format!(
-            "{} of {} of {name} had arrived, and the transfer waited for {what}",
-            Amount(done),
-            Amount(total)
-        );
         // The pool's lock is taken, so without this one.
-        let shortage = match if is_idle { short() } else { None } {
-            Some(Error::Exhausted { shortage, .. }) => shortage,
-            _ => None,
-        };
-        let waited = Waited { transfer: Some(transfer.into()), shortage, ..self.since.elapsed().into() };
+        let short = if is_idle { short() } else { None };
+        let error = late(name, (done, self.total), what, short, self.since);
         let mut state = self.state.lock();
         if state.over.is_none() {
-            state.late = Some(Error::Timeout(waited));
+            state.late = Some(error);
             self.settle(state);
         }
-    }
-
-    // --- fed jobs ----------------------------------------------------------------------------------------------------
-
-    /// The caller has brought so many bytes more. `false`: the job has stopped, and no worker takes them.
-    pub(super) fn feed(&self, bytes: usize) -> bool {
-        let mut state = self.state.lock();
-        if state.is_stopped() {
-            return false;
-        }
-        state.cursor.left += bytes as u64;
-        true
-    }
-
-    /// The caller brings no more.
-    pub(super) fn close(&self) {
-        let mut state = self.state.lock();
-        if std::mem::take(&mut state.open) {
-            if !state.is_stopped() {
-                state.total = state.cursor.cut + state.cursor.left;
-            }
-            self.settle(state);
-        }
-    }
-
-    /// Chunks that have ended.
-    pub(super) fn ended(&self) -> usize {
-        self.state.lock().ended
     }
 
     /// Something has changed: tells all that wait, and ends the job if nothing of it is left.
@@ -589,40 +495,11 @@ impl Job {
             let _ = self.last.set(self.progress_of(&state));
         }
         let is_over = state.over.is_some();
-        let (after, alarm) = if is_over { (state.after.take(), state.alarm.take()) } else { (None, None) };
+        let alarm = if is_over { state.alarm.take() } else { None };
         let told = state.told();
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
-        if let Some(after) = after {
-            after();
-        }
         told.tell();
-    }
-
-    /// No chunk is taken before [`release`](Self::release) is called. `after` is called when the job is over.
-    pub(super) fn hold(&self, held: bool, after: Box<dyn FnOnce() + Send>) {
-        let mut state = self.state.lock();
-        // What it waits for may have ended before this call.
-        state.held = held && !state.released;
-        state.after = Some(after);
-        // It may be over already, without bytes.
-        self.settle(state);
-    }
-
-    /// Chunks may be taken from now on. The bytes that are left for them.
-    pub(super) fn release(&self) -> u64 {
-        let mut state = self.state.lock();
-        state.held = false;
-        state.released = true;
-        let left = state.cursor.left;
-        self.settle(state);
-        left
-    }
-
-    /// Whether a thread that waits for the job can move a chunk of it now, and no call of the program's would hold it up.
-    pub(super) fn may_hasten(&self) -> bool {
-        let state = self.state.lock();
-        !self.may_block && !self.is_pulled && !state.open && state.may_take()
     }
 
     /// Whether no worker will read what the job uploads any more.
@@ -648,21 +525,15 @@ impl Job {
     fn how(&self, state: &JobState) -> Result<()> {
         match &state.error {
             Some((_, error)) => Err(error.clone()),
-            None if state.done < state.total && state.late.is_some() => {
+            None if state.done < self.total && state.late.is_some() => {
                 Err(state.late.clone().unwrap_or(Error::Closed))
             }
-            None if state.done < state.total => {
+            None if state.done < self.total => {
                 let what = self.name.as_deref().unwrap_or("pieces").to_owned();
-                Err(Error::Cancelled { what, done: state.done, total: state.total })
+                Err(Error::Cancelled { what, done: state.done, total: self.total })
             }
             None => Ok(()),
         }
-    }
-
-    /// The error of a job that has stopped.
-    pub(super) fn stopped_with(&self) -> Error {
-        let stopped = self.how(&self.state.lock());
-        stopped.err().unwrap_or(Error::Closed)
     }
 
     pub(super) fn progress(&self) -> Progress {
@@ -672,7 +543,7 @@ impl Job {
     fn progress_of(&self, state: &JobState) -> Progress {
         Progress {
             done: state.done,
-            total: state.total,
+            total: self.total,
             landed_to: state.landed.1,
             landed_pieces: state.landed.0,
             elapsed: state.over.unwrap_or_else(|| self.since.elapsed()),

@@ -6,12 +6,11 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use super::config::Priority;
+use super::chunk::{Chunk, Cursor, Cut};
 use super::flights::Flights;
-use super::job::{Body, Chunk, Cursor, Cut, Direction, End, Job, LentWork, Plan, Work};
-use super::packing::{Content, Packing};
-use super::pieces::finish;
-use super::scheduler::{Scheduler, Takes, Woken};
+use super::job::{Body, End, Job, LentPlan, Plan, Start};
+use super::scheduler::{Scheduler, Takes};
+use super::types::{Direction, Priority};
 use crate::error::Result;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
 
@@ -55,7 +54,7 @@ fn serve(scheduler: &Scheduler<Counted>) -> u64 {
         while let Some(job) = scheduler.first(Direction::Up) {
             taken += u64::from(job.take());
         }
-        if scheduler.park(None) == Woken::Closed {
+        if !scheduler.park(None) {
             return taken;
         }
     }
@@ -142,14 +141,10 @@ impl Memory {
     }
 }
 
-impl Work for Memory {
-    fn cut(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
+impl Plan for Memory {
+    fn next(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
         let end = Cut { piece: cursor.at.piece + 1, from: 0 };
-        finish(cursor, end, 1, None)
-    }
-
-    fn prepare(&self, _chunk: &Chunk, _packing: &mut Packing<'_>) -> Result<Content> {
-        unreachable!("models drain")
+        cursor.cut_off(end, 1)
     }
 
     /// The access of either direction.
@@ -160,22 +155,22 @@ impl Work for Memory {
     }
 }
 
-fn plan(direction: Direction, total: u64) -> Plan {
-    let (priority, name, memories, spans) = (Priority::Bulk, None, Vec::new(), Vec::new());
-    Plan { direction, priority, total, name, memories, spans, fed: false, trace: None, timeout: None }
+fn begin(direction: Direction, total: u64) -> Start {
+    let (priority, name, memories) = (Priority::Bulk, None, Vec::new());
+    Start { direction, priority, total, name, memories, trace: None, timeout: None }
 }
 
 /// A job of two chunks, and a worker that takes what it finds of it.
 fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
     // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
-    let body = Body::Lent(unsafe { LentWork::new(&**memory) });
-    let job = Job::new(plan(direction, 2), body);
+    let body = Body::Lent(unsafe { LentPlan::new(&**memory) });
+    let job = Job::new(begin(direction, 2), body);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
         while let Some(chunk) = worker.take(None) {
             step();
             // SAFETY: the chunk was taken and has not ended.
-            let touch = || unsafe { worker.work() }.drain(&chunk, &[]);
+            let touch = || unsafe { worker.plan() }.drain(&chunk, &[]);
             match direction {
                 Direction::Up => {
                     touch().unwrap();
@@ -221,22 +216,6 @@ fn loom_copier_cancelled_leaves_memory() {
         memory.reuse();
         assert!(job.outcome().is_some());
         worker.join().unwrap();
-    });
-}
-
-/// What a transfer waits for ends while the transfer begins to wait.
-#[test]
-fn loom_copier_released_while_it_is_held() {
-    model("copier: a job is released while it is held", 3, || {
-        let memory = Memory::new();
-        // SAFETY: the memory outlives the job.
-        let body = Body::Lent(unsafe { LentWork::new(&*memory) });
-        let job = Job::new(plan(Direction::Up, 2), body);
-        let other = job.clone();
-        let releases = loom::thread::spawn(move || other.release());
-        job.hold(true, Box::new(|| ()));
-        releases.join().unwrap();
-        assert!(job.may_take());
     });
 }
 

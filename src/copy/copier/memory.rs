@@ -4,34 +4,32 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::config::Priority;
 use super::engine::Engine;
-use super::job::{Body, Direction, Job, LentWork, Plan, Work};
-use super::packing::Piece;
-use super::pages::{Down, Paged, Pages, Side, Up};
-use super::pieces::{Borrowed, LEAST, Ramp, Survey, Values};
+use super::job::{Body, Job, LentPlan, Plan, Start};
+use super::pages::{Paged, Pages};
+use super::pieces::{Borrowed, Piece, Ramp, Survey, Values};
 use super::stats::Counters;
 use super::trace::Trace;
 use super::transfer::Transfer;
-use super::worker::Worker;
+use super::types::{Direction, Priority};
+use super::workers::Workers;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
-use crate::copy::places::Sealed as _;
-use crate::copy::{DeviceRange, Landing, Places};
+use crate::copy::{DeviceRange, Landing, Places, written};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
+use crate::stream::timeline::RetainedResource;
 
 /// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
 /// driver's copy from or to memory that is not pinned is slower.
-const AT_ONCE: usize = 64 << 10;
+const AT_ONCE: usize = 256 << 10;
 
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
 
-    /// Copies many pieces of borrowed memory to device memory. The calling thread, with the copier's threads, packs
-    /// them into segments of the pool. When this returns, all bytes have been read, and the last of them are on their
+    /// Copies many pieces of borrowed memory to device memory. The copier's threads pack them into segments of the pool. When this returns, all bytes have been read, and the last of them are on their
     /// way: the handle tells when all are on the device.
     ///
     /// # Errors
@@ -45,20 +43,20 @@ impl Copier {
         for (n, (bytes, memory)) in pieces.iter().enumerate() {
             survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let work = slices(engine, pieces);
-        let plan = self.plan(Direction::Up, survey, None);
+        let plan = slices(engine, pieces);
+        let start = self.begin(Direction::Up, survey, None);
         // SAFETY: lent until the job is read, which is what the call waits for.
-        let job = unsafe { self.lend(plan, &work, Job::is_read) }?;
+        let job = unsafe { self.lend(start, &plan, Job::is_read) }?;
         if job.is_stopped() {
-            engine.wait(&job, None, Job::is_over);
+            self.workers.wait(&job, None, Job::is_over);
             job.outcome().unwrap_or(Ok(()))?;
         }
         Ok(Transfer::new(self.clone(), job, Arc::new(())))
     }
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 64 KiB go by one call of
-    /// the driver, and need no memory of the pool, unless an earlier transfer is in the way. The CPU reads the bytes: for a
-    /// file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
+    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one call of
+    /// the driver, and need no memory of the pool, unless the copier's depth or rate is in the way. The CPU reads the bytes:
+    /// for a file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
     /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
@@ -69,17 +67,17 @@ impl Copier {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
         let name = "bytes in memory";
-        let said = self.at_once(Direction::Up, &dst, name, |stream| stream.upload_blocking(src, &dst));
+        let said = self.at_once(Direction::Up, dst.len(), name, |stream| stream.upload_blocking(src, &dst));
         let trace = match said {
             Ok(said) => return said,
             Err(trace) => trace,
         };
         let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
-        let work = slices(self.engine(), &pieces);
-        let plan = Plan { trace, ..self.plan(Direction::Up, survey, Some(name.into())) };
+        let plan = slices(self.engine(), &pieces);
+        let start = Start { trace, ..self.begin(Direction::Up, survey, Some(name.into())) };
         // SAFETY: lent until the job is over, which is what the call waits for.
-        let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
+        let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
     }
 
@@ -93,10 +91,11 @@ impl Copier {
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
         let (name, to) = ("memory", &mut *dst);
-        let said = self.at_once(Direction::Down, &src, name, |stream| stream.download_blocking(&src, to));
+        let said =
+            self.at_once(Direction::Down, src.len(), name, |stream| stream.download_blocking(&src, to));
         match said {
             Ok(said) => said,
-            Err(trace) => self.download_to(&mut [(src, dst)], Survey::ordered(), Some(name.into()), trace),
+            Err(trace) => self.download_to(&mut [(src, dst)], Some(name.into()), trace),
         }
     }
 
@@ -105,24 +104,24 @@ impl Copier {
     fn at_once(
         &self,
         direction: Direction,
-        memory: &DeviceSlice,
+        bytes: usize,
         name: &'static str,
         copy: impl FnOnce(&Stream) -> Result<()>,
     ) -> std::result::Result<Result<()>, Option<Trace>> {
-        let (engine, bytes, priority) = (self.engine(), memory.len(), self.priority);
+        let (engine, priority) = (self.engine(), self.priority);
         if bytes > AT_ONCE || engine.settings.threads == 0 {
             return Err(None);
         }
-        // Before the turn: a subscriber may start a transfer, which the turn would be in the way of.
+        // Before the permit: a subscriber may start a transfer, which the permit would be in the way of.
         let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
-        let Some(turn) = engine.turn(direction, priority, memory) else { return Err(Some(trace)) };
+        let Some(permit) = engine.permit(direction, priority, bytes) else { return Err(Some(trace)) };
         let since = Instant::now();
         let said = copy(engine.stream(direction, priority));
         let of_transfer = |cause| Error::Transfer { what: name.into(), offset: 0, cause: Box::new(cause) };
         let said = said.map_err(of_transfer);
         Counters::add(&engine.counters.chunks, 1);
         Counters::add(&engine.counters.batch, bytes);
-        drop(turn);
+        drop(permit);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         Ok(said)
     }
@@ -133,17 +132,16 @@ impl Copier {
     /// # Errors
     /// As for [`upload_pieces`](Self::upload_pieces). After an error the targets' contents are undefined.
     pub fn download_pieces(&self, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        self.download_to(pieces, Survey::default(), None, None)
+        self.download_to(pieces, None, None)
     }
 
     fn download_to(
         &self,
         pieces: &mut [(DeviceSlice, &mut [u8])],
-        mut survey: Survey,
         name: Option<Cow<'static, str>>,
         trace: Option<Trace>,
     ) -> Result<()> {
-        let engine = self.engine();
+        let (engine, mut survey) = (self.engine(), Survey::default());
         self.may_block()?;
         for (n, (memory, target)) in pieces.iter().enumerate() {
             let fits = Error::unless_fits(memory.len(), target.len());
@@ -161,54 +159,51 @@ impl Copier {
             Piece::new(target.cast(), memory.len(), memory)
         };
         // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
-        let work = unsafe { Borrowed::new(engine, count, get) };
-        let plan = Plan { trace, ..self.plan(Direction::Down, survey, name) };
+        let plan = unsafe { Borrowed::new(engine, count, get) };
+        let start = Start { trace, ..self.begin(Direction::Down, survey, name) };
         // SAFETY: lent until the job is over, which is what the call waits for.
-        let job = unsafe { self.lend(plan, &work, Job::is_over) }?;
+        let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
         job.outcome().unwrap_or(Ok(()))
     }
 
     /// What is known of a transfer before it starts.
-    pub(super) fn plan(&self, direction: Direction, survey: Survey, name: Option<Cow<'static, str>>) -> Plan {
-        let Survey { bytes: total, memories, spans, .. } = survey;
-        let (priority, fed, trace) = (self.priority, false, None);
-        Plan { direction, priority, total, name, memories, spans, fed, trace, timeout: self.timeout }
+    pub(super) fn begin(
+        &self,
+        direction: Direction,
+        survey: Survey,
+        name: Option<Cow<'static, str>>,
+    ) -> Start {
+        let Survey { bytes: total, memories, .. } = survey;
+        let (priority, trace) = (self.priority, None);
+        Start { direction, priority, total, name, memories, trace, timeout: self.timeout }
     }
 
-    /// Runs a job of work that the caller lends, until `until` holds. The calling thread helps.
+    /// Runs a job of memory that the caller lends, and waits until `until` holds.
     ///
     /// # Safety
-    /// Once `until` holds of a job, it uses the work no more.
+    /// Once `until` holds of a job, it uses the plan no more.
     pub(super) unsafe fn lend(
         &self,
-        plan: Plan,
-        work: &(dyn Work + '_),
+        start: Start,
+        plan: &(dyn Plan + '_),
         until: fn(&Job) -> bool,
     ) -> Result<Arc<Job>> {
-        let engine = self.engine();
-        let total = plan.total;
         // SAFETY: `Lending` waits until `until` holds, also on unwinding.
-        let body = Body::Lent(unsafe { LentWork::new(work) });
-        let job = self.job(plan, body);
-        let lending = Lending { engine, job: &job, until };
-        // A single chunk is the calling thread's own: no other thread is woken for it.
-        if total > LEAST as u64 || engine.settings.threads == 0 {
-            engine.start(&job, total).inspect_err(|error| job.fail(error.clone()))?;
-        }
+        let body = Body::Lent(unsafe { LentPlan::new(plan) });
+        let job = self.job(start, body);
+        let lending = Lending { workers: &self.workers, job: &job, until };
+        self.workers.start().inspect_err(|error| job.fail(error.clone()))?;
+        self.workers.add(&job);
         drop(lending);
         Ok(job)
     }
 
-    /// Makes a job, its span if it has a name, and its place in the order if it has one.
-    pub(super) fn job(&self, mut plan: Plan, body: Body) -> Arc<Job> {
-        let Plan { direction, priority, total, .. } = plan;
+    /// Makes a job, and its span if it has a name.
+    pub(super) fn job(&self, mut start: Start, body: Body) -> Arc<Job> {
+        let Start { direction, priority, total, .. } = start;
         let begin = |name: &str| Trace::begin(self.device().name(), direction, priority, total, name);
-        plan.trace = plan.trace.take().or_else(|| plan.name.as_deref().map(begin));
-        let spans = std::mem::take(&mut plan.spans);
-        let job = Job::new(plan, body);
-        if !spans.is_empty() {
-            self.engine().order(&job, spans);
-        }
+        start.trace = start.trace.take().or_else(|| start.name.as_deref().map(begin));
+        let job = Job::new(start, body);
         let engine = Arc::downgrade(self.engine());
         job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
         job
@@ -259,9 +254,21 @@ impl Copier {
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(
         &self,
-        blocks: Vec<(B, P)>,
+        mut blocks: Vec<(B, P)>,
     ) -> Result<Transfer<Vec<B>>, SubmitError<Vec<(B, P)>>> {
-        self.pages::<Up<B, P>>(blocks)
+        let stream = self.engine().stream(Direction::Up, Priority::Foreground);
+        let each = blocks.iter_mut().map(|(block, places)| {
+            let bytes = stream.may_use(block).and_then(|()| written(block));
+            (bytes.map(|bytes| (bytes.as_ptr().cast_mut(), bytes.len())), &*places)
+        });
+        let looked = self.survey_pages(each);
+        let (found, blocks) = SubmitError::unless(looked, blocks)?;
+        // Places of many pages take long to drop: that comes when the copies have begun.
+        let (lent, _places): (_, Vec<P>) = blocks
+            .into_iter()
+            .map(|(block, places)| ((RetainedResource::of(block.lend(KEY)), block), places))
+            .unzip();
+        Ok(self.run_pages(Direction::Up, found, lent))
     }
 
     /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
@@ -273,63 +280,74 @@ impl Copier {
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn download_pages<L: Landing + 'static, P: Places + 'static>(
         &self,
-        blocks: Vec<(P, L)>,
+        mut blocks: Vec<(P, L)>,
     ) -> Result<Transfer<Vec<L::Landed>>, SubmitError<Vec<(P, L)>>> {
-        self.pages::<Down<L, P>>(blocks)
+        let stream = self.engine().stream(Direction::Down, Priority::Foreground);
+        let each = blocks.iter_mut().map(|(places, landing)| (landing.target(stream, KEY), &*places));
+        let looked = self.survey_pages(each);
+        let (found, blocks) = SubmitError::unless(looked, blocks)?;
+        let lend = |(places, landing): (P, L)| {
+            let (resource, half) = landing.lend(KEY);
+            ((RetainedResource::of(resource), L::Landed::from(half)), places)
+        };
+        let (lent, _places): (_, Vec<P>) = blocks.into_iter().map(lend).unzip();
+        Ok(self.run_pages(Direction::Down, found, lent))
     }
 
-    /// Starts a job that owns blocks, if nothing is wrong with any.
-    #[allow(clippy::type_complexity, reason = "the blocks come back")]
-    fn pages<S: Side<Beside: Places> + 'static>(
+    /// Looks at blocks, each with its first byte and how many it has (or has room for), and its places.
+    fn survey_pages<'a, P: Places + 'a>(
         &self,
-        mut given: Vec<S::Given>,
-    ) -> Result<Transfer<Vec<S::Back>>, SubmitError<Vec<S::Given>>> {
-        let engine = self.engine();
+        blocks: impl Iterator<Item = (Result<(*mut u8, usize)>, &'a P)>,
+    ) -> Result<(Survey, Pages)> {
+        self.alive()?;
         let (mut survey, mut pages) = (Survey::default(), Pages::default());
-        let looked = (|| {
-            self.alive()?;
-            let stream = engine.stream(S::DIRECTION, Priority::Foreground);
-            for (n, block) in given.iter_mut().enumerate() {
-                let (looked, mut added) = (S::look(block, stream), Ok(()));
-                pages.add(looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host));
-                S::beside(block).each(KEY, &mut |(whole, len, stride)| {
-                    let count = (whole.len() - len) / stride + 1;
-                    pages.put(whole.address(), len, stride, count);
-                    if looked.is_ok() && added.is_ok() {
-                        added = survey.add(engine, whole, len * count);
-                    }
-                });
-                let fits = |have| match pages.last() {
-                    0 => Err(Error::Empty),
-                    need => Error::unless_fits(need, have),
-                };
-                let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));
-                looked.map_err(|e| e.of_piece(n, pages.last()))?;
-            }
-            engine.start_threads()
-        })();
-        let ((), given) = SubmitError::unless(looked, given)?;
-        let (paged, _places) = Paged::<S>::new(pages, given, Ramp::unfilled(engine));
-        let (plan, paged) = (self.plan(S::DIRECTION, survey, None), Arc::new(paged));
-        Ok(self.run(plan, paged.clone(), paged))
+        for (n, (looked, places)) in blocks.enumerate() {
+            let mut added = Ok(());
+            pages.add(looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host));
+            places.each(KEY, &mut |(whole, len, stride)| {
+                let count = (whole.len() - len) / stride + 1;
+                pages.put(whole.address(), len, stride, count);
+                if looked.is_ok() && added.is_ok() {
+                    added = survey.add(self.engine(), whole, len * count);
+                }
+            });
+            let fits = |have| match pages.last() {
+                0 => Err(Error::Empty),
+                need => Error::unless_fits(need, have),
+            };
+            let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));
+            looked.map_err(|e| e.of_piece(n, pages.last()))?;
+        }
+        self.workers.start().map(|()| (survey, pages))
+    }
+
+    /// Starts a job that owns blocks.
+    fn run_pages<B: Lend + 'static>(
+        &self,
+        direction: Direction,
+        (survey, pages): (Survey, Pages),
+        lent: Vec<(RetainedResource, B)>,
+    ) -> Transfer<Vec<B>> {
+        let ramp = Ramp::unfilled(&self.engine().settings);
+        let paged = Arc::new(Paged::new(direction, pages, lent, ramp));
+        self.run(self.begin(direction, survey, None), paged.clone(), paged)
     }
 
     /// Starts a job that owns what it moves, on threads that were started.
     pub(super) fn run<B>(
         &self,
-        plan: Plan,
-        work: Arc<dyn Work>,
+        start: Start,
+        plan: Arc<dyn Plan>,
         values: Arc<dyn Values<Back = B>>,
     ) -> Transfer<B> {
-        let total = plan.total;
-        let job = self.job(plan, Body::Owned(work));
-        self.engine().go(&job, total);
+        let job = self.job(start, Body::Owned(plan));
+        self.workers.add(&job);
         Transfer::new(self.clone(), job, values)
     }
 }
 
 /// Borrowed bytes on their way to the device.
-fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Work + use<'a> {
+fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Plan + use<'a> {
     let get = |n: usize| {
         let (bytes, memory) = &pieces[n];
         Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
@@ -338,9 +356,9 @@ fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Wo
     unsafe { Borrowed::new(engine, pieces.len(), get) }
 }
 
-/// While this exists, memory that the caller lends is used. Its drop helps, and waits until it is used no more.
+/// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.
 struct Lending<'a> {
-    engine: &'a Arc<Engine>,
+    workers: &'a Workers,
     job: &'a Arc<Job>,
     until: fn(&Job) -> bool,
 }
@@ -350,20 +368,6 @@ impl Drop for Lending<'_> {
         if std::thread::panicking() {
             self.job.cancel();
         }
-        let until = self.until;
-        // A panic here is a mistake of the crate's. The memory is lent on until no thread uses it.
-        let helped =
-            crate::foreign::survive("a transfer's caller panicked: its transfer is cancelled", || match self
-                .engine
-                .settings
-                .threads
-            {
-                0 => Worker::step_until(self.engine, self.job, until),
-                _ => Worker::new(self.engine).assist(self.job, until),
-            });
-        if helped.is_none() {
-            self.job.cancel();
-        }
-        self.engine.wait(self.job, None, until);
+        self.workers.wait(self.job, None, self.until);
     }
 }

@@ -45,12 +45,16 @@
 //!
 //! # Ordering
 //!
-//! The chunks of a transfer complete in any order; it is over when all have. Transfers of one copier that use the same
-//! device memory take effect in the order of the calls, but for those with many pieces or pages
-//! (`upload_pieces`, `download_pages` and their like): these are ordered with nothing, so wait for the
-//! handle. With other streams two things order a transfer: [`Copier::wait_for`] before it, and its end: work submitted to
-//! any stream after the end was seen finds the bytes there. The same holds for [a part](Transfer::wait_landed) that was
-//! seen to have arrived.
+//! **Transfers are unordered**, also those of one copier that use the same device memory: they run at once, and their
+//! chunks complete in any order. Three things order a transfer:
+//!
+//! - Its end. A transfer that is started, and work that is submitted to any stream, after the end of another one was seen
+//!   finds that one's bytes. [`Transfer::wait`] and `await` see the end, and so does a blocking call that returns.
+//! - The arrival of [a part](Transfer::wait_landed) of it, for that part.
+//! - [`Copier::wait_for`]: copies that are submitted later wait for what a stream was given before.
+//!
+//! [`Transfer::order`] waits for the end for a stream. So a program that overwrites what another transfer writes or reads
+//! waits for that transfer's handle first.
 //!
 //! # Streams of bytes
 //!
@@ -110,47 +114,44 @@
 //! as are in flight, so where their latency counts the copier is built with a depth of 2. An idle copier uses no processor
 //! time and holds no segment.
 
-// The files, in the order to read them. This one: the type, its settings at run time, and the guards. `memory.rs`,
-// `bulk.rs`: the calls. `job.rs`: one transfer: which of its chunks are taken, and how it ended. `worker.rs`: what a
-// thread does that moves chunks; `worker/stages.rs`: with each of its chunks. `scheduler.rs`: which job the threads
-// turn to, and how they sleep. `engine.rs`: what the threads share; submitting copies. `flights.rs`: the copies in
-// flight. `permits.rs`: how many bulk copies are in flight; `segments.rs`: which segments are in use; `order.rs`:
-// which transfers wait for others. `way.rs`: by which way a chunk goes. `layout.rs`, `packing.rs`: where pieces lie
-// in a segment; filling and emptying it, and what a chunk is made of. `lent.rs`: pinned blocks that copies use
+// The files, in the order to read them. This one: the type, and its settings at run time. `memory.rs`, `bulk.rs`,
+// `in_order.rs`: the calls. `types.rs`: the plain data that all share. `job.rs`: one transfer: which of its chunks are
+// taken, and how it ended. `workers.rs`: the threads. `worker.rs`: what a thread does; `worker/stages.rs`: with each of
+// its chunks. `scheduler.rs`: which job the threads turn to, and how they sleep. `engine.rs`: what the threads share;
+// submitting copies. `flights.rs`: the copies in flight. `permits.rs`: how many bulk copies are in flight;
+// `segments.rs`: which segments are in use. `chunk.rs`: what a chunk is, and where its pieces lie in its segment.
+// `packing.rs`: what a prepared chunk is made of, and by which way it goes. `lent.rs`: pinned blocks that copies use
 // where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
-// `ranges.rs`, `reader.rs`, `pull.rs`: memory; sources, files and sinks; what the caller reads; what the caller
-// writes. `source.rs`, `file.rs`: what a program can give.
-// `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`:
-// CPU copies.
+// `ranges.rs`: the plans: memory; pages; sources, files and sinks. `source.rs`, `file.rs`: what a program can give.
+// `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`: CPU
+// copies.
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
 //   none.
-// - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a driver copies. After the call
-//   has returned nothing reads or writes it.
+// - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a driver copies. After the
+//   call has returned nothing reads or writes it.
 // - A slot of the ring is free only when the copy and the kernel that used it were seen complete.
 
 #![allow(unsafe_code)]
 
 mod bulk;
+mod chunk;
 mod config;
 mod engine;
 mod file;
 mod flights;
+mod in_order;
 mod job;
-mod layout;
 mod lent;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod memory;
-mod order;
 mod packing;
 mod pages;
 mod permits;
 mod pieces;
-mod pull;
 mod ranges;
-mod reader;
 mod ring;
 mod scheduler;
 mod segments;
@@ -160,22 +161,24 @@ mod stats;
 mod stores;
 mod trace;
 mod transfer;
-mod way;
+mod types;
 mod worker;
+mod workers;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::config::{CopierBuilder, Priority};
+pub use self::config::CopierBuilder;
 pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
 pub use self::ranges::Piece;
 pub use self::source::{Fill, Sink, Source};
 pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};
+pub use self::types::Priority;
 
 use self::engine::Engine;
-use self::worker::Worker;
+use self::workers::Workers;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::pool::Pool;
@@ -203,7 +206,8 @@ pub fn may_wait() -> Result<()> {
 /// # What it uses
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
 /// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the share,
-/// an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use one segment each.
+/// an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use two segments each at
+/// most.
 ///
 /// # The end
 /// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.
@@ -229,29 +233,9 @@ pub fn may_wait() -> Result<()> {
 /// ```
 #[derive(Clone)]
 pub struct Copier {
-    handle: Arc<Handle>,
+    workers: Arc<Workers>,
     priority: Priority,
     timeout: Option<Duration>,
-}
-
-/// What keeps the threads from ending.
-struct Handle(Arc<Engine>);
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        if !crate::os::forked() {
-            self.0.scheduler.close();
-        }
-    }
-}
-
-impl Drop for Engine {
-    fn drop(&mut self) {
-        if crate::os::forked() {
-            // The parent's threads use these.
-            std::mem::forget(self.inline.get_mut().take());
-        }
-    }
 }
 
 impl Copier {
@@ -261,11 +245,11 @@ impl Copier {
     }
 
     fn start(engine: Arc<Engine>) -> Self {
-        Self { handle: Arc::new(Handle(engine)), priority: Priority::Bulk, timeout: None }
+        Self { workers: Arc::new(Workers::new(engine)), priority: Priority::Bulk, timeout: None }
     }
 
     fn engine(&self) -> &Arc<Engine> {
-        &self.handle.0
+        &self.workers.engine
     }
 
     /// A handle to the same copier whose transfers have this priority. The first handle's have [`Priority::Bulk`].
@@ -275,7 +259,7 @@ impl Copier {
     }
 
     /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait for:
-    /// memory of the pool, earlier transfers, the rate, a source. The first handle's have no deadline.
+    /// memory of the pool, the rate, a source. The first handle's have no deadline.
     ///
     /// At the deadline no further chunk is begun, and the transfer ends with [`Error::Timeout`](crate::Error::Timeout),
     /// whose text says how far it had come and what it waited for. Chunks that are under way come first, since a copy that
@@ -284,7 +268,7 @@ impl Copier {
     /// until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends
     /// well. What is on the device after the error is undefined, but for the bytes before [`Progress::landed_to`].
     ///
-    /// Slices of up to 64 KiB that go by a single call of the driver have no deadline.
+    /// Slices of up to 256 KiB that go by a single call of the driver have no deadline.
     ///
     /// ```
     /// # use pinpool::{Copier, Device, Error, Pool, Unpinned};
@@ -361,8 +345,7 @@ impl Copier {
     /// [stepped](crate::host::HostConfig::stepped) devices, whose copiers have no threads: there transfers go on within
     /// this call, and within those that start a transfer or wait for one. Elsewhere it does nothing.
     pub fn reap(&self) -> bool {
-        let engine = self.engine();
-        engine.settings.threads == 0 && !crate::os::forked() && Worker::advance(engine)
+        !crate::os::forked() && self.workers.advance()
     }
 
     /// Makes all copies that are submitted from now on wait for what was submitted to `stream` so far: for kernels that

@@ -1,34 +1,35 @@
-//! What a chunk is made of: where its bytes are on the host and on the device. Filling a segment, and emptying it.
+//! What a prepared chunk is made of: where its bytes are on the host and on the device, and by which way they go.
+//!
+//! Copies between one contiguous range on each side run at the link's speed. Many short copies in a batch do not: with
+//! 4 KiB each they reach a fifth of it, with 16 KiB half to three quarters, with 64 KiB all of it. One copy to the
+//! device ring and a kernel that spreads the bytes there reaches 0.9 of the link with pieces of 1 KiB and more; but the
+//! bytes arrive some 20 us later, which is more than a few copies take. (Measured on an H200.)
 
-use std::mem::MaybeUninit;
-
-use super::job::{Chunk, Direction};
-use super::layout::{LONGEST_ROW, Layout, ROW, Stretch, table_at};
+use super::chunk::{LONGEST_ROW, ROW, Stretch, table_at};
 use super::lent::Lent;
 use super::ring::Slot;
-use super::stores;
-use super::way::{Way, way};
+use super::types::Direction;
 use crate::buffer::PinnedBuf;
-use crate::device::memory::DeviceSlice;
 use crate::device::{DevicePtr, SpreadRun, Transfer};
-use crate::error::{Error, Result};
 
-/// What a prepared chunk is.
-pub(super) enum Content {
-    /// Bytes that are, or will be, in the segment.
-    Packed,
-    /// Memory that the device reads or writes where it is, and what keeps that memory.
-    Lent(Packed, Lent),
-    /// Bytes that the caller has brought.
-    Brought(Brought),
+/// A way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// A copy for each stretch, in batches.
+    Batch,
+    /// One copy between the segment and the device ring, and a kernel that spreads or collects the bytes there.
+    Ring,
 }
 
-/// A segment that a caller has filled.
-pub(super) struct Brought {
-    pub(super) segment: PinnedBuf,
-    pub(super) stretches: Vec<Stretch>,
-    /// See [`super::segments`].
-    pub(super) counts: bool,
+/// Stretches that are so long on average are copied at full speed by themselves.
+const LONG: usize = 48 << 10;
+/// So many copies in one batch take no longer than a kernel. One thread at a time submits batches, some microseconds a
+/// copy while others copy too, so more of them at the end of a call would last longer than the rest of it.
+const FEW: usize = 8;
+
+/// The way of a chunk.
+fn way(stretches: usize, bytes: usize) -> Way {
+    if stretches <= FEW || bytes / stretches.max(1) >= LONG { Way::Batch } else { Way::Ring }
 }
 
 /// The host's side of a chunk.
@@ -161,151 +162,20 @@ pub(super) fn transfer(direction: Direction, host: *mut u8, device: DevicePtr, l
     }
 }
 
-/// A piece of a call.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub(super) host: *mut u8,
-    pub(super) len: usize,
-    pub(super) device: u64,
-    /// The number of the allocation that it is in.
-    pub(super) memory: u64,
-}
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
 
-// SAFETY: an address, which means the same on every thread; each use says why it is valid.
-unsafe impl Send for Piece {}
-// SAFETY: as above.
-unsafe impl Sync for Piece {}
-
-impl Piece {
-    /// The first bytes of device memory.
-    pub(super) fn new(host: *mut u8, len: usize, memory: &DeviceSlice) -> Self {
-        Self { host, len, device: memory.address(), memory: memory.allocation_number() }
-    }
-
-    /// Where its byte `from` belongs on the device.
-    pub(super) fn place(&self, from: usize) -> DevicePtr {
-        DevicePtr(self.device.wrapping_add(from as u64))
-    }
-}
-
-/// The parts of a chunk: each piece, by its number in the call, and the bytes of it from where to where.
-pub(super) fn parts(
-    chunk: &Chunk,
-    piece: impl Fn(usize) -> Piece,
-) -> impl Iterator<Item = (usize, Piece, usize, usize)> {
-    let Chunk { start, end, .. } = *chunk;
-    (start.piece..end.piece + usize::from(end.from > 0)).map(move |n| {
-        let found = piece(n);
-        let from = if n == start.piece { start.from } else { 0 };
-        let to = if n == end.piece { end.from } else { found.len };
-        (n, found, from, to)
-    })
-}
-
-/// A chunk that is being laid out in a segment, unless it is in place.
-pub(super) struct Packing<'a> {
-    direction: Direction,
-    segment: Option<&'a mut PinnedBuf>,
-    layout: Layout,
-    pub(super) stretches: Vec<Stretch>,
-}
-
-impl<'a> Packing<'a> {
-    /// In a segment, of which so many bytes may be used; or without one, for a chunk whose bytes stay where they are.
-    pub(super) fn new(direction: Direction, segment: Option<(&'a mut PinnedBuf, usize)>) -> Self {
-        let most = segment.as_ref().map_or(0, |(segment, most)| (*most).min(segment.capacity()));
-        let segment = segment.map(|(segment, _)| segment);
-        Self { direction, segment, layout: Layout::new(most), stretches: Vec::new() }
-    }
-
-    /// Lays a chunk out as it was cut. For an upload `fill` writes each part: it is given the piece and its number, the
-    /// part's first byte in the piece, and the part's place in the segment.
-    ///
-    /// # Safety
-    /// `fill` has written all bytes of the place that it is given when it returns `Ok`.
-    pub(super) unsafe fn put(
-        &mut self,
-        chunk: &Chunk,
-        piece: impl Fn(usize) -> Piece,
-        mut fill: impl FnMut(usize, &Piece, usize, &mut [MaybeUninit<u8>]) -> Result<()>,
-    ) -> Result<Content> {
-        let mut parts = parts(chunk, piece).peekable();
-        while let Some((n, this, from, to)) = parts.next() {
-            if let (Direction::Up, Some((_, next, from, to))) = (self.direction, parts.peek()) {
-                announce(next, *from, *to);
-            }
-            let mut before = self.layout.data();
-            self.layout.put_all((this.memory, this.device), from, to, |from, part| {
-                match self.stretches.last_mut() {
-                    Some(last) if part.joins => last.len += part.len,
-                    _ => {
-                        let place = this.place(from);
-                        self.stretches.push(Stretch { place, offset: part.offset, len: part.len });
-                    }
-                }
-                let gap = part.offset - before;
-                before = part.offset + part.len;
-                let (Some(segment), Direction::Up) = (self.segment.as_mut(), self.direction) else {
-                    return Ok(());
-                };
-                // SAFETY: the layout keeps to the segment's capacity, and the segment is borrowed exclusively.
-                let place = unsafe {
-                    let base = segment.as_mut_ptr();
-                    base.add(part.offset - gap).write_bytes(0, gap);
-                    std::slice::from_raw_parts_mut(base.add(part.offset).cast(), part.len)
-                };
-                fill(n, &this, from, place)
-            })?;
-        }
-        Ok(Content::Packed)
-    }
-
-    /// The segment of a chunk that lays itself out: the bytes up to the buffer's length are written, and those of each
-    /// stretch are among them.
-    pub(super) fn segment(&mut self) -> Option<&mut PinnedBuf> {
-        self.segment.as_deref_mut()
-    }
-}
-
-/// Gives `drain` the bytes of a chunk out of its segment: the number of each piece, the piece, the first byte of a part
-/// of it, and the part's bytes.
-pub(super) fn unpack(
-    chunk: &Chunk,
-    bytes: &[u8],
-    piece: impl Fn(usize) -> Piece,
-    mut drain: impl FnMut(usize, &Piece, usize, &[u8]) -> Result<()>,
-) -> Result<()> {
-    let mut layout = Layout::new(chunk.most.unwrap_or(0));
-    for (n, this, from, to) in parts(chunk, piece) {
-        layout.put_all((this.memory, this.device), from, to, |from, part| {
-            match bytes.get(part.offset..part.offset + part.len) {
-                Some(source) => drain(n, &this, from, source),
-                None => Err(Error::Internal("a chunk is shorter than its layout")),
-            }
-        })?;
-    }
-    Ok(())
-}
-
-/// Copies bytes out of a segment, past the caches: the memory that they go to is read later, if at all.
-///
-/// # Safety
-/// As many bytes can be written at `to`, and no other thread uses them.
-pub(super) unsafe fn copy_out(from: &[u8], to: *mut u8) {
-    // SAFETY: the caller's promise.
-    let target = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), from.len()) };
-    stores::stream(from, target);
-}
-
-/// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
-/// stops at each page's end.
-fn announce(piece: &Piece, from: usize, to: usize) {
-    /// What the processor fetches ahead within, and the lines of it that set it going.
-    const PAGE: usize = 4096;
-    const LINES: usize = 4;
-    if !piece.host.is_null() {
-        for page in (from..to).step_by(PAGE) {
-            (0..LINES).for_each(|line| stores::fetch(piece.host.wrapping_add(page + line * 64)));
+    #[test]
+    fn few_or_long_stretches_go_in_batches() {
+        for (stretches, len, expected) in [
+            (1, 4 << 20, Way::Batch),
+            (4096, 1 << 10, Way::Ring),
+            (64, LONG, Way::Batch),
+            (FEW, LONG - 1, Way::Batch),
+            (FEW + 1, LONG - 1, Way::Ring),
+        ] {
+            assert_eq!(way(stretches, stretches * len), expected, "{stretches} of {len}");
         }
     }
 }

@@ -1,27 +1,24 @@
-//! Pages: pinned blocks, each contiguous on the host, whose bytes belong to many places on the device, as the work of one
+//! Pages: pinned blocks, each contiguous on the host, whose bytes belong to many places on the device, as the plan of one
 //! job.
 //!
 //! No CPU moves the bytes. The device copies whole chunks of blocks to the ring, and a kernel spreads the pages there; or
 //! the other way round. A call may have a hundred thousand pages, so it keeps none of the caller's lists: places at even
 //! distances are one [`Series`], and the pages of a chunk are counted out where the chunk is prepared.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::job::{Chunk, Cursor, Cut, Direction, Work};
-use super::layout::{LONGEST_ROW, ROW, Stretch};
+use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, ROW, Stretch};
+use super::job::Plan;
 use super::lent::{Block, Lent};
-use super::packing::{Content, Packed, Packing, Run};
-use super::pieces::{Ramp, Values, finish};
+use super::packing::{Packed, Run};
+use super::pieces::{Ramp, Values};
+use super::types::Direction;
 use crate::buffer::Lend;
-use crate::buffer::sealed::Sealed as _;
-use crate::copy::{Landing, written};
 use crate::device::DevicePtr;
 use crate::error::Result;
 use crate::locks::Mutex;
 use crate::sealed::KEY;
-use crate::stream::Stream;
 use crate::stream::timeline::RetainedResource;
 
 /// Pages of one length at even distances on the device, which follow each other in a block. (A cache of keys and values
@@ -117,7 +114,7 @@ impl Pages {
                 at = Cut { piece: at.piece + 1, from: 0 };
             }
         }
-        finish(cursor, at, bytes, None)
+        cursor.cut_off(at, bytes)
     }
 
     /// Where the bytes of a chunk are.
@@ -174,154 +171,61 @@ impl Series {
     }
 }
 
-/// Which way the pinned blocks of a job go.
-pub(super) trait Side {
-    const DIRECTION: Direction;
-    /// What the caller gives: the block and, beside it, where on the device its bytes belong.
-    type Given: Send;
-    type Beside;
-    /// What is left of it while it is lent.
-    type Lent: Send;
-    /// What comes back.
-    type Back;
-
-    fn beside(given: &Self::Given) -> &Self::Beside;
-
-    /// The block's first byte; and how many there are, or for a download how many it has room for. An error: this stream's
-    /// copies cannot use it.
-    fn look(given: &mut Self::Given, stream: &Stream) -> Result<(*mut u8, usize)>;
-
-    /// Lends it to the device, which then reads it, or writes so many bytes to it.
-    fn lend(given: Self::Given, written: usize) -> (RetainedResource, Self::Lent, Self::Beside);
-
-    /// The job is over: gives back what was lent.
-    fn finish(lent: Self::Lent) -> Result<Self::Back>;
-
-    /// The same where no handle asks for it.
-    fn abandon(lent: Self::Lent);
-}
-
-/// Blocks on their way to the device.
-pub(super) struct Up<B, M>(PhantomData<(B, M)>);
-
-impl<B: Lend, M: Send> Side for Up<B, M> {
-    const DIRECTION: Direction = Direction::Up;
-    type Given = (B, M);
-    type Beside = M;
-    type Lent = B;
-    type Back = B;
-
-    fn beside((_, beside): &(B, M)) -> &M {
-        beside
-    }
-
-    fn look((value, _): &mut (B, M), stream: &Stream) -> Result<(*mut u8, usize)> {
-        stream.may_use(value)?;
-        let bytes = written(value)?;
-        Ok((bytes.as_ptr().cast_mut(), bytes.len()))
-    }
-
-    fn lend((value, beside): (B, M), _: usize) -> (RetainedResource, B, M) {
-        (RetainedResource::of(value.lend(KEY)), value, beside)
-    }
-
-    fn finish(value: B) -> Result<B> {
-        value.finish(None, KEY)
-    }
-
-    fn abandon(value: B) {
-        value.abandon(KEY);
-    }
-}
-
-/// Blocks that bytes from the device go to.
-pub(super) struct Down<L, M>(PhantomData<(L, M)>);
-
-impl<L: Landing, M: Send> Side for Down<L, M> {
-    const DIRECTION: Direction = Direction::Down;
-    type Given = (M, L);
-    type Beside = M;
-    /// With the bytes that are written to it.
-    type Lent = (L::Landed, usize);
-    type Back = L::Landed;
-
-    fn beside((beside, _): &(M, L)) -> &M {
-        beside
-    }
-
-    fn look((_, landing): &mut (M, L), stream: &Stream) -> Result<(*mut u8, usize)> {
-        landing.target(stream, KEY)
-    }
-
-    fn lend((beside, landing): (M, L), written: usize) -> (RetainedResource, Self::Lent, M) {
-        let (resource, half) = landing.lend(KEY);
-        (RetainedResource::of(resource), (L::Landed::from(half), written), beside)
-    }
-
-    fn finish((value, written): Self::Lent) -> Result<L::Landed> {
-        value.finish(Some(written), KEY)
-    }
-
-    fn abandon((value, _): Self::Lent) {
-        value.abandon(KEY);
-    }
-}
-
 /// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
-pub(super) struct Paged<S: Side> {
+pub(super) struct Paged<B: Lend> {
     pages: Pages,
-    /// What the handle gives back.
-    values: Mutex<Vec<S::Lent>>,
+    /// What the handle gives back, and for a download the bytes that are written to it.
+    values: Mutex<Vec<(B, Option<usize>)>>,
     /// The job's shares of what is lent, until it is over.
     blocks: Mutex<Vec<Arc<Block>>>,
     ramp: Ramp,
 }
 
-impl<S: Side> Paged<S> {
-    /// `pages`: those of the blocks, in their order. All blocks are lent from here on.
-    ///
-    /// With what was given beside them, which is not needed any more: places of many pages take long to drop, so the
-    /// caller does that when the copies have begun.
-    pub(super) fn new(pages: Pages, given: Vec<S::Given>, ramp: Ramp) -> (Self, Vec<S::Beside>) {
-        let (mut blocks, mut values, mut places) = (Vec::new(), Vec::new(), Vec::new());
-        for (given, laid) in given.into_iter().zip(&pages.blocks) {
-            let (retained, lent, beside) = S::lend(given, laid.len);
+impl<B: Lend> Paged<B> {
+    /// `lent`: each block as the device has it, and what the handle gives back, in the order of `pages`.
+    pub(super) fn new(
+        direction: Direction,
+        pages: Pages,
+        lent: Vec<(RetainedResource, B)>,
+        ramp: Ramp,
+    ) -> Self {
+        let (mut blocks, mut values) = (Vec::new(), Vec::new());
+        for ((retained, value), laid) in lent.into_iter().zip(&pages.blocks) {
             blocks.push(Block::new(retained));
-            values.push(lent);
-            places.push(beside);
+            values.push((value, (direction == Direction::Down).then_some(laid.len)));
         }
-        (Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks), ramp }, places)
+        Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks), ramp }
     }
 }
 
-impl<S: Side> Work for Paged<S> {
+impl<B: Lend> Plan for Paged<B> {
     fn needs_segment(&self) -> bool {
         false
     }
 
-    fn cut(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
+    fn next(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
         self.pages.cut(self.ramp.next(cursor, None), cursor)
     }
 
-    fn prepare(&self, chunk: &Chunk, _: &mut Packing<'_>) -> Result<Content> {
+    fn lend(&self, chunk: &Chunk) -> Option<(Packed, Lent)> {
         let lent = Lent::new(self.blocks.lock().get(touched(chunk)).unwrap_or_default());
-        Ok(Content::Lent(self.pages.lay_out(chunk), lent))
+        Some((self.pages.lay_out(chunk), lent))
     }
 }
 
-impl<S: Side> Values for Paged<S> {
-    type Back = Vec<S::Back>;
+impl<B: Lend> Values for Paged<B> {
+    type Back = Vec<B>;
 
-    unsafe fn take(&self) -> Result<Vec<S::Back>> {
+    unsafe fn take(&self) -> Result<Vec<B>> {
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
         let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
         let values = std::mem::take(&mut *self.values.lock());
         let mut failed = None;
-        let back = values.into_iter().filter_map(|value| match failed {
-            None => S::finish(value).map_err(|error| failed = Some(error)).ok(),
+        let back = values.into_iter().filter_map(|(value, written)| match failed {
+            None => value.finish(written, KEY).map_err(|error| failed = Some(error)).ok(),
             Some(_) => {
-                S::abandon(value);
+                value.abandon(KEY);
                 None
             }
         });
@@ -330,9 +234,9 @@ impl<S: Side> Values for Paged<S> {
     }
 }
 
-impl<S: Side> Drop for Paged<S> {
+impl<B: Lend> Drop for Paged<B> {
     fn drop(&mut self) {
-        std::mem::take(self.values.get_mut()).into_iter().for_each(S::abandon);
+        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon(KEY));
     }
 }
 

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::config::Settings;
+use super::types::Settings;
 use crate::locks::Mutex;
 
 /// By so much a copy may come late without lowering the rate.

@@ -1,17 +1,20 @@
-//! Pieces: any number of (host bytes, device range), of any lengths and alignments, as the work of one job.
+//! Pieces: any number of (host bytes, device range), of any lengths and alignments, as the plan of one job.
 //!
 //! A call is looked at once before anything is copied ([`Survey`]): whether each piece can be copied, and which
 //! allocations the job keeps. Chunks are cut as workers take them, in the order of the call, so that the first copy
 //! starts while most of a long call is not cut yet.
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
+use super::chunk::{Chunk, Cursor, Cut, Layout, Part, Stretch};
 use super::engine::Engine;
-use super::job::{Chunk, Cursor, Cut, Work};
-use super::layout::Layout;
-use super::packing::{Content, Packing, Piece, copy_out, unpack};
+use super::job::Plan;
+use super::stores;
+use super::types::Settings;
+use crate::buffer::PinnedBuf;
+use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::segment::PAGE;
@@ -31,14 +34,14 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
-    pub(super) fn new(engine: &Engine) -> Self {
-        let most = engine.settings.chunk;
-        Self { most, least: LEAST.min(most), hands: engine.settings.threads + 1 }
+    pub(super) fn new(settings: &Settings) -> Self {
+        let most = settings.chunk;
+        Self { most, least: LEAST.min(most), hands: settings.threads.max(1) }
     }
 
     /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
-    pub(super) fn unfilled(engine: &Engine) -> Self {
-        let Self { most, least, .. } = Self::new(engine);
+    pub(super) fn unfilled(settings: &Settings) -> Self {
+        let Self { most, least, .. } = Self::new(settings);
         Self { most, least: least.max(most / 4), hands: 1 }
     }
 
@@ -55,9 +58,6 @@ impl Ramp {
 #[derive(Default)]
 pub(super) struct Survey {
     pub(super) bytes: u64,
-    /// The device memory, by address, for a transfer that has its place in the order of all.
-    pub(super) spans: Vec<Range<u64>>,
-    is_ordered: bool,
     pub(super) memories: Vec<Arc<Allocation>>,
     /// The place among them of each, by its number.
     known: HashMap<u64, usize>,
@@ -67,14 +67,9 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// For a transfer that has its place in the order of all.
-    pub(super) fn ordered() -> Self {
-        Self { is_ordered: true, ..Self::default() }
-    }
-
-    /// The same, of one piece.
+    /// Looks at a call of one piece.
     pub(super) fn one(engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<Self> {
-        let mut survey = Self::ordered();
+        let mut survey = Self::default();
         survey.add(engine, memory, len).map(|()| survey)
     }
 
@@ -83,13 +78,6 @@ impl Survey {
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {
         Error::unless_fits(len, memory.len())?;
         self.bytes = self.bytes.saturating_add(len as u64);
-        if self.is_ordered {
-            let start = memory.address();
-            match self.spans.last_mut().filter(|last| last.end == start) {
-                Some(last) => last.end += len as u64,
-                None => self.spans.push(start..start + len as u64),
-            }
-        }
         let number = memory.allocation_number();
         let next = if self.at + 1 < self.memories.len() { self.at + 1 } else { 0 };
         for at in [self.at, next] {
@@ -110,8 +98,30 @@ impl Survey {
     }
 }
 
-/// Cuts a chunk of so many bytes off, which goes through a segment. `on_page`: where a piece, by its number, is cut rather
-/// than behind so many of its bytes.
+/// A piece of a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) host: *mut u8,
+    pub(super) len: usize,
+    pub(super) device: u64,
+    /// The number of the allocation that it is in.
+    pub(super) memory: u64,
+}
+
+// SAFETY: an address, which means the same on every thread; each use says why it is valid.
+unsafe impl Send for Piece {}
+// SAFETY: as above.
+unsafe impl Sync for Piece {}
+
+impl Piece {
+    /// The first bytes of device memory.
+    pub(super) fn new(host: *mut u8, len: usize, memory: &DeviceSlice) -> Self {
+        Self { host, len, device: memory.address(), memory: memory.allocation_number() }
+    }
+}
+
+/// Cuts off a chunk of so many bytes, which goes through a segment, and lays it out. `on_page`: where a piece, by its
+/// number, is cut rather than behind so many of its bytes.
 pub(super) fn cut(
     count: usize,
     piece: impl Fn(usize) -> Piece,
@@ -122,6 +132,7 @@ pub(super) fn cut(
     let most = full + BESIDE;
     let mut layout = Layout::new(most);
     let (mut at, mut bytes) = (cursor.at, 0);
+    let (mut parts, mut stretches): (Vec<Part>, Vec<Stretch>) = (Vec::new(), Vec::new());
     while at.piece < count {
         let next = piece(at.piece);
         if at.from == next.len {
@@ -133,18 +144,50 @@ pub(super) fn cut(
         }
         let left = next.len - at.from;
         let device = next.device.wrapping_add(at.from as u64);
-        let Some(part) = layout.put(next.memory, device, left.min(full - bytes)) else { break };
-        let mut end = at.from + part.len;
-        if part.len < left {
+        let Some(put) = layout.put(next.memory, device, left.min(full - bytes)) else { break };
+        let mut end = at.from + put.len;
+        if put.len < left {
             end = Some(on_page(at.piece, end)).filter(|page| *page > at.from).unwrap_or(end);
         }
-        bytes += end - at.from;
+        let (offset, len) = (put.offset, end - at.from);
+        match stretches.last_mut() {
+            Some(last) if put.joins => last.len += len,
+            _ => stretches.push(Stretch { place: DevicePtr(device), offset, len }),
+        }
+        parts.push(Part { piece: at.piece, from: at.from, offset, len });
+        bytes += len;
         at.from = end;
         if end < next.len {
             break;
         }
     }
-    finish(cursor, at, bytes, Some(most))
+    Chunk { parts, stretches, ..cursor.cut_off(at, bytes) }
+}
+
+/// Fills a chunk's segment: `fill` is given each part's number and place, and the gaps between are zeroed.
+///
+/// # Safety
+/// `fill` has written all bytes of the place that it is given when it returns `Ok`.
+pub(super) unsafe fn fill_parts(
+    chunk: &Chunk,
+    segment: &mut PinnedBuf,
+    mut fill: impl FnMut(usize, &mut [MaybeUninit<u8>]) -> Result<()>,
+) -> Result<()> {
+    let (base, room) = (segment.as_mut_ptr(), segment.capacity());
+    let mut end = 0;
+    for (n, part) in chunk.parts.iter().enumerate() {
+        if part.offset < end || part.offset + part.len > room {
+            return Err(Error::Internal("a chunk is longer than its segment"));
+        }
+        // SAFETY: within the segment, which is borrowed exclusively.
+        let place = unsafe {
+            base.add(end).write_bytes(0, part.offset - end);
+            std::slice::from_raw_parts_mut(base.add(part.offset).cast(), part.len)
+        };
+        end = part.offset + part.len;
+        fill(n, place)?;
+    }
+    Ok(())
 }
 
 /// For [`cut`]: memory has no pages that count.
@@ -154,17 +197,6 @@ fn anywhere(_: usize, end: usize) -> usize {
 
 /// Bytes of a segment beside those of the pieces: for the table, and for gaps.
 const BESIDE: usize = 2 * PAGE;
-
-/// Moves the cursor behind a chunk. In memory a place is the number of the call's bytes before it.
-pub(super) fn finish(cursor: &mut Cursor, end: Cut, bytes: usize, most: Option<usize>) -> Chunk {
-    let (at, landed_to) = (cursor.cut, cursor.cut + bytes as u64);
-    let chunk = Chunk { index: cursor.chunks, start: cursor.at, end, bytes, at, landed_to, most };
-    cursor.at = end;
-    cursor.chunks += 1;
-    cursor.cut = landed_to;
-    cursor.left -= bytes as u64;
-    chunk
-}
 
 // --- borrowed --------------------------------------------------------------------------------------------------------
 
@@ -186,21 +218,25 @@ impl<F: Fn(usize) -> Piece> Borrowed<F> {
     /// that it gives can be read, and are not written (for an upload); or can be written, and are not used otherwise (for
     /// a download).
     pub(super) unsafe fn new(engine: &Engine, count: usize, get: F) -> Self {
-        Self { count, get, ramp: Ramp::new(engine) }
+        Self { count, get, ramp: Ramp::new(&engine.settings) }
     }
 }
 
-impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
+    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
         let most = self.ramp.next(cursor, room);
         cut(self.count, &self.get, anywhere, most, cursor)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        let host = |part: &Part| (self.get)(part.piece).host.wrapping_add(part.from);
         // SAFETY: all of the place is written. The piece can be read: the promise of `new`.
         unsafe {
-            packing.put(chunk, &self.get, |_, this, from, place| {
-                let src = this.host.add(from);
+            fill_parts(chunk, segment, |n, place| {
+                if let Some(next) = chunk.parts.get(n + 1) {
+                    announce(host(next), next.len);
+                }
+                let src = host(&chunk.parts[n]);
                 std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
                 Ok(())
             })
@@ -208,11 +244,33 @@ impl<F: Fn(usize) -> Piece> Work for Borrowed<F> {
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        unpack(chunk, bytes, &self.get, |_, this, from, bytes| {
+        chunk.parts.iter().try_for_each(|part| {
+            let (bytes, to) = (part.of(bytes)?, (self.get)(part.piece).host);
             // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in one chunk.
-            unsafe { copy_out(bytes, this.host.add(from)) };
+            unsafe { copy_out(bytes, to.add(part.from)) };
             Ok(())
         })
+    }
+}
+
+/// Copies bytes out of a segment, past the caches: the memory that they go to is read later, if at all.
+///
+/// # Safety
+/// As many bytes can be written at `to`, and no other thread uses them.
+unsafe fn copy_out(from: &[u8], to: *mut u8) {
+    // SAFETY: the caller's promise.
+    let target = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), from.len()) };
+    stores::stream(from, target);
+}
+
+/// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
+/// stops at each page's end.
+fn announce(at: *const u8, len: usize) {
+    /// What the processor fetches ahead within, and the lines of it that set it going.
+    const PAGE: usize = 4096;
+    const LINES: usize = 4;
+    for page in (0..len).step_by(PAGE) {
+        (0..LINES).for_each(|line| stores::fetch(at.wrapping_add(page + line * 64)));
     }
 }
 
@@ -245,7 +303,47 @@ impl Values for () {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{Cursor, Cut, Ramp};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Each byte of each piece is in one part, and in one stretch that leads to its place; a chunk fits its segment.
+        #[test]
+        fn chunks_have_all_bytes_of_all_pieces(
+            lens in prop::collection::vec(0_usize..20_000, 1..40),
+            gaps in prop::collection::vec(0_u64..3, 40),
+            full in PAGE..60_000,
+        ) {
+            let (mut pieces, mut device) = (Vec::new(), 0);
+            for (n, len) in lens.into_iter().enumerate() {
+                device += gaps[n];
+                pieces.push(Piece { host: std::ptr::null_mut(), len, device, memory: 0 });
+                device += len as u64;
+            }
+            let left = pieces.iter().map(|piece| piece.len as u64).sum();
+            let mut cursor = Cursor { left, ..Cursor::default() };
+            let mut seen = vec![0; pieces.len()];
+            while cursor.left > 0 {
+                let chunk = cut(pieces.len(), |n| pieces[n], anywhere, full, &mut cursor);
+                prop_assert!(chunk.bytes > 0 && chunk.bytes <= full);
+                prop_assert_eq!(chunk.parts.iter().map(|part| part.len).sum::<usize>(), chunk.bytes);
+                prop_assert_eq!(chunk.stretches.iter().map(|stretch| stretch.len).sum::<usize>(), chunk.bytes);
+                let mut end = 0;
+                for part in &chunk.parts {
+                    prop_assert_eq!(part.from, seen[part.piece], "in order, without a gap");
+                    prop_assert!(part.offset >= end);
+                    (seen[part.piece], end) = (part.from + part.len, part.offset + part.len);
+                    let has = |stretch: &&Stretch| part.offset >= stretch.offset && end <= stretch.offset + stretch.len;
+                    let stretch = chunk.stretches.iter().find(has).unwrap();
+                    let place = stretch.place.0 + (part.offset - stretch.offset) as u64;
+                    prop_assert_eq!(place, pieces[part.piece].device + part.from as u64);
+                }
+                prop_assert!(end <= full + BESIDE);
+            }
+            prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.len == seen));
+        }
+    }
 
     /// The lengths of the chunks of a call with so many bytes.
     fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {

@@ -1,4 +1,4 @@
-//! Sources, files and sinks as the work of one job: ranges of what is read or written, each with its place on the
+//! Sources, files and sinks as the plan of one job: ranges of what is read or written, each with its place on the
 //! device.
 //!
 //! Ranges are sorted by their offsets, and those that lie one behind the other on both sides are joined, so that a
@@ -12,16 +12,16 @@
 use std::borrow::Cow;
 use std::cell::UnsafeCell;
 use std::io;
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
+use super::chunk::{Chunk, Cursor, Cut, Part, Stretch};
 use super::engine::Engine;
 use super::file::FileSource;
-use super::job::{Chunk, Cursor, Cut, Work};
-use super::layout::Stretch;
-use super::packing::{Content, Packing, Piece as Place, parts, unpack};
-use super::pieces::{Ramp, Survey, Values, cut, finish};
+use super::job::Plan;
+use super::pieces::{Piece as Place, Ramp, Survey, Values, cut, fill_parts};
 use super::source::{Fill, Sink, Source, read_error, write_error};
+use crate::buffer::PinnedBuf;
+use crate::device::DevicePtr;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::{self, Owned};
@@ -93,7 +93,7 @@ impl Ranges {
         }
         joined.shrink_to_fit();
         let end = joined.iter().map(Piece::end).max().unwrap_or(0);
-        Ok(Self { pieces: joined, end, ramp: Ramp::new(engine) })
+        Ok(Self { pieces: joined, end, ramp: Ramp::new(&engine.settings) })
     }
 
     /// # Errors
@@ -117,6 +117,11 @@ impl Ranges {
     /// The offset of a place among the pieces; where none follows, the end of all.
     fn offset(&self, cut: Cut) -> u64 {
         self.pieces.get(cut.piece).map_or(self.end, |piece| piece.at + cut.from as u64)
+    }
+
+    /// The offset of a part.
+    fn part_at(&self, part: &Part) -> u64 {
+        self.pieces[part.piece].at + part.from as u64
     }
 
     /// Up to which offset everything is there when all before this place is: the first byte of what is missing.
@@ -190,21 +195,21 @@ pub(super) struct FromSource<S: Source> {
     pub(super) ranges: Ranges,
 }
 
-impl<S: Source> Work for FromSource<S> {
+impl<S: Source> Plan for FromSource<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
         unsafe { self.source.get() }.is_ok_and(|source| source.may_block(KEY))
     }
 
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
         self.ranges.cut(cursor, room)
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
         // SAFETY: a chunk was taken, so the job is not over.
         let source = unsafe { self.source.get() }?;
-        let fill = |n: usize, _: &Place, from: usize, into: &mut [MaybeUninit<u8>]| {
-            let offset = self.ranges.pieces[n].at + from as u64;
+        let fill = |n: usize, into: &mut _| {
+            let offset = self.ranges.part_at(&chunk.parts[n]);
             let mut fill = Fill::new(into);
             let filled = guarded(|| source.fill(offset, &mut fill));
             let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
@@ -216,7 +221,7 @@ impl<S: Source> Work for FromSource<S> {
             Ok(())
         };
         // SAFETY: a `Fill` counts what was written, and all of it was.
-        unsafe { packing.put(chunk, |n| self.ranges.get(n), fill) }
+        unsafe { fill_parts(chunk, segment, fill) }
     }
 }
 
@@ -229,83 +234,24 @@ pub(super) struct ToSink<S: Sink> {
     pub(super) ranges: Ranges,
 }
 
-impl<S: Sink> Work for ToSink<S> {
+impl<S: Sink> Plan for ToSink<S> {
     fn may_block(&self) -> bool {
         // SAFETY: the job is not over.
         unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(KEY))
     }
 
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
         self.ranges.cut(cursor, room)
-    }
-
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
-        self.ranges.lay_out(chunk, packing)
     }
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         // SAFETY: a chunk was taken and has not ended, so the job is not over.
         let sink = unsafe { self.sink.get() }?;
-        unpack(
-            chunk,
-            bytes,
-            |n| self.ranges.get(n),
-            |n, _, from, bytes| {
-                let offset = self.ranges.pieces[n].at + from as u64;
-                guarded(|| sink.put(offset, bytes))
-                    .map_err(|error| write_error(&self.name, sink.lies_at(offset, KEY), &error))
-            },
-        )
-    }
-}
-
-impl Ranges {
-    /// Lays a download's chunk out.
-    fn lay_out(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
-        // SAFETY: a download's chunk is laid out only, and nothing is filled.
-        unsafe { packing.put(chunk, |n| self.get(n), |_, _, _, _| Ok(())) }
-    }
-}
-
-/// A download whose caller writes the bytes, in order: see [`super::pull`].
-pub(super) struct Pulled(pub(super) Ranges);
-
-impl Work for Pulled {
-    fn is_pulled(&self) -> bool {
-        true
-    }
-
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        self.0.cut(cursor, room)
-    }
-
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
-        self.0.lay_out(chunk, packing)
-    }
-}
-
-impl Pulled {
-    /// Writes a chunk's bytes. How many.
-    pub(super) fn write(
-        &self,
-        chunk: &Chunk,
-        bytes: &[u8],
-        mut write: impl FnMut(&[u8]) -> io::Result<()>,
-        name: &str,
-        before: u64,
-    ) -> Result<u64> {
-        let mut written = 0;
-        unpack(
-            chunk,
-            bytes,
-            |n| self.0.get(n),
-            |_, _, _, bytes| {
-                write(bytes).map_err(|error| write_error(name, before + written, &error))?;
-                written += bytes.len() as u64;
-                Ok(())
-            },
-        )?;
-        Ok(written)
+        chunk.parts.iter().try_for_each(|part| {
+            let (offset, bytes) = (self.ranges.part_at(part), part.of(bytes)?);
+            guarded(|| sink.put(offset, bytes))
+                .map_err(|error| write_error(&self.name, sink.lies_at(offset, KEY), &error))
+        })
     }
 }
 
@@ -318,18 +264,20 @@ pub(super) struct FromFile {
     pub(super) engine: std::sync::Weak<Engine>,
 }
 
-impl Work for FromFile {
+impl Plan for FromFile {
     fn may_block(&self) -> bool {
         true
     }
 
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
+    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
         let (start, pieces) = (cursor.at, &self.ranges.pieces);
         let at = self.ranges.offset(start);
         let len = (self.ranges.ramp.next(cursor, room) / PAGE * PAGE).max(PAGE) as u64;
         // The next chunk starts on a page.
         let most = (at - at % PAGE as u64).saturating_add(len);
         let (mut cut, mut end, mut bytes) = (start, at, 0);
+        // The file's bytes lie in the segment from where they are within a page on.
+        let (lead, mut stretches) = (at % PAGE as u64, Vec::new());
         while let Some(piece) = pieces.get(cut.piece) {
             let from = piece.at + cut.from as u64;
             // A range that overlaps another has chunks of its own.
@@ -337,7 +285,10 @@ impl Work for FromFile {
                 break;
             }
             let until = piece.end().min(most);
-            bytes += (until - from) as usize;
+            let (offset, len) = ((lead + from - at) as usize, (until - from) as usize);
+            let place = DevicePtr(piece.device.address() + cut.from as u64);
+            stretches.push(Stretch { place, offset, len });
+            bytes += len;
             end = until;
             if piece.end() > most {
                 cut.from = (most - piece.at) as usize;
@@ -345,23 +296,17 @@ impl Work for FromFile {
             }
             cut = Cut { piece: cut.piece + 1, from: 0 };
         }
-        let chunk = finish(cursor, cut, bytes, Some(usize::MAX));
-        self.ranges.placed(chunk)
+        let chunk = self.ranges.placed(cursor.cut_off(cut, bytes));
+        Chunk { stretches, ..chunk }
     }
 
-    fn prepare(&self, chunk: &Chunk, packing: &mut Packing<'_>) -> Result<Content> {
+    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
         // SAFETY: a chunk was taken, so the job is not over.
         let file = unsafe { self.file.get() }?;
         let engine = self.engine.upgrade().ok_or(Error::Closed)?;
-        let Some(segment) = packing.segment() else { return Err(Error::Internal("a chunk has no segment")) };
-        let end = |(n, _, _, to): (usize, Place, usize, usize)| self.ranges.pieces[n].at + to as u64;
-        let len = (parts(chunk, |n| self.ranges.get(n)).last().map_or(chunk.at, end) - chunk.at) as usize;
+        let start = chunk.stretches.first().map_or(0, |first| first.offset);
+        let end = chunk.stretches.last().map_or(start, |last| last.offset + last.len);
         segment.clear();
-        let lead = file.fill(chunk.at, len, segment, &engine.counters)?;
-        packing.stretches.extend(parts(chunk, |n| self.ranges.get(n)).map(|(n, place, from, to)| {
-            let at = self.ranges.pieces[n].at + from as u64 - chunk.at;
-            Stretch { place: place.place(from), offset: lead + at as usize, len: to - from }
-        }));
-        Ok(Content::Packed)
+        file.fill(chunk.at, end - start, segment, &engine.counters)
     }
 }

@@ -69,8 +69,9 @@ impl Ring {
         Self { slot, most: bytes / slot, state: Mutex::default() }
     }
 
-    /// A slot, if one is free. `made` is called when the ring has been allocated: from then on it needs [`rest`](Self::rest).
-    pub(super) fn take(&self, device: &Device, made: impl FnOnce()) -> Take {
+    /// A slot, if one is free. The worker whose call allocates the ring frees it: it looks by [`rest`](Self::rest) before it
+    /// parks, and when that is due.
+    pub(super) fn take(&self, device: &Device) -> Take {
         if self.most < FEWEST {
             return Take::None;
         }
@@ -94,8 +95,6 @@ impl Ring {
             Ok((memory, mut slots)) => {
                 let first = slots.pop();
                 (state.slots, state.free, state.memory) = (slots.len() + 1, slots, Some(memory));
-                drop(state);
-                made();
                 first.map_or(Take::None, Take::Slot)
             }
             Err(error) => {

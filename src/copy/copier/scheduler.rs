@@ -14,8 +14,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::config::Priority;
-use super::job::Direction;
+use super::types::{Direction, Priority};
 use crate::sync::Mutex;
 use crate::sync::thread::{self, Thread};
 
@@ -47,16 +46,6 @@ struct SchedulerState<J> {
     /// No worker slept when one was to look around: the next one does not park.
     poked: bool,
     closed: bool,
-}
-
-/// How a worker's sleep ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Woken {
-    Yes,
-    /// The deadline has passed.
-    Late,
-    /// There is no work, and there will be none.
-    Closed,
 }
 
 impl<J: Takes + Clone> Scheduler<J> {
@@ -109,24 +98,22 @@ impl<J: Takes + Clone> Scheduler<J> {
         sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// Parks this thread until there may be work, or until the deadline.
-    pub(super) fn park(&self, deadline: Option<Instant>) -> Woken {
+    /// Parks this thread until there may be work, or until the deadline. `false`: there is no work, and there will be none.
+    pub(super) fn park(&self, deadline: Option<Instant>) -> bool {
         let mut state = self.state.lock();
         if state.has_work() || std::mem::take(&mut state.poked) {
-            return Woken::Yes;
+            return true;
         }
         if state.closed {
-            return Woken::Closed;
+            return false;
         }
         state.next_sleeper += 1;
         let number = state.next_sleeper;
         state.sleepers.push((number, thread::current()));
         drop(state);
         thread::park_until(deadline);
-        let mut state = self.state.lock();
-        let before = state.sleepers.len();
-        state.sleepers.retain(|(other, _)| *other != number);
-        if state.sleepers.len() < before { Woken::Late } else { Woken::Yes }
+        self.state.lock().sleepers.retain(|(other, _)| *other != number);
+        true
     }
 
     /// No further job is started. Workers end when there is nothing left to do.

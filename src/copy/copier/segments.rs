@@ -2,9 +2,8 @@
 //!
 //! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the free
 //! ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are four:
-//! bulk chunks may keep theirs for as long as the rate wants. Calls whose caller fills or drains the chunks itself leave
-//! one segment more, since the caller may wait for another transfer meanwhile; for that, each of them has one segment
-//! that does not count.
+//! bulk chunks may keep theirs for as long as the rate wants. Calls whose caller fills or drains the
+//! chunks itself have segments that do not count, since the caller may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
 //! Otherwise it asks again from time to time.
@@ -20,7 +19,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::config::{BESIDE, Priority, Settings};
+use super::types::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result, Shortage};
 use crate::locks::Mutex;
@@ -82,36 +81,23 @@ impl Segments {
 
     /// A segment. `None`: not now. The copier waits in the pool's queue if it has none.
     pub(super) fn take(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
-        self.take_within(usable(self.most, priority), true)
-    }
-
-    /// A segment for a caller that fills or drains chunks itself, and has one already.
-    pub(super) fn take_more(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
-        self.take_within(usable(self.most, priority).saturating_sub(1), false)
-    }
-
-    fn take_within(&self, most: usize, waits: bool) -> Result<Option<PinnedBuf>> {
         let mut state = self.state.lock();
-        if state.used >= most {
+        if state.used >= usable(self.most, priority) {
             return Ok(None);
         }
         if let Some(buf) = state.free.pop() {
             state.used += 1;
             return Ok(Some(buf));
         }
-        // What the copier waits for is looked at by workers that wait for it: they give the place up.
-        if state.waiting.is_some() && !waits {
-            return Ok(None);
-        }
         // A chunk that needs a segment while none is in use gets a place in the queue, so it is not held up.
         let is_early = |retry| Instant::now() < retry;
-        if state.waiting.is_none() && (!waits || state.used > 0) && state.retry.is_some_and(is_early) {
+        if state.waiting.is_none() && state.used > 0 && state.retry.is_some_and(is_early) {
             return Ok(None);
         }
         state.used += 1;
         let asked = state.waiting.take();
         drop(state);
-        let got = self.ask(asked, waits);
+        let got = self.ask(asked);
         if !matches!(got, Ok(Some(_))) {
             self.state.lock().used -= 1;
         }
@@ -119,33 +105,37 @@ impl Segments {
     }
 
     /// Asks the pool, or looks whether what was asked for has come.
-    fn ask(&self, asked: Option<Checkout>, waits: bool) -> Result<Option<PinnedBuf>> {
+    fn ask(&self, asked: Option<Checkout>) -> Result<Option<PinnedBuf>> {
         let mut asked = match asked {
             Some(asked) => asked,
             None => match self.pool.try_for_copier(self.full()) {
                 Err(Error::Exhausted { shortage, .. }) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
-                    let is_busy = !waits || state.used > 1 || state.waiting.is_some();
+                    let is_busy = state.used > 1 || state.waiting.is_some();
                     if is_busy {
                         state.retry = Instant::now().checked_add(RETRY);
                     }
                     drop(state);
-                    let short = if waits { self.shorter(shortage.as_deref(), LEAST)? } else { None };
+                    let short = self.shorter(shortage.as_deref(), LEAST)?;
                     if is_busy || short.is_some() {
                         return Ok(short);
                     }
-                    self.ask_pool()
+                    // What comes is to be exchanged: `or_longer`.
+                    self.pool.checkout_async(Self::request(LEAST)).unbounded()
                 }
                 got => return got.map(Some),
             },
         };
-        let got = self.look(&mut asked);
-        if matches!(got, Ok(None)) {
-            let before = self.state.lock().waiting.replace(asked);
-            drop(before);
+        // No task is woken when it has come: workers ask while there is work.
+        match Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(got) => self.or_longer(got?).map(Some),
+            Poll::Pending => {
+                let before = self.state.lock().waiting.replace(asked);
+                drop(before);
+                Ok(None)
+            }
         }
-        got
     }
 
     /// The longest segment that the pool had when it was short, if that is no shorter than `least`.
@@ -175,21 +165,8 @@ impl Segments {
     }
 
     /// What was waited for has come, and is as short as can be: a longer one, if there is any by now.
-    pub(super) fn or_longer(&self, short: PinnedBuf) -> Result<PinnedBuf> {
+    fn or_longer(&self, short: PinnedBuf) -> Result<PinnedBuf> {
         Ok(self.longest(short.capacity() + PAGE)?.unwrap_or(short))
-    }
-
-    /// Whether what was asked for has come. No task is woken when it does: workers ask while there is work.
-    pub(super) fn look(&self, asked: &mut Checkout) -> Result<Option<PinnedBuf>> {
-        match Pin::new(asked).poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(got) => self.or_longer(got?).map(Some),
-            Poll::Pending => Ok(None),
-        }
-    }
-
-    /// Waits in the pool's queue for the shortest segment. What comes is to be exchanged: [`or_longer`](Self::or_longer).
-    pub(super) fn ask_pool(&self) -> Checkout {
-        self.pool.checkout_async(Self::request(LEAST)).unbounded()
     }
 
     /// Waits for a segment that does not count.

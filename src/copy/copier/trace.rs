@@ -12,8 +12,7 @@ use std::time::Duration;
 
 use tracing::field::Empty;
 
-use super::config::Priority;
-use super::job::Direction;
+use super::types::{Direction, Priority};
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::foreign::{self, Span};

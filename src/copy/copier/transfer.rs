@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 use super::engine::Engine;
 use super::job::{Job, Progress};
 use super::pieces::Values;
-use super::{Copier, may_wait, worker::Worker};
+use super::{Copier, may_wait};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 
 /// A transfer of a [`Copier`]. Wait for it, await it (no runtime is assumed), look at it, cancel it, order streams
 /// behind it.
+///
+/// It is [ordered](super#ordering) with no other transfer: wait for it before another one uses its memory.
 ///
 /// Dropped, it goes on by itself, as every copy of this crate does: what it owns returns, or is dropped, when it is
 /// over. A transfer that is not wanted any more is [cancelled](Self::cancel). No drop waits.
@@ -70,9 +72,7 @@ impl<T> Transfer<T> {
     }
 
     /// Waits until it is over, and gives back what the call was given: the source or sink, or the buffers in the order
-    /// of the call. The thread may fill and drain segments meanwhile, as the copier's threads do; of transfers from and to
-    /// files and the program's own sources and sinks it does not. Wakers of this transfer, and of those behind it, may be
-    /// called on the thread.
+    /// of the call.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of
@@ -105,8 +105,7 @@ impl<T> Transfer<T> {
     /// Whether they have arrived. On a thread of the crate it only looks.
     ///
     /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on, and
-    /// by a copier's calls with pieces or pages, which are [ordered](super#ordering) with nothing. A copier's
-    /// other calls for the same memory wait for the whole transfer.
+    /// by all transfers that are started from then on.
     ///
     /// ```
     /// # use pinpool::{Copier, Device, Pool, Unpinned};
@@ -211,13 +210,11 @@ impl<T> Transfer<T> {
             return Ok(());
         }
         may_wait()?;
-        // Not in a wait with a deadline, which may come before the chunk's end.
-        self.engine().hasten(&self.job);
         if self.until(None, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO.into())) }
     }
 
     fn until(&self, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {
-        self.engine().wait(&self.job, deadline, until)
+        self.copier.workers.wait(&self.job, deadline, until)
     }
 
     /// The outcome of a job that is over.
@@ -246,9 +243,7 @@ impl<T> Future for Transfer<T> {
         if crate::os::forked() {
             return Poll::Ready(this.take());
         }
-        if this.engine().settings.threads == 0 {
-            Worker::advance(this.engine());
-        }
+        this.copier.workers.advance();
         // The waker first: what changes after the look wakes the task.
         if !this.job.is_over() {
             this.job.wake_later(&mut this.waker, cx.waker());

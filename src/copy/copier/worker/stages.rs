@@ -6,7 +6,7 @@ impl Worker<'_> {
     /// Moves a chunk on, if it can be.
     pub(super) fn step(&mut self, n: usize, stage: Stage) -> Step {
         match stage {
-            Stage::Ready(host) if self.is_stopped(n) => self.stopped(n, host, None),
+            Stage::Ready(host) if self.is_stopped(n) => self.stopped(host, None),
             Stage::Ready(host) => self.ready(n, host),
             Stage::Collecting { flight, lent, slot, done } => match (done.get().cloned(), lent) {
                 (None, lent) => Step::Same(Stage::Collecting { flight, lent, slot, done }),
@@ -18,7 +18,7 @@ impl Worker<'_> {
                 },
                 (Some(Err(error)), _) => self.lost(n, Some(error), Some(slot)),
             },
-            Stage::Collected(host, slot) if self.is_stopped(n) => self.stopped(n, host, slot),
+            Stage::Collected(host, slot) if self.is_stopped(n) => self.stopped(host, slot),
             Stage::Collected(host, slot) => self.copy(n, host, slot),
             Stage::Copying { flight, done } => {
                 if !flight.is_over() {
@@ -30,7 +30,7 @@ impl Worker<'_> {
                 Some(said) => Step::Ended(said.clone().into()),
                 None => Step::Same(Stage::Spreading(done)),
             },
-            Stage::Landed(buf) if self.is_stopped(n) => self.stopped(n, Host::Segment(buf), None),
+            Stage::Landed(buf) if self.is_stopped(n) => self.stopped(Host::Segment(buf), None),
             landed @ Stage::Landed(_) => Step::Same(landed),
             Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
@@ -43,7 +43,8 @@ impl Worker<'_> {
     fn ready(&mut self, n: usize, host: Host) -> Step {
         let Owned { job, packed, .. } = &self.owned[n];
         let direction = job.direction;
-        let slot = if packed.way == Way::Ring { self.engine.slot() } else { Take::None };
+        let slot =
+            if packed.way == Way::Ring { self.engine.ring.take(&self.engine.device) } else { Take::None };
         match slot {
             Take::Full if !self.is_slow(direction) => Step::Same(Stage::Ready(host)),
             Take::Full | Take::None => self.copy(n, host, None),
@@ -151,11 +152,11 @@ impl Worker<'_> {
                         (Then::Spread(Entry { slot: Some(slot), ..entry }), Some(done))
                     }
                 };
-                engine.sent(job, Some((flight.ticket().clone(), then)));
+                engine.sent(direction, job.priority, Some((flight.ticket().clone(), then)));
                 Step::Moved(Stage::Copying { flight, done })
             }
             Err(refusal) => {
-                engine.sent(job, None);
+                engine.sent(direction, job.priority, None);
                 self.refused(n, refusal, slot)
             }
         }
@@ -166,8 +167,8 @@ impl Worker<'_> {
         match (self.owned[n].job.direction, ended) {
             (_, Err(error)) => self.lost(n, Some(error), None),
             (Direction::Up, Ok(buf)) => {
-                let counts = std::mem::take(&mut self.owned[n].counts);
-                buf.into_iter().for_each(|buf| self.give(buf, counts));
+                self.owned[n].staged = false;
+                buf.into_iter().for_each(|buf| self.engine.segments.give(buf));
                 done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
             }
             (Direction::Down, Ok(None)) => Step::Ended(End::Arrived),
@@ -180,7 +181,7 @@ impl Worker<'_> {
     /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
     fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        if self.owned[n].counts {
+        if self.owned[n].staged {
             self.engine.segments.gone();
         }
         Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
@@ -200,10 +201,10 @@ impl Worker<'_> {
     }
 
     /// Ends a chunk of a job that has stopped, while no copy uses its memory.
-    fn stopped(&mut self, n: usize, host: Host, slot: Option<Slot>) -> Step {
+    fn stopped(&self, host: Host, slot: Option<Slot>) -> Step {
         slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
         if let Host::Segment(buf) = host {
-            self.give(buf, self.owned[n].counts);
+            self.engine.segments.give(buf);
         }
         Step::Ended(End::Dropped)
     }

@@ -1,4 +1,4 @@
-//! Where the pieces of a chunk lie in its segment: arithmetic only.
+//! What a chunk is, and where its pieces lie in its segment: arithmetic only.
 //!
 //! ```text
 //!   pieces on the device   [a][b]........[c].....
@@ -10,11 +10,10 @@
 //! So a kernel that moves bytes between a copy of the segment on the device and the stretches' places can do it by 16
 //! bytes at a time. Behind the bytes the segment has room for the table of rows that the kernel reads.
 //!
-//! The layout of a chunk follows from its pieces alone. So it is computed again wherever it is needed: when a call is
-//! cut into chunks, when a chunk is filled, and when it is drained.
+//! The layout is made once, when the chunk is cut off the call, and the chunk keeps it.
 
 use crate::device::{DevicePtr, SpreadRow};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
 const WIDTH: u64 = 16;
@@ -25,6 +24,76 @@ pub(super) const ROW: usize = size_of::<SpreadRow>();
 pub(super) const LONGEST_ROW: usize = 16 << 10;
 /// A piece is cut at the end of a chunk only where at least so much of it fits.
 const LEAST_PART: usize = 4 << 10;
+
+/// A place in a call's pieces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Cut {
+    pub(super) piece: usize,
+    /// Bytes of that piece before the place.
+    pub(super) from: usize,
+}
+
+/// How far a call is cut into chunks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cursor {
+    pub(super) at: Cut,
+    /// Chunks so far, and bytes in them.
+    pub(super) chunks: usize,
+    pub(super) cut: u64,
+    /// Bytes that are in none of them.
+    pub(super) left: u64,
+}
+
+impl Cursor {
+    /// Cuts off the next chunk: the `bytes` up to `end`. Its place, for errors, is the number of the call's bytes before it.
+    pub(super) fn cut_off(&mut self, end: Cut, bytes: usize) -> Chunk {
+        let (at, landed_to) = (self.cut, self.cut + bytes as u64);
+        let (parts, stretches) = (Vec::new(), Vec::new());
+        let chunk = Chunk { index: self.chunks, start: self.at, end, bytes, at, landed_to, parts, stretches };
+        self.at = end;
+        self.chunks += 1;
+        self.cut = landed_to;
+        self.left -= bytes as u64;
+        chunk
+    }
+}
+
+/// A part of a call that one worker moves.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    /// Its place in the order of the call.
+    pub(super) index: usize,
+    pub(super) start: Cut,
+    pub(super) end: Cut,
+    pub(super) bytes: usize,
+    /// Where its first byte lies in what the call reads or writes, for errors.
+    pub(super) at: u64,
+    /// [`Progress::landed_to`](super::Progress::landed_to) when it and all chunks before it have arrived.
+    pub(super) landed_to: u64,
+    /// Where its bytes lie in its segment, in the order of the call: of pieces that are filled or drained one by one.
+    pub(super) parts: Vec<Part>,
+    /// Where its bytes belong on the device. Of a chunk in place these are counted out when it is prepared.
+    pub(super) stretches: Vec<Stretch>,
+}
+
+/// Bytes of one piece that lie in one chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// The piece's number in the call, and where in it the part begins.
+    pub(super) piece: usize,
+    pub(super) from: usize,
+    /// Its place in the segment.
+    pub(super) offset: usize,
+    pub(super) len: usize,
+}
+
+impl Part {
+    /// Its bytes in a segment.
+    pub(super) fn of<'a>(&self, segment: &'a [u8]) -> Result<&'a [u8]> {
+        let short = Error::Internal("a chunk is shorter than its layout");
+        segment.get(self.offset..self.offset + self.len).ok_or(short)
+    }
+}
 
 /// Bytes that are contiguous on the device and in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +115,12 @@ impl Stretch {
     }
 }
 
-/// Where a part of a piece lies in the segment.
+/// Where bytes that were put into a layout lie in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct Put {
     pub(super) offset: usize,
     pub(super) len: usize,
-    /// It belongs to the stretch before it.
+    /// They belong to the stretch before them.
     pub(super) joins: bool,
 }
 
@@ -78,7 +147,7 @@ impl Layout {
     /// Puts bytes at the end: as many as fit of `len` bytes, which lie at `device` in an allocation. `None`: the chunk
     /// is full.
     #[inline]
-    pub(super) fn put(&mut self, memory: u64, device: u64, len: usize) -> Option<Part> {
+    pub(super) fn put(&mut self, memory: u64, device: u64, len: usize) -> Option<Put> {
         let joins = self.end == (memory, device) && self.stretches > 0;
         let gap = if joins { 0 } else { (device.wrapping_sub(self.at as u64) % WIDTH) as usize };
         let offset = self.at + gap;
@@ -100,30 +169,7 @@ impl Layout {
         }
         self.at = offset + len;
         self.end = (memory, device.wrapping_add(len as u64));
-        Some(Part { offset, len, joins })
-    }
-
-    /// Puts all of a piece at the end, from its byte `from` to its byte `to`, part by part: `part` is given each part's
-    /// first byte in the piece, and the part. All of them, where the chunk was cut by the same layout.
-    pub(super) fn put_all(
-        &mut self,
-        (memory, device): (u64, u64),
-        from: usize,
-        to: usize,
-        mut part: impl FnMut(usize, Part) -> Result<()>,
-    ) -> Result<()> {
-        let mut from = from;
-        while from < to {
-            let Some(next) = self.put(memory, device.wrapping_add(from as u64), to - from) else { break };
-            part(from, next)?;
-            from += next.len;
-        }
-        Ok(())
-    }
-
-    /// Bytes of the segment before the table.
-    pub(super) fn data(&self) -> usize {
-        self.at
+        Some(Put { offset, len, joins })
     }
 
     /// Rows of the table.
@@ -146,7 +192,7 @@ mod tests {
 
     /// Pieces as (allocation, device address, length), cut into chunks as a call cuts them.
     #[allow(clippy::type_complexity, reason = "a chunk, and its parts by piece and offset")]
-    fn chunks(pieces: &[(u64, u64, usize)], most: usize) -> Vec<(Layout, Vec<(usize, usize, Part)>)> {
+    fn chunks(pieces: &[(u64, u64, usize)], most: usize) -> Vec<(Layout, Vec<(usize, usize, Put)>)> {
         let mut all = Vec::new();
         let mut chunk = (Layout::new(most), Vec::new());
         for (n, &(memory, device, len)) in pieces.iter().enumerate() {
