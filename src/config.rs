@@ -1,18 +1,8 @@
-//! How a pool is set up.
-//!
-//! `PoolBuilder` collects the settings as they are given. `plan` checks them all at once when the pool is built, fills
-//! in the defaults, and gives a `PoolPlan`, which nothing checks again. `pool::build` is the only caller of `plan`. It
-//! hands the plan on to the central pool and its regions.
-//!
-//! An option is a field of `PoolBuilder`, its default in `new`, a setter with documentation, a line in `plan`, and a
-//! field of `PoolPlan`.
+//! How a pool is set up: the settings, as the program gives them. `pool::build` checks all of them at once, fills in the
+//! defaults, and hands them on to the central pool and to the regions.
 
-use crate::amount::{amount, beside};
-use crate::arena::MAX_EXTENT;
 use crate::device::handle::Device;
-use crate::error::{Error, Result};
-use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
-use crate::segment::PAGE;
+use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, Unpinned};
 
 /// Sets up a [`Pool`](crate::Pool): see [`Pool::builder`](crate::Pool::builder). Sizes are bytes. The settings are
 /// checked by [`build`](Self::build).
@@ -48,23 +38,6 @@ pub struct PoolBuilder {
     pub(crate) track: bool,
     pub(crate) check_cgroups: bool,
     pub(crate) max_waiting: usize,
-}
-
-/// The settings, checked and complete.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PoolPlan {
-    /// The bytes that the pool may hold.
-    pub(crate) capacity: usize,
-    /// The bytes that it pins at the start.
-    pub(crate) initial: usize,
-    /// The bytes by which it grows.
-    pub(crate) region: usize,
-    /// The most bytes in one thread cache.
-    pub(crate) thread_cache: usize,
-    /// Whether every checkout is recorded.
-    pub(crate) track: bool,
-    /// What the regions are told: extents, threads, NUMA node, backing.
-    pub(crate) options: RegionOptions,
 }
 
 impl PoolBuilder {
@@ -144,10 +117,11 @@ impl PoolBuilder {
     ///   256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c`
     ///   times this setting at most, whichever way buffers flow; where each thread uses several sizes, far less, since a
     ///   batch is half of what the class has in a thread's cache.
-    /// - **Within a cache**, a size class that is alone, so that the others have room for no more than a 16th of the bytes,
-    ///   gets up to half of them. Several classes share an eighth of the bytes, at least 8 MiB; of this share one class
-    ///   gets a 64th at first, and up to an eighth as it is used. A class has 64 segments at most. Segments that are longer
-    ///   than a quarter of the share (of all bytes, for a class that is alone) are not cached.
+    /// - **Within a cache**, a size class has room for half of the bytes that are left when a thread first uses it, for
+    ///   64 segments at most and two at least; a class of which two do not fit into half of the bytes is not cached. All of
+    ///   the bytes are for a class that is alone, so that the others have room for no more than a 16th of them. Several
+    ///   classes share an eighth of the bytes, at least 8 MiB. Where two segments of another class do not fit, the classes
+    ///   that have the most room lose it.
     /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the caches
     ///   of threads that have been idle for a millisecond; if it may not wait for the growth, also half of the segments of
     ///   its own class that an active thread has. Once the pool can grow no more, or a request waits, it reaches everything.
@@ -253,74 +227,6 @@ impl PoolBuilder {
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self
-    }
-
-    pub(crate) fn plan(&self) -> Result<PoolPlan> {
-        let page = crate::os::page_size().max(PAGE);
-        let down = |bytes: usize| bytes / page * page;
-        let wrong = |text: String| Err(Error::Config(text));
-        let capacity = down(self.capacity);
-        if capacity == 0 {
-            return wrong(format!(
-                "a capacity of {} is less than one page ({})",
-                beside(self.capacity, page),
-                beside(page, self.capacity)
-            ));
-        }
-        let region = down(self.region.unwrap_or((capacity / 8).clamp(256 << 20, 1 << 30))).min(capacity);
-        let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
-        let extent =
-            down(self.extent.unwrap_or(256 << 20).min(longest.unwrap_or(usize::MAX))).min(MAX_EXTENT);
-        if region == 0 || extent == 0 {
-            return wrong(format!("regions and extents need at least one page ({})", amount(page)));
-        }
-        let initial = match self.initial {
-            Some(bytes) if down(bytes) > capacity => {
-                // Both may read alike, so the difference is told.
-                let (bytes, more, capacity) = (amount(bytes), amount(bytes - capacity), amount(capacity));
-                return wrong(format!(
-                    "{bytes} to start with are {more} more than the capacity of {capacity}"
-                ));
-            }
-            Some(bytes) => down(bytes),
-            None => region,
-        };
-        let threads = self
-            .pin_threads
-            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8));
-        if threads == 0 {
-            return wrong("pinning needs at least one thread".into());
-        }
-        let family = self.devices[0].context().driver().family();
-        if let Some(other) = self.devices.iter().find(|d| d.context().driver().family() != family) {
-            return wrong(format!(
-                "{} and {} cannot share pinned memory",
-                self.devices[0].name(),
-                other.name()
-            ));
-        }
-        let backing = self.backing.unwrap_or_else(|| Backing::usual(&**self.devices[0].context().driver()));
-        if let Some(kind) = backing.kind() {
-            self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
-        }
-        let thread_cache = if self.track { Some(0) } else { self.thread_cache };
-        let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
-        Ok(PoolPlan {
-            capacity,
-            initial,
-            region,
-            thread_cache,
-            track: self.track,
-            options: RegionOptions {
-                extent,
-                threads,
-                unpinned: self.unpinned,
-                huge: self.huge_pages,
-                node: self.numa_node.or_else(|| self.devices[0].numa_node()),
-                backing: self.backing,
-                check_cgroups: self.check_cgroups,
-            },
-        })
     }
 }
 

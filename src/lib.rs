@@ -227,7 +227,7 @@ pub use error::{
 #[doc(hidden)]
 pub use os::cgroup;
 pub use os::forked;
-pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
+pub use pool::{Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;

@@ -219,9 +219,9 @@ impl World {
     }
 
     fn check(&self) {
-        let census = self.pool.check().unwrap_or_else(|e| panic!("{e}"));
+        let found = self.pool.check().unwrap_or_else(|e| panic!("{e}"));
         let stats = self.pool.stats();
-        assert_eq!(census.checked_out, stats.checked_out_bytes);
+        assert_eq!(found.checked_out_bytes, stats.checked_out_bytes);
         let requested: usize = self.held.iter().map(|h| h.buf.capacity()).sum();
         assert_eq!(stats.requested_bytes, requested);
         assert_eq!(stats.waiting, 0);

@@ -6,12 +6,13 @@
 //! fills or empties a thread's list, as many as that list may hold. The snapshot reads each thread cache's numbers once
 //! and derives everything from that one reading. So the parts sum to the whole at any time.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Books, CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
-use crate::freelist::Descriptor;
-use crate::segment::Class;
-use crate::telemetry::counters::Histogram;
+use crate::freelist::{Descriptor, ThreadCache, listed};
+use crate::segment::{CLASSES, Class};
+use crate::telemetry::counters::{ClassTally, Histogram};
 use crate::telemetry::ledger::{CheckoutSite, LedgerEntry};
 
 /// Segments of one size class.
@@ -52,63 +53,20 @@ fn name(descriptor: &Descriptor) -> usize {
 impl CentralPool {
     /// Bytes and counts. Exact while no call is under way; the parts sum to the whole at any time.
     pub(crate) fn snapshot(&self) -> CentralSnapshot {
-        self.count(&self.lock(), None)
+        let core = self.lock();
+        let (takes, puts, out) = core.tally().sums();
+        core.snapshot(takes, puts, out)
     }
 
-    /// The same, with the size classes that were ever used.
+    /// [`CentralPool::snapshot`], with the size classes that were ever used.
     pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassCount>) {
-        let mut classes = Vec::new();
-        let snapshot = self.count(&self.lock(), Some(&mut classes));
-        (snapshot, classes)
-    }
-
-    fn count(&self, core: &Core, classes: Option<&mut Vec<ClassCount>>) -> CentralSnapshot {
-        let bytes = core.arena.bytes();
-        let (mut takes, mut puts, mut out, mut requested) =
-            (core.takes, core.puts, core.granted, core.books.requested);
-        let mut by_class = classes.as_ref().map(|_| core.by_class());
-        for cache in core.table.caches() {
-            requested = requested.wrapping_add(cache.requested());
-            for class in Class::all() {
-                let count = cache.count(class);
-                takes = takes.wrapping_add(count.takes);
-                puts = puts.wrapping_add(count.puts);
-                let net = count.takes.wrapping_sub(count.puts);
-                out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
-                if let Some(by_class) = &mut by_class {
-                    let all = &mut by_class[class.index()];
-                    all.takes = all.takes.wrapping_add(count.takes);
-                    all.puts = all.puts.wrapping_add(count.puts);
-                }
-            }
-        }
-        if let (Some(classes), Some(by_class)) = (classes, by_class) {
-            classes.extend(by_class.into_iter().map(ClassCount::divided).filter(ClassCount::is_used));
-            // The sum of the classes as they are reported, so that the two agree.
-            out = classes.iter().map(|c| c.out_bytes as u64).sum();
-        }
-        // A call under way may be counted on one side only: the result is clamped to what is possible.
-        let taken = (out as i64).max(0) as usize;
-        let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
-        let free = bytes.total - bytes.cut - taken;
-        CentralSnapshot {
-            total: bytes.total,
-            unpinned: bytes.unpinned,
-            free,
-            cached: free.saturating_sub(bytes.free),
-            out: taken - core.quarantined,
-            requested: (requested as i64).max(0) as usize,
-            quarantined: core.quarantined,
-            quarantined_segments: core.quarantined_segments.len() as u64,
-            cut: bytes.cut,
-            largest_free: bytes.largest_free,
-            withheld: bytes.withheld,
-            takes,
-            puts,
-            waiting: core.queue.len(),
-            growing: core.growing,
-            stats: core.stats,
-        }
+        let core = self.lock();
+        let tally = core.tally();
+        let classes = core.by_class(&tally);
+        let (takes, puts, _) = tally.sums();
+        // The sum of the classes as they are reported, so that the two agree.
+        let out = classes.iter().map(|class| class.out_bytes as u64).sum();
+        (core.snapshot(takes, puts, out), classes)
     }
 
     /// The most bytes that were in use or cached at a time since the call before, or since the pool was built.
@@ -207,42 +165,76 @@ impl Books {
 }
 
 impl Core {
-    /// What is counted under the lock, for each class by its index; the last is for segments without a class.
-    fn by_class(&self) -> Vec<ClassCount> {
-        let count = |class: Option<Class>| {
-            let (takes, puts) = self.classes.of(class);
-            ClassCount { class, free: 0, cached: 0, out: 0, out_bytes: 0, takes, puts }
-        };
-        let mut all: Vec<ClassCount> = Class::all().map(Some).chain([None]).map(count).collect();
-        // Here `free` holds all segments of the class's runs, and `cached` those that the runs' lists do not hold.
-        // `divided` subtracts those that are out.
-        self.arena.for_each_class(|class, segments, in_runs| {
-            all[class.index()].free += segments;
-            all[class.index()].cached += segments - in_runs;
-        });
-        if let Some(large) = all.last_mut() {
-            large.out = large.takes.wrapping_sub(large.puts);
-            large.out_bytes = self.classes.large_bytes();
+    /// What was counted of each class, under the lock and by all threads. Exact while all owners are shut out.
+    pub(super) fn tally(&self) -> ClassTally {
+        let mut tally = self.classes.clone();
+        self.table.caches().for_each(|cache| count_on(&mut tally, cache));
+        tally
+    }
+
+    /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
+    pub(super) fn count_on(&mut self, cache: &ThreadCache) {
+        self.books.requested = self.books.requested.wrapping_add(cache.requested());
+        count_on(&mut self.classes, cache);
+    }
+
+    /// The bytes and counts, where so many bytes are out. A call under way may be counted on one side only: `out` is
+    /// clamped to what is possible.
+    fn snapshot(&self, takes: u64, puts: u64, out: u64) -> CentralSnapshot {
+        let bytes = self.arena.bytes();
+        let requested = |sum: u64, cache: &Arc<ThreadCache>| sum.wrapping_add(cache.requested());
+        let requested = self.table.caches().fold(self.books.requested, requested);
+        let taken = (out as i64).max(0) as usize;
+        let taken = taken.min(bytes.total - bytes.cut).max(self.quarantined);
+        let free = bytes.total - bytes.cut - taken;
+        CentralSnapshot {
+            total: bytes.total,
+            unpinned: bytes.unpinned,
+            free,
+            cached: free.saturating_sub(bytes.free),
+            out: taken - self.quarantined,
+            requested: (requested as i64).max(0) as usize,
+            quarantined: self.quarantined,
+            quarantined_segments: self.quarantined_segments.len() as u64,
+            cut: bytes.cut,
+            largest_free: bytes.largest_free,
+            withheld: bytes.withheld,
+            takes,
+            puts,
+            waiting: self.queue.len(),
+            growing: self.growing,
+            stats: self.stats,
         }
-        all
+    }
+
+    /// The classes that were ever used. Of the segments that a class's runs were cut into, those are free that are not
+    /// out, and those cached that are neither out nor in the runs' lists.
+    fn by_class(&self, tally: &ClassTally) -> Vec<ClassCount> {
+        let mut cut = [(0, 0); CLASSES];
+        self.arena.for_each_class(|class, segments, in_runs| {
+            let (all, free) = &mut cut[class.index()];
+            *all += segments;
+            *free += in_runs;
+        });
+        let of_class = |class: Class| {
+            let ((segments, in_runs), (takes, puts)) = (cut[class.index()], tally.of(Some(class)));
+            let out = ((takes.wrapping_sub(puts) as i64).max(0) as u64).min(segments);
+            let (free, out_bytes) = (segments - out, out as usize * class.stride());
+            let cached = free.saturating_sub(in_runs);
+            ClassCount { class: Some(class), free, cached, out, out_bytes, takes, puts }
+        };
+        let (takes, puts) = tally.of(None);
+        let (out, out_bytes) = (takes.wrapping_sub(puts), tally.large_bytes());
+        let large = ClassCount { class: None, free: 0, cached: 0, out, out_bytes, takes, puts };
+        let used = |class: &ClassCount| class.takes > 0 || class.free > 0;
+        Class::all().map(of_class).chain([large]).filter(used).collect()
     }
 }
 
-impl ClassCount {
-    /// Divides the segments of the class's runs into those that are out and those that are free.
-    fn divided(mut self) -> Self {
-        if let Some(class) = self.class {
-            let out = (self.takes.wrapping_sub(self.puts) as i64).max(0) as u64;
-            self.out = out.min(self.free);
-            self.out_bytes = self.out as usize * class.stride();
-            self.free -= self.out;
-            // A segment that its run's list does not hold is out or cached.
-            self.cached = self.cached.saturating_sub(self.out);
-        }
-        self
-    }
-
-    fn is_used(&self) -> bool {
-        self.takes > 0 || self.free > 0
+/// Counts on what a thread cache has counted.
+fn count_on(tally: &mut ClassTally, cache: &ThreadCache) {
+    for class in listed() {
+        let count = cache.count(class);
+        tally.count_on(class, count.takes, count.puts);
     }
 }

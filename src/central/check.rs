@@ -73,7 +73,7 @@ impl CentralPool {
             out += u64::from(!free);
             visit((!free).then(|| descriptor.word().state()), bytes);
         })?;
-        let (takes, puts) = core.counted();
+        let (takes, puts, _) = core.tally().sums();
         if takes.wrapping_sub(puts) != out {
             return Err(format!("{takes} takes less {puts} returns are not the {out} segments that are out"));
         }
@@ -129,7 +129,9 @@ mod tests {
             let central = cached();
             let mut held = CacheTable::mine(central.cache().unwrap());
             let other = if wrong { Class::of(8192).unwrap() } else { class() };
-            held.set_room(other, 20);
+            let chain = held.revoke(other);
+            held.grant(other, 20);
+            assert!(held.fill(other, chain).is_empty());
             let twice = if wrong {
                 central.core.lock().arena.take(Placement::Class(class())).unwrap()
             } else {
@@ -157,7 +159,9 @@ mod tests {
         let mut held = CacheTable::mine(central.cache().unwrap());
         let held_now = central.cache().unwrap().cached(class());
         let most = CACHE as u64 / STRIDE;
-        held.set_room(class(), 100);
+        let chain = held.revoke(class());
+        held.grant(class(), 100);
+        assert!(held.fill(class(), chain).is_empty());
         let fill = |held: &mut crate::freelist::cache::HeldCache<'_>, n: u64| {
             let chain = central.core.lock().arena.take_batch(class(), n as u32);
             assert!(held.fill(class(), chain).is_empty());
@@ -193,9 +197,10 @@ mod tests {
     #[test]
     fn a_check_sees_wrong_counts() {
         let central = cached();
-        central.core.lock().takes += 1;
+        let miscount = |takes: u64| central.core.lock().classes.count_on(class(), takes, 0);
+        miscount(1);
         assert_eq!(violation(&central), "3 takes less 1 returns are not the 1 segments that are out");
-        central.core.lock().takes -= 1;
+        miscount(u64::MAX);
         central.core.lock().outstanding = Some(2);
         assert_eq!(violation(&central), "Some(2) segments are counted as outstanding, 1 are");
         central.core.lock().outstanding = Some(1);

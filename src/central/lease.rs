@@ -1,19 +1,17 @@
 //! Leases: which thread caches of which pools this thread has.
 //!
-//! There are three thread-locals:
+//! There are two thread-locals:
 //!
 //! - `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing else: the gate's
 //!   comparison tells whether the cache belongs to the right pool.
-//! - `HOT` is a small table of the pools used last, for threads that use several pools by turns.
 //! - `LEASES` owns the leases and ends them when the thread ends. It has a destructor, which costs a check on each
-//!   access.
+//!   access. A thread that uses several pools by turns finds its caches there.
 //!
-//! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is destroyed. Then the other
-//! two are empty, `LEASES` cannot be reached, and the return goes to the runs under the central pool's lock.
+//! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is destroyed. Then
+//! `CURRENT_CACHE` is empty, `LEASES` cannot be reached, and the return goes to the runs under the central pool's lock.
 //!
-//! Entries of `HOT` are found by the address of their central pool. No other central pool can have that address: an
-//! entry in `HOT` has a lease in `LEASES`, and the lease's weak count keeps the allocation. The entry is removed before
-//! the lease.
+//! A thread cache belongs to the gate whose address it has. No other central pool can have that address: the weak count
+//! of the lease keeps the allocation, and `CURRENT_CACHE` is emptied before the lease ends.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
@@ -24,11 +22,6 @@ use crate::freelist::ThreadCache;
 use crate::freelist::cache::NO_CACHE;
 use crate::sync::thread_local;
 
-/// Number of pools that one thread can use by turns at the cost of a few more instructions.
-const WAYS: u64 = 4;
-
-type HotEntry = Cell<(*const CentralPool, *const ThreadCache)>;
-
 #[cfg(not(loom))]
 const NO_CACHE_PTR: *const ThreadCache = &raw const NO_CACHE;
 /// Models have no constant thread caches.
@@ -37,21 +30,10 @@ const NO_CACHE_PTR: *const ThreadCache = std::ptr::null();
 
 thread_local! {
     static CURRENT_CACHE: Cell<*const ThreadCache> = const { Cell::new(NO_CACHE_PTR) };
-    static HOT: [HotEntry; WAYS as usize] =
-        const { [const { Cell::new((std::ptr::null(), std::ptr::null())) }; WAYS as usize] };
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
 }
 
-/// Calls `f` with the place of a central pool's entry in `HOT`. Pools that were made one after the other have different
-/// places.
-fn way<R>(number: u64, f: impl FnOnce(&HotEntry) -> R) -> Option<R> {
-    // `HOT` has no destructor, so it can always be reached (except under loom, once a thread's locals are destroyed).
-    HOT.try_with(|hot| f(&hot[(number % WAYS) as usize])).ok()
-}
-
 struct Lease {
-    /// The central pool's number.
-    central: u64,
     /// The central pool that the thread cache belongs to.
     owner: Weak<CentralPool>,
     cache: Arc<ThreadCache>,
@@ -61,7 +43,7 @@ struct Leases(RefCell<Vec<Lease>>);
 
 impl Drop for Leases {
     fn drop(&mut self) {
-        forget_all();
+        forget();
         for lease in self.0.take() {
             if let Some(central) = lease.owner.upgrade() {
                 central.end_lease(&lease.cache);
@@ -70,15 +52,14 @@ impl Drop for Leases {
     }
 }
 
-fn forget(entry: &HotEntry) {
-    entry.set((std::ptr::null(), std::ptr::null()));
+/// Empties `CURRENT_CACHE`: from here on this thread finds a thread cache only through `LEASES`.
+pub(super) fn forget() {
+    set_current(NO_CACHE_PTR);
 }
 
-/// Empties `CURRENT_CACHE` and `HOT`: from here on this thread finds a thread cache only through `LEASES`.
-pub(super) fn forget_all() {
-    // They have no destructors, so this cannot fail (except under loom, where then nothing is left to be emptied).
-    let _ = CURRENT_CACHE.try_with(|current| current.set(NO_CACHE_PTR));
-    let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
+fn set_current(cache: *const ThreadCache) {
+    // It has no destructor, so this cannot fail (except under loom, where then nothing is left to be set).
+    let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
 }
 
 /// The thread cache that this thread used last, which may be of any pool, or [`NO_CACHE`].
@@ -96,60 +77,40 @@ pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     })
 }
 
-/// This thread's cache of the central pool, if the pool was used lately. The cache becomes the current one.
-pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
-    let (owner, cache) = way(central.number(), Cell::get)?;
-    if !std::ptr::eq(owner, central) {
-        return None;
-    }
-    let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
-    // SAFETY: a lease in `LEASES` keeps an entry of `HOT` alive, as in `current`.
-    unsafe { cache.as_ref() }
-}
-
-/// This thread's cache of the central pool, through `LEASES`, with a new lease if this thread has none. `None` while
-/// this thread's locals are being destroyed, in the child of a fork, and where a closed pool would have to make a
+/// This thread's cache of the central pool, with a new lease if it has none. The cache becomes the current one. `None`
+/// while this thread's locals are being destroyed, in the child of a fork, and where a closed pool would have to make a
 /// lease.
 ///
 /// The caller must not hold the central pool's lock.
 pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
-    // The fork has emptied the other two in the child. Since the child gets no cache here either, it never has a hit.
-    if crate::os::forked() {
-        return None;
+    let cache = current().filter(|cache| cache.belongs_to(&central.gate));
+    // The fork has emptied `CURRENT_CACHE` in the child. Since the child gets no cache here either, it never has a hit.
+    if cache.is_some() || crate::os::forked() {
+        return cache;
     }
-    LEASES
-        .try_with(|leases| {
-            let mut leases = leases.0.try_borrow_mut().ok()?;
-            let known = leases.iter().find(|l| l.central == central.number()).map(|l| Arc::as_ptr(&l.cache));
-            let cache = match known {
-                Some(cache) => cache,
-                None => {
-                    leases.retain(|lease| {
-                        let alive = lease.owner.strong_count() > 0;
-                        if !alive {
-                            // The entry is removed first: without the lease the address may be used again.
-                            let freed = lease.owner.as_ptr();
-                            way(lease.central, |e| (e.get().0 == freed).then(|| forget(e)));
-                            let _ = CURRENT_CACHE.try_with(|current| {
-                                (current.get() == Arc::as_ptr(&lease.cache))
-                                    .then(|| current.set(NO_CACHE_PTR))
-                            });
-                        }
-                        alive
-                    });
-                    let cache = central.begin_lease()?;
-                    let pointer = Arc::as_ptr(&cache);
-                    leases.push(Lease { central: central.number(), owner: central.weak(), cache });
-                    pointer
-                }
-            };
-            way(central.number(), |entry| entry.set((std::ptr::from_ref(central), cache)));
-            let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
-            // SAFETY: as in `hot`.
-            unsafe { cache.as_ref() }
-        })
-        .ok()
-        .flatten()
+    LEASES.try_with(|leases| leases.find_or_begin(central)).ok().flatten()
+}
+
+impl Leases {
+    fn find_or_begin<'a>(&self, central: &CentralPool) -> Option<&'a ThreadCache> {
+        let mut leases = self.0.try_borrow_mut().ok()?;
+        let known = leases.iter().find(|lease| std::ptr::eq(lease.owner.as_ptr(), central));
+        let cache = match known {
+            Some(lease) => Arc::as_ptr(&lease.cache),
+            None => {
+                // Before a lease ends here: the current cache may be the one that it owns.
+                forget();
+                leases.retain(|lease| lease.owner.strong_count() > 0);
+                let cache = central.begin_lease()?;
+                let pointer = Arc::as_ptr(&cache);
+                leases.push(Lease { owner: central.weak(), cache });
+                pointer
+            }
+        };
+        set_current(cache);
+        // SAFETY: as in `current`.
+        unsafe { cache.as_ref() }
+    }
 }
 
 /// Ends this thread's leases, as the end of the thread does. For models: loom's `join` does not wait for thread-locals.

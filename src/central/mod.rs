@@ -66,7 +66,6 @@ use std::time::{Duration, Instant};
 use crate::arena::Arena;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
-use crate::freelist::cache::Put;
 use crate::freelist::{
     CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
 };
@@ -162,15 +161,9 @@ struct Core {
     windows: Windows,
     /// The queue is being served in turns, between which the lock is free: what is free now may be a waiter's.
     pending: bool,
-    /// Takes and returns on the slow path, over all classes.
-    takes: u64,
-    puts: u64,
-    /// The takes and returns by class.
+    /// Takes and returns on the slow path, by class, and those of thread caches that have left the table.
     classes: ClassTally,
     books: Books,
-    /// Granted bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
-    /// slow path return).
-    granted: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
     /// Each of them: its run, the address of its descriptor, and when it was quarantined.
@@ -201,7 +194,8 @@ struct Core {
 #[derive(Debug, Default)]
 struct Books {
     ledger: Ledger,
-    /// Requested bytes, counted as [`Core::granted`] is.
+    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
+    /// slow path return).
     requested: u64,
 }
 
@@ -276,10 +270,7 @@ impl CentralPool {
                 pending: false,
                 books: Books::default(),
                 wakes: Vec::new(),
-                takes: 0,
-                puts: 0,
                 classes: ClassTally::new(),
-                granted: 0,
                 quarantined: 0,
                 quarantined_segments: Vec::new(),
                 capacity: config.capacity,
@@ -297,7 +288,7 @@ impl CentralPool {
             })),
             config,
         });
-        crate::os::empty_in_child(lease::forget_all);
+        crate::os::empty_in_child(lease::forget);
         // The outstanding reference: see "How long a central pool lives".
         std::mem::forget(central.clone());
         central
@@ -340,7 +331,7 @@ impl CentralPool {
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
-        self.gate.enter(lease::hot(self)?)?.take(class, len)
+        self.gate.enter(self.cache()?)?.take(class, len)
     }
 
     /// Turns a grant that was just made into a segment to hand out.
@@ -389,7 +380,7 @@ impl CentralPool {
     pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
-            if let Some((descriptor, _)) = self.take_via_transfer(class, want.len) {
+            if let Some(descriptor) = self.take_via_transfer(class, want.len) {
                 return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
@@ -457,7 +448,7 @@ impl CentralPool {
         let central = unsafe { this.as_ref() };
         if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
             // SAFETY: alive, out, in no list, and owned by the caller, which passes it on.
-            if let Put::Kept = unsafe { inside.put(descriptor, len, list) } {
+            if unsafe { inside.put(descriptor, len, list) } {
                 return;
             }
         }
@@ -473,23 +464,17 @@ impl CentralPool {
             return;
         }
         // SAFETY: alive, and owned by the caller.
-        let class = unsafe { descriptor.as_ref() }.class();
-        if let Some(class) = class {
-            if list == LISTS {
-                // The segment was handed out without a list, so that its return comes here and closes its ledger entry.
-                central.lock().books().ledger.close(descriptor.addr().get());
-            }
-            // SAFETY: as above.
-            if unsafe { central.keep(class, descriptor, len) } {
-                return;
-            }
+        let segment = unsafe { descriptor.as_ref() };
+        if list == LISTS {
+            // The ledger may have an entry: its segments are handed out without a list, so that their return comes here.
+            central.lock().books().ledger.close(descriptor.addr().get());
+            segment.untrack();
         }
         // SAFETY: as above.
-        if class.is_some_and(|class| unsafe { central.make_room(class, descriptor, len) }) {
+        if segment.class().is_some_and(|class| unsafe { central.keep(class, descriptor, len) }) {
             return;
         }
         let mut core = central.lock();
-        core.books().ledger.close(descriptor.addr().get());
         // SAFETY: alive, owned by the caller, in no list.
         unsafe { core.put(Grant { descriptor, len }) };
         let last = core.came_back(1);
@@ -500,16 +485,6 @@ impl CentralPool {
             // valid for the central pool and not for the reference counts beside it.)
             unsafe { Arc::decrement_strong_count(central.me.as_ptr()) };
         }
-    }
-
-    /// Returns a segment into this thread's cache, where this thread has used another pool since, or where owners
-    /// execute a fence of their own. `false`: nothing was done.
-    ///
-    /// # Safety
-    /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
-    unsafe fn keep(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
-        // SAFETY: this function's contract.
-        self.cache().is_some_and(|cache| unsafe { self.keep_in(cache, class, descriptor, len) })
     }
 
     /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
@@ -575,7 +550,7 @@ impl CentralPool {
         core.fail(|_, _| Some(Error::Closed));
         self.lift(&mut core);
         // Only after all owners are shut out: from here on returns are counted one by one.
-        let (takes, puts) = core.counted();
+        let (takes, puts, _) = core.tally().sums();
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);
@@ -591,7 +566,7 @@ impl CentralPool {
         let core = self.lock();
         core.outstanding.unwrap_or_else(|| {
             // While owners work, a return may be counted before the checkout that it ends.
-            let (takes, puts) = core.counted();
+            let (takes, puts, _) = core.tally().sums();
             (takes.wrapping_sub(puts) as i64).max(0) as u64
         })
     }
@@ -642,13 +617,11 @@ impl CentralPool {
 impl Core {
     /// Counts a segment that the slow path gives out.
     fn took(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Grant {
-        self.takes += 1;
         // SAFETY: just taken from its run: alive, and no other thread has it.
         let (granted, class) = unsafe {
             descriptor.as_ref().taken();
             (self.arena.granted(descriptor), descriptor.as_ref().class())
         };
-        self.granted = self.granted.wrapping_add(granted as u64);
         self.classes.took(class, granted);
         self.books.requested = self.books.requested.wrapping_add(len as u64);
         Grant { descriptor, len }
@@ -677,10 +650,8 @@ impl Core {
     unsafe fn put(&mut self, Grant { descriptor, len }: Grant) {
         // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
-        self.granted = self.granted.wrapping_sub(granted as u64);
         self.classes.gave(class, granted);
         self.books.requested = self.books.requested.wrapping_sub(len as u64);
-        self.puts += 1;
         // SAFETY: this function's contract.
         let window = unsafe {
             descriptor.as_ref().returned();
@@ -688,31 +659,6 @@ impl Core {
         };
         if let Some(window) = window {
             self.came(window, class);
-        }
-    }
-
-    /// Takes and returns, of all threads and of the slow path. Exact while all owners are shut out.
-    fn counted(&self) -> (u64, u64) {
-        let mut sum = (self.takes, self.puts);
-        for cache in self.table.caches() {
-            for class in Class::all() {
-                let count = cache.count(class);
-                sum = (sum.0.wrapping_add(count.takes), sum.1.wrapping_add(count.puts));
-            }
-        }
-        sum
-    }
-
-    /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
-    fn count_on(&mut self, cache: &ThreadCache) {
-        self.books.requested = self.books.requested.wrapping_add(cache.requested());
-        for class in Class::all() {
-            let count = cache.count(class);
-            self.takes = self.takes.wrapping_add(count.takes);
-            self.puts = self.puts.wrapping_add(count.puts);
-            let net = count.takes.wrapping_sub(count.puts);
-            self.granted = self.granted.wrapping_add(net.wrapping_mul(class.stride() as u64));
-            self.classes.count_on(class, count.takes, count.puts);
         }
     }
 

@@ -6,11 +6,6 @@ use super::{CentralPool, Grant};
 use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
-/// The address without [`TRACKED_BIT`]. It is not zero, since a descriptor's address is not.
-fn without_bit(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
-    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !TRACKED_BIT)).unwrap_or(descriptor)
-}
-
 /// The right to a segment that is out. It has no `Drop`: its holder decides what becomes of the segment. Forgetting it
 /// leaks the segment, and nothing else.
 ///
@@ -37,10 +32,6 @@ const _: () = assert!(LISTS < 1 << LIST);
 fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
-
-/// A bit in the address of a descriptor between `into_parts` and `from_parts`: the ledger tracks the segment's return.
-const TRACKED_BIT: usize = 1;
-const _: () = assert!(align_of::<Descriptor>() > TRACKED_BIT);
 
 // SAFETY: the central pool and the descriptor are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -75,24 +66,21 @@ impl Fresh {
         })
     }
 
+    /// Makes a segment anew of what the slow path returned.
+    ///
     /// # Safety
-    /// The parts are from [`Segment::into_parts`] and are used once. The segment has this length, and no byte of it
-    /// counts as written.
-    // Never inlined: else the slow path's values would take two registers from the hit.
+    /// The descriptor is from [`Segment::into_descriptor`] of a segment of this central pool and this length, and is used
+    /// once. No byte of the segment counts as written.
+    // Never inlined: else the slow path's values would take registers from the hit.
     #[cold]
     #[inline(never)]
-    pub(crate) unsafe fn from_parts(
-        (central, descriptor): (NonNull<CentralPool>, NonNull<Descriptor>),
+    pub(crate) unsafe fn of_slow_path(
+        central: &CentralPool,
+        descriptor: NonNull<Descriptor>,
         len: usize,
     ) -> Self {
-        let tracked = descriptor.addr().get() & TRACKED_BIT != 0;
-        let descriptor = if tracked { without_bit(descriptor) } else { descriptor };
-        // SAFETY: a segment that is out keeps its central pool alive; the rest is this function's contract.
-        let mut fresh = unsafe { Self::new(central.as_ref(), Grant { descriptor, len }) };
-        if tracked {
-            fresh.track();
-        }
-        fresh
+        // SAFETY: this function's contract.
+        unsafe { Self::new(central, Grant { descriptor, len }) }
     }
 
     #[inline(always)]
@@ -106,6 +94,7 @@ impl Fresh {
 
     /// Sends the segment's return to the slow path, where the ledger sees it: the segment is handed out without a list.
     pub(super) fn track(&mut self) {
+        self.0.descriptor().track();
         self.0.tag = tag(self.0.len(), LISTS);
     }
 }
@@ -122,11 +111,9 @@ impl Segment {
         (self.tag & ((1 << LIST) - 1)) as usize
     }
 
-    /// The segment's two addresses, without its length: a function can return so much in registers. A bit that the
-    /// address of a descriptor does not use tells whether the ledger tracks the return.
-    pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Descriptor>) {
-        let tracked = if self.list() == LISTS { TRACKED_BIT } else { 0 };
-        (self.central, self.descriptor.map_addr(|at| at | tracked))
+    /// The segment's descriptor alone, which a function can return in a register.
+    pub(crate) fn into_descriptor(self) -> NonNull<Descriptor> {
+        self.descriptor
     }
 
     /// First byte.

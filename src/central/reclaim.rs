@@ -23,11 +23,12 @@ use std::time::Instant;
 
 use super::{CentralPool, Core, lease};
 use crate::freelist::cache::HeldCache;
-use crate::freelist::{CacheTable, Descriptor, ThreadCache, TransferCache, list_of, mode};
+use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
 use crate::segment::{Class, Placement};
 
-/// The most segments of a class that a thread cache has room for.
+/// The most segments of a class that a thread cache has room for, and the least.
 const MOST_CACHED: usize = 64;
+const LEAST_CACHED: usize = 2;
 /// A class is alone in a thread cache while the other classes have room for no more than this part of its bytes.
 const SHARE_OF_OTHERS: usize = 16;
 /// The part of a thread cache's bytes that several classes have together, and the bytes that they have at least. What
@@ -35,11 +36,14 @@ const SHARE_OF_OTHERS: usize = 16;
 /// find no place in between.
 const SHARE_OF_SEVERAL: usize = 8;
 const LEAST_OF_SEVERAL: usize = 8 << 20;
-/// The part of these bytes, or of all if it is alone, that a class gets room for at first, and at most.
-const FIRST_SHARE: usize = 64;
-const SHARE: usize = 8;
-/// The most of a class that is alone: a thread that holds buffers of one size on a stream gets back many at a time.
-const SHARE_ALONE: usize = 2;
+
+/// The class that has room for the most bytes beyond its least room. `None`: no class has room.
+fn most_spare(held: &HeldCache<'_>) -> Option<Class> {
+    let beyond =
+        |class: &Class, least: usize| (held.room(*class) as usize).saturating_sub(least) * class.stride();
+    let most = listed().max_by_key(|class| (beyond(class, LEAST_CACHED), beyond(class, 0)));
+    most.filter(|class| held.room(*class) > 0)
+}
 
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +56,10 @@ pub(crate) enum ReclaimLevel {
     All,
 }
 
-fn bytes(class: Class, room: u32) -> usize {
-    room as usize * class.stride()
-}
-
 impl CentralPool {
     /// This thread's cache, with a new lease if it has none. Not under the lock.
     pub(super) fn cache(&self) -> Option<&ThreadCache> {
-        lease::hot(self).or_else(|| lease::obtain(self))
+        lease::obtain(self)
     }
 
     /// Takes a batch from a run. Returns one segment and moves the others into this thread's cache.
@@ -83,69 +83,43 @@ impl CentralPool {
         Some(descriptor)
     }
 
-    /// The bytes of a thread cache that its classes share, and the part of them that one class grows to at most. `others`:
-    /// the bytes that the other classes have room for.
-    fn budget(&self, others: usize) -> (usize, usize) {
-        let all = self.config.thread_cache;
-        match others <= all / SHARE_OF_OTHERS {
-            true => (all, SHARE_ALONE),
-            false => (all.min((all / SHARE_OF_SEVERAL).max(LEAST_OF_SEVERAL)), SHARE),
-        }
-    }
-
-    /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
-    /// room here: as many segments as fill a 64th of the bytes that the classes share, at least 2 and at most 64. A class
-    /// of which fewer than four segments fit into these gets no room. Where the other classes have taken too many of
-    /// them, some of them lose their room and what is in it: large ones first, and of these the one that was granted its
-    /// room first. Large are those whose room is bounded by its bytes. A class that has room gets more, since the caller
-    /// found its list empty ([`grow_room`](Self::grow_room)).
-    /// None while a request for a segment of the class waits.
+    /// The number of segments of a class that this thread cache may hold. 0 while a request for a segment of the class
+    /// waits.
+    ///
+    /// A class that is used for the first time gets room for half of the bytes that are left, or for [`LEAST_CACHED`]
+    /// segments where the half is less. Where these do not fit either, other classes lose their room and what is in it:
+    /// those first that have the most beyond these segments. (So rooms get smaller until all classes have one, if that is
+    /// possible at all, and a class with few bytes keeps its room.) A room stays as it is until then.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         if core.queue.awaited(class) > 0 {
             return 0;
         }
-        if held.room(class) > 0 {
-            self.grow_room(&mut held, class);
+        let (stride, share) = (class.stride(), self.share(held.rooms()));
+        if held.room(class) > 0 || list_of(class) == LISTS || LEAST_CACHED * stride > share / 2 {
             return held.room(class);
         }
-        let (budget, stride) = (self.budget(held.rooms()).0, class.stride());
-        if !held.has(class) || stride * 4 > budget {
-            return 0;
+        while held.rooms() + LEAST_CACHED * stride > share {
+            let Some(class) = most_spare(&held) else { break };
+            // SAFETY: segments in a thread cache are free and alive, and this takes them off their list.
+            unsafe { core.arena.give_chain(held.revoke(class)) };
         }
-        let room = (budget / FIRST_SHARE / stride).clamp(2, MOST_CACHED) as u32;
-        while held.rooms() + bytes(class, room) > budget {
-            let is_small = |c: Class, _| budget / SHARE / c.stride() >= MOST_CACHED;
-            let Some(first) = held.first_granted(is_small) else { break };
-            // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-            unsafe { core.arena.give_chain(held.drain(first, u32::MAX)) };
-            held.set_room(first, 0);
-        }
-        self.grant(&mut held, class, room);
-        room
-    }
-
-    /// Doubles the room of a class whose list was found empty or full, as long as the rooms of all classes together are no
-    /// more than the bytes that they share: up to an eighth of these, or up to half for a class that is alone. So a thread
-    /// that uses few sizes has room for many segments of each, and a thread that uses many sizes for a few of each.
-    /// `false`: the room stays.
-    pub(super) fn grow_room(&self, held: &mut HeldCache<'_>, class: Class) -> bool {
-        let room = held.room(class);
-        let others = held.rooms() - bytes(class, room);
-        let (budget, share) = self.budget(others);
-        let most = (budget / share / class.stride()).min(MOST_CACHED) as u32;
-        let more = (room * 2).min(most);
-        let grows = more > room && others + bytes(class, more) <= budget;
-        if grows {
-            self.grant(held, class, more);
-        }
-        grows
-    }
-
-    fn grant(&self, held: &mut HeldCache<'_>, class: Class, room: u32) {
-        held.set_room(class, room);
+        let half = (share - held.rooms()) / 2;
+        held.grant(class, (half / stride).clamp(LEAST_CACHED, MOST_CACHED) as u32);
         if !self.unfenced(class) {
             held.fence(class);
+        }
+        held.room(class)
+    }
+
+    /// The bytes that the classes of a thread cache share, if those that have room have it for so many bytes: all of its
+    /// bytes for a class that is alone, an eighth, or [`LEAST_OF_SEVERAL`], for several.
+    fn share(&self, rooms: usize) -> usize {
+        let all = self.config.thread_cache;
+        if rooms <= all / SHARE_OF_OTHERS {
+            all
+        } else {
+            all.min((all / SHARE_OF_SEVERAL).max(LEAST_OF_SEVERAL))
         }
     }
 

@@ -401,15 +401,15 @@ fn what_is_in_transfer_caches_serves_every_request() {
     let transfer = || {
         let mut core = central.core.lock();
         let mut held = CacheTable::mine(cache);
-        held.set_room(class, 2);
+        if held.room(class) == 0 {
+            held.grant(class, 2);
+        }
         assert!(held.fill(class, core.arena.take_batch(class, 2)).is_empty());
         assert!(held.offload(class, 2, &central.transfers[list_of(class)]) == 2 && !cache.any_cached());
     };
     let reclaims = || central.core.lock().stats.reclaims;
     transfer();
-    let (fresh, filled) = central.refill(class, 4096).unwrap();
-    assert!(filled);
-    release(fresh);
+    release(central.refill(class, 4096).unwrap());
     assert!(central.core.lock().arena.bytes().free < MIB);
     assert_eq!(central.region_use(), [(RegionId(0), MIB, MIB)]);
     transfer();
@@ -515,8 +515,9 @@ fn snapshots_count_what_there_is() {
     assert_eq!((class.out, class.free + 1), (1, u64::from(class.class.unwrap().shape().segments)));
     // Calls under way may have been counted on one side only.
     assert!(snapshot.cut > 0);
-    for (granted, out) in [(MIB as u64, snapshot.total - snapshot.cut), (u64::MAX, 0)] {
-        central.core.lock().granted = granted;
+    let large = Class::of(MIB).unwrap();
+    for (takes, puts, out) in [(2, 0, snapshot.total - snapshot.cut), (0, 4, 0)] {
+        central.core.lock().classes.count_on(large, takes, puts);
         let snapshot = central.snapshot();
         assert_eq!((snapshot.out, snapshot.free), (out, snapshot.total - snapshot.cut - out));
     }
@@ -552,27 +553,6 @@ fn memory_of_the_caller_may_take_all_the_room_there_is() {
     assert_eq!(pool.adopt(all).unwrap().len, MIB);
     let error = pool.adopt(more).unwrap_err().error;
     assert_eq!(error, Error::OverCapacity { len: PAGE, room: 0, capacity: MIB });
-}
-
-#[test]
-fn large_classes_make_room_in_a_threads_cache_and_awaited_ones_get_none() {
-    const CACHE: usize = 128 * MIB;
-    let config = CentralConfig { thread_cache: CACHE, ..central(0).config.clone() };
-    let central = CentralPool::new(config, None);
-    let cache = central.cache().unwrap();
-    let class = |len: usize| Class::of(len).unwrap();
-    let room = |len: usize| central.room(&mut central.core.lock(), cache, class(len));
-    let now = |len: usize| central.gate.enter(cache).unwrap().room(class(len));
-    let (tiny, large, medium, fourth) = (5000, MIB, 100_000, 200_000);
-    assert_eq!((room(tiny), [2, 4, 8]), (64, [(); 3].map(|()| room(large))));
-    // From here on there are several, which share an eighth: 16 MiB.
-    assert_eq!((room(medium), now(large)), (2, 8), "there is room for both");
-    assert_eq!(room(large), 16);
-    // The large one makes room: it was granted its first room before the medium one, and is not small.
-    assert_eq!((room(fourth), [tiny, large, medium].map(now)), (2, [64, 0, 2]));
-    let key = central.core.lock().queue.join(vec![small(tiny)], Wake::Thread(thread::current()));
-    assert_eq!((room(tiny), room(medium) > 0), (0, true), "a request waits for one");
-    let _ = central.core.lock().queue.leave(key, &mut Vec::new());
 }
 
 #[test]
@@ -713,7 +693,7 @@ fn the_queue_knows_which_is_first_and_what_was_tried() {
     assert!(!queue.any_unplaced());
 }
 
-/// How many segments of each size a thread's cache has room for, and how that changes as they are used.
+/// How many segments of each size a thread's cache has room for.
 #[test]
 fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     const CACHE: usize = 64 * MIB;
@@ -733,24 +713,36 @@ fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     let fit = |bytes: usize, len: usize| (bytes / class(len).stride()) as u32;
     let room = |len: usize| central.room(&mut central.core.lock(), cache, class(len));
     let now = |len: usize| central.gate.enter(cache).unwrap().room(class(len));
-    // Alone: two at first, which double up to a half.
+    let bytes = |len: usize, room: u32| class(len).stride() * room as usize;
+    // Alone, a class has half of the bytes, and its room stays as it is.
     let (large, medium, small) = (2 * MIB, 100_000, 5000);
-    assert_eq!([2, 4, 8, fit(CACHE / 2, large), fit(CACHE / 2, large)], [(); 5].map(|()| room(large)));
-    // Several share an eighth, for which the large class makes room.
-    assert_eq!((room(medium), now(large)), (2, 0));
-    assert_eq!([64, 64], [(); 2].map(|()| room(small)), "as many as there may be");
-    assert_eq!([4, 8, 16, 32, 64], [(); 5].map(|()| room(medium)), "the small class has less than a 16th");
-    // Beside 64 of these a class gets a 64th of what is shared at first, and an eighth at most.
+    let half = fit(CACHE / 2, large);
+    assert_eq!([room(large), room(large)], [half, half]);
+    // Several share an eighth, for which the large class makes room: it is too large for a room beside others.
     let shared = CACHE / 8;
-    assert_eq!(room(large), 0, "four do not fit into what is shared");
-    let (fourth, fifth) = (40_000, 200_000);
-    let most = fit(shared / 8, fourth);
-    assert_eq!([fit(shared / 64, fourth), 6, 12, 24, most, most], [(); 6].map(|()| room(fourth)));
-    // What is left is too little for two. Of the classes that are not small the one makes room that was granted its own
-    // first.
-    let rooms = [(medium, 64), (small, 64), (fourth, most)];
-    let left = shared - rooms.map(|(len, room)| class(len).stride() * room as usize).iter().sum::<usize>();
-    assert!(left < 2 * class(fifth).stride());
-    assert_eq!([2, 4, 8], [(); 3].map(|()| room(fifth)), "the others have less than a 16th again");
-    assert_eq!([medium, small, fourth, fifth].map(now), [0, 64, most, 8]);
+    let first = fit(shared / 2, medium);
+    assert_eq!((room(medium), now(large)), (first, 0));
+    assert_eq!((room(small), room(large), now(medium)), (64, 0, first), "64 segments at most");
+    // Half of what is left, two at least, until two do not fit.
+    let mut left = shared - bytes(medium, first) - bytes(small, 64);
+    let more = [150_000, 200_000, 250_000, 300_000];
+    for len in more {
+        let granted = fit(left / 2, len).max(2);
+        assert_eq!(room(len), granted);
+        left -= bytes(len, granted);
+    }
+    let last = 900_000;
+    assert!(left < bytes(last, 2));
+    // The class that has the most room beyond two segments loses it, and the others keep theirs.
+    let kept = more.map(now);
+    assert_eq!((room(last), now(medium)), (fit((left + bytes(medium, first)) / 2, last).max(2), 0));
+    assert_eq!((more.map(now), now(small)), (kept, 64));
+    // A class that a request waits for gets no room.
+    let key = central
+        .core
+        .lock()
+        .queue
+        .join(vec![central.place(small, 64).unwrap()], Wake::Thread(thread::current()));
+    assert_eq!((room(small), room(last) > 0), (0, true));
+    let _ = central.core.lock().queue.leave(key, &mut Vec::new());
 }

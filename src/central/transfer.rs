@@ -17,98 +17,85 @@ use std::ptr::NonNull;
 
 use super::queue::Grant;
 use super::{CentralPool, Core, Fresh};
-use crate::freelist::cache::Put;
 use crate::freelist::{Descriptor, ThreadCache, list_of};
 use crate::segment::Class;
 
 impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
-    /// lock, and never before a waiter, which has a right to nothing that is cached. Says whether the cache had to be
-    /// filled. `None` in the child of a fork.
-    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<(Fresh, bool)> {
+    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the lock,
+    /// and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
+    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
         if self.gate.mode() != 0 {
             return None;
         }
-        let (descriptor, filled) = self.take_via_transfer(class, len)?;
-        Some((self.fresh(Grant { descriptor, len }), filled))
+        Some(self.fresh(Grant { descriptor: self.take_via_transfer(class, len)?, len }))
     }
 
     /// [`CentralPool::refill`] without the look at the mode, and without making a buffer of the segment.
-    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<(NonNull<Descriptor>, bool)> {
-        let cache = self.cache()?;
-        let mut held = self.gate.enter(cache)?;
-        // Some callers have not tried for a hit, or have not found the cache: a thread that has completed copies since,
-        // and one that uses more pools than it can find its caches of at once.
+    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
+        let mut held = self.gate.enter(self.cache()?)?;
+        // Some callers have not tried for a hit: a thread that has completed copies since.
         if let Some(descriptor) = held.take(class, len) {
-            return Some((descriptor, false));
+            return Some(descriptor);
         }
-        if held.room(class) == 0 {
-            return None;
-        }
-        if held.take_batch(class, &self.transfers[list_of(class)]) == 0 {
-            return None;
-        }
-        Some((held.take(class, len)?, true))
+        held.take_batch(class, &self.transfers[list_of(class)]);
+        held.take(class, len)
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
 
-    /// Returns a segment into this thread's cache after making room in it: the class gets more room, or half of the list
-    /// goes to a transfer cache, or to its runs. `false`: the segment is still out, and the caller returns it otherwise.
+    /// Returns a segment into this thread's cache, in which there is made room if need be: the class gets its room, or
+    /// half of the list goes to a transfer cache, or to its runs. `false`: the segment is still out, and the caller
+    /// returns it under the lock. So it is where a waiting request may have a right to the segment.
     ///
     /// # Safety
     /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
-    pub(super) unsafe fn make_room(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
+    pub(super) unsafe fn keep(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
         let Some(cache) = self.cache() else { return false };
-        let Some(mut held) = self.gate.enter(cache) else { return false };
         // SAFETY: this function's contract.
-        if self.fences(class, unsafe { descriptor.as_ref() }.base()) {
-            return false;
+        if unsafe { self.keep_in(cache, class, descriptor, len) } {
+            return true;
         }
-        let room = held.room(class);
-        if room == 0 {
-            drop(held);
-            // The class has no room in this cache yet, as in a thread that has only returned segments so far.
-            let mut core = self.lock();
-            if self.room(&mut core, cache, class) == 0 {
-                return false;
-            }
-            // The lock is released last: a thread that frees the central pool has to take it first.
-            // SAFETY: this function's contract.
-            return unsafe { self.keep_in(cache, class, descriptor, len) };
-        }
-        if self.grow_room(&mut held, class) {
-            drop(held);
-            // SAFETY: this function's contract.
-            return unsafe { self.keep_in(cache, class, descriptor, len) };
-        }
-        // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
-        // that reclaims finds it at any time.
-        let overflows = held.offload(class, room.div_ceil(2), &self.transfers[list_of(class)]) == 0;
-        drop(held);
         // The room is made before the segment is returned: as long as the segment is out, the central pool is alive.
         // Once it counts as returned, the central pool may be freed.
-        if overflows {
-            let mut core = self.lock();
-            // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
-            if let Some(mut held) = self.gate.enter(cache) {
-                // SAFETY: drained from this thread's cache, so free and alive.
-                unsafe { core.arena.give_chain(held.drain(class, room.div_ceil(2))) };
-            }
-            drop(core);
-        }
         // SAFETY: this function's contract.
-        unsafe { self.keep_in(cache, class, descriptor, len) }
+        unsafe {
+            !self.fences(class, descriptor.as_ref().base())
+                && self.make_room(cache, class)
+                && self.keep_in(cache, class, descriptor, len)
+        }
+    }
+
+    /// Makes room in this thread cache for another segment of a class. `false`: there is none.
+    fn make_room(&self, cache: &ThreadCache, class: Class) -> bool {
+        let Some(mut held) = self.gate.enter(cache) else { return false };
+        let half = held.room(class).div_ceil(2);
+        // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
+        // that reclaims finds it at any time.
+        if half > 0 && held.offload(class, half, &self.transfers[list_of(class)]) > 0 {
+            return true;
+        }
+        drop(held);
+        let mut core = self.lock();
+        if half == 0 {
+            // The class has no room in this cache yet, as in a thread that has only returned segments so far.
+            return self.room(&mut core, cache, class) > 0;
+        }
+        // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
+        if let Some(mut held) = self.gate.enter(cache) {
+            // SAFETY: drained from this thread's cache, so free and alive.
+            unsafe { core.arena.give_chain(held.drain(class, half)) };
+        }
+        true
     }
 
     /// Returns a segment into this thread cache, if the gate admits the owner, the list has room, and no request may have
     /// a right to the segment. `false`: nothing was done.
     ///
     /// # Safety
-    /// As for [`CentralPool::make_room`].
-    pub(super) unsafe fn keep_in(
+    /// As for [`CentralPool::keep`].
+    unsafe fn keep_in(
         &self,
         cache: &ThreadCache,
         class: Class,
@@ -124,7 +111,7 @@ impl CentralPool {
             held.lift(class);
         }
         // SAFETY: this function's contract, and the fence was looked at inside the gate.
-        matches!(unsafe { held.put_behind_fence(class, descriptor, len) }, Put::Kept)
+        unsafe { held.put_behind_fence(class, descriptor, len) }
     }
 
     // --- reclaiming --------------------------------------------------------------------------------------------------

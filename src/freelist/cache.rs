@@ -71,9 +71,9 @@ pub(crate) mod mode {
 /// # Invariant
 /// `came - went`, the number of segments in the list, is at most the class's room. That many places of the stack, from
 /// the second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is
-/// found without a subtraction.) The stack has at least `room + 1` places. `limit` is the room, or 0 if the class is
-/// fenced.
-#[derive(Debug)]
+/// found without a subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the
+/// class is fenced.
+#[derive(Debug, Default)]
 #[repr(align(32))]
 struct ClassList {
     stack: AtomicPtr<AtomicPtr<Descriptor>>,
@@ -86,17 +86,13 @@ struct ClassList {
 }
 
 /// The fields of a list that a hit does not need.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct ClassCounts {
     /// The part of `came` that was filled in, and the part of `went` that was drained.
     filled: AtomicU64,
     drained: AtomicU64,
-    /// Number of places in the stack.
-    places: AtomicU64,
     /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
     room: AtomicU64,
-    /// When the list was granted its room: a number that grows with each grant of the thread cache.
-    granted: AtomicU64,
 }
 
 /// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`.
@@ -105,7 +101,7 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
 }
 
-/// The same for `filled` and `drained`, after `came` and `went` were changed. Release: pairs with the acquire in
+/// [`add`] to `filled` and `drained`, after `came` and `went` were changed. Release: pairs with the acquire in
 /// `ThreadCache::count`.
 fn note(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Release);
@@ -118,6 +114,9 @@ const COUNT_READS: usize = if cfg!(loom) { 0 } else { 8 };
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct ThreadCache {
+    /// First, so that the address of a list is one addition. The last list stands for segments that have no list: its
+    /// limit is 0.
+    class_lists: [ClassList; LISTS + 1],
     /// The gate whose thread caches the owner may enter now: the cache's own gate, or null.
     permit: AtomicPtr<Gate>,
     /// 1 while the owner is inside, or tries to enter.
@@ -128,13 +127,9 @@ pub(crate) struct ThreadCache {
     /// the second change of a single sum would wait for the first.
     requested: AtomicU64,
     returned: AtomicU64,
-    /// The last list stands for segments that have no list: its limit is 0.
-    class_lists: [ClassList; LISTS + 1],
     class_counts: [ClassCounts; LISTS],
     /// The gate that the thread cache belongs to. It is only compared.
     home: *const Gate,
-    /// The number of times that a list was granted room. Only the holder of the cache uses it, as with the lists.
-    grants: AtomicU64,
     /// The bytes for which the lists have room. Only the holder of the cache uses it.
     rooms: AtomicU64,
     /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
@@ -149,56 +144,12 @@ unsafe impl Send for ThreadCache {}
 // SAFETY: as above.
 unsafe impl Sync for ThreadCache {}
 
-/// Makes a thread cache from its number, its addresses and its lists, in a constant or elsewhere.
-macro_rules! blank {
-    ($number:expr, $permit:expr, $home:expr, $class_lists:expr, $class_counts:expr) => {
-        ThreadCache {
-            permit: AtomicPtr::new($permit),
-            busy: AtomicU32::new(0),
-            number: $number,
-            requested: AtomicU64::new(0),
-            returned: AtomicU64::new(0),
-            class_lists: $class_lists,
-            class_counts: $class_counts,
-            home: $home,
-            grants: AtomicU64::new(0),
-            rooms: AtomicU64::new(0),
-            #[cfg(all(test, loom))]
-            exclusive: crate::sync::UnsafeCell::new(()),
-        }
-    };
-}
-
 /// The thread cache of a thread that leases none. No gate admits it, so a hit need not compare with null.
+// SAFETY: a thread cache consists of integers and of pointers that may be null.
 #[cfg(not(loom))]
-pub(crate) static NO_CACHE: ThreadCache = blank!(
-    0,
-    std::ptr::null_mut(),
-    std::ptr::null(),
-    [const { ClassList::new() }; LISTS + 1],
-    [const { ClassCounts::new() }; LISTS]
-);
+pub(crate) static NO_CACHE: ThreadCache = unsafe { std::mem::MaybeUninit::zeroed().assume_init() };
 
 impl ClassList {
-    #[cfg(not(loom))]
-    const fn new() -> Self {
-        Self {
-            stack: AtomicPtr::new(std::ptr::null_mut()),
-            came: AtomicU64::new(0),
-            went: AtomicU64::new(0),
-            limit: AtomicU64::new(0),
-        }
-    }
-    #[cfg(loom)]
-    fn new() -> Self {
-        Self {
-            stack: AtomicPtr::new(std::ptr::null_mut()),
-            came: AtomicU64::new(0),
-            went: AtomicU64::new(0),
-            limit: AtomicU64::new(0),
-        }
-    }
-
     /// Number of segments in the list. Inexact while another thread works on the list.
     fn count(&self) -> u64 {
         let went = self.went.load(Ordering::Relaxed);
@@ -256,35 +207,14 @@ impl ClassList {
     /// Frees the stack. The caller has taken over its descriptors.
     ///
     /// # Safety
-    /// The stack has `places` places, and the caller holds the thread cache.
-    unsafe fn free(&self, places: u64) {
+    /// The class has this room, and the caller holds the thread cache.
+    unsafe fn free(&self, room: u64) {
         let stack = self.stack.load(Ordering::Relaxed);
         if !stack.is_null() {
-            // SAFETY: `set_room` leaked this box with that many places, and no other thread has the cache.
-            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(stack, places as usize)) });
-        }
-    }
-}
-
-impl ClassCounts {
-    #[cfg(not(loom))]
-    const fn new() -> Self {
-        Self {
-            filled: AtomicU64::new(0),
-            drained: AtomicU64::new(0),
-            places: AtomicU64::new(0),
-            room: AtomicU64::new(0),
-            granted: AtomicU64::new(0),
-        }
-    }
-    #[cfg(loom)]
-    fn new() -> Self {
-        Self {
-            filled: AtomicU64::new(0),
-            drained: AtomicU64::new(0),
-            places: AtomicU64::new(0),
-            room: AtomicU64::new(0),
-            granted: AtomicU64::new(0),
+            self.stack.store(std::ptr::null_mut(), Ordering::Relaxed);
+            let places = std::ptr::slice_from_raw_parts_mut(stack, room as usize + 1);
+            // SAFETY: `grant` leaked this box with that many places, and no other thread has the cache.
+            drop(unsafe { Box::from_raw(places) });
         }
     }
 }
@@ -294,7 +224,7 @@ impl Drop for ThreadCache {
         for (class_list, counts) in self.class_lists.iter().zip(&self.class_counts) {
             // SAFETY: no other thread has the thread cache any more. What it cached was reclaimed, or is freed with the
             // arena.
-            unsafe { class_list.free(counts.places.load(Ordering::Relaxed)) };
+            unsafe { class_list.free(counts.room.load(Ordering::Relaxed)) };
         }
     }
 }
@@ -307,24 +237,22 @@ pub(crate) struct CacheCounts {
     pub(crate) cached: u64,
 }
 
-/// What became of a return into a thread cache.
-#[derive(Debug)]
-pub(crate) enum Put {
-    Kept,
-    /// The list is full. The segment is still the caller's and was not counted.
-    Full,
-}
-
 impl ThreadCache {
     pub(super) fn new(number: usize, gate: &Gate) -> Self {
-        blank!(
-            number as u32,
+        Self {
             // Relaxed: the mode changes under the central pool's lock, which the caller holds.
-            gate.permit(gate.mode.load(Ordering::Relaxed)),
-            std::ptr::from_ref(gate),
-            std::array::from_fn(|_| ClassList::new()),
-            std::array::from_fn(|_| ClassCounts::new())
-        )
+            permit: AtomicPtr::new(gate.permit(gate.mode.load(Ordering::Relaxed))),
+            busy: AtomicU32::default(),
+            number: number as u32,
+            requested: AtomicU64::default(),
+            returned: AtomicU64::default(),
+            class_lists: std::array::from_fn(|_| ClassList::default()),
+            class_counts: std::array::from_fn(|_| ClassCounts::default()),
+            home: gate,
+            rooms: AtomicU64::default(),
+            #[cfg(all(test, loom))]
+            exclusive: crate::sync::UnsafeCell::new(()),
+        }
     }
 
     #[inline(always)]
@@ -380,6 +308,11 @@ impl ThreadCache {
             puts: came.wrapping_sub(filled),
             cached: came.wrapping_sub(went),
         }
+    }
+
+    /// Whether the thread cache is one of this gate's.
+    pub(crate) fn belongs_to(&self, gate: &Gate) -> bool {
+        std::ptr::eq(self.home, gate)
     }
 
     /// Two numbers. Each take and each return changes one of them.
@@ -475,7 +408,7 @@ impl HeldCache<'_> {
         Some(descriptor)
     }
 
-    /// Returns a segment, unless the list is full.
+    /// Returns a segment. `false`: the list is full, and the segment is still the caller's and was not counted.
     ///
     /// # Safety
     /// The descriptor is alive, out, in no list, and owned by the caller. `list` is its list.
@@ -485,16 +418,16 @@ impl HeldCache<'_> {
         descriptor: NonNull<Descriptor>,
         requested: usize,
         list: usize,
-    ) -> Put {
+    ) -> bool {
         if !self.class_list(list).push(descriptor) {
-            return Put::Full;
+            return false;
         }
         self.cache.check(list);
         // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
         // leaves.
         unsafe { descriptor.as_ref() }.returned();
         add(&self.cache.returned, requested as u64);
-        Put::Kept
+        true
     }
 
     /// [`HeldCache::put`] for a segment of a class that may be fenced.
@@ -506,15 +439,15 @@ impl HeldCache<'_> {
         class: Class,
         descriptor: NonNull<Descriptor>,
         requested: usize,
-    ) -> Put {
-        let Some((class_list, counts)) = self.both(class) else { return Put::Full };
+    ) -> bool {
+        let Some((class_list, counts)) = self.both(class) else { return false };
         if !class_list.push_below(descriptor, &counts.room) {
-            return Put::Full;
+            return false;
         }
         // SAFETY: as in `put`.
         unsafe { descriptor.as_ref() }.returned();
         add(&self.cache.returned, requested as u64);
-        Put::Kept
+        true
     }
 
     /// Sends the returns of a class to the slow path from now on. For the cold side, which has shut the owner out.
@@ -524,7 +457,7 @@ impl HeldCache<'_> {
         }
     }
 
-    /// Ends that.
+    /// Admits the returns of a class to its list again, after [`HeldCache::fence`].
     pub(crate) fn lift(&mut self, class: Class) {
         if let Some((class_list, counts)) = self.both(class) {
             class_list.limit.store(counts.room.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -542,49 +475,28 @@ impl HeldCache<'_> {
         self.cache.rooms.load(Ordering::Relaxed) as usize
     }
 
-    /// Changes how many segments of this class the thread cache may hold. The room does not fall below the number that
-    /// the list holds now. A fence of the class is lifted.
-    pub(crate) fn set_room(&mut self, class: Class, limit: u32) {
+    /// Lets the thread cache hold this many segments of a class that it has no room for yet.
+    pub(crate) fn grant(&mut self, class: Class, room: u32) {
         let Some((class_list, counts)) = self.both(class) else { return };
-        if limit > 0 && counts.room.load(Ordering::Relaxed) == 0 {
-            add(&self.cache.grants, 1);
-            counts.granted.store(self.cache.grants.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        let (limit, places) = (u64::from(limit), counts.places.load(Ordering::Relaxed));
-        if limit >= places {
-            let count = class_list.count();
-            let descriptor = |at| match (1..=count).contains(&at) {
-                // SAFETY: at most the count, so at most the room.
-                true => unsafe { class_list.place(at) }.load(Ordering::Relaxed),
-                false => std::ptr::null_mut(),
-            };
-            let stack: Box<[AtomicPtr<Descriptor>]> =
-                (0..=limit).map(|at| AtomicPtr::new(descriptor(at))).collect();
-            // SAFETY: the thread cache is held, the stack has `places` places, and its descriptors were copied.
-            unsafe { class_list.free(places) };
-            class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
-            counts.places.store(limit + 1, Ordering::Relaxed);
-        }
-        let limit = limit.max(class_list.count());
-        let more = limit.wrapping_sub(counts.room.load(Ordering::Relaxed));
-        add(&self.cache.rooms, more.wrapping_mul(class.stride() as u64));
-        counts.room.store(limit, Ordering::Relaxed);
-        class_list.limit.store(limit, Ordering::Relaxed);
+        let stack: Box<[AtomicPtr<Descriptor>]> =
+            (0..=room).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
+        class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
+        add(&self.cache.rooms, u64::from(room) * class.stride() as u64);
+        counts.room.store(room.into(), Ordering::Relaxed);
+        class_list.limit.store(room.into(), Ordering::Relaxed);
     }
 
-    /// The class among those with room that is first by what `key` gives, and then by when it was granted its room.
-    pub(crate) fn first_granted<K: Ord>(&self, key: impl Fn(Class, u32) -> K) -> Option<Class> {
-        let with_room = listed().filter_map(|class| {
-            let (_, counts) = self.both(class)?;
-            let room = Some(self.room(class)).filter(|room| *room > 0)?;
-            Some((key(class, room), counts.granted.load(Ordering::Relaxed), class))
-        });
-        with_room.min_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1))).map(|(.., class)| class)
-    }
-
-    /// Whether thread caches have a list for the class at all.
-    pub(crate) fn has(&self, class: Class) -> bool {
-        list_of(class) < LISTS
+    /// Takes the room of a class away. Returns what its list held.
+    pub(crate) fn revoke(&mut self, class: Class) -> Chain {
+        let chain = self.drain(class, u32::MAX);
+        let Some((class_list, counts)) = self.both(class) else { return chain };
+        let room = counts.room.load(Ordering::Relaxed);
+        class_list.limit.store(0, Ordering::Relaxed);
+        counts.room.store(0, Ordering::Relaxed);
+        add(&self.cache.rooms, (room * class.stride() as u64).wrapping_neg());
+        // SAFETY: the list is empty, and this was its room.
+        unsafe { class_list.free(room) };
+        chain
     }
 
     /// Moves a chain into the list, without counting its segments as returned. Returns the part that there is no room
@@ -718,7 +630,7 @@ impl Gate {
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.enter_by_permit(cache);
         }
-        if !std::ptr::eq(cache.home, self) {
+        if !cache.belongs_to(self) {
             return None;
         }
         // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before the load of the

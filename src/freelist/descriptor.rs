@@ -119,7 +119,8 @@ pub(crate) struct Descriptor {
     link: AtomicPtr<Descriptor>,
     /// The run's index in the arena's table. Fixed.
     run: u32,
-    /// The index of the segment's list in a thread cache, [`super::LISTS`] for none. Fixed but for the bit [`OUT`].
+    /// The index of the segment's list in a thread cache, [`super::LISTS`] for none, as while the ledger tracks the
+    /// segment's return. And the bit [`OUT`].
     list: AtomicU32,
 }
 
@@ -165,9 +166,23 @@ impl Descriptor {
 
     /// The index of the segment's list in a thread cache: at most [`super::LISTS`], which stands for none.
     pub(crate) fn list(&self) -> usize {
-        // Relaxed, here and below: the index was written before any other thread had the descriptor, and the bit
-        // belongs to the segment's owner.
+        // Relaxed, here and below: the field belongs to the segment's owner.
         (self.list.load(Ordering::Relaxed) & !OUT) as usize
+    }
+
+    /// Sends the segment's return to the slow path: it has no list until [`Descriptor::untrack`]. For its owner.
+    pub(crate) fn track(&self) {
+        self.set_list(LISTS);
+    }
+
+    /// Gives a segment its class's list again. For its owner.
+    pub(crate) fn untrack(&self) {
+        self.set_list(self.class().map_or(LISTS, list_of));
+    }
+
+    fn set_list(&self, list: usize) {
+        let out = self.list.load(Ordering::Relaxed) & OUT;
+        self.list.store(list as u32 | out, Ordering::Relaxed);
     }
 
     /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out

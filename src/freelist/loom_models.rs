@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use loom::thread::spawn;
 
-use super::cache::Put;
 use super::*;
 use crate::sync::{Mutex, Ordering, UnsafeCell, model, step};
 
@@ -213,7 +212,7 @@ impl Store {
     fn lease(&self, numbers: &[usize]) -> Arc<ThreadCache> {
         let cache = self.cold.lock().0.lease(&self.gate);
         let mut held = self.gate.enter(&cache).unwrap();
-        held.set_room(class(), 2);
+        held.grant(class(), 2);
         assert!(held.fill(class(), self.segments.chain(numbers)).is_empty());
         drop(held);
         cache
@@ -236,7 +235,7 @@ impl Store {
         step();
         if let Some(mut held) = self.gate.enter(cache) {
             // SAFETY: the owner has taken it, and it is in no list.
-            if let Put::Kept = unsafe { held.put(descriptor, 1, list_of(class())) } {
+            if unsafe { held.put(descriptor, 1, list_of(class())) } {
                 return;
             }
         }

@@ -5,11 +5,14 @@ use std::sync::{Arc, Weak};
 
 use super::name::Name;
 use super::{Pool, PoolInner, WeakPool};
+use crate::amount::{amount, beside};
+use crate::arena::MAX_EXTENT;
 use crate::central::{CentralConfig, CentralPool};
 use crate::config::PoolBuilder;
 use crate::device::holds::{HeldPool, Tenant};
-use crate::error::Result;
-use crate::region::Regions;
+use crate::error::{Error, Result};
+use crate::region::{Backing, RegionOptions, Regions};
+use crate::segment::PAGE;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
 
 impl PoolBuilder {
@@ -26,7 +29,7 @@ impl PoolBuilder {
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
         crate::os::check_fork()?;
-        let plan = self.plan()?;
+        let (config, options, initial) = self.plan()?;
         self.devices[0].context().alive()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
@@ -38,17 +41,7 @@ impl PoolBuilder {
         // The region thread of the first device pins; that of another one does when it is lost.
         let others = self.devices[1..].iter().map(|d| Arc::downgrade(d.context())).collect();
         let first = self.devices[0].context().clone();
-        let regions = Regions::new(first, others, plan.options, self.before_unpin.take());
-        let config = CentralConfig {
-            capacity: plan.capacity,
-            thread_cache: plan.thread_cache.min(plan.capacity),
-            transfer_cache: plan.thread_cache.saturating_mul(2).min(plan.capacity / 16),
-            largest: plan.options.extent.min(plan.capacity) - 32,
-            step: plan.region,
-            timeless: self.devices[0].context().driver().stepped().is_some(),
-            serves: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
-            track: plan.track,
-        };
+        let regions = Regions::new(first, others, options, self.before_unpin.take());
         let central = CentralPool::new(config, Some(regions.clone()));
         let weak = Arc::downgrade(&central);
         regions.on_pinned_after_all(move |base| {
@@ -70,8 +63,81 @@ impl PoolBuilder {
         }));
         let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
         pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));
-        pool.start(plan.initial)?;
+        pool.start(initial)?;
         Ok(pool)
+    }
+
+    /// The settings, checked and complete, for the central pool and for its regions, and the bytes to start with.
+    fn plan(&self) -> Result<(CentralConfig, RegionOptions, usize)> {
+        let page = crate::os::page_size().max(PAGE);
+        let down = |bytes: usize| bytes / page * page;
+        let wrong = |text: String| Err(Error::Config(text));
+        let capacity = down(self.capacity);
+        if capacity == 0 {
+            return wrong(format!(
+                "a capacity of {} is less than one page ({})",
+                beside(self.capacity, page),
+                beside(page, self.capacity)
+            ));
+        }
+        let region = down(self.region.unwrap_or((capacity / 8).clamp(256 << 20, 1 << 30))).min(capacity);
+        let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
+        let extent =
+            down(self.extent.unwrap_or(256 << 20).min(longest.unwrap_or(usize::MAX))).min(MAX_EXTENT);
+        if region == 0 || extent == 0 {
+            return wrong(format!("regions and extents need at least one page ({})", amount(page)));
+        }
+        let initial = match self.initial {
+            Some(bytes) if down(bytes) > capacity => {
+                // Both may read alike, so the difference is told.
+                let (bytes, more, capacity) = (amount(bytes), amount(bytes - capacity), amount(capacity));
+                return wrong(format!(
+                    "{bytes} to start with are {more} more than the capacity of {capacity}"
+                ));
+            }
+            Some(bytes) => down(bytes),
+            None => region,
+        };
+        let threads = self
+            .pin_threads
+            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8));
+        if threads == 0 {
+            return wrong("pinning needs at least one thread".into());
+        }
+        let family = self.devices[0].context().driver().family();
+        if let Some(other) = self.devices.iter().find(|d| d.context().driver().family() != family) {
+            return wrong(format!(
+                "{} and {} cannot share pinned memory",
+                self.devices[0].name(),
+                other.name()
+            ));
+        }
+        let backing = self.backing.unwrap_or_else(|| Backing::usual(&**self.devices[0].context().driver()));
+        if let Some(kind) = backing.kind() {
+            self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
+        }
+        let thread_cache = if self.track { Some(0) } else { self.thread_cache };
+        let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
+        let config = CentralConfig {
+            capacity,
+            thread_cache: thread_cache.min(capacity),
+            transfer_cache: thread_cache.saturating_mul(2).min(capacity / 16),
+            largest: extent.min(capacity) - 32,
+            step: region,
+            timeless: self.devices[0].context().driver().stepped().is_some(),
+            serves: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
+            track: self.track,
+        };
+        let options = RegionOptions {
+            extent,
+            threads,
+            unpinned: self.unpinned,
+            huge: self.huge_pages,
+            node: self.numa_node.or_else(|| self.devices[0].numa_node()),
+            backing: self.backing,
+            check_cgroups: self.check_cgroups,
+        };
+        Ok((config, options, initial))
     }
 }
 

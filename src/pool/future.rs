@@ -12,13 +12,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::{Obtained, Pool};
+use super::{Obtained, Pool, Request};
 use crate::buffer::PinnedBuf;
-use crate::central::{Fresh, WaitOutcome, Wake, Want};
+use crate::central::{self, Fresh, WaitOutcome, Wake};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::locks::Mutex;
-use crate::telemetry::ledger::Tag;
 use crate::timer::Planned;
 
 /// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as
@@ -61,48 +60,27 @@ impl Future for Checkout {
     }
 }
 
-/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and segments that it
-/// was granted meanwhile return to the pool.
-///
-/// ```
-/// # use pinpool::{CheckoutMany, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// # fn block_on<F: std::future::Future>(future: F) -> F::Output {
-/// #     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-/// #     let mut future = std::pin::pin!(future);
-/// #     loop {
-/// #         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut cx) {
-/// #             return output;
-/// #         }
-/// #     }
-/// # }
-/// async fn count(checkout: CheckoutMany) -> pinpool::Result<usize> {
-///     Ok(checkout.await?.len())
-/// }
-/// assert_eq!(block_on(count(pool.checkout_many_async([4096.into(), 512.into()])))?, 2);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// The future of [`Pool::checkout_many_async`]. It behaves as [`Checkout`] does: dropped before it is ready, it leaves the
+/// queue, and segments that it was granted meanwhile return to the pool.
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
-    pub(super) pool: Pool,
-    /// `None` after the first poll.
-    pub(super) wants: Option<Result<Vec<Want>>>,
-    /// The entry in the pool's queue, while the request waits.
-    pub(super) waiting: Option<usize>,
-    pub(super) tags: Vec<Tag>,
-    pub(super) site: &'static Location<'static>,
-    /// When the future was made, and the bytes that it asks for.
-    pub(super) since: Instant,
-    pub(super) len: usize,
-    pub(super) deadline: Option<Instant>,
-    pub(super) alarm: Option<Alarm>,
+    pool: Pool,
+    requests: Vec<Request>,
+    site: &'static Location<'static>,
+    /// When the future was made.
+    since: Instant,
     /// The most requests that may wait beside it.
-    pub(super) max_waiting: usize,
+    max_waiting: usize,
+    /// The first poll has been.
+    started: bool,
+    /// The entry in the pool's queue, while the request waits.
+    waiting: Option<usize>,
+    deadline: Option<Instant>,
+    alarm: Option<Alarm>,
 }
 
 /// How a task is woken at its deadline. Dropped, it wakes none.
-pub(super) struct Alarm {
+struct Alarm {
     /// The task that polled last.
     task: Arc<Mutex<Option<Task>>>,
     /// The timer's work.
@@ -159,6 +137,21 @@ impl Checkout {
 }
 
 impl CheckoutMany {
+    pub(super) fn new(pool: Pool, requests: Vec<Request>, site: &'static Location<'static>) -> Self {
+        let (since, max_waiting) = (Instant::now(), pool.0.max_waiting);
+        Self {
+            pool,
+            requests,
+            site,
+            since,
+            max_waiting,
+            started: false,
+            waiting: None,
+            deadline: None,
+            alarm: None,
+        }
+    }
+
     /// Gives the requests a deadline, as [`Checkout::timeout`] does.
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
@@ -166,6 +159,42 @@ impl CheckoutMany {
         // It was set for another deadline.
         self.alarm = None;
         self
+    }
+
+    /// The first poll: tries, and joins the queue. `None`: the request waits.
+    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
+        let wants = self.pool.wants(&self.requests)?;
+        if wants.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let growing = match self.pool.try_hard(&wants)? {
+            Obtained::Granted(granted) => return Ok(Some(granted)),
+            Obtained::Nothing { growing } => growing,
+        };
+        let wake = Wake::Task(Task::of(cx.waker()));
+        self.waiting = Some(self.pool.central().join(wants, wake, growing, self.max_waiting)?);
+        self.pool.watch_waits();
+        Ok(None)
+    }
+
+    /// What the request was granted, by the first poll or by the queue since.
+    fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
+        if !std::mem::replace(&mut self.started, true) {
+            if let Some(granted) = self.start(cx).transpose() {
+                return Poll::Ready(granted);
+            }
+        }
+        let Some(key) = self.waiting.take() else {
+            return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
+        };
+        match self.pool.central().look(key, Some(cx.waker())) {
+            WaitOutcome::Waiting => {
+                self.waiting = Some(key);
+                self.poll_late(cx)
+            }
+            WaitOutcome::Granted(granted) => Poll::Ready(Ok(granted)),
+            WaitOutcome::Failed(error) => Poll::Ready(Err(error)),
+        }
     }
 
     /// Looks at the deadline of a request that waits, and has the task woken then.
@@ -181,26 +210,8 @@ impl CheckoutMany {
             return Poll::Pending;
         }
         let Some(key) = self.waiting.take() else { return Poll::Pending };
-        Poll::Ready(self.pool.central().give_up(key, self.len, self.since))
-    }
-}
-
-impl CheckoutMany {
-    /// The first poll: tries, and joins the queue. `None`: the request waits.
-    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
-        let Some(wants) = self.wants.take() else { return Ok(None) };
-        let wants = wants?;
-        if wants.is_empty() {
-            return Ok(Some(Vec::new()));
-        }
-        let growing = match self.pool.try_hard(&wants)? {
-            Obtained::Granted(granted) => return Ok(Some(granted)),
-            Obtained::Nothing { growing } => growing,
-        };
-        let wake = Wake::Task(Task::of(cx.waker()));
-        self.waiting = Some(self.pool.central().join(wants, wake, growing, self.max_waiting)?);
-        self.pool.watch_waits();
-        Ok(None)
+        let len = central::sum(self.requests.iter().map(|request| request.len));
+        Poll::Ready(self.pool.central().give_up(key, len, self.since))
     }
 }
 
@@ -208,35 +219,12 @@ impl Future for CheckoutMany {
     type Output = Result<Vec<PinnedBuf>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut granted = self.poll_granted(cx);
-        if granted.is_pending() {
-            granted = self.poll_late(cx);
-        }
-        let granted = std::task::ready!(granted);
+        let granted = std::task::ready!(self.poll_granted(cx));
         let pool = &self.pool;
         Poll::Ready(match granted {
-            Ok(granted) => Ok(pool.entered(granted, self.tags.iter().copied(), self.site)),
+            Ok(granted) => Ok(pool.entered(granted, &self.requests, self.site)),
             Err(error) => Err(pool.failed(error)),
         })
-    }
-}
-
-impl CheckoutMany {
-    fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
-        if let Some(granted) = self.start(cx).transpose() {
-            return Poll::Ready(granted);
-        }
-        let Some(key) = self.waiting.take() else {
-            return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
-        };
-        match self.pool.central().look(key, Some(cx.waker())) {
-            WaitOutcome::Waiting => {
-                self.waiting = Some(key);
-                Poll::Pending
-            }
-            WaitOutcome::Granted(granted) => Poll::Ready(Ok(granted)),
-            WaitOutcome::Failed(error) => Poll::Ready(Err(error)),
-        }
     }
 }
 

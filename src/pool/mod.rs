@@ -26,8 +26,9 @@
 //! | module | what is in it |
 //! | --- | --- |
 //! | `request` | what is asked for |
-//! | here | the checkouts: steps 1 to 6 |
-//! | `waiting`, `future` | step 7 for a thread, and for a task |
+//! | here | the checkouts: `checkout_with` has step 1, `serve` and `try_hard` the others |
+//! | `future` | the checkout of a task, which waits without a thread |
+//! | `waiting` | reports of long waits, and the waits of stepped devices |
 //! | `build`, `name` | making the pool, what keeps its devices open, and its name |
 //! | `memory` | pinning, regions, trimming, the end |
 //! | `stats` | numbers, and the check of the invariants |
@@ -50,22 +51,22 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{PinnedBuf, StreamBuf};
-use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
+use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Take, Wake, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::Descriptor;
 use crate::region::Regions;
-use crate::segment::{Class, Placement, SEGMENT_ALIGN};
+use crate::segment::Placement;
 use crate::stream::Stream;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
-use crate::telemetry::ledger::{CheckoutSite, SAMPLE, Tag};
+use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
 use name::Name;
 pub use request::Request;
-pub use stats::{Census, PoolStats, Shutdown};
+pub use stats::{PoolStats, Shutdown};
 use waiting::WaitLimit;
 
 /// A pool of page-locked memory. Cloning gives another handle to the same pool; a handle may be used by any thread.
@@ -143,7 +144,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || WaitLimit::Forever)
+        self.checkout_with(request.into(), WaitLimit::Forever)
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
@@ -155,7 +156,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || WaitLimit::None)
+        self.checkout_with(request.into(), WaitLimit::None)
     }
 
     /// [`try_checkout`](Self::try_checkout) for a copier, which tries again later. A pool that is short refuses no
@@ -175,13 +176,11 @@ impl Pool {
 
     #[track_caller]
     fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
-        if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
+        if let Some(fresh) = self.hit(request) {
             return Ok(fresh.into());
         }
-        match self.acquire_all(&[request], limit, Instant::now(), usize::MAX) {
-            Ok(granted) => {
-                self.entered(granted, [request.tag], Location::caller()).pop().ok_or(Error::Closed)
-            }
+        match self.serve(&[request], limit, usize::MAX) {
+            Ok(granted) => self.entered(granted, &[request], Location::caller()).pop().ok_or(Error::Closed),
             Err(error @ Error::Exhausted { .. }) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
         }
@@ -194,30 +193,56 @@ impl Pool {
     #[inline]
     #[track_caller]
     pub fn checkout_timeout(&self, request: impl Into<Request>, timeout: Duration) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || WaitLimit::For(timeout))
+        self.checkout_with(request.into(), WaitLimit::For(timeout))
     }
 
-    /// The hit and the slow path both end with two pointers, which fit registers, and the result is made of them once.
-    /// Were the result written by the slow path too, it would pass through memory: written in words and read back in
-    /// wider moves, for which the processor has to wait.
+    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once. Were
+    /// the result written by the slow path too, it would pass through memory: written in words and read back in wider
+    /// moves, for which the processor has to wait.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request, limit: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
-        let fresh = match self.hit_with(request, CentralPool::hit) {
+    fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
+        let fresh = match self.hit(request) {
             Some(fresh) => fresh,
             None => {
-                let mut error = Error::Closed;
                 let Request { len, align, tag } = request;
                 let origin = CheckoutSite { tag, site: Some(Location::caller()) };
-                match self.checkout_slow(len, align, origin, limit(), &mut error) {
-                    // SAFETY: `checkout_slow` returned these parts just now, for this request.
-                    Some(parts) => unsafe { Fresh::from_parts(parts, len) },
-                    None => return Err(error),
-                }
+                let descriptor = self.checkout_slow(len, align, origin, limit)?;
+                // SAFETY: `checkout_slow` has taken it from this central pool just now, for this request.
+                unsafe { Fresh::of_slow_path(&self.0.central, descriptor, len) }
             }
         };
         Ok(fresh.into())
+    }
+
+    /// Step 1 of the module's page: a segment of this thread's cache.
+    #[inline(always)]
+    fn hit(&self, request: Request) -> Option<Fresh> {
+        self.0.central.hit(request.cached_class()?, request.len)
+    }
+
+    /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
+    /// before each hit.
+    #[cold]
+    #[inline(never)]
+    fn checkout_slow(
+        &self,
+        len: usize,
+        align: usize,
+        origin: CheckoutSite,
+        limit: WaitLimit,
+    ) -> Result<NonNull<Descriptor>> {
+        let CheckoutSite { tag, site } = origin;
+        let request = Request { len, align, tag };
+        // A batch of a transfer cache costs less than all that follows.
+        if let Some(fresh) = request.cached_class().and_then(|class| self.0.central.refill(class, len)) {
+            self.missed();
+            return Ok(fresh.into_segment().into_descriptor());
+        }
+        let mut bufs = self.acquire(&[request], limit, site.unwrap_or(Location::caller()))?;
+        let buf = bufs.pop().ok_or(Error::ZeroLength)?;
+        Ok(buf.into_segment().into_descriptor())
     }
 
     /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
@@ -259,21 +284,7 @@ impl Pool {
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_many_async(&self, requests: impl AsRef<[Request]>) -> CheckoutMany {
-        let requests = requests.as_ref();
-        let tags = requests.iter().map(|r| r.tag).collect();
-        let site = Location::caller();
-        CheckoutMany {
-            pool: self.clone(),
-            wants: Some(self.wants(requests)),
-            waiting: None,
-            tags,
-            site,
-            since: Instant::now(),
-            len: central::sum(requests.iter().map(|r| r.len)),
-            deadline: None,
-            alarm: None,
-            max_waiting: self.0.max_waiting,
-        }
+        CheckoutMany::new(self.clone(), requests.as_ref().to_vec(), Location::caller())
     }
 
     /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
@@ -327,13 +338,13 @@ impl Pool {
         let timeline = stream.timeline();
         self.check_serves(timeline.context())?;
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
+        if let Some(fresh) = self.hit(request) {
             return Ok(ready(fresh.into()));
         }
         let wants = self.wants(&[request])?;
         if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle)? {
             self.missed();
-            let mut bufs = self.entered(granted, [request.tag], site);
+            let mut bufs = self.entered(granted, &[request], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
         // (A claim is not entered in the ledger unless the segment was before.)
@@ -352,68 +363,59 @@ impl Pool {
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
-    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]). `None` also for requests that no cache
-    /// serves: larger alignments, lengths beyond the size classes, and buffers that are to be held for long.
-    #[inline(always)]
-    fn hit_with(
+    /// Steps 2 to 7: buffers for requests that are made together, or for none of them.
+    fn acquire(
         &self,
-        request: Request,
-        hit: impl FnOnce(&CentralPool, Class, usize) -> Option<Fresh>,
-    ) -> Option<Fresh> {
-        if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() {
-            return None;
-        }
-        // It is entered in the ledger, which is no work for a hit.
-        if request.tag.long_lived {
-            return None;
-        }
-        let class = Class::of(request.len)?;
-        hit(&self.0.central, class, request.len)
-    }
-
-    /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
-    /// before each hit.
-    #[cold]
-    #[inline(never)]
-    fn checkout_slow(
-        &self,
-        len: usize,
-        align: usize,
-        origin: CheckoutSite,
+        requests: &[Request],
         limit: WaitLimit,
-        error: &mut Error,
-    ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
-        let CheckoutSite { tag, site } = origin;
-        let request = Request { len, align, tag };
-        // A batch of a transfer cache costs less than all that follows. What the thread's own cache serves after all is no
-        // miss.
-        let mut filled = true;
-        let refill = |central: &CentralPool, class, len| {
-            let (fresh, was_filled) = central.refill(class, len)?;
-            filled = was_filled;
-            Some(fresh)
+        site: &'static Location<'static>,
+    ) -> Result<Vec<PinnedBuf>> {
+        match self.serve(requests, limit, self.0.max_waiting) {
+            Ok(granted) => Ok(self.entered(granted, requests, site)),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At most `max_waiting`
+    /// requests may wait beside these.
+    fn serve(&self, requests: &[Request], limit: WaitLimit, max_waiting: usize) -> Result<Vec<Fresh>> {
+        // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
+        // for.
+        let since = Instant::now();
+        let wants = self.wants(requests)?;
+        if wants.is_empty() {
+            return Ok(Vec::new());
+        }
+        let growing = match self.try_hard(&wants)? {
+            Obtained::Granted(granted) => return Ok(granted),
+            Obtained::Nothing { growing } => growing,
         };
-        if let Some(fresh) = self.hit_with(request, refill) {
-            if filled {
-                self.missed();
+        let central = &self.0.central;
+        let len = central::sum(wants.iter().map(|w| w.len));
+        // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
+        let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
+        let deadline = match limit {
+            // The growth is for later requests. This one may not wait for it.
+            WaitLimit::None => {
+                return self.try_all(&wants, ReclaimLevel::Half)?.ok_or_else(|| central.exhausted(len));
             }
-            return Some(fresh.into_segment().into_parts());
+            WaitLimit::For(timeout) => since.checked_add(timeout),
+            WaitLimit::Forever => None,
+        };
+        let span =
+            crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
+        let _entered = span.enter();
+        let wake = Wake::Thread(crate::sync::thread::current());
+        let key = central.join(wants, wake, growing, max_waiting)?;
+        if self.stepped() {
+            return self.wait_stepped(key, len, since);
         }
-        match self.acquire(&[request], limit, site.unwrap_or(Location::caller())) {
-            Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
-            Err(why) => {
-                *error = why;
-                None
-            }
-        }
+        self.watch_waits();
+        self.reap();
+        central.wait(key, len, deadline, since)
     }
 
-    /// What requests that are made together want of the central pool. Checks them.
-    fn wants(&self, requests: &[Request]) -> Result<Vec<Want>> {
-        requests.iter().map(|r| self.0.central.place(r.len, r.align)).collect()
-    }
-
-    /// Steps 2 and 4 to 6 of the module's page.
+    /// Steps 2 and 4 to 6 of the module's page: all that a request does before it waits.
     fn try_hard(&self, wants: &[Want]) -> Result<Obtained> {
         self.missed();
         let central = &self.0.central;
@@ -445,16 +447,6 @@ impl Pool {
         Ok(Obtained::Nothing { growing })
     }
 
-    /// Counts a miss: once for each request, however often that is tried.
-    fn missed(&self) {
-        self.0.misses.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Whether the devices move only when a caller steps them (the host device in tests).
-    fn stepped(&self) -> bool {
-        self.0.devices[0].context().driver().stepped().is_some()
-    }
-
     fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         let central = &self.0.central;
         match wants {
@@ -466,19 +458,19 @@ impl Pool {
         }
     }
 
-    fn acquire(
-        &self,
-        requests: &[Request],
-        limit: WaitLimit,
-        site: &'static Location<'static>,
-    ) -> Result<Vec<PinnedBuf>> {
-        // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
-        // for.
-        let since = Instant::now();
-        match self.acquire_all(requests, limit, since, self.0.max_waiting) {
-            Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
-            Err(error) => Err(self.failed(error)),
-        }
+    /// What requests that are made together want of the central pool. Checks them.
+    fn wants(&self, requests: &[Request]) -> Result<Vec<Want>> {
+        requests.iter().map(|r| self.0.central.place(r.len, r.align)).collect()
+    }
+
+    /// Counts a miss: once for each request, however often that is tried.
+    fn missed(&self) {
+        self.0.misses.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether the devices move only when a caller steps them (the host device in tests).
+    fn stepped(&self) -> bool {
+        self.0.devices[0].context().driver().stepped().is_some()
     }
 
     /// The error to report. When the process ends, what is in flight is quarantined, and a request may find that no wait
@@ -497,16 +489,16 @@ impl Pool {
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
-        tags: impl IntoIterator<Item = Tag>,
+        requests: &[Request],
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
         // Relaxed: only the number matters, and any one in `SAMPLE` will do. The misses are not used for this count:
         // they include other requests, and where two kinds of request take turns, the same residues would always come
         // here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
-        for (fresh, tag) in granted.iter_mut().zip(tags) {
+        for (fresh, Request { tag, .. }) in granted.iter_mut().zip(requests) {
             if sampled || tag.long_lived || fresh.segment().central().tracks() {
-                CentralPool::enter(fresh, CheckoutSite { tag, site: Some(site) });
+                CentralPool::enter(fresh, CheckoutSite { tag: *tag, site: Some(site) });
             }
         }
         granted.into_iter().map(PinnedBuf::from).collect()

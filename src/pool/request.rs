@@ -1,7 +1,7 @@
 //! A request: a length in bytes, and options.
 
 use crate::error::Result;
-use crate::segment::{Placement, SEGMENT_ALIGN};
+use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::telemetry::ledger::Tag;
 
 /// A request for a buffer: a length in bytes, and options. A plain length is a request too: `pool.checkout(4096)`.
@@ -72,6 +72,16 @@ impl Request {
     pub fn long_lived(mut self) -> Self {
         self.tag.long_lived = true;
         self
+    }
+
+    /// The class whose caches may serve the request. `None` for lengths beyond the size classes, for larger alignments,
+    /// and for buffers that are to be held for long: these are entered in the ledger, which is no work for a hit.
+    #[inline(always)]
+    pub(super) fn cached_class(&self) -> Option<Class> {
+        if self.align > SEGMENT_ALIGN || !self.align.is_power_of_two() || self.tag.long_lived {
+            return None;
+        }
+        Class::of(self.len)
     }
 }
 

@@ -113,34 +113,6 @@ pub struct Shutdown {
     pub quarantined_bytes: usize,
 }
 
-/// What [`Pool::check`] found, in bytes by state.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// let buf = pool.checkout(4096)?;
-/// let census = pool.check().expect("no invariant is broken");
-/// assert_eq!(census.checked_out, pool.stats().checked_out_bytes);
-/// # drop(buf);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Census {
-    /// Bytes of free segments. Free memory that is not cut into segments is not among them: with it, they are
-    /// [`PoolStats::free_bytes`].
-    pub free_segment_bytes: usize,
-    /// Bytes checked out, and bytes whose copy is complete and whose handle was not waited for yet.
-    pub checked_out: usize,
-    /// Bytes in flight.
-    pub in_flight: usize,
-    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
-    pub claimed: usize,
-    /// Bytes quarantined.
-    pub quarantined: usize,
-}
-
 impl Pool {
     /// Bytes and counts. The call takes a few microseconds, and does not slow down checkouts and
     /// returns of other threads. In the child of a fork it has only what is counted without a lock: misses and
@@ -209,7 +181,7 @@ impl Pool {
         }
     }
 
-    /// The same, added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
+    /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
     /// submission or a completion is under way.
     fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
         let central = self.central();
@@ -238,24 +210,39 @@ impl Pool {
     ///
     /// For tests, fuzzing and diagnosis: the call takes milliseconds, and meanwhile no thread can use its cache.
     ///
+    /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and quarantined
+    /// are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not waited for yet is
+    /// checked out.)
+    ///
+    /// ```
+    /// # use pinpool::{Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+    /// let buf = pool.checkout(4096)?;
+    /// let found = pool.check().expect("no invariant is broken");
+    /// assert_eq!(found.checked_out_bytes, pool.stats().checked_out_bytes);
+    /// # drop(buf);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// The first violation, in words.
-    pub fn check(&self) -> Result<Census, String> {
+    pub fn check(&self) -> Result<PoolStats, String> {
         crate::os::check_fork().map_err(|error| error.to_string())?;
         let central = self.central();
         let before = central.snapshot();
         let (in_flight, claimed, moves) = self.flight_by_stream();
         let sums = self.flight();
-        let mut census = Census::default();
+        let (mut out, mut flying, mut lent, mut quarantined) = (0, 0, 0, 0);
         central.check(|state, bytes| match state {
-            None => census.free_segment_bytes += bytes,
-            Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
-            Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
+            None => {}
+            Some(state::HOST | state::COMPLETED) => out += bytes,
+            Some(state::FLIGHT | state::DETACHED) => flying += bytes,
             Some(state::CLAIMED) => {
-                census.in_flight += bytes;
-                census.claimed += bytes;
+                flying += bytes;
+                lent += bytes;
             }
-            _ => census.quarantined += bytes,
+            _ => quarantined += bytes,
         })?;
         let s = central.snapshot();
         if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight_by_stream() {
@@ -270,8 +257,7 @@ impl Pool {
                 return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
             }
             let counted = (s.out, s.quarantined, in_flight, claimed);
-            let found =
-                (census.checked_out + census.in_flight, census.quarantined, census.in_flight, census.claimed);
+            let found = (out + flying, quarantined, flying, lent);
             if counted != found {
                 return Err(format!(
                     "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
@@ -281,6 +267,11 @@ impl Pool {
                 return Err(format!("{} bytes are held of at most {}", s.total, central.config().capacity));
             }
         }
-        Ok(census)
+        let mut found = self.stats();
+        found.checked_out_bytes = out;
+        found.in_flight_bytes = flying;
+        found.claimed_bytes = lent;
+        found.quarantined_bytes = quarantined;
+        Ok(found)
     }
 }

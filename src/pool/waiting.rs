@@ -1,55 +1,14 @@
-//! Step 7 of a checkout for a thread: it waits until memory comes back, or is pinned.
+//! Waits: how long they may be, reports of long ones, and the waits of devices that move only when they are stepped.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Obtained, Pool, Request};
-use crate::central::{self, Fresh, ReclaimLevel, WaitOutcome, Wake};
+use super::Pool;
+use crate::central::{Fresh, WaitOutcome};
 use crate::error::Result;
 use crate::telemetry::stuck;
 
 impl Pool {
-    /// Serves requests that are made together, or none of them.
-    pub(super) fn acquire_all(
-        &self,
-        requests: &[Request],
-        limit: WaitLimit,
-        since: Instant,
-        max_waiting: usize,
-    ) -> Result<Vec<Fresh>> {
-        if requests.is_empty() {
-            return Ok(Vec::new());
-        }
-        let wants = self.wants(requests)?;
-        let growing = match self.try_hard(&wants)? {
-            Obtained::Granted(granted) => return Ok(granted),
-            Obtained::Nothing { growing } => growing,
-        };
-        let central = &self.0.central;
-        let len = central::sum(wants.iter().map(|w| w.len));
-        // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
-        let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
-        let deadline = match limit {
-            // The growth is for later requests. This one may not wait for it.
-            WaitLimit::None => {
-                return self.try_all(&wants, ReclaimLevel::Half)?.ok_or_else(|| central.exhausted(len));
-            }
-            WaitLimit::For(timeout) => since.checked_add(timeout),
-            WaitLimit::Forever => None,
-        };
-        let span =
-            crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
-        let _entered = span.enter();
-        let wake = Wake::Thread(crate::sync::thread::current());
-        let key = central.join(wants, wake, growing, max_waiting)?;
-        if self.stepped() {
-            return self.wait_stepped(key, len, since);
-        }
-        self.watch_waits();
-        self.reap();
-        central.wait(key, len, deadline, since)
-    }
-
     /// Has the timer report waits that last for long. Every request that has joined a queue calls it.
     pub(super) fn watch_waits(&self) {
         // Relaxed: who finds a look planned has joined a queue that the look locks after it has cleared this.
@@ -73,7 +32,7 @@ impl Pool {
     }
 
     /// Waits where nothing moves by itself: this thread steps the devices.
-    fn wait_stepped(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
+    pub(super) fn wait_stepped(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         let central = &self.0.central;
         loop {
             match central.look(key, None) {

@@ -261,7 +261,7 @@ counts! {
 /// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
 /// the central pool's lock. Segments without a
 /// class (large or aligned ones, which have a run of their own) take the slow path always.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ClassTally {
     takes: [u64; CLASSES + 1],
     puts: [u64; CLASSES + 1],
@@ -286,6 +286,17 @@ impl ClassTally {
         if class.is_none() {
             self.large_bytes = self.large_bytes.saturating_sub(granted);
         }
+    }
+
+    /// All checkouts and returns, and the bytes that are out (wrapping).
+    pub(crate) fn sums(&self) -> (u64, u64, u64) {
+        let sum = |counts: &[u64]| counts.iter().fold(0, |sum: u64, n| sum.wrapping_add(*n));
+        let out = Class::all().map(|class| {
+            let (takes, puts) = self.of(Some(class));
+            takes.wrapping_sub(puts).wrapping_mul(class.stride() as u64)
+        });
+        let out = out.fold(self.large_bytes as u64, u64::wrapping_add);
+        (sum(&self.takes), sum(&self.puts), out)
     }
 
     /// Counts on the checkouts and returns that a thread cache has counted.

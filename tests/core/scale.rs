@@ -47,7 +47,7 @@ fn what_ended_threads_have_counted_stays() {
     let sum = |of: fn(&ClassStats) -> u64| classes.iter().map(of).sum::<u64>();
     assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (4 * THREADS, 3 * THREADS));
     assert_eq!(classes.iter().map(|c| c.out_bytes).sum::<usize>(), stats.checked_out_bytes);
-    assert_eq!(pool.check().unwrap().checked_out, stats.checked_out_bytes);
+    assert_eq!(pool.check().unwrap().checked_out_bytes, stats.checked_out_bytes);
     drop(kept);
     let stats = pool.stats();
     assert_eq!((stats.checked_out_bytes, stats.requested_bytes), (0, 0));

@@ -46,12 +46,12 @@ fn nothing_comes_back_before_the_device_is_done() {
         device.reap();
         let other = pool.checkout(4096).unwrap();
         assert_ne!(other.as_ptr(), first);
-        assert_eq!(pool.check().unwrap().in_flight, 4160);
+        assert_eq!(pool.check().unwrap().in_flight_bytes, 4160);
     }
     // The same stream may have it, in order.
     while node.step() {}
     assert!(device.reap());
-    assert_eq!(pool.check().unwrap().in_flight, 0);
+    assert_eq!(pool.check().unwrap().in_flight_bytes, 0);
 }
 
 #[test]
@@ -98,13 +98,13 @@ fn a_claim_may_outlast_the_work_that_it_waits_for() {
         drop(stream.upload(buf, &memory).unwrap());
         let claimed = pool.checkout_on(&stream, LEN).unwrap();
         assert!(claimed.was_claimed() && claimed.capacity() == LEN);
-        assert_eq!(pool.check().unwrap().in_flight, 4160);
+        assert_eq!(pool.check().unwrap().in_flight_bytes, 4160);
         // The upload ends, and the claim stays.
         all_done();
-        assert_eq!(pool.check().unwrap().in_flight, 0);
+        assert_eq!(pool.check().unwrap().in_flight_bytes, 0);
         if used {
             let back = stream.download(&memory, claimed).unwrap();
-            assert_eq!(pool.check().unwrap().in_flight, 4160);
+            assert_eq!(pool.check().unwrap().in_flight_bytes, 4160);
             buf = back.wait().unwrap();
             assert_eq!(*buf, [7; LEN]);
         } else {
@@ -124,9 +124,9 @@ fn a_claim_may_outlast_the_work_that_it_waits_for() {
             all_done();
         }
         drop(claimed);
-        assert_eq!(pool.check().unwrap().in_flight, if over { 0 } else { 4160 });
+        assert_eq!(pool.check().unwrap().in_flight_bytes, if over { 0 } else { 4160 });
         all_done();
-        assert_eq!(pool.check().unwrap().in_flight, 0);
+        assert_eq!(pool.check().unwrap().in_flight_bytes, 0);
         buf = pool.try_checkout(LEN).unwrap();
         buf.extend_from_slice(&[7; LEN]);
     }

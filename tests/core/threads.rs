@@ -256,7 +256,8 @@ fn flow_one_way(together: usize, lens: &[usize]) {
                 drop(bufs);
                 if at % (100 / together) == 0 {
                     // Two thread caches; and a transfer cache that holds twice as much, or of several classes half as
-                    // much for each, since a class has an eighth of a thread's cache, and there are eight batches.
+                    // much for each: they share a thread's cache, a batch is half of what a class has of it, and there
+                    // are eight batches.
                     let cached = pool.stats().cached_bytes;
                     let between = if lens.len() == 1 { 2 * CACHE } else { lens.len() * CACHE / 2 };
                     assert!(cached <= 2 * CACHE + between, "{cached} bytes are cached");
@@ -269,8 +270,10 @@ fn flow_one_way(together: usize, lens: &[usize]) {
     });
     let stats = pool.stats();
     assert_eq!(stats.checkouts, (lens.len() * total * together) as u64);
-    // Batches circulate between the two threads: few checkouts find their cache empty.
-    assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
+    // Batches circulate between the two threads: few checkouts find their cache empty. (Where the cache is small for its
+    // sizes, the last of them have room for two segments, and a batch is one.)
+    let few = if lens.len() == 1 { stats.checkouts / 4 } else { stats.checkouts / 2 };
+    assert!(stats.misses <= few, "{stats:?}");
     all_idle(&pool, &[]);
 }
 

@@ -18,14 +18,14 @@ pub fn audit(pool: &Pool, device: &Device, node: &HostNode, threaded: bool, repo
             break;
         }
     }
-    let census = pool.check();
+    let found = pool.check();
     let stats = pool.stats();
     let sum = stats.free_bytes
         + stats.checked_out_bytes
         + stats.in_flight_bytes
         + stats.quarantined_bytes
         + stats.cut_bytes;
-    if let Err(error) = census {
+    if let Err(error) = found {
         report.wrong.push(format!("check: {error}"));
     }
     if sum != stats.pinned_bytes + stats.unpinned_bytes {

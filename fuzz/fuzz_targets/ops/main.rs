@@ -586,7 +586,7 @@ impl World {
     }
 
     fn check(&self) {
-        let census = self.pool.check().unwrap_or_else(|e| panic!("{e}"));
+        let found = self.pool.check().unwrap_or_else(|e| panic!("{e}"));
         let stats = self.pool.stats();
         let parts = stats.free_bytes
             + stats.checked_out_bytes
@@ -595,11 +595,11 @@ impl World {
             + stats.cut_bytes;
         assert_eq!(parts, stats.pinned_bytes + stats.unpinned_bytes, "{stats:?}");
         let owned = self.owned.iter().map(|o| o.range.1 - o.range.0).sum::<usize>();
-        assert!(census.checked_out >= owned, "{census:?}, and the model holds {owned} bytes");
+        assert!(found.checked_out_bytes >= owned, "{found:?}, and the model holds {owned} bytes");
         let held: usize = self.held().map(|r| r.1 - r.0).sum();
         assert!(
-            census.checked_out + census.in_flight + census.quarantined >= held,
-            "{census:?}, held {held}"
+            found.checked_out_bytes + found.in_flight_bytes + found.quarantined_bytes >= held,
+            "{found:?}, held {held}"
         );
     }
 

@@ -2,7 +2,6 @@ use super::super::queue::Grant;
 use super::super::tests::{pages, small};
 use super::super::{CentralConfig, ReclaimLevel, Segment, Take, transfer};
 use super::*;
-use crate::freelist::cache::Put;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::thread;
@@ -99,11 +98,11 @@ fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
         Take::Got(fresh) => fresh.into_segment(),
         Take::Empty => panic!("the memory should be enough"),
     });
-    let [first, second, third] = taken.map(|segment| segment.into_parts().1);
+    let [first, second, third] = taken.map(|segment| segment.into_descriptor());
     let kept = |descriptor| {
         let mut held = central.gate.enter(central.cache().unwrap()).unwrap();
         // SAFETY: out, and no waiter has a right to it.
-        matches!(unsafe { held.put(descriptor, 4096, list_of(class)) }, Put::Kept)
+        unsafe { held.put(descriptor, 4096, list_of(class)) }
     };
     assert!(kept(first), "nothing is fenced");
     let key = join(&central, &[pages(256)]);

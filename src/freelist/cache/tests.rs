@@ -30,30 +30,27 @@ fn runs(chain: &Chain) -> Vec<u32> {
 }
 
 #[test]
-fn a_limit_bounds_a_list_and_keeps_what_is_in_it() {
+fn a_room_bounds_a_list_and_takes_along_what_is_in_it() {
     let (segments, class) = (segments(6), Class::new(3).unwrap());
     let (_gate, _table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
-    assert!(held.has(class) && !cache.any_cached());
+    assert!(!cache.any_cached());
     assert_eq!(runs(&held.fill(class, chain(&segments))), [0, 1, 2, 3, 4, 5], "there is no room yet");
-    held.set_room(class, 4);
+    held.grant(class, 4);
     assert_eq!((held.room(class), cache.cached(class)), (4, 0));
-    let places = || cache.class_counts[3].places.load(Ordering::Relaxed);
-    assert_eq!(places(), 5);
     assert_eq!(runs(&held.fill(class, chain(&segments))), [4, 5]);
     assert!(cache.any_cached());
-    held.set_room(class, 2);
-    assert_eq!((held.room(class), places()), (4, 5), "four are in the list");
-    held.set_room(class, 5);
-    assert_eq!((held.room(class), places()), (5, 6));
     let mut seen = Vec::new();
     held.for_each(class, |descriptor| seen.push(descriptor.run()));
     assert_eq!(seen, [0, 1, 2, 3]);
     assert_eq!(runs(&held.drain(class, 1)), [3]);
-    assert_eq!(runs(&held.drain(class, u32::MAX)), [0, 1, 2]);
-    assert!(!cache.any_cached());
-    held.set_room(class, 2);
-    assert_eq!((held.room(class), places()), (2, 6), "a lower limit needs no other stack");
+    assert_eq!(runs(&held.revoke(class)), [0, 1, 2]);
+    assert_eq!((held.room(class), cache.any_cached()), (0, false));
+    assert_eq!(held.fill(class, chain(&segments)).len(), 6, "there is no room any more");
+    held.grant(class, 5);
+    assert_eq!(runs(&held.fill(class, chain(&segments))), [5]);
+    assert_eq!(held.revoke(class).len(), 5);
+    assert_eq!(cache.count(class), CacheCounts::default(), "nothing was checked out");
 }
 
 #[test]
@@ -62,16 +59,18 @@ fn the_bytes_of_all_rooms_are_known() {
     let (_gate, _table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
     let classes = [0, 3, 20].map(|index| Class::new(index).unwrap());
-    for (class, limit) in [(0, 4), (1, 5), (2, 1), (0, 0), (1, 9), (2, 7), (1, 2), (2, 0)] {
-        held.set_room(classes[class], limit);
-        if (class, limit) == (1, 9) {
+    for (class, room) in [(0, 4), (1, 5), (2, 1), (0, 0), (1, 0), (1, 9), (2, 0), (2, 7), (1, 0), (2, 0)] {
+        match room {
+            0 => drop(held.revoke(classes[class])),
+            room => held.grant(classes[class], room),
+        }
+        if (class, room) == (1, 9) {
             assert!(held.fill(classes[1], chain(&segments)).is_empty());
         }
         let sum: usize = classes.iter().map(|class| held.room(*class) as usize * class.stride()).sum();
         assert_eq!(held.rooms(), sum);
     }
-    assert_eq!(held.rooms(), 3 * classes[1].stride(), "three are in the list");
-    assert!(!held.drain(classes[1], u32::MAX).is_empty());
+    assert_eq!(held.rooms(), 0);
 }
 
 #[test]
@@ -79,7 +78,7 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     let (segments, class) = (segments(6), Class::new(3).unwrap());
     let (_gate, _table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
-    held.set_room(class, 6);
+    held.grant(class, 6);
     assert!(held.fill(class, chain(&segments)).is_empty());
     let none = TransferCache::new(0, class.stride());
     assert_eq!(held.offload(class, 2, &none), 0, "the class has no quota");
@@ -91,18 +90,20 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     assert_ne!(cache.tally(), before);
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 3 });
     assert_eq!(cache.requested(), 100);
-    held.set_room(class, 4);
+    let rest = held.revoke(class);
+    held.grant(class, 4);
+    assert!(held.fill(class, rest).is_empty());
     assert_eq!(held.take_batch(class, &transfer), 1, "there is room for one of two");
     let mut left = 0;
     transfer.for_each(|_| left += 1);
     assert_eq!((left, held.take_batch(class, &transfer)), (1, 0), "the other stays where it is");
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 4 });
     // SAFETY: it is alive and out, and its list is that of the class.
-    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Full));
+    assert!(!unsafe { held.put(taken, 100, 3) });
     let _ = held.drain(class, 1);
     let before = cache.tally();
     // SAFETY: as above.
-    assert!(matches!(unsafe { held.put(taken, 60, 3) }, Put::Kept));
+    assert!(unsafe { held.put(taken, 60, 3) });
     assert_ne!(cache.tally(), before);
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1, cached: 4 });
     assert_eq!(cache.requested(), 40);
@@ -110,10 +111,10 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     let taken = held.take(class, 100).unwrap();
     held.fence(class);
     // SAFETY: as above.
-    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Full));
+    assert!(!unsafe { held.put(taken, 100, 3) });
     held.lift(class);
     // SAFETY: as above.
-    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Kept));
+    assert!(unsafe { held.put(taken, 100, 3) });
     let _ = held.drain(class, u32::MAX);
 }
 
@@ -126,7 +127,7 @@ fn of_the_caches_of_threads_that_have_ended_a_few_stay() {
     // Each thread looks at another slot of a transfer cache first.
     assert!(caches.iter().map(|cache| cache.number).eq(0..6));
     let mut held = CacheTable::mine(&caches[0]);
-    held.set_room(class, 1);
+    held.grant(class, 1);
     assert!(held.fill(class, chain(&segments)).is_empty());
     let mut drained = 0;
     let mut give_up = |cache: &Arc<ThreadCache>| table.give_up(cache, |_, chain| drained += chain.len());
@@ -143,7 +144,7 @@ fn a_thread_that_has_done_nothing_for_a_while_is_idle() {
     let (segments, class) = (segments(1), Class::new(3).unwrap());
     let (_gate, mut table, cache) = leased(false);
     let mut held = CacheTable::mine(&cache);
-    held.set_room(class, 1);
+    held.grant(class, 1);
     assert!(held.fill(class, chain(&segments)).is_empty());
     let zero = Instant::now();
     let mut idle = |micros| table.idle(Some(zero + std::time::Duration::from_micros(micros))).len();
@@ -151,7 +152,7 @@ fn a_thread_that_has_done_nothing_for_a_while_is_idle() {
     // It works again.
     let taken = held.take(class, 100).unwrap();
     // SAFETY: it is alive and out, and its list is that of the class.
-    assert!(matches!(unsafe { held.put(taken, 100, 3) }, Put::Kept));
+    assert!(unsafe { held.put(taken, 100, 3) });
     assert_eq!([5000, 5999, 6000].map(&mut idle), [0, 0, 1]);
     assert_eq!(table.idle(None).len(), 1);
     assert!(!held.drain(class, 1).is_empty());

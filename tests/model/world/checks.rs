@@ -25,7 +25,7 @@ impl World<'_> {
             );
         }
         let Some(pool) = self.pool.clone() else { return };
-        let census = pool.check().unwrap();
+        let found = pool.check().unwrap();
         let s = pool.stats();
         let parts =
             s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
@@ -33,7 +33,7 @@ impl World<'_> {
         assert!(s.pinned_bytes + s.unpinned_bytes <= s.capacity_bytes, "{s:?}");
         assert_eq!(s.capacity_bytes, self.setup.capacity * KIB);
         assert_eq!(
-            (census.checked_out, census.in_flight, census.claimed, census.quarantined),
+            (found.checked_out_bytes, found.in_flight_bytes, found.claimed_bytes, found.quarantined_bytes),
             (s.checked_out_bytes, s.in_flight_bytes, s.claimed_bytes, s.quarantined_bytes),
         );
         let regions: usize = pool.regions().iter().map(|r| r.len).sum();
