@@ -9,7 +9,7 @@ use super::Lend;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::{Ticket, WaitKey};
+use crate::stream::timeline::Ticket;
 
 /// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it, await it (under any
 /// async runtime), ask it, or drop it.
@@ -41,7 +41,7 @@ pub struct InFlight<B: Lend> {
     value: Option<B>,
     written: Option<usize>,
     /// The key of the waker that was left with the timeline.
-    waker: Option<WaitKey>,
+    waker: Option<u64>,
 }
 
 impl<B: Lend> InFlight<B> {

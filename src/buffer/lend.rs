@@ -9,7 +9,7 @@ use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::sealed::Key;
-use crate::stream::timeline::{Quarantined, Resource, Retain};
+use crate::stream::hold::{Quarantined, Resource, Retain};
 
 /// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
 /// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
@@ -121,24 +121,25 @@ impl sealed::Sealed for PinnedBuf {
     }
 }
 
-impl sealed::Sealed for Arc<PinnedBuf> {
+/// A value that the timeline shares: nobody has exclusive access before the copy is done.
+impl<B: sealed::Sealed + Retain + 'static> sealed::Sealed for Arc<B> {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(SharedBuf(self.clone())))
+        Resource::Object(self.clone())
     }
-    fn bytes(&self, _: Key) -> &[u8] {
-        self
+    fn bytes(&self, key: Key) -> &[u8] {
+        (**self).bytes(key)
     }
     #[allow(private_interfaces)]
-    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
-        self.segment.central().config().check_serves(BUFFER, context)
+    fn check_serves(&self, context: &DeviceContext, key: Key) -> Result<()> {
+        (**self).check_serves(context, key)
     }
 }
 
 impl sealed::Sealed for () {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(()))
+        Resource::Nothing
     }
     fn bytes(&self, _: Key) -> &[u8] {
         &[]
@@ -149,22 +150,18 @@ impl sealed::Sealed for () {
     }
 }
 
-#[derive(Debug)]
-struct SharedBuf(Arc<PinnedBuf>);
-
-impl Retain for SharedBuf {
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
-        visit(&self.0.segment);
-    }
-
-    fn quarantine(self: Box<Self>) -> Quarantined {
-        let segment = self.0.segment.alias();
+impl Retain for PinnedBuf {
+    /// The segment is never returned; other holders of the `Arc` may go on reading. Several timelines may lose the
+    /// buffer: the first one counts it.
+    fn quarantine(&self) -> Quarantined {
+        let segment = self.segment.alias();
         let word = segment.descriptor().word();
-        // Leaked, so the segment is never returned; other holders of the Arc may go on reading. Several timelines may
-        // lose the buffer: the first one counts it.
-        std::mem::forget(self);
         let first = word.state() == state::HOST
             && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
         if first { Quarantined::one(segment) } else { Quarantined::default() }
+    }
+
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        visit(&self.segment);
     }
 }

@@ -25,7 +25,7 @@ use crate::device::handle::Device;
 use crate::error::{Error, RegisterError, Result};
 use crate::foreign;
 use crate::sealed::Key;
-use crate::stream::timeline::{Quarantined, Resource, Retain};
+use crate::stream::hold::{Resource, Retain};
 
 /// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
 /// [`Device::register`].
@@ -339,23 +339,9 @@ impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
     }
 }
 
-/// A timeline's share of a value, or of an `Arc` of one.
-struct RegisteredShare<S>(S);
-
-impl<S: Send> Retain for RegisteredShare<S> {
-    fn quarantine(self: Box<Self>) -> Quarantined {
-        // The device cannot be shown to be done with the value: it is never unregistered and never dropped. It belongs
-        // to no pool, so it counts for none.
-        std::mem::forget(self);
-        Quarantined::default()
-    }
-}
-
-impl<S> fmt::Debug for RegisteredShare<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Registered")
-    }
-}
+// Neither counts for a pool. A value that is quarantined is never unregistered and never dropped.
+impl<T: Send + Sync + 'static> Retain for RegisteredInner<T> {}
+impl<T: Send + Sync + 'static> Retain for Registered<T> {}
 
 impl<T> Lend for Registered<T> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
 impl<T> Lend for Arc<Registered<T>> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
@@ -366,24 +352,7 @@ where
 {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(RegisteredShare(self.0.clone())))
-    }
-    fn bytes(&self, _: Key) -> &[u8] {
-        self
-    }
-    #[allow(private_interfaces)]
-    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
-        self.check_family(context)
-    }
-}
-
-impl<T> sealed::Sealed for Arc<Registered<T>>
-where
-    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
-{
-    #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(RegisteredShare(self.clone())))
+        Resource::Object(self.0.clone())
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self

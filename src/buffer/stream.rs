@@ -7,7 +7,8 @@ use std::sync::Arc;
 use super::PinnedBuf;
 use crate::central::Segment;
 use crate::error::{Error, Result};
-use crate::stream::timeline::{Resource, Timeline};
+use crate::stream::hold::Resource;
+use crate::stream::timeline::Timeline;
 
 /// A stream-ready buffer: a device may still use it, but only earlier on this very stream, so that later work on this
 /// stream may use it too. The CPU may not touch it. Made by [`Pool::checkout_on`](crate::Pool::checkout_on).

@@ -1,5 +1,7 @@
 //! Functions of the program's in the order of a host device's stream.
 
+use std::sync::Arc;
+
 use crate::buffer::InFlight;
 use crate::device::DevicePtr;
 use crate::device::host::{HostDriver, HostFunction};
@@ -7,7 +9,7 @@ use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::Owned;
 use crate::stream::Stream;
-use crate::stream::timeline::Resource;
+use crate::stream::hold::Resource;
 
 /// Runs a function of the program's on a stream of a host device, in the stream's order, with the bytes of device
 /// memory: it is to the host device what a kernel is to a GPU. The [module's page](crate::host) has an example.
@@ -52,18 +54,14 @@ where
             context.name()
         )));
     };
-    let mut entries = Vec::with_capacity(1 + reads.len() + writes.len());
-    // The first entry stands for the function, and the others keep its memory.
-    for memory in std::iter::once(None).chain(reads.iter().chain(&writes).map(Some)) {
-        let begun = timeline.begin(Resource::Object(Box::new(())), memory.map(DeviceSlice::allocation));
-        entries.push(begun.map_err(|(error, _)| error)?);
-    }
+    let memory: Vec<_> = reads.iter().chain(&writes).map(DeviceSlice::allocation).collect();
+    let begun = timeline.begin(Resource::Nothing, Some(Arc::new(memory)));
+    let submission = begun.map_err(|(error, _)| error)?;
     let ranges = |slices: &[DeviceSlice]| -> Vec<(DevicePtr, usize)> {
         slices.iter().map(|slice| (slice.ptr(), slice.len())).collect()
     };
     let queued = driver.launch(timeline.stream(), &ranges(&reads), &ranges(&writes), function);
     let queued = context.noting(queued);
-    // All of them are covered by an event after the function.
-    let seq = entries.into_iter().map(|entry| entry.commit()).max().unwrap_or(0);
-    queued.map(|()| InFlight::new(stream.ticket(seq), (), None))
+    let ticket = stream.ticket(submission.commit());
+    queued.map(|()| InFlight::new(ticket, (), None))
 }

@@ -20,11 +20,12 @@ use stable_deref_trait::StableDeref;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
-use crate::device::memory::{Allocation, DeviceBuffer, DeviceSlice, StridedSlice, bounds};
+use crate::device::memory::{DeviceBuffer, DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
-use crate::stream::timeline::{Resource, Submission, Ticket};
+use crate::stream::hold::{Resource, Retain};
+use crate::stream::timeline::{Submission, Ticket};
 
 /// What to do where a capture is in the way.
 const OUTSIDE: &str = "submit it outside the capture";
@@ -64,7 +65,7 @@ mod range {
     }
     impl Sealed for DeviceBuffer {
         fn get(&self, _: Key) -> Result<&DeviceSlice> {
-            Ok(self.whole())
+            Ok(self)
         }
     }
     impl<R: Sealed> Sealed for &R {
@@ -289,7 +290,7 @@ impl Stream {
     fn begin_from<B: Lend>(
         &self,
         src: B,
-        memory: Option<Arc<Allocation>>,
+        memory: Option<Arc<dyn Retain>>,
     ) -> Result<(Submission<'_>, InFlight<B>), SubmitError<B>> {
         let begun = self.timeline().begin(src.lend(KEY), memory).map_err(|(error, _)| error);
         let (submission, src) = SubmitError::unless(begun, src)?;
@@ -301,7 +302,7 @@ impl Stream {
     fn begin_into<L: Landing>(
         &self,
         landing: L,
-        memory: Option<Arc<Allocation>>,
+        memory: Option<Arc<dyn Retain>>,
         written: usize,
     ) -> Result<(Submission<'_>, InFlight<L::Landed>)> {
         let (resource, pending) = landing.lend(KEY);
@@ -360,16 +361,12 @@ impl Stream {
         Error::unless_fits(src.len(), dst.len())?;
         self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
-        // Two entries under one sequence number or two: both are covered by a mark after the copy.
-        let begin = |memory: &DeviceSlice| {
-            let begun = self.timeline().begin(Resource::Object(Box::new(())), Some(memory.allocation()));
-            begun.map_err(|(error, _)| error)
-        };
-        let (source, target) = (begin(&src)?, begin(&dst)?);
-        // SAFETY: no host memory; the entries keep the device memory.
+        let memory = Arc::new(vec![src.allocation(), dst.allocation()]);
+        let begun = self.timeline().begin(Resource::Nothing, Some(memory));
+        let submission = begun.map_err(|(error, _)| error)?;
+        // SAFETY: no host memory; the entry keeps the device memory.
         let result = unsafe { self.driver_copy(transfer) };
-        source.commit();
-        let ticket = self.ticket(target.commit());
+        let ticket = self.ticket(submission.commit());
         result.map(|()| InFlight::new(ticket, (), None))
     }
 
@@ -442,8 +439,9 @@ impl Stream {
     fn hold_by<B: Lend>(&self, buf: B, patient: bool) -> Result<InFlight<B>, SubmitError<B>> {
         let checked = self.may_use(&buf).and_then(|()| self.timeline().not_capturing("a hold", HOLD_REMEDY));
         let ((), buf) = SubmitError::unless(checked, buf)?;
-        let (submission, mut flight) = self.begin_from(buf, None)?;
-        flight.submitted(if patient { submission.commit_patiently() } else { submission.commit() });
+        let (mut submission, mut flight) = self.begin_from(buf, None)?;
+        submission.patient = patient;
+        flight.submitted(submission.commit());
         Ok(flight)
     }
 

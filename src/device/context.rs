@@ -27,6 +27,8 @@ pub(crate) struct Context {
     worker: Arc<Worker>,
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
+    /// Events that are not used again: see [`Context::set_aside`].
+    aside: Mutex<Vec<EventHandle>>,
     /// The error that the device was lost with.
     poison: OnceLock<Error>,
     /// What keeps the device open. It outlives the context.
@@ -53,7 +55,8 @@ impl Context {
             id,
             driver,
             worker,
-            events: Mutex::new(Vec::new()),
+            events: Mutex::default(),
+            aside: Mutex::default(),
             poison: OnceLock::new(),
             holds,
             errors: ErrorTally::default(),
@@ -175,11 +178,18 @@ impl Context {
         let (driver, holds) = (self.driver.clone(), self.holds.clone());
         self.worker.send(move || destroy(&*driver, &holds, event));
     }
+
+    /// Takes an event that may be recorded and never seen complete, or that a capture has. It is not used again, and
+    /// destroyed when nothing of the device is in use any more.
+    pub(crate) fn set_aside(&self, event: EventHandle) {
+        self.aside.lock().push(event);
+    }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let events = std::mem::take(self.events.get_mut());
+        let mut events = std::mem::take(self.events.get_mut());
+        events.append(self.aside.get_mut());
         // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
         // called.
         let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);

@@ -8,7 +8,7 @@
 //! thread, under locks of the caller's or in a callback of the driver's.
 
 use std::fmt;
-use std::ops::{Bound, RangeBounds};
+use std::ops::{Bound, Deref, RangeBounds};
 use std::sync::Arc;
 
 use crate::locks::Mutex;
@@ -76,9 +76,9 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of a device, from [`Device::alloc`](crate::Device::alloc).
+/// Memory of a device, from [`Device::alloc`](crate::Device::alloc). It derefs to the [`DeviceSlice`] of all of it.
 ///
-/// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceBuffer::slice), and those
+/// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceSlice::slice), and those
 /// that copies in flight hold. Dropping a handle never blocks. The contents are undefined until a copy has written
 /// them.
 ///
@@ -169,43 +169,14 @@ impl DeviceBuffer {
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
         Ok(Self(DeviceSlice { allocation: Allocation::own(context, len)?, offset: 0, len }))
     }
+}
 
-    pub(crate) fn whole(&self) -> &DeviceSlice {
+impl Deref for DeviceBuffer {
+    type Target = DeviceSlice;
+
+    /// All of it.
+    fn deref(&self) -> &DeviceSlice {
         &self.0
-    }
-
-    /// The device address of its first byte. See [`DeviceSlice::address`].
-    #[must_use]
-    pub fn address(&self) -> u64 {
-        self.0.address()
-    }
-
-    /// Length in bytes.
-    #[must_use]
-    #[allow(clippy::len_without_is_empty, reason = "never empty")]
-    pub fn len(&self) -> usize {
-        self.0.len
-    }
-
-    /// A range of it, in bytes.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRange`] for a range that leaves the buffer, [`Error::Empty`] for an empty one.
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice> {
-        self.0.slice(range)
-    }
-
-    /// As [`DeviceSlice::strided`], of the whole buffer.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn strided(
-        &self,
-        first: impl RangeBounds<usize>,
-        stride: usize,
-        count: usize,
-    ) -> Result<StridedSlice> {
-        self.0.strided(first, stride, count)
     }
 }
 
@@ -363,7 +334,7 @@ impl From<&Self> for DeviceSlice {
 
 impl fmt::Debug for DeviceBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceBuffer").field("device", &self.0.device()).field("len", &self.0.len).finish()
+        f.debug_struct("DeviceBuffer").field("device", &self.device()).field("len", &self.len).finish()
     }
 }
 

@@ -430,10 +430,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// A new event, never recorded.
     fn create_event(&self) -> Result<EventHandle>;
 
-    /// Destroys an event that is complete or was never recorded.
+    /// Destroys an event that is complete or was never recorded, or any event when nothing else of the device exists.
     fn destroy_event(&self, event: EventHandle) -> Result<()>;
 
-    /// Records `event` on `stream`.
+    /// Records `event` on `stream`. After an error it may be recorded all the same.
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()>;
 
     /// Whether all work that `event` covers is complete. `Ok(false)`: not yet. Never blocks.

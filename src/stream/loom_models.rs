@@ -15,8 +15,10 @@ use std::task::{Poll, Wake as TaskWake, Waker};
 
 use loom::thread::JoinHandle;
 
+use super::hold::{Hold, Resource};
 use super::reaper::Listing;
-use super::timeline::{Resource, Ticket, Timeline};
+use super::timeline::{Ticket, Timeline};
+use crate::buffer::sealed::Sealed;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, Take, end_leases};
 use crate::device::context::Context;
@@ -24,6 +26,7 @@ use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHan
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
 use crate::region::RegionId;
+use crate::sealed::KEY;
 use crate::segment::PAGE;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
@@ -36,15 +39,13 @@ const ALL: usize = 3;
 
 /// The driver, and the memory it copies from.
 #[derive(Debug)]
-pub(crate) struct Late {
+struct Late {
     stream: Mutex<Queue>,
     memory: [UnsafeCell<u32>; ALL],
     /// How many copies have run, by segment.
     ran: [AtomicU32; ALL],
     /// The next recording fails, and loses the stream, though not the device.
     refuses: AtomicBool,
-    /// The next recording fails as in a capture: for now.
-    captures: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -68,12 +69,12 @@ fn number(address: *const u8) -> usize {
 }
 
 impl Late {
-    pub(crate) fn write(&self, segment: &Segment) {
+    fn write(&self, segment: &Segment) {
         // SAFETY: loom fails the model if another thread accesses the cell at the same time.
         self.memory[number(segment.base().as_ptr())].with_mut(|p| unsafe { *p += 1 });
     }
 
-    pub(crate) fn ran(&self, segment: &Segment) -> u32 {
+    fn ran(&self, segment: &Segment) -> u32 {
         self.ran[number(segment.base().as_ptr())].load(Ordering::Relaxed)
     }
 }
@@ -148,15 +149,13 @@ impl Driver for Late {
     }
     fn record(&self, event: EventHandle, _: StreamHandle) -> Result<()> {
         let mut queue = self.stream.lock();
-        let refused = self.refuses.swap(false, Ordering::Relaxed).then_some(ErrorClass::Argument);
-        let captured = || self.captures.swap(false, Ordering::Relaxed).then_some(ErrorClass::Capture);
-        if let Some(class) = refused.or_else(captured) {
+        if self.refuses.swap(false, Ordering::Relaxed) {
             return Err(Error::Device(DeviceError {
                 device: "late".into(),
                 call: "record",
                 code: 1,
                 text: "refused".into(),
-                class,
+                class: ErrorClass::Argument,
             }));
         }
         queue.events[event.0 as usize] = Some(queue.copies.len());
@@ -189,25 +188,24 @@ impl Stepped for Late {
 
 /// A stream with its central pool.
 #[derive(Clone)]
-pub(crate) struct Setup {
-    pub(crate) driver: Arc<Late>,
+struct Setup {
+    driver: Arc<Late>,
     listing: Listing,
-    pub(crate) timeline: Arc<Timeline>,
+    timeline: Arc<Timeline>,
     central: Arc<CentralPool>,
 }
 
 impl Setup {
-    pub(crate) fn new() -> Self {
+    fn new() -> Self {
         let driver = Arc::new(Late {
             stream: Mutex::new(Queue::default()),
             memory: std::array::from_fn(|_| UnsafeCell::new(0)),
             ran: std::array::from_fn(|_| AtomicU32::new(0)),
             refuses: AtomicBool::new(false),
-            captures: AtomicBool::new(false),
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Listing::default();
-        let timeline = Timeline::new(context, StreamHandle(0), listing.clone());
+        let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -226,7 +224,7 @@ impl Setup {
     }
 
     /// Takes a segment and writes to it.
-    pub(crate) fn take(&self) -> Option<Segment> {
+    fn take(&self) -> Option<Segment> {
         let want = self.central.place(LEN, 64).unwrap();
         let Take::Got(fresh) = self.central.try_take(want, ReclaimLevel::All).unwrap() else { return None };
         let segment = fresh.into_segment();
@@ -256,7 +254,7 @@ impl Setup {
     }
 
     /// Takes every free segment and writes to it, as the next owner would.
-    pub(crate) fn reuse(&self) {
+    fn reuse(&self) {
         step();
         let all: Vec<Segment> = std::iter::from_fn(|| self.take()).collect();
         for segment in all {
@@ -266,8 +264,8 @@ impl Setup {
     }
 
     /// Lets everything complete, and checks that every segment is back.
-    pub(crate) fn finish(self) {
-        while !self.timeline.rest().0 {
+    fn finish(self) {
+        while !self.timeline.is_idle() {
             self.timeline.advance(true);
         }
         self.reuse();
@@ -282,28 +280,71 @@ impl Setup {
     }
 }
 
+type Threads = Vec<JoinHandle<()>>;
+
+/// A model of one stream. `run` returns the threads that are to be joined before everything completes.
+fn stream_model(name: &'static str, run: impl Fn(&Setup) -> Threads + Sync + Send + 'static) {
+    model(name, 3, move || {
+        let setup = Setup::new();
+        run(&setup).into_iter().for_each(|thread| thread.join().unwrap());
+        setup.finish();
+    });
+}
+
 /// A thread that gives its thread caches back before it can be joined.
-pub(crate) fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
+fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
     loom::thread::spawn(move || {
+        step();
         run();
         end_leases();
     })
 }
 
 /// Waits while another thread asks. (`wait` cannot, on a device that does nothing by itself.)
-pub(crate) fn until(done: impl Fn() -> bool) {
+fn until(done: impl Fn() -> bool) {
     while !done() {
         crate::sync::yield_now();
     }
 }
 
-/// The owner of a handle: waits for the segment if it is complete, else drops the handle.
-fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
-    step();
-    if segment.descriptor().word().state() == state::COMPLETED {
-        assert_eq!(setup.driver.ran(segment), copies, "completed, and the copy has not run");
-        let buf = flight.wait().unwrap();
-        setup.driver.write(buf.segment());
+impl Setup {
+    fn spawn(&self, run: impl FnOnce(&Self) + 'static) -> JoinHandle<()> {
+        let setup = self.clone();
+        spawn(move || run(&setup))
+    }
+
+    /// A thread that asks, as the reaper does, and then takes every segment that came back.
+    fn reaper(&self) -> JoinHandle<()> {
+        self.spawn(|setup| {
+            setup.timeline.advance(true);
+            setup.reuse();
+        })
+    }
+
+    /// The owner of a handle: waits for the segment if it is complete, else drops the handle.
+    fn end(&self, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
+        step();
+        if segment.descriptor().word().state() == state::COMPLETED {
+            assert_eq!(self.driver.ran(segment), copies, "completed, and the copy has not run");
+            let buf = flight.wait().unwrap();
+            self.driver.write(buf.segment());
+        }
+    }
+
+    /// Uploads a segment, and ends the handle.
+    fn upload_and_end(&self, segment: Segment) {
+        let alias = segment.alias();
+        let flight = self.upload(segment);
+        self.end(flight, &alias, 1);
+    }
+
+    /// Claims a segment in flight, as a stream-ready checkout does.
+    fn claim(&self) -> Option<(StreamBuf, Segment)> {
+        step();
+        let class = crate::segment::Class::of(LEN).unwrap();
+        let (key, segment) = self.timeline.claim(&self.central, class)?;
+        let alias = segment.alias();
+        Some((StreamBuf::claimed(self.timeline.clone(), key, segment), alias))
     }
 }
 
@@ -316,9 +357,7 @@ fn loom_event_after_loss() {
         let flight = setup.upload(setup.take().unwrap());
         setup.driver.refuses.store(true, Ordering::Relaxed);
         let closers = [0, 1].map(|_| {
-            let setup = setup.clone();
-            spawn(move || {
-                step();
+            setup.spawn(|setup| {
                 // Closes even if nothing new was submitted, as one stream that waits for another does.
                 let _ = setup.timeline.wait_here(StreamHandle(1));
             })
@@ -330,113 +369,56 @@ fn loom_event_after_loss() {
         assert!(!setup.timeline.ask());
         assert!(setup.timeline.usable().is_err());
         assert!(flight.wait().is_err());
-        assert!(setup.timeline.rest().0);
+        assert!(setup.timeline.is_idle());
         setup.listing.advance();
         setup.central.close();
     });
 }
 
 #[test]
-fn loom_doubtful_event() {
-    model("events: one fails while another is recorded", 3, || {
-        let setup = Setup::new();
-        setup.driver.captures.store(true, Ordering::Relaxed);
-        let closers = [0, 1].map(|_| {
-            let setup = setup.clone();
-            let segment = setup.take().unwrap();
-            spawn(move || {
-                drop(setup.upload(segment));
-                step();
-                setup.timeline.close();
-            })
-        });
-        for closer in closers {
-            closer.join().unwrap();
-        }
-        while !setup.timeline.rest().0 {
-            setup.timeline.advance(true);
-        }
-        assert_eq!(setup.timeline.doubts(), 0, "an event stays doubtful for good");
-        setup.finish();
-    });
-}
-
-#[test]
 fn loom_seqs_and_events() {
-    model("events: two submit, one closes, one asks", 3, || {
-        let setup = Setup::new();
-        let submitters = [0, 1].map(|_| {
-            let setup = setup.clone();
+    stream_model("events: two submit, one closes, one asks", |setup| {
+        let mut threads: Threads = Vec::new();
+        for _ in 0..2 {
             let segment = setup.take().unwrap();
-            spawn(move || {
-                let alias = segment.alias();
-                let flight = setup.upload(segment);
-                end(&setup, flight, &alias, 1);
-            })
-        });
-        let closer = spawn({
-            let setup = setup.clone();
-            move || {
-                step();
-                setup.timeline.close();
-            }
-        });
+            threads.push(setup.spawn(|setup| setup.upload_and_end(segment)));
+        }
+        threads.push(setup.spawn(|setup| setup.timeline.close()));
         step();
         setup.timeline.ask();
         setup.reuse();
-        for thread in submitters.into_iter().chain([closer]) {
-            thread.join().unwrap();
-        }
-        setup.finish();
+        threads
     });
 }
 
 #[test]
 fn loom_seq_in_two_closings() {
-    model("events: one submits twice between two who close and ask", 3, || {
-        let setup = Setup::new();
-        let submitter = spawn({
-            let setup = setup.clone();
-            let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
-            move || {
-                drop(setup.upload(one));
-                let alias = two.alias();
-                let flight = setup.upload(two);
-                end(&setup, flight, &alias, 1);
-            }
+    stream_model("events: one submits twice between two who close and ask", |setup| {
+        let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
+        let submitter = setup.spawn(|setup| {
+            drop(setup.upload(one));
+            setup.upload_and_end(two);
         });
-        let closer = spawn({
-            let setup = setup.clone();
-            move || {
-                step();
-                setup.timeline.advance(true);
-            }
-        });
+        let closer = setup.spawn(|setup| _ = setup.timeline.advance(true));
         step();
         setup.timeline.advance(true);
         setup.reuse();
-        submitter.join().unwrap();
-        closer.join().unwrap();
-        setup.finish();
+        vec![submitter, closer]
     });
 }
 
 #[test]
 fn loom_share_closes() {
-    model("events: one submits while the stream's handle is given out", 3, || {
-        let setup = Setup::new();
+    stream_model("events: one submits while the stream's handle is given out", |setup| {
         let segment = setup.take().unwrap();
-        let submitter = spawn({
-            let setup = setup.clone();
-            move || drop(setup.upload(segment))
-        });
+        let submitter = setup.spawn(|setup| drop(setup.upload(segment)));
         step();
         setup.timeline.share();
         submitter.join().unwrap();
         // From here on the program may submit: no event may be recorded later for what was submitted before.
         setup.timeline.ask();
-        assert!(setup.timeline.rest().0, "a sequence number stayed open");
-        setup.finish();
+        assert!(setup.timeline.is_idle(), "a sequence number stayed open");
+        Vec::new()
     });
 }
 
@@ -448,20 +430,16 @@ fn loom_completion_wakes() {
             self.0.unpark();
         }
     }
-    model("completion: a task sleeps until the reaper has seen its event", 3, || {
-        let setup = Setup::new();
+    stream_model("completion: a task sleeps until the reaper has seen its event", |setup| {
         let segment = setup.take().unwrap();
         let alias = segment.alias();
         let mut flight = setup.upload(segment);
-        let reaper = spawn({
-            let setup = setup.clone();
-            // As the reaper does: looks until nothing is in flight.
-            move || {
-                while !setup.timeline.rest().0 {
-                    step();
-                    setup.timeline.advance(false);
-                    crate::sync::yield_now();
-                }
+        // As the reaper does: looks until nothing is in flight.
+        let reaper = setup.spawn(|setup| {
+            while !setup.timeline.is_idle() {
+                step();
+                setup.timeline.advance(false);
+                crate::sync::yield_now();
             }
         });
         let waker: Waker = Arc::new(Task(thread::current())).into();
@@ -475,80 +453,43 @@ fn loom_completion_wakes() {
         assert_eq!(setup.driver.ran(&alias), 1);
         setup.driver.write(buf.segment());
         drop(buf);
-        reaper.join().unwrap();
-        setup.finish();
+        vec![reaper]
     });
 }
 
 // --- the parties that meet in the word -------------------------------------------------------------------------------
 
-/// A thread that asks, as the reaper does, and then takes every segment that came back.
-fn reaper(setup: &Setup) -> JoinHandle<()> {
-    let setup = setup.clone();
-    spawn(move || {
-        step();
-        setup.timeline.advance(true);
-        setup.reuse();
-    })
-}
-
-/// A thread that drops a handle.
-fn dropper(flight: InFlight<PinnedBuf>) -> JoinHandle<()> {
-    spawn(move || {
-        step();
-        drop(flight);
-    })
-}
-
-/// Claims a segment in flight, as a stream-ready checkout does.
-fn claim(setup: &Setup) -> Option<(StreamBuf, Segment)> {
-    step();
-    let class = crate::segment::Class::of(LEN).unwrap();
-    let (key, segment) = setup.timeline.claim(&setup.central, class)?;
-    let alias = segment.alias();
-    Some((StreamBuf::claimed(setup.timeline.clone(), key, segment), alias))
-}
-
 #[test]
 fn loom_completion_against_drop() {
-    model("completion: two reapers against two handles", 3, || {
-        let setup = Setup::new();
+    stream_model("completion: two reapers against two handles", |setup| {
         let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
         let alias = two.alias();
         let (one, two) = (setup.upload(one), setup.upload(two));
-        let threads = [reaper(&setup), dropper(one)];
-        end(&setup, two, &alias, 1);
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        setup.finish();
+        let threads = vec![setup.reaper(), spawn(|| drop(one))];
+        setup.end(two, &alias, 1);
+        threads
     });
 }
 
 #[test]
 fn loom_claim_unused() {
-    model("claim: not used, against the reaper and the handle", 3, || {
-        let setup = Setup::new();
+    stream_model("claim: not used, against the reaper and the handle", |setup| {
         let flight = setup.upload(setup.take().unwrap());
-        let threads = [reaper(&setup), dropper(flight)];
-        if let Some((claimed, _)) = claim(&setup) {
+        let threads = vec![setup.reaper(), spawn(|| drop(flight))];
+        if let Some((claimed, _)) = setup.claim() {
             step();
             drop(claimed);
         }
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        setup.finish();
+        threads
     });
 }
 
 #[test]
 fn loom_claim_waited_for() {
-    model("claim: waited for, against the reaper and the handle", 3, || {
-        let setup = Setup::new();
+    stream_model("claim: waited for, against the reaper and the handle", |setup| {
         let flight = setup.upload(setup.take().unwrap());
-        let threads = [reaper(&setup), dropper(flight)];
-        if let Some((claimed, segment)) = claim(&setup) {
+        let threads = vec![setup.reaper(), spawn(|| drop(flight))];
+        if let Some((claimed, segment)) = setup.claim() {
             step();
             until(|| setup.timeline.poll_complete(1).unwrap());
             let buf = claimed.wait().unwrap();
@@ -556,51 +497,67 @@ fn loom_claim_waited_for() {
             setup.driver.write(&segment);
             drop(buf);
         }
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        setup.finish();
+        threads
     });
 }
 
 #[test]
 fn loom_claim_used() {
-    model("claim: submitted again, against the reaper and the handle", 3, || {
-        let setup = Setup::new();
+    stream_model("claim: submitted again, against the reaper and the handle", |setup| {
         let flight = setup.upload(setup.take().unwrap());
-        let threads = [reaper(&setup), dropper(flight)];
-        if let Some((claimed, segment)) = claim(&setup) {
+        let threads = vec![setup.reaper(), spawn(|| drop(flight))];
+        if let Some((claimed, segment)) = setup.claim() {
             step();
             let (resource, own) = claimed.into_resource();
             let flight = setup.submit(resource, own);
-            end(&setup, flight, &segment, 2);
+            setup.end(flight, &segment, 2);
         }
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        setup.finish();
+        threads
     });
 }
 
 #[test]
 fn loom_claim_leaves_handles_alone() {
-    model("claim: a handle that is kept gets its segment back", 3, || {
+    stream_model("claim: a handle that is kept gets its segment back", |setup| {
+        let flight = setup.upload(setup.take().unwrap());
+        let keeping = setup.spawn(|setup| {
+            until(|| flight.is_done().unwrap());
+            let buf = flight.wait().unwrap();
+            setup.driver.write(buf.segment());
+        });
+        let reaper = setup.reaper();
+        assert!(setup.claim().is_none(), "claimed under its handle");
+        vec![keeping, reaper]
+    });
+}
+
+// --- holds -----------------------------------------------------------------------------------------------------------
+
+#[test]
+fn loom_lost_hold_keeps() {
+    model("holds: of two on one segment one is lost, against the handle", 3, || {
         let setup = Setup::new();
         let segment = setup.take().unwrap();
-        let flight = setup.upload(segment);
-        let keep_alive = spawn({
-            let setup = setup.clone();
-            move || {
-                step();
-                until(|| flight.is_done().unwrap());
-                let buf = flight.wait().unwrap();
-                setup.driver.write(buf.segment());
-            }
-        });
-        let reaper = reaper(&setup);
-        assert!(claim(&setup).is_none(), "claimed under its handle");
-        keep_alive.join().unwrap();
-        reaper.join().unwrap();
-        setup.finish();
+        let (alias, central) = (segment.alias(), setup.central.clone());
+        let shared = Resource::Segment(segment.alias()).shared();
+        let (lost, other) = (Hold::new(shared.clone()), Hold::new(shared));
+        let releasing = spawn(|| other.release());
+        // SAFETY: the segment is lent, and the buffer is only let go of.
+        let handle = unsafe { PinnedBuf::new(segment, 0) };
+        let dropping = spawn(|| Sealed::abandon(handle, KEY));
+        step();
+        assert_eq!(lost.quarantine().buffers, 1);
+        for thread in [releasing, dropping] {
+            thread.join().unwrap();
+        }
+        assert_eq!(alias.descriptor().word().state(), state::QUARANTINED, "a lost hold lets the segment go");
+        assert_eq!(central.unlisted_bytes(), (0, true));
+        let others: Vec<Segment> = std::iter::from_fn(|| setup.take()).collect();
+        assert!(others.len() == ALL - 1 && others.iter().all(|other| other.base() != alias.base()));
+        for segment in others {
+            // SAFETY: taken above, and nothing uses it.
+            unsafe { segment.release() };
+        }
+        setup.central.close();
     });
 }

@@ -17,15 +17,16 @@
 //!
 //! # Files, in the order to read them
 //!
-//! This file has [`Stream`], the public handle, and [`Device::stream`], which makes one. [`timeline`] is the core: how
-//! the crate knows that a copy is done. [`reaper`] is the thread that finds it out. `loom_models` has the models of all
-//! this.
+//! This file has [`Stream`], the public handle, and [`Device::stream`], which makes one. [`hold`] says how memory is
+//! kept for a device. [`timeline`] is the core: how the crate knows that a copy is done. [`reaper`] is the thread that
+//! finds it out. `loom_models` has the models of all this.
 //!
 //! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
 //! `central` (to return segments), `device` (the driver) and `freelist` (the segments' state words).
 
+pub(crate) mod hold;
 #[cfg(all(test, loom))]
-pub(crate) mod loom_models;
+mod loom_models;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 
@@ -89,7 +90,7 @@ impl Device {
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(make(&**maker.driver())))?;
-        let timeline = Timeline::new(context, handle, self.listing().clone());
+        let timeline = Timeline::new(context, handle, true, true, None, self.listing().clone());
         Ok(Stream { timeline, device: self.clone() })
     }
 }
@@ -107,7 +108,7 @@ impl Stream {
     ) -> Self {
         let make = || {
             let context = device.context().clone();
-            Timeline::adopted(context, handle, id.is_some(), confined, device.listing().clone())
+            Timeline::new(context, handle, false, id.is_some(), confined, device.listing().clone())
         };
         let timeline = match id {
             Some(id) => device.known_stream(id, make),

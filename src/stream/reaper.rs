@@ -5,19 +5,24 @@
 //! itself on the reaper's list, and wakes the reaper only if it sleeps. A timeline stays listed for [`IDLE_LOOKS`] looks
 //! after its last work, so that a timeline with short pauses does not wake the thread each time.
 //!
-//! # Which timelines are looked at
+//! # When a timeline is looked at
 //!
-//! A listed timeline is *fresh* for [`STALE_AFTER`] after it was listed, made progress, or got a waiter; then it is
-//! *stale*: a long kernel runs there, or it hangs.
+//! The list is a queue in the order of the timelines' next looks. Each timeline has one place in it. There is *news* of
+//! a timeline when it is listed, makes progress, is idle, or gets a waiter; further work alone is none. The pause before
+//! the next look is an eighth of the time since the last news, so the reaper sees a completion at most an eighth later
+//! than it could.
 //!
-//! - All fresh timelines are looked at in each round. Between two rounds the reaper pauses for an eighth of the time
-//!   since it last saw progress, within 50 us and 1 ms. So it sees a completion at most an eighth later than it could.
-//! - Of the stale ones, [`STALE_BATCH`] are looked at each millisecond, in turns. So up to that many are looked at as
-//!   often as fresh ones with little progress, and a thousand streams that hang cost a hundredth of a core. News of a
-//!   stale timeline makes it fresh.
+//! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in proportion
+//! where more are: so a thousand streams that hang cost a hundredth of a core.
 //!
-//! A pool that runs short looks at the timelines in the same way, on the thread of the request ([`Listing::glance`]): at
-//! the fresh ones and at the next stale ones, a bounded number of each.
+//! A pool that runs short looks at the next [`BATCH`] timelines of the queue, on the thread of the request
+//! ([`Listing::glance`]).
+//!
+//! # Invariants
+//!
+//! - A timeline that is marked as listed is in the queue, or its thread is about to put it there. So it is looked at
+//!   until it is idle.
+//! - `due` has exactly one entry for each timeline in `listed`: its next look.
 //!
 //! # Panics
 //!
@@ -31,7 +36,6 @@
 //! steps the device calls [`Listing::advance`].
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -42,24 +46,12 @@ use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::foreign;
 
-const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
-const LONGEST_SLEEP: Duration = Duration::from_millis(1);
+const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Looks without anything in flight before a timeline is taken off the list.
 const IDLE_LOOKS: u32 = 16;
-/// A timeline without news for this long is stale. An eighth of it is the longest pause.
-const STALE_AFTER: Duration = Duration::from_millis(8);
-/// The stale timelines that are looked at in one millisecond; and the timelines with waiters that stay fresh.
-const STALE_BATCH: usize = 64;
-
-#[derive(Debug, Default)]
-struct Inbox {
-    /// Timelines that have put themselves on the list since the last round.
-    listed: Vec<Arc<Timeline>>,
-    /// The numbers of the timelines for which a thread or a task has begun to wait since then.
-    expedited: BTreeSet<u64>,
-    asleep: bool,
-    closing: bool,
-}
+/// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks at, at most.
+const BATCH: usize = 64;
 
 /// A listed timeline.
 #[derive(Debug)]
@@ -67,26 +59,29 @@ struct Listed {
     timeline: Arc<Timeline>,
     /// The number of looks in a row that found it idle.
     idle: u32,
-    /// When it was listed, made progress or got a waiter.
-    fresh_since: Instant,
+    /// When there was news of it.
+    since: Instant,
+    next_look: Instant,
 }
 
-/// The listed timelines. Only the reaper changes these lists; pools read them.
+/// The listed timelines.
 #[derive(Debug, Default)]
-struct Rounds {
-    fresh: Vec<Listed>,
+struct Queue {
     /// By their numbers.
-    stale: BTreeMap<u64, Listed>,
-    /// The places where the next look of a pool begins.
-    next_fresh: usize,
-    next_stale: u64,
+    listed: BTreeMap<u64, Listed>,
+    /// The times of their next looks, with their numbers.
+    due: BTreeSet<(Instant, u64)>,
+    /// The reaper sleeps, since nothing is listed.
+    asleep: bool,
+    /// The reaper was woken from its pause.
+    rung: bool,
+    closing: bool,
 }
 
 #[derive(Debug, Default)]
 struct ReaperShared {
-    inbox: Mutex<Inbox>,
+    queue: Mutex<Queue>,
     doorbell: Condvar,
-    rounds: Mutex<Rounds>,
     /// Every timeline of the device by its number, for statistics and for [`Listing::advance`].
     known: Mutex<BTreeMap<u64, Weak<Timeline>>>,
 }
@@ -120,19 +115,20 @@ impl Listing {
 
     /// Lists a timeline that has become busy.
     pub(crate) fn list(&self, timeline: &Arc<Timeline>) {
-        let mut inbox = self.0.inbox.lock();
-        inbox.listed.push(timeline.clone());
-        if inbox.asleep {
+        let now = Instant::now();
+        let mut queue = self.0.queue.lock();
+        queue.list(timeline, now);
+        if queue.asleep {
             self.0.doorbell.notify_one();
         }
     }
 
-    /// A thread or a task begins to wait for the timeline with this number: the reaper starts from the shortest pause
-    /// again.
+    /// A thread or a task begins to wait for the timeline with this number: the reaper looks at it now, and begins with
+    /// the shortest pause again.
     pub(crate) fn expedite(&self, number: u64) {
-        let mut inbox = self.0.inbox.lock();
-        // While the reaper sleeps nothing is listed but what has woken it.
-        if !inbox.asleep && inbox.expedited.insert(number) && inbox.expedited.len() == 1 {
+        let now = Instant::now();
+        let mut queue = self.0.queue.lock();
+        if queue.expedite(number, now) && !std::mem::replace(&mut queue.rung, true) {
             self.0.doorbell.notify_one();
         }
     }
@@ -145,56 +141,95 @@ impl Listing {
             progress |= timeline.advance(true);
         }
         // Without a reaper thread nothing else empties the list. The timelines are dropped after the lock is released.
-        let mut inbox = self.0.inbox.lock();
-        let (idle, busy) = std::mem::take(&mut inbox.listed).into_iter().partition(|t| t.unlist());
-        inbox.listed = busy;
-        drop(inbox);
-        let idle: Vec<Arc<Timeline>> = idle;
-        drop(idle);
+        let gone = self.0.queue.lock().remove_idle();
+        drop(gone);
         progress
     }
 
-    /// Looks once at listed timelines, on the calling thread, for a pool that runs short: at those that were listed last,
-    /// at fresh ones, and at the next stale ones, [`STALE_BATCH`] of each at most. Returns whether anything completed.
+    /// Looks once at the [`BATCH`] timelines whose looks come next, on the calling thread, for a pool that runs short.
+    /// These then go to the back, as after a look of the reaper's. Returns whether anything completed.
     pub(crate) fn glance(&self) -> bool {
-        let mut due: Vec<Arc<Timeline>> = {
-            let inbox = self.0.inbox.lock();
-            inbox.listed.iter().rev().take(STALE_BATCH).cloned().collect()
-        };
-        self.0.rounds.lock().next_for_pool(&mut due);
-        due.iter().fold(false, |progress, timeline| timeline.advance(true) | progress)
+        let turn = self.0.queue.lock().turn(Instant::now());
+        turn.iter().fold(false, |progress, timeline| timeline.advance(true) | progress)
     }
 }
 
-impl Rounds {
-    /// Fresh timelines and stale ones, a bounded number of each; other ones the next time, where there are more.
-    fn next_for_pool(&mut self, due: &mut Vec<Arc<Timeline>>) {
-        let count = self.fresh.len().min(STALE_BATCH);
-        let from = if self.next_fresh < self.fresh.len() { self.next_fresh } else { 0 };
-        let (before, behind) = self.fresh.split_at(from);
-        due.extend(behind.iter().chain(before).take(count).map(|listed| listed.timeline.clone()));
-        self.next_fresh = from + count;
-        let next = next_stale(&self.stale, self.next_stale);
-        let mut last = self.next_stale;
-        due.extend(next.map(|(number, listed)| {
-            last = *number;
-            listed.timeline.clone()
-        }));
-        self.next_stale = last;
-    }
-
-    /// Makes a timeline fresh that is stale.
-    fn refresh(&mut self, number: u64, now: Instant) {
-        if let Some(listed) = self.stale.remove(&number) {
-            self.fresh.push(Listed { fresh_since: now, ..listed });
+impl Queue {
+    /// Gives a timeline its place, and another one than before if it was listed.
+    fn put(&mut self, listed: Listed) {
+        let number = listed.timeline.number();
+        self.due.insert((listed.next_look, number));
+        if let Some(before) = self.listed.insert(number, listed) {
+            debug_assert!(false, "timeline {number} was listed twice");
+            self.due.remove(&(before.next_look, number));
         }
     }
-}
 
-/// The next stale timelines after the one with this number, around to that one.
-fn next_stale(stale: &BTreeMap<u64, Listed>, after: u64) -> impl Iterator<Item = (&u64, &Listed)> {
-    let behind = stale.range((Excluded(after), Unbounded));
-    behind.chain(stale.range(..=after)).take(STALE_BATCH)
+    fn take(&mut self, number: u64) -> Option<Listed> {
+        let listed = self.listed.remove(&number)?;
+        self.due.remove(&(listed.next_look, number));
+        Some(listed)
+    }
+
+    fn list(&mut self, timeline: &Arc<Timeline>, now: Instant) {
+        let next_look = now + SHORTEST_PAUSE;
+        self.put(Listed { timeline: timeline.clone(), idle: 0, since: now, next_look });
+    }
+
+    /// Whether the timeline is listed.
+    fn expedite(&mut self, number: u64, now: Instant) -> bool {
+        let Some(listed) = self.take(number) else { return false };
+        self.put(Listed { since: now, next_look: now, ..listed });
+        true
+    }
+
+    /// The pause of a timeline without news since then.
+    fn pause(&self, since: Instant, now: Instant) -> Duration {
+        let longest = LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32;
+        (now.saturating_duration_since(since) / 8).clamp(SHORTEST_PAUSE, longest)
+    }
+
+    /// The timelines whose looks come next, for a pool; they go to the back.
+    fn turn(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
+        let numbers: Vec<u64> = self.due.iter().take(BATCH).map(|(_, number)| *number).collect();
+        let mut look_at = |number| {
+            let listed = self.take(number)?;
+            let timeline = listed.timeline.clone();
+            let next_look = now + self.pause(listed.since, now);
+            self.put(Listed { next_look, ..listed });
+            Some(timeline)
+        };
+        numbers.into_iter().filter_map(&mut look_at).collect()
+    }
+
+    /// The timelines that are due.
+    fn due(&self, now: Instant) -> Vec<Arc<Timeline>> {
+        let due = self.due.range(..=(now, u64::MAX));
+        due.filter_map(|(_, number)| self.listed.get(number)).map(|listed| listed.timeline.clone()).collect()
+    }
+
+    /// Puts a timeline to the place that follows from a look. Returns it if it is off the list.
+    fn note(&mut self, number: u64, seen: Look, now: Instant) -> Option<Listed> {
+        let mut listed = self.take(number)?;
+        listed.idle = if seen.idle { listed.idle + 1 } else { 0 };
+        if listed.idle >= IDLE_LOOKS && listed.timeline.unlist() {
+            return Some(listed);
+        }
+        if seen.progress || seen.idle {
+            listed.since = now;
+        }
+        listed.next_look = now + self.pause(listed.since, now);
+        self.put(listed);
+        None
+    }
+
+    /// Takes off the timelines that are idle.
+    fn remove_idle(&mut self) -> Vec<Listed> {
+        let idle = |listed: &&Listed| listed.timeline.unlist();
+        let idle: Vec<u64> =
+            self.listed.values().filter(idle).map(|listed| listed.timeline.number()).collect();
+        idle.into_iter().filter_map(|number| self.take(number)).collect()
+    }
 }
 
 impl Reaper {
@@ -233,67 +268,47 @@ impl Drop for Reaper {
             // The last look: what is still in flight after it stays so for good, with its memory.
             self.listing.advance();
         }
-        self.listing.0.inbox.lock().closing = true;
+        self.listing.0.queue.lock().closing = true;
         self.listing.0.doorbell.notify_one();
     }
 }
 
 /// The thread's work until the device closes.
 fn run(shared: &ReaperShared) {
-    let mut progressed = Instant::now();
-    let mut stale_due = progressed;
-    let mut cursor = 0;
-    let mut looks: Vec<(Arc<Timeline>, Look)> = Vec::new();
-    loop {
-        let (listed, expedited) = {
-            let mut inbox = shared.inbox.lock();
-            while inbox.listed.is_empty() && shared.rounds.lock().is_empty() {
-                if inbox.closing {
-                    return;
-                }
-                inbox.asleep = true;
-                inbox.expedited.clear();
-                shared.doorbell.wait(&mut inbox);
-                inbox.asleep = false;
-            }
-            (std::mem::take(&mut inbox.listed), std::mem::take(&mut inbox.expedited))
-        };
+    let mut looked = Instant::now();
+    while let Some(due) = next_due(shared, looked) {
+        let looks: Vec<_> = due.into_iter().map(|timeline| (timeline.number(), look(&timeline))).collect();
         let now = Instant::now();
-        if !listed.is_empty() || !expedited.is_empty() {
-            progressed = now;
-        }
-        {
-            let mut rounds = shared.rounds.lock();
-            rounds.fresh.extend(listed.into_iter().map(|t| Listed {
-                timeline: t,
-                idle: 0,
-                fresh_since: now,
-            }));
-            expedited.into_iter().for_each(|number| rounds.refresh(number, now));
-            looks.extend(rounds.fresh.iter().map(|listed| (listed.timeline.clone(), Look::default())));
-            if now >= stale_due && !rounds.stale.is_empty() {
-                stale_due = now + LONGEST_SLEEP;
-                let next = next_stale(&rounds.stale, cursor);
-                looks.extend(next.map(|(_, listed)| (listed.timeline.clone(), Look::default())));
-                cursor = looks.last().map_or(0, |(timeline, _)| timeline.number());
-            }
-        }
-        for (timeline, seen) in &mut looks {
-            seen.progress = look(timeline);
-            (seen.idle, seen.waited) = timeline.rest();
-        }
-        if looks.iter().any(|(_, seen)| seen.progress) {
-            progressed = Instant::now();
-        }
-        // Dropped after the lock is released: these may be the last references.
-        let gone = shared.rounds.lock().note(&looks, Instant::now());
+        let mut queue = shared.queue.lock();
+        let gone: Vec<_> =
+            looks.into_iter().filter_map(|(number, seen)| queue.note(number, seen, now)).collect();
+        drop(queue);
+        // After the lock was released: these may be the last references.
         drop(gone);
-        looks.clear();
-        let pause = (progressed.elapsed() / 8).clamp(SHORTEST_SLEEP, LONGEST_SLEEP);
-        let mut inbox = shared.inbox.lock();
-        if inbox.expedited.is_empty() && inbox.listed.is_empty() {
-            shared.doorbell.wait_for(&mut inbox, pause);
+        looked = now;
+    }
+}
+
+/// Waits until timelines are due: for [`SHORTEST_PAUSE`] at least after the last looks, so that several are due at
+/// once, and for [`LONGEST_PAUSE`] at most, since a timeline that is listed meanwhile wakes nobody. `None`: the device
+/// closes, and nothing is in flight.
+fn next_due(shared: &ReaperShared, looked: Instant) -> Option<Vec<Arc<Timeline>>> {
+    let mut queue = shared.queue.lock();
+    loop {
+        let Some((next, _)) = queue.due.first().copied() else {
+            if queue.closing {
+                return None;
+            }
+            queue.asleep = true;
+            shared.doorbell.wait(&mut queue);
+            queue.asleep = false;
+            continue;
+        };
+        let (now, until) = (Instant::now(), next.clamp(looked + SHORTEST_PAUSE, looked + LONGEST_PAUSE));
+        if std::mem::take(&mut queue.rung) || now >= until {
+            return Some(queue.due(now));
         }
+        shared.doorbell.wait_until(&mut queue, until);
     }
 }
 
@@ -304,58 +319,20 @@ struct Look {
     progress: bool,
     /// Nothing is in flight.
     idle: bool,
-    /// A thread or a task waits.
-    waited: bool,
 }
 
-impl Rounds {
-    fn is_empty(&self) -> bool {
-        self.fresh.is_empty() && self.stale.is_empty()
-    }
-
-    /// Sorts the timelines by what the looks have found: first at all fresh ones in their order, then at stale ones.
-    /// Returns those that are off the list.
-    fn note(&mut self, looks: &[(Arc<Timeline>, Look)], now: Instant) -> Vec<Listed> {
-        let mut gone = Vec::new();
-        let (fresh, stale) = looks.split_at(self.fresh.len().min(looks.len()));
-        let mut waited = 0;
-        for (listed, (_, seen)) in std::mem::take(&mut self.fresh).into_iter().zip(fresh) {
-            let idle = if seen.idle { listed.idle + 1 } else { 0 };
-            let fresh_since = if seen.progress { now } else { listed.fresh_since };
-            let listed = Listed { idle, fresh_since, ..listed };
-            if idle >= IDLE_LOOKS && listed.timeline.unlist() {
-                gone.push(listed);
-                continue;
-            }
-            // Idle ones stay until they are off the list, which is soon.
-            let is_stale = !seen.idle && now.saturating_duration_since(fresh_since) >= STALE_AFTER;
-            waited += usize::from(is_stale && seen.waited);
-            if is_stale && !(seen.waited && waited <= STALE_BATCH) {
-                self.stale.insert(listed.timeline.number(), listed);
-            } else {
-                self.fresh.push(listed);
-            }
-        }
-        for (timeline, seen) in stale {
-            if seen.progress || seen.idle {
-                self.refresh(timeline.number(), now);
-            }
-        }
-        gone
-    }
-}
-
-/// Looks at one timeline. Returns whether anything completed.
-fn look(timeline: &Arc<Timeline>) -> bool {
+/// Looks at one timeline.
+fn look(timeline: &Arc<Timeline>) -> Look {
     let completed =
         foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
             timeline.advance(false)
         });
-    completed.unwrap_or_else(|| {
+    let progress = completed.unwrap_or_else(|| {
         // The panic may have left the timeline's state half changed: it is given up as a whole.
         timeline.lose(&Error::Internal("a look at a stream panicked"));
         true
-    })
+    });
+    Look { progress, idle: timeline.is_idle() }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -365,115 +342,117 @@ mod tests {
     use crate::device::host::{HostConfig, HostNode};
     use crate::stream::Stream;
 
+    const NOTHING: Look = Look { progress: false, idle: false };
+
     fn streams(count: usize) -> Vec<Stream> {
         let node = HostNode::new(HostConfig::new().stepped(1)).unwrap();
         let device = Device::on(&node, 0).unwrap();
         (0..count).map(|_| device.stream().unwrap()).collect()
     }
 
-    fn listed(stream: &Stream, fresh_since: Instant) -> Listed {
-        Listed { timeline: stream.timeline().clone(), idle: 0, fresh_since }
+    /// The queue with these, without news since then.
+    fn listed(streams: &[Stream], then: Instant) -> Queue {
+        let mut queue = Queue::default();
+        streams.iter().for_each(|stream| queue.list(stream.timeline(), then));
+        queue
     }
 
-    const NOTHING: Look = Look { progress: false, idle: false, waited: false };
+    /// Looks at what is due each 50 us for so long, and returns the numbers of the timelines looked at, with the times.
+    fn looks(queue: &mut Queue, from: Instant, long: Duration) -> Vec<(Instant, u64)> {
+        let mut looks = Vec::new();
+        let mut now = from;
+        while now < from + long {
+            for timeline in queue.due(now) {
+                assert!(queue.note(timeline.number(), NOTHING, now).is_none());
+                looks.push((now, timeline.number()));
+            }
+            now += SHORTEST_PAUSE;
+        }
+        assert!(queue.due.iter().all(|(next, number)| queue.listed[number].next_look == *next));
+        assert_eq!(queue.due.len(), queue.listed.len());
+        looks
+    }
 
     #[test]
-    fn stale_timelines_are_looked_at_by_turns() {
+    fn the_pause_grows_with_the_silence_and_news_end_it() {
+        let (streams, then) = (streams(1), Instant::now());
+        let (number, ms) = (streams[0].number(), Duration::from_millis);
+        let mut queue = listed(&streams, then);
+        let gaps: Vec<Duration> =
+            looks(&mut queue, then, ms(20)).windows(2).map(|w| w[1].0 - w[0].0).collect();
+        assert_eq!((gaps[0], gaps[gaps.len() - 1]), (SHORTEST_PAUSE, LONGEST_PAUSE));
+        assert!(gaps.windows(2).all(|w| w[0] <= w[1] && w[1] <= 2 * w[0]), "{gaps:?}");
+        // What was complete just after a look is seen when an eighth of the time has passed again, or a step later.
+        let seen = looks(&mut listed(&streams, then), then, ms(6));
+        assert!(seen.windows(2).all(|w| w[1].0 - w[0].0 <= (w[0].0 - then) / 8 + 2 * SHORTEST_PAUSE));
+        for news in [Look { progress: true, ..NOTHING }, Look { idle: true, ..NOTHING }] {
+            let now = then + ms(30);
+            queue.note(number, news, now);
+            assert_eq!(queue.listed[&number].next_look, now + SHORTEST_PAUSE);
+        }
+        // A waiter is served at once, and is news as well.
+        let now = then + ms(90);
+        assert!(queue.expedite(number, now) && queue.due(now).len() == 1);
+        assert_eq!(looks(&mut queue, now, 3 * SHORTEST_PAUSE).len(), 3);
+        assert!(!queue.expedite(number + 1, now), "it is not listed");
+    }
+
+    #[test]
+    fn many_silent_timelines_cost_no_more_looks_than_a_batch() {
+        let (streams, then, ms) = (streams(10 * BATCH), Instant::now(), Duration::from_millis);
+        let mut queue = listed(&streams, then);
+        looks(&mut queue, then, ms(200));
+        let looks = looks(&mut queue, then + ms(200), ms(100));
+        // Sixty-four in a millisecond, and each of them in its turn.
+        assert!(looks.len() <= 100 * BATCH && looks.len() >= 90 * BATCH, "{}", looks.len());
+        let numbers: BTreeSet<u64> = looks.iter().map(|(_, number)| *number).collect();
+        assert_eq!(numbers.len(), streams.len());
+    }
+
+    #[test]
+    fn the_turns_of_a_pool_go_around() {
         const STREAMS: usize = 150;
         let (streams, now) = (streams(STREAMS), Instant::now());
-        let stale: BTreeMap<u64, Listed> = streams.iter().map(|s| (s.number(), listed(s, now))).collect();
-        let (mut looks, mut cursor) = (BTreeMap::new(), 0);
-        const ROUNDS: usize = 75;
-        for _ in 0..ROUNDS {
-            let batch: Vec<u64> = next_stale(&stale, cursor).map(|(number, _)| *number).collect();
-            assert_eq!(batch.len(), STALE_BATCH);
-            cursor = batch[batch.len() - 1];
-            batch.iter().for_each(|number| *looks.entry(*number).or_insert(0) += 1);
-        }
-        let each = ROUNDS * STALE_BATCH / STREAMS;
-        assert!(looks.len() == STREAMS && looks.values().all(|n| *n == each), "{looks:?}");
-        // A pool's turns go around as well, and a short list is taken whole, once.
-        let mut rounds = Rounds { stale, ..Rounds::default() };
-        let mut due = Vec::new();
-        (0..3).for_each(|_| rounds.next_for_pool(&mut due));
-        let numbers: BTreeSet<u64> = due.iter().map(|timeline| timeline.number()).collect();
-        assert_eq!((due.len(), numbers.len()), (3 * STALE_BATCH, STREAMS));
-        // So do its turns among fresh ones.
-        let fresh = streams.iter().take(2 * STALE_BATCH).map(|stream| listed(stream, now)).collect();
-        let (mut news, mut due) = (Rounds { fresh, ..Rounds::default() }, Vec::new());
-        (0..4).for_each(|_| news.next_for_pool(&mut due));
-        let fresh = news.fresh.iter().map(|listed| listed.timeline.number());
-        let mut turns = fresh.map(|number| due.iter().filter(|t| t.number() == number).count());
-        assert!(turns.all(|n| n == 2), "{due:?}");
-        let few = rounds.stale.split_off(&streams[STREAMS - 3].number());
-        assert_eq!(next_stale(&few, streams[STREAMS - 2].number()).count(), 3);
+        let mut queue = listed(&streams, now);
+        let later = now + Duration::from_millis(1);
+        let turns: Vec<_> = (0..3).flat_map(|_| queue.turn(later)).collect();
+        let numbers: BTreeSet<u64> = turns.iter().map(|timeline| timeline.number()).collect();
+        assert_eq!((turns.len(), numbers.len()), (3 * BATCH, STREAMS));
+        let mut queue = listed(&streams[..3], now);
+        assert_eq!(queue.turn(later).len(), 3, "a short list is taken whole, once");
     }
 
     #[test]
-    fn silence_makes_a_timeline_stale_and_news_makes_it_fresh() {
-        let (streams, then) = (streams(3), Instant::now());
-        let mut rounds = Rounds::default();
-        rounds.fresh.extend(streams.iter().map(|stream| listed(stream, then)));
-        let look = |rounds: &Rounds, seen: [Look; 3]| -> Vec<(Arc<Timeline>, Look)> {
-            let all = rounds.fresh.iter().chain(rounds.stale.values());
-            all.map(|listed| listed.timeline.clone()).zip(seen).collect()
-        };
-        let now = then + STALE_AFTER;
-        // The first made progress, and a thread waits for the second.
-        let seen = [Look { progress: true, ..NOTHING }, Look { waited: true, ..NOTHING }, NOTHING];
-        let looks = look(&rounds, seen);
-        assert!(rounds.note(&looks, now).is_empty());
-        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (2, 1));
-        let looks = look(&rounds, [NOTHING; 3]);
-        assert!(rounds.note(&looks, now).is_empty());
-        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (1, 2), "the wait is over");
-        let looks = look(&rounds, [NOTHING, NOTHING, Look { progress: true, ..NOTHING }]);
-        rounds.note(&looks, now);
-        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (2, 1));
-        rounds.refresh(*rounds.stale.keys().next().unwrap(), now);
-        let looks = look(&rounds, [NOTHING; 3]);
-        rounds.note(&looks, now);
-        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (3, 0), "as fresh as a new one");
-        // Idle ones leave the list, and not before they were idle for a while.
+    fn idle_timelines_leave_the_list_and_not_at_once() {
+        let (streams, now) = (streams(1), Instant::now());
+        let number = streams[0].number();
+        let mut queue = listed(&streams, now);
+        let idle = Look { idle: true, ..NOTHING };
+        for _ in 1..IDLE_LOOKS {
+            assert!(queue.note(number, idle, now).is_none());
+        }
+        assert!(queue.note(number, NOTHING, now).is_none(), "it has got work");
         for n in 1..=IDLE_LOOKS {
-            let looks = look(&rounds, [Look { idle: true, ..NOTHING }; 3]);
-            let gone = rounds.note(&looks, now + 2 * STALE_AFTER);
-            assert_eq!(gone.len(), if n < IDLE_LOOKS { 0 } else { 3 }, "{n}");
+            assert_eq!(queue.note(number, idle, now).is_some(), n == IDLE_LOOKS);
         }
-        assert!(rounds.is_empty());
-    }
-
-    #[test]
-    fn a_bounded_number_of_timelines_stays_fresh_for_waiters() {
-        const UNWAITED: usize = 10;
-        let (streams, then) = (streams(UNWAITED + STALE_BATCH + 5), Instant::now());
-        let mut rounds = Rounds::default();
-        rounds.fresh.extend(streams.iter().map(|stream| listed(stream, then)));
-        let look = |n| Look { waited: n >= UNWAITED, ..NOTHING };
-        let looks: Vec<_> =
-            streams.iter().enumerate().map(|(n, s)| (s.timeline().clone(), look(n))).collect();
-        rounds.note(&looks, then + STALE_AFTER);
-        assert_eq!((rounds.fresh.len(), rounds.stale.len()), (STALE_BATCH, UNWAITED + 5));
+        assert!(queue.listed.is_empty() && queue.due.is_empty());
     }
 
     #[test]
     fn a_wait_ends_the_pause_of_the_reaper() {
-        let listing = Listing::default();
-        let (shared, (locked, is_locked)) = (listing.0.clone(), std::sync::mpsc::channel());
-        let pausing = std::thread::spawn(move || {
-            let mut inbox = shared.inbox.lock();
-            locked.send(()).unwrap();
-            let is_over = shared.doorbell.wait_for(&mut inbox, Duration::from_secs(10)).timed_out();
-            (is_over, inbox.expedited.clone())
-        });
-        is_locked.recv().unwrap();
-        // This gets the lock only when the other thread pauses.
-        listing.expedite(7);
-        assert_eq!(pausing.join().unwrap(), (false, BTreeSet::from([7])));
-        // While the reaper sleeps, nothing that is listed can be waited for.
-        *listing.0.inbox.lock() = Inbox { asleep: true, ..Inbox::default() };
-        listing.expedite(7);
-        assert!(listing.0.inbox.lock().expedited.is_empty());
+        let streams = streams(1);
+        let (number, listing) = (streams[0].number(), Listing::default());
+        // Nothing that is not listed can be waited for.
+        listing.expedite(number);
+        assert!(!listing.0.queue.lock().rung);
+        let far = Instant::now() + Duration::from_secs(10);
+        *listing.0.queue.lock() = listed(&streams, far);
+        let shared = listing.0.clone();
+        let pausing = std::thread::spawn(move || next_due(&shared, far).map(|due| due.len()));
+        // Whether this comes before the pause or in it.
+        listing.expedite(number);
+        assert_eq!(pausing.join().unwrap(), Some(1));
+        assert!(Instant::now() < far && !listing.0.queue.lock().rung);
     }
 
     #[test]
@@ -485,7 +464,7 @@ mod tests {
         let driver = device.context().driver().clone();
         while driver.stepped().is_some_and(|stepped| stepped.step()) {}
         assert!(device.listing().glance());
-        assert!(streams.iter().all(|stream| stream.timeline().rest().0));
+        assert!(streams.iter().all(|stream| stream.timeline().is_idle()));
         assert!(!device.listing().glance());
         // Streams that have ended are not known any more.
         assert_eq!(device.listing().0.known.lock().len(), 2);

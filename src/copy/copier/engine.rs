@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::flights::Flights;
-use super::job::{Job, KeptMemories, Memories};
+use super::job::Job;
 use super::packing::Host;
 use super::permits::Permits;
-use super::ring::{Ring, Slot, Take};
+use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
@@ -18,14 +18,14 @@ use crate::buffer::{InFlight, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
-use crate::device::memory::Allocation;
 use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::{Resource, Submission, Ticket};
+use crate::stream::hold::{Resource, Retain};
+use crate::stream::timeline::{Submission, Ticket};
 
 /// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
@@ -245,26 +245,24 @@ impl Engine {
         stream: &Stream,
         host: Host,
         transfers: &[Transfer],
-        memories: &Kept<'_>,
+        memories: Arc<dyn Retain>,
         written: Option<usize>,
     ) -> std::result::Result<Flight, Refusal> {
         let timeline = stream.timeline();
         let ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
-        let (one, all) = memories.split();
-        let begin = |resource, memory| timeline.begin(resource, memory).map_err(|(error, _)| error);
-        let (first, mut flight) = match host {
+        let begin = |resource| timeline.begin(resource, Some(memories)).map_err(|(error, _)| error);
+        let (submission, mut flight) = match host {
             Host::Segment(buf) => {
-                let first = begin(Sealed::lend(&buf, KEY), one)?;
-                (first, Flight::Segment(InFlight::new(ticket, buf, written)))
+                let submission = begin(Sealed::lend(&buf, KEY))?;
+                (submission, Flight::Segment(InFlight::new(ticket, buf, written)))
             }
             Host::Lent(lent) => {
                 let back = lent.back.clone();
-                (begin(Resource::Object(Box::new(lent)), one)?, Flight::Lent(ticket, back))
+                (begin(Resource::Object(Arc::new(lent)))?, Flight::Lent(ticket, back))
             }
         };
-        let second = all.map(|all| begin(Resource::Object(Box::new(all)), None)).transpose()?;
-        // SAFETY: the entries keep the host's and the device's memory until an event after this call is seen complete.
-        let (seq, said) = unsafe { self.copy_all(stream, transfers, first, second) };
+        // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen complete.
+        let (seq, said) = unsafe { self.copy_all(stream, transfers, submission) };
         match &mut flight {
             Flight::Segment(flight) => flight.submitted(seq),
             Flight::Lent(ticket, _) => ticket.seq = seq,
@@ -273,13 +271,12 @@ impl Engine {
     }
 
     /// # Safety
-    /// The submissions keep all that the transfers name.
+    /// The submission keeps all that the transfers name.
     unsafe fn copy_all(
         &self,
         stream: &Stream,
         transfers: &[Transfer],
-        first: Submission<'_>,
-        second: Option<Submission<'_>>,
+        submission: Submission<'_>,
     ) -> (u64, Result<()>) {
         let context = self.device.context();
         let mut failed = None;
@@ -297,9 +294,7 @@ impl Engine {
             }
             rest = later;
         }
-        // Both are covered by an event after the copies.
-        let seq = first.commit();
-        let seq = second.map_or(seq, |second| second.commit().max(seq));
+        let seq = submission.commit();
         match failed {
             Some(error) => (seq, context.noting(Err(error))),
             None => {
@@ -371,24 +366,5 @@ pub(super) struct Refusal {
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
         Self { error, ticket: None }
-    }
-}
-
-/// The device memory that copies use.
-pub(super) enum Kept<'a> {
-    /// The ring.
-    Ring(Arc<Allocation>),
-    Job(&'a Arc<Memories>),
-}
-
-impl Kept<'_> {
-    fn split(&self) -> (Option<Arc<Allocation>>, Option<KeptMemories>) {
-        match self {
-            Self::Ring(ring) => (Some(ring.clone()), None),
-            Self::Job(memories) => match &memories.0[..] {
-                [one] => (Some(one.clone()), None),
-                _ => (None, Some(KeptMemories(vec![(*memories).clone()]))),
-            },
-        }
     }
 }

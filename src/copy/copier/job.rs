@@ -28,7 +28,7 @@ use crate::buffer::PinnedBuf;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result, Waited};
 use crate::foreign::Task;
-use crate::stream::timeline::{Quarantined, Retain};
+use crate::stream::hold::Retain;
 use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
@@ -122,24 +122,6 @@ impl LentPlan {
     }
 }
 
-/// The device memory of a job. Each of its copies keeps all of it.
-#[derive(Debug)]
-pub(super) struct Memories(pub(super) Vec<Arc<Allocation>>);
-
-/// A copy's share of the memory.
-#[derive(Debug)]
-pub(super) struct KeptMemories(
-    #[allow(dead_code, reason = "kept, and never looked at")] pub(super) Vec<Arc<Memories>>,
-);
-
-impl Retain for KeptMemories {
-    fn quarantine(self: Box<Self>) -> Quarantined {
-        // The device may use it for good: it is leaked.
-        std::mem::forget(self);
-        Quarantined::default()
-    }
-}
-
 /// How far a transfer has come: [`Transfer::progress`](super::Transfer::progress).
 ///
 /// ```
@@ -209,7 +191,8 @@ pub(super) struct Job {
     pub(super) priority: Priority,
     /// Bytes of it.
     pub(super) total: u64,
-    pub(super) memories: Arc<Memories>,
+    /// The device memory. Each of its copies keeps all of it.
+    pub(super) memories: Arc<dyn Retain>,
     pub(super) name: Option<Cow<'static, str>>,
     /// What the plan says: see [`Plan`].
     pub(super) may_block: bool,
@@ -324,7 +307,7 @@ impl Job {
             direction,
             priority,
             total,
-            memories: Arc::new(Memories(memories)),
+            memories: Arc::new(memories),
             name,
             may_block,
             needs_segment,

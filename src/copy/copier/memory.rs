@@ -20,7 +20,7 @@ use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::RetainedResource;
+use crate::stream::hold::Resource;
 
 /// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
 /// driver's copy from or to memory that is not pinned is slower.
@@ -266,7 +266,7 @@ impl Copier {
         // Places of many pages take long to drop: that comes when the copies have begun.
         let (lent, _places): (_, Vec<P>) = blocks
             .into_iter()
-            .map(|(block, places)| ((RetainedResource::of(block.lend(KEY)), block), places))
+            .map(|(block, places)| ((block.lend(KEY), block), places))
             .unzip();
         Ok(self.run_pages(Direction::Up, found, lent))
     }
@@ -288,7 +288,7 @@ impl Copier {
         let (found, blocks) = SubmitError::unless(looked, blocks)?;
         let lend = |(places, landing): (P, L)| {
             let (resource, half) = landing.lend(KEY);
-            ((RetainedResource::of(resource), L::Landed::from(half)), places)
+            ((resource, L::Landed::from(half)), places)
         };
         let (lent, _places): (_, Vec<P>) = blocks.into_iter().map(lend).unzip();
         Ok(self.run_pages(Direction::Down, found, lent))
@@ -326,7 +326,7 @@ impl Copier {
         &self,
         direction: Direction,
         (survey, pages): (Survey, Pages),
-        lent: Vec<(RetainedResource, B)>,
+        lent: Vec<(Resource, B)>,
     ) -> Transfer<Vec<B>> {
         let ramp = Ramp::unfilled(&self.engine().settings);
         let paged = Arc::new(Paged::new(direction, pages, lent, ramp));

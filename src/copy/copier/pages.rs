@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, ROW, Stretch};
 use super::job::Plan;
-use super::lent::{Block, Lent};
+use super::lent::Lent;
 use super::packing::{Packed, Run};
 use super::pieces::{Ramp, Values};
 use super::types::Direction;
@@ -19,7 +19,7 @@ use crate::device::DevicePtr;
 use crate::error::Result;
 use crate::locks::Mutex;
 use crate::sealed::KEY;
-use crate::stream::timeline::RetainedResource;
+use crate::stream::hold::{Resource, Retain};
 
 /// Pages of one length at even distances on the device, which follow each other in a block. (A cache of keys and values
 /// has a block's pages like that, one in each plane.)
@@ -177,7 +177,7 @@ pub(super) struct Paged<B: Lend> {
     /// What the handle gives back, and for a download the bytes that are written to it.
     values: Mutex<Vec<(B, Option<usize>)>>,
     /// The job's shares of what is lent, until it is over.
-    blocks: Mutex<Vec<Arc<Block>>>,
+    blocks: Mutex<Vec<Arc<dyn Retain>>>,
     ramp: Ramp,
 }
 
@@ -186,12 +186,12 @@ impl<B: Lend> Paged<B> {
     pub(super) fn new(
         direction: Direction,
         pages: Pages,
-        lent: Vec<(RetainedResource, B)>,
+        lent: Vec<(Resource, B)>,
         ramp: Ramp,
     ) -> Self {
         let (mut blocks, mut values) = (Vec::new(), Vec::new());
-        for ((retained, value), laid) in lent.into_iter().zip(&pages.blocks) {
-            blocks.push(Block::new(retained));
+        for ((resource, value), laid) in lent.into_iter().zip(&pages.blocks) {
+            blocks.push(resource.shared());
             values.push((value, (direction == Direction::Down).then_some(laid.len)));
         }
         Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks), ramp }

@@ -170,6 +170,6 @@ impl Ring {
     /// Bytes of device memory that it has, and how often it was refused.
     pub(super) fn stats(&self) -> (usize, u64) {
         let state = self.state.lock();
-        (state.memory.as_ref().map_or(0, DeviceBuffer::len), state.refused)
+        (state.memory.as_ref().map_or(0, |memory| memory.len()), state.refused)
     }
 }

@@ -14,14 +14,14 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::job::{KeptMemories, Memories};
 use super::ring::{Ring, Slot};
 use crate::device::memory::Allocation;
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};
 use crate::error::{Error, Result};
 use crate::locks::Mutex;
 use crate::stream::Stream;
-use crate::stream::timeline::{Resource, Ticket};
+use crate::stream::hold::{Resource, Retain};
+use crate::stream::timeline::Ticket;
 
 /// A launch that takes so long has waited for other work.
 const SLOW: Duration = Duration::from_millis(4);
@@ -31,7 +31,7 @@ const AVOID: u32 = 8;
 /// A chunk's bytes in a slot, and the places on the device that they belong to.
 pub(super) struct Entry {
     pub(super) run: SpreadRun,
-    pub(super) memories: Arc<Memories>,
+    pub(super) memories: Arc<dyn Retain>,
     pub(super) ring: Arc<Allocation>,
     /// Given back to the ring when the kernel is complete, for a chunk that is there then.
     pub(super) slot: Option<Slot>,
@@ -151,9 +151,9 @@ impl Spreader {
     /// Starts a kernel for these. An error after which nothing was submitted gives the entries back.
     fn launch(&self, entries: Vec<Entry>) -> std::result::Result<Launch, (Vec<Entry>, Error)> {
         let timeline = self.stream.timeline();
-        let memories = entries.iter().map(|entry| entry.memories.clone()).collect();
-        let keep = Resource::Object(Box::new(KeptMemories(memories)));
-        let ring = entries.first().map(|entry| entry.ring.clone());
+        let memories: Vec<_> = entries.iter().map(|entry| entry.memories.clone()).collect();
+        let keep = Resource::Object(Arc::new(memories));
+        let ring = entries.first().map(|entry| entry.ring.clone() as Arc<dyn Retain>);
         let submission = match timeline.begin(keep, ring) {
             Ok(submission) => submission,
             Err((error, _)) => return Err((entries, error)),

@@ -24,7 +24,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::chunk::{Chunk, ROW};
-use super::engine::{Engine, Flight, Kept, Refusal, Then};
+use super::engine::{Engine, Flight, Refusal, Then};
 use super::job::{End, Job};
 use super::lent::Lent;
 use super::packing::{Host, Packed, Way, transfer};
@@ -35,6 +35,7 @@ use super::types::{Direction, Priority};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::stream::hold::Retain;
 use crate::stream::timeline::Ticket;
 
 /// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.

@@ -239,7 +239,7 @@ impl HeldWatch {
         HeldBy {
             handles: self.device.strong_count(),
             streams: streams.len(),
-            busy_streams: streams.iter().filter(|timeline| !timeline.rest().0).count(),
+            busy_streams: streams.iter().filter(|timeline| !timeline.is_idle()).count(),
             pools: self.holds.pools(self.context),
             memory_bytes: self.holds.memory(),
             registered_bytes: self.holds.registered(),

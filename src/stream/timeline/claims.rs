@@ -7,14 +7,12 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use super::Timeline;
-use super::retained::{InUse, Retained, TimelineEntry};
+use super::super::hold::{Flown, Hold};
+use super::{Timeline, TimelineEntry};
 use crate::central::{CentralPool, Segment};
-use crate::device::memory::Allocation;
-use crate::freelist::{Word, state};
+use crate::freelist::state;
 use crate::segment::Class;
 
 /// A segment that was claimed before its sequence number was complete.
@@ -22,20 +20,11 @@ use crate::segment::Class;
 pub(super) struct Claim {
     /// The sequence number of the flight that the claim follows.
     pub(super) seq: u64,
-    pub(super) segment: Segment,
-    pub(super) word: Word,
-    pub(super) memory: InUse<Option<Arc<Allocation>>>,
-    pub(super) bytes: usize,
+    pub(super) flown: Flown,
+    pub(super) memory: Option<Hold>,
     pub(super) since: Option<Instant>,
     /// The sequence number is complete, or the segment was quarantined. The timeline counts the claim's bytes no more.
     pub(super) completed: bool,
-}
-
-impl InUse<Option<Arc<Allocation>>> {
-    /// Takes the allocation, and leaves none.
-    pub(super) fn take(&mut self) -> Self {
-        std::mem::replace(self, Self::new(None))
-    }
 }
 
 impl Timeline {
@@ -47,34 +36,27 @@ impl Timeline {
             return None;
         }
         let mut state = self.state.lock();
-        let fits = |entry: &TimelineEntry| match &entry.retained {
-            Retained::Segment { segment, word } => {
-                // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is
-                // claimed.
-                let from = word.with(state::DETACHED);
-                segment.central().number() == central.number()
-                    && segment.class() == Some(class)
-                    && central.may_claim(class, segment.base())
-                    && segment.descriptor().compare_exchange(from, state::CLAIMED).is_ok()
-            }
-            _ => false,
+        let fits = |Flown { segment, word, .. }: &Flown| {
+            // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is claimed.
+            let from = word.with(state::DETACHED);
+            segment.central().number() == central.number()
+                && segment.class() == Some(class)
+                && central.may_claim(class, segment.base())
+                && segment.descriptor().compare_exchange(from, state::CLAIMED).is_ok()
         };
-        let at = state.entries.iter().rposition(|(_, entry)| fits(entry))?;
-        let (seq, entry) = state.entries.remove(at)?;
-        let TimelineEntry { retained: Retained::Segment { segment, word }, memory, bytes, since } = entry
-        else {
-            return None;
-        };
-        state.flights.change(segment.central(), 0, bytes as isize);
-        let alias = segment.alias();
-        let claim = Claim { seq, segment, word, memory, bytes, since, completed: false };
+        let at = state.entries.iter().rposition(|(_, entry)| entry.flown.as_ref().is_some_and(fits))?;
+        let (seq, TimelineEntry { flown, memory, since, .. }) = state.entries.remove(at)?;
+        let flown = flown?;
+        state.flights.change(flown.segment.central(), 0, flown.bytes as isize);
+        let alias = flown.segment.alias();
+        let claim = Claim { seq, flown, memory, since, completed: false };
         Some((state.claims.insert(claim), alias))
     }
 
     /// Gives the claimed segment the length that the claimer asked for, in the statistics too.
     pub(crate) fn rebook_claim(&self, key: usize, len: usize) {
         let mut state = self.state.lock();
-        state.claims[key].segment.rebook(len);
+        state.claims[key].flown.segment.rebook(len);
     }
 
     /// The sequence number after which a claimed segment is host-ready. `None`: it is host-ready already.
@@ -88,7 +70,8 @@ impl Timeline {
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
         debug_assert!(claim.completed, "resolved a claim that has not completed");
-        (claim.segment.descriptor().word().state() == state::HOST).then_some(claim.segment)
+        let segment = claim.flown.segment;
+        (segment.descriptor().word().state() == state::HOST).then_some(segment)
     }
 
     /// Gives up a claim that was not used: the segment goes back under its old sequence number, or to its central pool
@@ -98,18 +81,17 @@ impl Timeline {
             return;
         }
         let mut state = self.state.lock();
-        let Claim { seq, segment, word, memory, bytes, since, completed } = state.claims.remove(key);
+        let Claim { seq, flown, memory, since, completed } = state.claims.remove(key);
+        let Flown { segment, word, bytes } = &flown;
         if !completed
             && segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::DETACHED).is_ok()
         {
-            state.flights.change(segment.central(), 0, -(bytes as isize));
-            state.insert(
-                seq,
-                TimelineEntry { retained: Retained::Segment { segment, word }, memory, bytes, since },
-            );
+            state.flights.change(segment.central(), 0, -(*bytes as isize));
+            state.insert(seq, TimelineEntry { flown: Some(flown), host: None, memory, since });
             return;
         }
         drop(state);
+        let segment = flown.segment;
         if segment.descriptor().word().state() == state::HOST {
             // SAFETY: completed: every event that covers it was seen complete, and the claimer gives it up here.
             unsafe { segment.release() };

@@ -4,7 +4,7 @@
 //! [`Timeline::close_with`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
 //! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
-use super::retained::After;
+use super::super::hold::After;
 use super::{EVENT_TRIES, Timeline, TimelineState};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
@@ -26,7 +26,7 @@ impl Timeline {
         // A capture may have begun since the stream was shared, or since an event failed.
         let capturing = match self.elsewhere() {
             None => self.is_capturing(),
-            Some(_) if !self.state.lock().is_owed() => return Ok(()),
+            Some(_) if self.state.lock().unpublished == 0 => return Ok(()),
             // The driver says if a capture is in the way of the stream that covers this one.
             Some(confined) => self.context.noting(self.context.driver().capturing(confined.covering)),
         };
@@ -77,11 +77,8 @@ impl Timeline {
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
             state.recording += 1;
-            state.unclosed = false;
             seq
         };
-        // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
-        // later event is complete. That later event is due in any case.
         let recording = Recording { timeline: self, seq, event };
         let stream = self.elsewhere().map_or(self.stream, |confined| confined.covering);
         if let Err(error) = self.context.noting(self.context.driver().record(event, stream)) {
@@ -103,27 +100,8 @@ impl Timeline {
         if state.unpublished <= seq {
             state.unpublished = 0;
         }
-        // Recording another event failed after this sequence number was closed. That event may come after this one, so
-        // a later event is due for it, even if nothing else is submitted.
-        if state.doubtful.iter().any(|&(later, _)| later > seq) {
-            state.unpublished = state.unpublished.max(seq);
-        }
         state.record_failures = 0;
         used
-    }
-
-    /// The event of a closed sequence number may be recorded or not. A later event is due, which covers the same entries.
-    fn recorded_or_not(&self, seq: u64, event: EventHandle) {
-        let mut state = self.state.lock();
-        state.recording -= 1;
-        // For a stream that was given up meanwhile no event is due any more.
-        if state.lost.is_some() {
-            drop(state);
-            return self.keep_back(event);
-        }
-        let later = state.open;
-        state.doubtful.push((later, event));
-        state.unpublished = state.unpublished.max(seq);
     }
 
     /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
@@ -136,20 +114,12 @@ impl Timeline {
         }
     }
 
-    /// Events that may have been recorded although the driver said that they were not.
-    #[cfg(all(test, loom))]
-    pub(crate) fn doubts(&self) -> usize {
-        self.state.lock().doubtful.len()
-    }
-
     /// Recording failed. The reaper tries again, since a later event covers the same entries.
     fn not_recorded(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
             if state.open_entries > 0 && state.unpublished == 0 {
-                // There was not even an event to record: makes closing due at the reaper's next look.
-                state.seen = state.open;
-                state.unclosed = true;
+                state.unpublished = state.open;
             }
             // On a device with a limited number of events, published events are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();
@@ -207,16 +177,15 @@ impl Timeline {
         progress
     }
 
-    /// The front event is void: it was recorded into a capture. It may be recorded again when a later event is
-    /// complete, and that later event is due.
+    /// The front event is void: it was recorded into a capture, which may go on. A later event is due.
     fn forget_event(&self, seq: u64, event: EventHandle) {
         let mut state = self.state.lock();
         // `lose` has dealt with the events of a lost stream.
         if state.lost.is_none() && state.events.front() == Some(&(seq, event)) {
             state.events.pop_front();
-            let later = state.open;
-            state.doubtful.push((later, event));
             state.unpublished = state.unpublished.max(seq);
+            drop(state);
+            self.context.set_aside(event);
         }
     }
 
@@ -242,16 +211,7 @@ impl Timeline {
             self.completed.store(seq, Ordering::Release);
             state.take_wakes(&mut after, |t| t <= seq);
         }
-        let mut certain = Vec::new();
-        state.doubtful.retain(|&(later, event)| {
-            let is_certain = later <= seq;
-            if is_certain {
-                certain.push(event);
-            }
-            !is_certain
-        });
         drop(state);
-        certain.into_iter().for_each(|event| self.context.recycle(event));
         after.run();
         true
     }
@@ -273,18 +233,21 @@ impl Timeline {
             // Release: pairs with the acquire in `is_complete`.
             self.given_up.store(true, Ordering::Release);
         }
-        let events = std::mem::take(&mut state.events).into_iter().chain(std::mem::take(&mut state.doubtful));
+        let events = std::mem::take(&mut state.events);
         self.accounting.fetch_add(1, Ordering::Relaxed);
         state.quarantine(self.is_dead(), &mut after);
-        self.note_kept(&after);
+        if !after.lost.is_empty() {
+            // They keep the device open. (Quarantined segments do that by way of their pool.)
+            self.context.holds().note_quarantined();
+        }
         state.take_wakes(&mut after, |_| true);
         drop(state);
         // As in `keep_back`: a lost device uses no events any more. On a device that is alive they may still be
         // recorded, so they are neither used again nor destroyed.
         if self.is_dead() {
-            events.for_each(|(_, event)| self.context.recycle(event));
+            events.into_iter().for_each(|(_, event)| self.context.recycle(event));
         } else {
-            self.context.holds().leaked(events.count());
+            self.context.holds().leaked(events.len());
         }
         after.run();
         // Release: pairs with the acquire in `flight`.
@@ -330,7 +293,7 @@ impl Timeline {
         while self.state.lock().closing > 0 {
             crate::sync::yield_now();
         }
-        match self.state.lock().is_owed() {
+        match self.state.lock().unpublished > 0 {
             true => Err(Error::Capturing {
                 what: "an event of the stream",
                 remedy: "end the capture, and call again",
@@ -368,14 +331,14 @@ impl Timeline {
         idle
     }
 
-    /// Whether nothing is in flight, and whether a thread or a task waits for anything.
-    pub(crate) fn rest(&self) -> (bool, bool) {
-        let state = self.state.lock();
-        (state.is_idle(), !state.waiting.is_empty())
+    /// Whether nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.state.lock().is_idle()
     }
 }
 
 /// An event that is being recorded. Its drop, after an error or by a panic, leaves the sequence number to a later event.
+/// The event itself may have been recorded all the same.
 struct Recording<'a> {
     timeline: &'a Timeline,
     seq: u64,
@@ -384,7 +347,17 @@ struct Recording<'a> {
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
-        self.timeline.recorded_or_not(self.seq, self.event);
+        let Self { timeline, seq, event } = *self;
+        let mut state = timeline.state.lock();
+        state.recording -= 1;
+        // For a stream that was given up meanwhile no event is due any more.
+        if state.lost.is_some() {
+            drop(state);
+            return timeline.keep_back(event);
+        }
+        state.unpublished = state.unpublished.max(seq);
+        drop(state);
+        timeline.context.set_aside(event);
     }
 }
 

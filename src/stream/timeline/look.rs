@@ -153,14 +153,14 @@ impl Timeline {
         };
         for (_, entry) in &state.pending {
             let submitting = EventState::Submitting;
-            entry.retained.for_each_segment(&mut |segment| visit(segment, state.open, submitting, None));
+            entry.for_each_segment(&mut |segment| visit(segment, state.open, submitting, None));
         }
         for (seq, entry) in &state.entries {
             let (seq, event, since) = (*seq, event(*seq), since(*seq));
-            entry.retained.for_each_segment(&mut |segment| visit(segment, seq, event, since));
+            entry.for_each_segment(&mut |segment| visit(segment, seq, event, since));
         }
         for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.completed) {
-            visit(&claim.segment, claim.seq, event(claim.seq), since(claim.seq));
+            visit(&claim.flown.segment, claim.seq, event(claim.seq), since(claim.seq));
         }
     }
 }

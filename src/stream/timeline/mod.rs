@@ -16,7 +16,8 @@
 //! free while the copy still reads. (A loom model must catch that: `.ci/planted/seq_before_copy.patch`.)
 //!
 //! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
-//! recording fails, the entries wait for a later event, which covers them as well. If no event can be made, they are
+//! recording fails, the entries wait for a later event, which covers them as well. The driver may have recorded the
+//! failed one all the same, so that one is put aside until the device closes. If no event can be made, the entries are
 //! quarantined.
 //!
 //! # Asking the driver
@@ -58,23 +59,23 @@
 //! - `completed` only grows. `events` has only events whose recording succeeded.
 //! - A closed number that no published event covers is at most `unpublished`, or its event is being recorded. So an
 //!   event for it is due or under way.
-//! - A lost timeline (`lost`) has no published events and no entries, and gets none any more.
+//! - A lost timeline (`lost`) has no published events and no entries, and gets no event any more. An entry that joins it
+//!   is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
 //! This file: sequence numbers and entries, what is submitted. [`events`]: closing, recording, asking, completing.
-//! [`retained`]: what an entry keeps. [`waits`]: how threads and tasks wait. [`claims`]: stream-ready reuse. [`look`]:
+//! [`waits`]: how threads and tasks wait. [`claims`]: stream-ready reuse. [`look`]:
 //! what statistics and reports see.
 
 mod claims;
 mod events;
 mod look;
-mod retained;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod waits;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -83,15 +84,12 @@ use slab::Slab;
 
 use self::claims::Claim;
 pub use self::look::{EventState, StreamStats};
-use self::retained::{After, InUse, Retained, TimelineEntry, complete_segment, quarantine_segment};
-pub(crate) use self::retained::{Quarantined, Resource, Retain, RetainedResource};
-pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
+use super::hold::{After, Flown, Hold, Resource, Retain};
 use super::reaper::Listing;
-use crate::central::CentralPool;
+use crate::central::{CentralPool, Segment};
 use crate::device::confined::Confined;
 use crate::device::context::Context;
-use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign::{self, Deferral, KeepAlive};
@@ -143,16 +141,35 @@ impl Flights {
     }
 }
 
+/// What was submitted: it keeps what its copy uses until its sequence number is complete.
 #[derive(Debug)]
+struct TimelineEntry {
+    /// Host memory: a segment, or something else.
+    flown: Option<Flown>,
+    host: Option<Hold>,
+    /// Device memory.
+    memory: Option<Hold>,
+    /// When it was submitted, if it is one of the timed entries.
+    since: Option<Instant>,
+}
+
+impl TimelineEntry {
+    /// Visits each segment, for reports.
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        self.flown.iter().for_each(|flown| visit(&flown.segment));
+        self.host.iter().for_each(|hold| hold.for_each_segment(visit));
+    }
+}
+
+#[derive(Debug, Default)]
 struct TimelineState {
     /// The open sequence number. They start at 1, so that `completed` = 0 covers nothing.
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest closed sequence number for which another event is due, since recording one failed; or 0.
+    /// The highest sequence number for which another event is due, since recording one failed; or 0. It is the open one
+    /// where there was not even an event to record.
     unpublished: u64,
-    /// The open sequence number could not be closed by the thread that submitted: no event could be made.
-    unclosed: bool,
     /// Threads that have found a number of a shared stream due: they name the stream to the driver, to record its event.
     closing: u32,
     /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
@@ -160,9 +177,6 @@ struct TimelineState {
     /// Failures in a row of recording, and of asking about the oldest event.
     record_failures: u32,
     query_failures: u32,
-    /// Events whose recording failed, so that they may or may not be recorded, each with a sequence number whose event
-    /// is certain to be recorded after that attempt.
-    doubtful: Vec<(u64, EventHandle)>,
     /// Entries whose driver call is under way.
     pending: Slab<TimelineEntry>,
     /// Entries in flight by sequence number, oldest first.
@@ -170,7 +184,8 @@ struct TimelineState {
     claims: Slab<Claim>,
     /// Published events in the order of their publication, each with the highest sequence number that it covers.
     events: VecDeque<(u64, EventHandle)>,
-    waiting: Slab<Waiting>,
+    /// Threads and tasks that wait, by numbers of which none is used twice.
+    waiting: BTreeMap<u64, Waiting>,
     next_wait: u64,
     flights: Flights,
     /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
@@ -224,23 +239,8 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// The timeline of a stream that the crate made.
-    pub(crate) fn new(context: Arc<Context>, stream: StreamHandle, reaper: Listing) -> Arc<Self> {
-        Self::make(context, stream, true, true, None, reaper)
-    }
-
-    /// The timeline of a stream that the program made. `claims`: the stream has no other timeline.
-    pub(crate) fn adopted(
-        context: Arc<Context>,
-        stream: StreamHandle,
-        claims: bool,
-        confined: Option<Confined>,
-        reaper: Listing,
-    ) -> Arc<Self> {
-        Self::make(context, stream, false, claims, confined, reaper)
-    }
-
-    fn make(
+    /// The timeline of a stream. `own`: the crate made it; else the program did. `claims`: it has no other timeline.
+    pub(crate) fn new(
         context: Arc<Context>,
         stream: StreamHandle,
         own: bool,
@@ -265,31 +265,7 @@ impl Timeline {
             given_up: AtomicBool::new(false),
             asking: AtomicBool::new(false),
             accounting: std::sync::atomic::AtomicU32::new(0),
-            state: Mutex::new(TimelineState {
-                open: 1,
-                open_entries: 0,
-                open_bytes: 0,
-                unpublished: 0,
-                unclosed: false,
-                closing: 0,
-                recording: 0,
-                record_failures: 0,
-                query_failures: 0,
-                doubtful: Vec::new(),
-                pending: Slab::new(),
-                entries: VecDeque::new(),
-                claims: Slab::new(),
-                events: VecDeque::new(),
-                waiting: Slab::new(),
-                next_wait: 0,
-                flights: Flights::default(),
-                submitted: 0,
-                completed: 0,
-                lost: None,
-                listed: false,
-                seen: 0,
-                dates: VecDeque::new(),
-            }),
+            state: Mutex::new(TimelineState { open: 1, ..TimelineState::default() }),
         });
         timeline.reaper.know(&timeline);
         timeline
@@ -378,7 +354,7 @@ impl Timeline {
     pub(crate) fn begin(
         self: &Arc<Self>,
         retained: Resource,
-        memory: Option<Arc<Allocation>>,
+        memory: Option<Arc<dyn Retain>>,
     ) -> std::result::Result<Submission<'_>, (Error, Resource)> {
         if crate::os::forked() {
             return Err((Error::Forked, retained));
@@ -390,63 +366,51 @@ impl Timeline {
         if let Some(error) = &state.lost {
             return Err((error.clone(), retained));
         }
-        let (retained, bytes) = match retained {
+        let (mut flown, mut host) = (None, None);
+        match retained {
             Resource::Segment(segment) => {
-                let bytes = segment.granted();
-                let word = segment.descriptor().depart();
-                state.flights.change(segment.central(), bytes as isize, 0);
-                (Retained::Segment { segment, word }, bytes)
+                let departed = flown.insert(Flown::new(segment));
+                state.flights.change(departed.segment.central(), departed.bytes as isize, 0);
             }
             Resource::Claimed(key) => {
-                let claim = state.claims.remove(key);
-                let word = claim.segment.descriptor().depart();
-                if claim.completed {
-                    state.flights.change(claim.segment.central(), claim.bytes as isize, 0);
+                let Claim { seq, flown: earlier, memory, since, completed } = state.claims.remove(key);
+                let departed = flown.insert(Flown::new(earlier.segment));
+                let (central, bytes) = (departed.segment.central(), departed.bytes as isize);
+                if completed {
+                    state.flights.change(central, bytes, 0);
                 } else {
-                    state.flights.change(claim.segment.central(), 0, -(claim.bytes as isize));
+                    state.flights.change(central, 0, -bytes);
                     // What the claim follows is still to be seen complete, and may use device memory.
-                    let earlier = TimelineEntry {
-                        retained: Retained::Nothing,
-                        memory: claim.memory,
-                        bytes: 0,
-                        since: claim.since,
-                    };
-                    state.insert(claim.seq, earlier);
+                    state.insert(seq, TimelineEntry { flown: None, host: None, memory, since });
                 }
-                (Retained::Segment { segment: claim.segment, word }, claim.bytes)
             }
-            Resource::Object(object) => (Retained::Object(InUse::new(object)), 0),
-        };
+            Resource::Object(object) => host = Some(Hold::new(object)),
+            Resource::Nothing => {}
+        }
         state.flights.moves += 1;
         // Loom's models take no time.
         let timed = !cfg!(loom) && state.submitted % TIMED == 0;
         state.submitted += 1;
         let since = timed.then(Instant::now);
-        let memory = InUse::new(memory);
-        let key = state.pending.insert(TimelineEntry { retained, memory, bytes, since });
+        let memory = memory.map(Hold::new);
+        let key = state.pending.insert(TimelineEntry { flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
-        Ok(Submission { timeline: self, key: Some(key), _deferral: deferral })
+        Ok(Submission { timeline: self, key: Some(key), patient: false, _deferral: deferral })
     }
 
     /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too, the
     /// number may stay open for a while.
     fn commit(self: &Arc<Self>, key: usize, patient: bool) -> u64 {
-        let mut after = After::default();
         let mut state = self.state.lock();
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
         let shared = self.is_shared();
         let entry = state.pending.remove(key);
         let seq = state.open;
         state.open_entries += 1;
-        state.open_bytes += entry.bytes;
+        state.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
         state.insert(seq, entry);
-        let lost = state.lost.is_some();
-        if lost {
-            self.accounting.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            state.quarantine(self.is_dead(), &mut after);
-            self.note_kept(&after);
-        }
+        let lost = state.lost.clone();
         let lingers = self.lingers && (!shared || patient && self.confined.is_none());
         let close = !lingers || state.open_entries >= SEQ_ENTRIES || state.open_bytes >= SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
@@ -454,22 +418,13 @@ impl Timeline {
         if list {
             self.reaper.list(self);
         }
-        if lost {
-            after.run();
-            // Release: pairs with the acquire in `flight`.
-            self.accounting.fetch_sub(1, std::sync::atomic::Ordering::Release);
+        if let Some(error) = lost {
+            self.lose(&error);
         }
         if close {
             self.close_submitted();
         }
         seq
-    }
-
-    /// Resources that are kept for good keep the device open. (Quarantined segments do that by way of their pool.)
-    fn note_kept(&self, after: &After) {
-        if after.kept || after.quarantined_objects.iter().any(|object| object.is_something()) {
-            self.context.holds().note_quarantined();
-        }
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
@@ -487,8 +442,7 @@ impl Timeline {
 
     /// The sequence number of everything submitted so far, for a caller that has nothing to submit.
     pub(crate) fn checkpoint(self: &Arc<Self>) -> Result<u64> {
-        let nothing = Resource::Object(Box::new(()));
-        let submission = self.begin(nothing, None).map_err(|(error, _)| error)?;
+        let submission = self.begin(Resource::Nothing, None).map_err(|(error, _)| error)?;
         Ok(submission.commit())
     }
 }
@@ -537,11 +491,6 @@ impl Drop for Timeline {
 }
 
 impl TimelineState {
-    /// Whether an event is due that the submitting thread could not record.
-    fn is_owed(&self) -> bool {
-        self.unpublished > 0 || self.unclosed
-    }
-
     fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.entries.is_empty()
@@ -573,30 +522,26 @@ impl TimelineState {
             self.dates.pop_front();
         }
         while self.entries.front().is_some_and(|(t, _)| *t <= seq) {
-            let Some((_, TimelineEntry { retained, memory, bytes, since })) = self.entries.pop_front() else {
+            let Some((_, TimelineEntry { flown, host, memory, since })) = self.entries.pop_front() else {
                 break;
             };
             self.completed += 1;
             after.timed.extend(since);
-            match retained {
-                Retained::Segment { segment, word } => {
-                    self.flights.change(segment.central(), -(bytes as isize), 0);
-                    after.returned.extend(complete_segment(&segment, word));
-                    after.dropped.push((None, memory.release()));
-                }
-                Retained::Object(object) => after.dropped.push((Some(object.release()), memory.release())),
-                Retained::Nothing => after.dropped.push((None, memory.release())),
+            if let Some(flown) = flown {
+                self.flights.change(flown.segment.central(), -(flown.bytes as isize), 0);
+                after.returned.extend(flown.complete());
             }
+            after.released.extend(host.into_iter().chain(memory));
         }
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
             claim.completed = true;
             self.completed += 1;
             after.timed.extend(claim.since);
             // The holder of the claim reads `completed` under this lock, so the word can only be CLAIMED.
-            let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
-            let bytes = claim.bytes as isize;
-            self.flights.change(claim.segment.central(), -bytes, -bytes);
-            after.dropped.push((None, claim.memory.take().release()));
+            let Flown { segment, word, bytes } = &claim.flown;
+            let _ = segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::HOST);
+            self.flights.change(segment.central(), -(*bytes as isize), -(*bytes as isize));
+            after.released.extend(claim.memory.take());
         }
     }
 
@@ -605,33 +550,25 @@ impl TimelineState {
     /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
     /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
-        let After { quarantined, dropped, quarantined_objects, kept, .. } = after;
-        let mut let_go = |memory: InUse<Option<Arc<Allocation>>>| {
-            if dead {
-                dropped.push((None, memory.release()));
-            } else {
-                // Leaked here: `InUse` does not drop its value.
-                *kept |= memory.is_some();
+        let After { quarantined, released, lost, .. } = after;
+        // Of the device's memory.
+        let mut memories = Vec::new();
+        for (_, TimelineEntry { flown, host, memory, .. }) in std::mem::take(&mut self.entries) {
+            if let Some(flown) = flown {
+                self.flights.change(flown.segment.central(), -(flown.bytes as isize), 0);
+                quarantined.extend(flown.quarantine());
             }
-        };
-        for (_, TimelineEntry { retained, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
-            match retained {
-                Retained::Segment { segment, word } => {
-                    self.flights.change(segment.central(), -(bytes as isize), 0);
-                    quarantined.extend(quarantine_segment(&segment, word));
-                }
-                Retained::Object(object) => quarantined_objects.push(object),
-                Retained::Nothing => {}
-            }
-            let_go(memory);
+            lost.extend(host);
+            memories.extend(memory);
         }
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.completed) {
             claim.completed = true;
-            quarantined.extend(quarantine_segment(&claim.segment, claim.word));
-            let bytes = claim.bytes as isize;
-            self.flights.change(claim.segment.central(), -bytes, -bytes);
-            let_go(claim.memory.take());
+            quarantined.extend(claim.flown.quarantine());
+            let bytes = claim.flown.bytes as isize;
+            self.flights.change(claim.flown.segment.central(), -bytes, -bytes);
+            memories.extend(claim.memory.take());
         }
+        if dead { released } else { lost }.append(&mut memories);
         (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
         self.dates.clear();
     }
@@ -643,6 +580,8 @@ impl TimelineState {
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
     key: Option<usize>,
+    /// Whether the sequence number may stay open for a while on a shared stream, too.
+    pub(crate) patient: bool,
     /// Ends after the entry has joined: fields are dropped after `drop` below.
     _deferral: Deferral,
 }
@@ -650,20 +589,17 @@ pub(crate) struct Submission<'a> {
 impl Submission<'_> {
     /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
     pub(crate) fn commit(mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key, false))
+        self.join()
     }
 
-    /// The same for a patient entry.
-    pub(crate) fn commit_patiently(mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key, true))
+    fn join(&mut self) -> u64 {
+        self.key.take().map_or(0, |key| self.timeline.commit(key, self.patient))
     }
 }
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
-        if let Some(key) = self.key.take() {
-            self.timeline.commit(key, false);
-        }
+        self.join();
     }
 }
 

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::locks::Mutex;
 
+use super::EVENT_TRIES;
 use super::look::Stillness;
-use super::{EVENT_TRIES, Resource};
 use crate::device::confined::Confined;
 use crate::device::handle::Device;
 use crate::device::hooked::Hooked;
@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::pool::Pool;
 use crate::region::Unpinned;
 use crate::stream::Stream;
+use crate::stream::hold::Resource;
 
 /// A stepped host device. The first call of one kind tells that it has begun, and waits until the test lets it go on.
 struct Pause {
@@ -359,7 +360,7 @@ fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     let (node, device, stream) = stepped();
     fail(&node, Call::CreateEvent, Failure::Transient);
     assert!(device.stream().unwrap().wait_for(&stream).is_err());
-    assert!(!stream.timeline().state.lock().is_owed());
+    assert_eq!(stream.timeline().state.lock().unpublished, 0);
 }
 
 #[test]
@@ -398,8 +399,12 @@ fn a_patient_entry_is_in_flight_under_the_open_number() {
     let (node, device, stream) = stepped();
     let timeline = stream.timeline();
     timeline.share();
-    let begin = || timeline.begin(Resource::Object(Box::new(())), None).unwrap();
-    assert_eq!([(); 2].map(|()| begin().commit_patiently()), [1, 1]);
+    let submit = || {
+        let mut submission = timeline.begin(Resource::Nothing, None).unwrap();
+        submission.patient = true;
+        submission.commit()
+    };
+    assert_eq!([(); 2].map(|()| submit()), [1, 1]);
     assert_eq!((timeline.is_complete(1).unwrap(), records(&node)), (false, 0));
     settle(&node, &device);
     assert_eq!((timeline.is_complete(1).unwrap(), records(&node)), (true, 1));
@@ -491,7 +496,7 @@ fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
     let held = stream.hold(()).unwrap();
     let waiting = std::thread::spawn(move || held.wait());
     let since = Instant::now();
-    while !stream.timeline().rest().1 {
+    while stream.timeline().state.lock().waiting.is_empty() {
         assert!(since.elapsed() < Duration::from_secs(20), "it goes on asking");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -503,10 +508,11 @@ fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
 fn a_task_that_waits_no_more_is_let_go_of() {
     let (node, device, stream) = stepped();
     let mut held = stream.hold(()).unwrap();
-    assert_eq!(stream.timeline().rest(), (false, false));
+    let waits = || !stream.timeline().state.lock().waiting.is_empty();
+    assert!(!waits());
     assert!(std::pin::pin!(&mut held).poll(&mut Context::from_waker(Waker::noop())).is_pending());
-    assert_eq!(stream.timeline().rest(), (false, true));
+    assert!(waits());
     drop(held);
-    assert_eq!(stream.timeline().rest(), (false, false));
+    assert!(!waits() && !stream.timeline().is_idle());
     settle(&node, &device);
 }

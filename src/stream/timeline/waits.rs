@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use super::super::hold::After;
 use super::look::Stillness;
-use super::retained::After;
 use super::{Timeline, TimelineState};
 use crate::central::Wake;
 use crate::error::{Error, ErrorClass, Result};
@@ -38,16 +38,8 @@ fn has_many_cores() -> bool {
 /// A thread or a task that waits for a sequence number.
 #[derive(Debug)]
 pub(super) struct Waiting {
-    pub(super) id: u64,
-    pub(super) seq: u64,
-    pub(super) wake: Wake,
-}
-
-/// Names one wait. The place in the slab may belong to another wait by now; the id is never used twice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WaitKey {
-    pub(crate) place: usize,
-    pub(crate) id: u64,
+    seq: u64,
+    wake: Wake,
 }
 
 impl Timeline {
@@ -188,7 +180,7 @@ impl Timeline {
     pub(crate) fn wake_later(
         self: &Arc<Self>,
         seq: u64,
-        key: &mut Option<WaitKey>,
+        key: &mut Option<u64>,
         waker: &Waker,
     ) -> Result<bool> {
         crate::os::check_fork()?;
@@ -214,7 +206,7 @@ impl Timeline {
     }
 
     /// Removes the waker that was left under `key`.
-    pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
+    pub(crate) fn forget_waker(&self, key: &mut Option<u64>) {
         // In the child of a fork another thread of the parent may hold the lock for ever.
         if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
             // Dropped after the lock: the waker may be the last owner of a task, and the task of buffers.
@@ -226,23 +218,19 @@ impl Timeline {
 
 impl TimelineState {
     pub(super) fn take_wakes(&mut self, after: &mut After, due: impl Fn(u64) -> bool) {
-        if self.waiting.is_empty() {
-            return;
-        }
-        let places: Vec<usize> = self.waiting.iter().filter(|(_, w)| due(w.seq)).map(|(k, _)| k).collect();
-        after.wakes.extend(places.into_iter().map(|k| self.waiting.remove(k).wake));
+        let keys: Vec<u64> = self.waiting.iter().filter(|(_, w)| due(w.seq)).map(|(key, _)| *key).collect();
+        after.wakes.extend(keys.into_iter().filter_map(|key| self.stop_waiting(key)));
     }
 
-    fn wait(&mut self, seq: u64, wake: Wake) -> WaitKey {
+    fn wait(&mut self, seq: u64, wake: Wake) -> u64 {
         self.next_wait += 1;
-        let id = self.next_wait;
-        WaitKey { place: self.waiting.insert(Waiting { id, seq, wake }), id }
+        self.waiting.insert(self.next_wait, Waiting { seq, wake });
+        self.next_wait
     }
 
     #[must_use = "to be dropped after the lock"]
-    fn stop_waiting(&mut self, key: WaitKey) -> Option<Wake> {
-        let is_waiting = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
-        is_waiting.then(|| self.waiting.remove(key.place).wake)
+    fn stop_waiting(&mut self, key: u64) -> Option<Wake> {
+        self.waiting.remove(&key).map(|waiting| waiting.wake)
     }
 }
 

@@ -86,10 +86,10 @@ impl Worker<'_> {
         // SAFETY: within the segment.
         let src = unsafe { table.as_mut_ptr().add(from) };
         let copy = transfer(Direction::Up, src, slot.at(at), packed.rows * ROW);
-        let (spreader, kept) = (&both[Direction::Down as usize], Kept::Ring(slot.memory.allocation()));
+        let (spreader, ring) = (&both[Direction::Down as usize], slot.memory.allocation());
         // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
         let sent =
-            unsafe { self.engine.submit(spreader.stream(), Host::Segment(table), &[copy], &kept, None) };
+            unsafe { self.engine.submit(spreader.stream(), Host::Segment(table), &[copy], ring, None) };
         match sent {
             Ok(flight) => {
                 let (entry, done) = self.entry(n, &slot);
@@ -133,16 +133,16 @@ impl Worker<'_> {
                 }
             }
         }
-        let (kept, counter) = match (&slot, &host) {
-            (Some(slot), _) => (Kept::Ring(slot.memory.allocation()), &engine.counters.ring),
-            (None, Host::Segment(_)) => (Kept::Job(&job.memories), &engine.counters.batch),
-            (None, Host::Lent(_)) => (Kept::Job(&job.memories), &engine.counters.in_place),
+        let (memories, counter): (Arc<dyn Retain>, _) = match (&slot, &host) {
+            (Some(slot), _) => (slot.memory.allocation(), &engine.counters.ring),
+            (None, Host::Segment(_)) => (job.memories.clone(), &engine.counters.batch),
+            (None, Host::Lent(_)) => (job.memories.clone(), &engine.counters.in_place),
         };
         Counters::add(counter, chunk.bytes);
         let stream = engine.stream(direction, job.priority);
         let written = (direction == Direction::Down).then_some(packed.data);
         // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
-        match unsafe { engine.submit(stream, host, &transfers, &kept, written) } {
+        match unsafe { engine.submit(stream, host, &transfers, memories, written) } {
             Ok(flight) => {
                 let (then, done) = match slot {
                     None => (Then::Nothing, None),
