@@ -176,13 +176,6 @@ impl Class {
         Some(Self(((below >> shift) + shift as isize * 8 - OFFSET) as u8))
     }
 
-    /// The largest class whose stride is at most `bytes`. `None` below the smallest stride, 64.
-    #[must_use]
-    pub fn fitting(bytes: usize) -> Option<Self> {
-        let above = STRIDES.partition_point(|&s| s as usize <= bytes);
-        above.checked_sub(1).map(|i| Self(i as u8))
-    }
-
     /// Position among the classes, smallest first: below [`CLASSES`].
     #[inline]
     #[must_use]
@@ -310,8 +303,6 @@ mod tests {
         for class in Class::all() {
             assert_eq!(Class::of(class.stride() - 32), Some(class));
             assert_eq!(Class::of(class.stride() - 31), Class::new(class.index() + 1));
-            assert_eq!(Class::fitting(class.stride()), Some(class));
-            assert_eq!(Class::fitting(class.stride() - 1).map_or(0, |c| c.index() + 1), class.index());
         }
     }
 

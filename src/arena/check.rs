@@ -3,7 +3,31 @@
 //! It walks the page map of each extent from run to run, and each run's descriptors in the order of their addresses. It
 //! adds up what it finds and compares that with what the arena has counted.
 
+use std::collections::{BTreeMap, HashSet};
+
 use super::*;
+
+/// What a walk adds up.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Sums {
+    total: usize,
+    cut: usize,
+    free_slots: usize,
+    held_slots: usize,
+    free_pages: usize,
+    held_pages: usize,
+    idle: usize,
+    runs: usize,
+    /// By class: segments that are out in windows, and segments of the runs.
+    watched: Vec<u32>,
+    carved: Vec<u32>,
+    /// Segments that are out, by window.
+    windows: BTreeMap<usize, u32>,
+}
+
+fn must(holds: bool, says: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(says()) }
+}
 
 impl Arena {
     /// Checks every invariant. `outside` are the free descriptors in thread caches and transfer caches, by address.
@@ -13,223 +37,179 @@ impl Arena {
     /// The first violation, in words.
     pub(crate) fn check(
         &self,
-        outside: &std::collections::HashSet<usize>,
+        outside: &HashSet<usize>,
         mut visit: impl FnMut(&Descriptor, usize, bool),
     ) -> Result<(), String> {
-        let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
-        let (mut held_slots, mut held_pages, mut found_outside) = (0, 0, 0);
-        let mut watched = vec![0; CLASSES];
-        let mut in_windows: std::collections::HashMap<usize, u32> =
-            self.windows.iter().map(|(id, _)| (id, 0)).collect();
+        let zeros = || vec![0; CLASSES];
+        let mut sums = Sums { watched: zeros(), carved: zeros(), ..Sums::default() };
+        sums.windows = self.windows.iter().map(|(id, _)| (id, 0)).collect();
+        self.check_ranges()?;
+        let mut cached = 0;
         for (i, e) in &self.extents {
-            let (mut at, mut was_free, mut runs_here) = (0u32, None, 0);
-            let mut out = vec![0; e.out.len()];
-            // Windows by block, and with the quarantined segments.
-            let mut blocked = vec![(0, 0); e.out.len()];
-            for (_, window) in self.windows.iter().filter(|(_, window)| window.extent as usize == i) {
-                let blocks = window.first / windows::BLOCK..window.end.div_ceil(windows::BLOCK);
-                for block in blocks {
-                    let (fewest, most) = &mut blocked[block as usize];
-                    (*fewest, *most) = (*fewest + 1, *most + 1);
-                }
-            }
+            let (mut at, mut was_free) = (0u32, None);
             while at < e.pages {
                 let entry = e.map[at as usize];
+                let range = self.range_of(i as u32, at);
                 if entry & FREE != 0 {
                     let pages = free_len(entry);
-                    let window = self.window_at(i as u32, at);
-                    if was_free == Some(window) {
-                        return Err(format!("extent {i}: two free runs meet at page {at}"));
-                    }
-                    if pages == 0 || at + pages > e.pages || e.map[(at + pages - 1) as usize] != entry {
-                        return Err(format!("extent {i}: the free run at page {at} has no valid last page"));
-                    }
-                    let listed = self.free.contains(&(pages, i as u32, at));
-                    let held = entry & HELD != 0;
-                    if listed == held || held != window.is_some() {
-                        return Err(format!(
-                            "extent {i}: the free run at page {at} is in {window:?}; withheld: {held}; in the set of \
-                             free runs: {listed}"
-                        ));
-                    }
-                    if window.is_some_and(|id| self.windows[id.0].end < at + pages) {
-                        return Err(format!("extent {i}: the free run at page {at} leaves its window"));
-                    }
-                    free_pages += pages as usize;
-                    held_pages += if held { pages as usize } else { 0 };
-                    (at, was_free) = (at + pages, Some(window));
+                    self.check_free(i as u32, at, entry, range.map(|range| range.1))?;
+                    must(was_free != Some(range), || format!("extent {i}: two free runs meet at page {at}"))?;
+                    sums.free_pages += pages as usize;
+                    sums.held_pages += if range.is_some() { pages as usize } else { 0 };
+                    (at, was_free) = (at + pages, Some(range));
                     continue;
                 }
                 let run = self
                     .runs
                     .get(entry as usize)
                     .ok_or(format!("extent {i}: no run {entry} at page {at}"))?;
-                if (run.extent, run.first) != (i as u32, at) || e.map[(at + run.pages - 1) as usize] != entry
-                {
-                    return Err(format!("run {entry} is not where the page map says"));
-                }
-                runs += 1;
-                runs_here += 1;
-                if e.runs.get(&at) != Some(&entry) {
-                    return Err(format!("run {entry} is not in the list of its extent"));
-                }
-                let start = e.base.as_ptr().addr() + at as usize * PAGE;
-                let end = start + run.pages as usize * PAGE;
-                let mut below = start;
-                let mut covered = 0;
-                let lists = run.list.iter().chain(run.held.iter());
-                let listed: std::collections::HashSet<usize> =
-                    lists.map(|s| std::ptr::from_ref(s).addr()).collect();
-                let count = run.list.len() + run.held.len();
-                if listed.len() != count as usize {
-                    return Err(format!(
-                        "run {entry}: its lists count {count} segments but hold {}",
-                        listed.len()
-                    ));
-                }
-                let from = if run.window.is_some() { run.keep } else { u32::MAX };
-                let number = |s: &Descriptor| Self::number_of(run, s) as u32;
-                if run.list.iter().any(|s| number(s) >= from) || run.held.iter().any(|s| number(s) < from) {
-                    return Err(format!("run {entry}: a segment is in the wrong list for its window"));
-                }
-                let mut seen = 0;
-                for n in 0..run.count {
-                    // SAFETY: the run's own descriptor.
-                    let descriptor = unsafe { self.descriptor(run, n).as_ref() };
-                    let base = descriptor.base().as_ptr().addr();
-                    let bytes = descriptor.class().map_or(run.alone, Class::stride);
-                    let here = std::ptr::from_ref(descriptor).addr();
-                    if descriptor.run() != entry {
-                        return Err(format!(
-                            "a descriptor of run {entry} says that it belongs to run {}",
-                            descriptor.run()
-                        ));
-                    }
-                    if descriptor.class().is_none() && run.alone == 0 {
-                        continue; // A single segment that is back while its tail is out.
-                    }
-                    if base % SEGMENT_ALIGN != 0 || base < below || base + bytes > end {
-                        return Err(format!(
-                            "run {entry}: segment {n} overlaps, leaves its run, or is misaligned"
-                        ));
-                    }
-                    below = base + bytes;
-                    covered += bytes;
-                    let places = usize::from(listed.contains(&here)) + usize::from(outside.contains(&here));
-                    seen += usize::from(listed.contains(&here));
-                    found_outside += usize::from(outside.contains(&here));
-                    let state = descriptor.word().state();
-                    // A segment is free exactly if it is in one list.
-                    if places > 1 || places == 1 && state != state::HOST {
-                        let state = state::name(state);
-                        return Err(format!("run {entry}: segment {n} is {state} and is in {places} lists"));
-                    }
-                    if !listed.contains(&here) {
-                        let at = base - e.base.as_ptr().addr();
-                        if state == state::QUARANTINED {
-                            let blocks =
-                                at / windows::BLOCK_BYTES..(at + bytes).div_ceil(windows::BLOCK_BYTES);
-                            blocks.for_each(|block| blocked[block].1 += 1);
-                        }
-                        for (block, sum) in out.iter_mut().enumerate() {
-                            let (from, to) =
-                                (block * windows::BLOCK_BYTES, (block + 1) * windows::BLOCK_BYTES);
-                            *sum += (at + bytes).min(to).saturating_sub(at.max(from));
-                        }
-                        if let (Some(class), true) = (descriptor.class(), n >= from) {
-                            watched[class.index()] += 1;
-                        }
-                        if let (Some(id), true) = (run.window, n >= from) {
-                            if outside.contains(&here) {
-                                return Err(format!(
-                                    "run {entry}: segment {n} is in a window, and is cached"
-                                ));
-                            }
-                            *in_windows.entry(id.0).or_default() += 1;
-                        }
-                    }
-                    visit(descriptor, bytes, places == 1);
-                }
-                if seen != listed.len() {
-                    return Err(format!("run {entry}: its list holds descriptors that are not its own"));
-                }
-                if covered + run.cut != end - start {
-                    return Err(format!(
-                        "run {entry}: {covered} bytes covered + {} cut are not {}",
-                        run.cut,
-                        end - start
-                    ));
-                }
-                if let Some(class) = run.class {
-                    let known = self.partial[class.index()].contains(&(run.extent, run.first, entry));
-                    if known == run.list.is_empty() {
-                        return Err(format!(
-                            "run {entry} has {} free segments; in the set of its class: {known}",
-                            run.list.len()
-                        ));
-                    }
-                    free_slots += count as usize * class.stride();
-                    held_slots += run.held.len() as usize * class.stride();
-                }
-                let is_idle = run.class.is_some() && !Self::is_single(run) && Self::is_idle(run);
-                if is_idle != self.idle.contains(&entry) || run.frayed != self.frayed.contains(&entry) {
-                    return Err(format!("run {entry} is in a wrong set: idle {is_idle}, {run:?}"));
-                }
-                idle += usize::from(is_idle);
-                cut += run.cut;
-                (at, was_free) = (at + run.pages, None);
+                let end = at + run.pages;
+                let there = (run.extent, run.first) == (i as u32, at) && e.map[end as usize - 1] == entry;
+                must(there, || format!("run {entry} is not where the page map says"))?;
+                let (window, last) = (range.map(|range| range.0), self.range_of(i as u32, end - 1));
+                must(run.window == window && last == range, || {
+                    format!("run {entry} is in {:?}, and its pages are in {range:?} and {last:?}", run.window)
+                })?;
+                cached += self.check_run(entry, run, outside, &mut visit)?;
+                self.add_run(entry, run, &mut sums)?;
+                (at, was_free) = (end, None);
             }
-            if runs_here != e.runs.len() || out != e.out {
-                return Err(format!(
-                    "extent {i} has {runs_here} runs, counted as {}, and bytes out by block {out:?}, counted as {:?}",
-                    e.runs.len(),
-                    e.out
-                ));
-            }
-            // A segment gets the state before it is counted, which another thread may be about to do.
-            if e.blocked
-                .iter()
-                .zip(&blocked)
-                .any(|(counted, (fewest, most))| counted < fewest || counted > most)
-            {
-                return Err(format!(
-                    "extent {i} has {blocked:?} windows, and with quarantined segments, by block, counted as {:?}",
-                    e.blocked
-                ));
-            }
-            total += e.pages as usize * PAGE;
+            sums.total += e.pages as usize * PAGE;
         }
-        let sums = (total, cut, free_slots, free_pages, idle, runs);
-        let kept =
-            (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle.len(), self.runs.len());
-        if sums != kept {
-            return Err(format!(
-                "(total, cut, bytes of free segments, free pages, idle, runs) are {sums:?}, counted as {kept:?}"
-            ));
+        let counted = Sums {
+            total: self.total,
+            cut: self.cut,
+            free_slots: self.free_slot_bytes,
+            held_slots: self.held_slot_bytes,
+            free_pages: self.free_pages,
+            held_pages: self.held_pages,
+            idle: self.idle.len(),
+            runs: self.runs.len(),
+            watched: self.watched.clone(),
+            carved: self.carved.clone(),
+            windows: self.windows.iter().map(|(id, window)| (id, window.out)).collect(),
+        };
+        must(sums == counted, || format!("the sums are {sums:?}, counted as {counted:?}"))?;
+        let free: usize = self.free.iter().map(|f| f.0 as usize).sum();
+        must(free == sums.free_pages - sums.held_pages, || {
+            "the set of free runs has others than the page maps".into()
+        })?;
+        must(cached == outside.len(), || {
+            format!("{} segments are cached, and {cached} of them belong to the arena", outside.len())
+        })
+    }
+
+    /// The window and the range of it that a page lies in.
+    fn range_of(&self, extent: u32, page: u32) -> Option<(WindowId, PageRange)> {
+        let mut windows = self.windows.iter().map(|(id, _)| WindowId(id));
+        windows.find_map(|id| Some((id, self.range_at(id, extent, page)?)))
+    }
+
+    /// No two ranges overlap, and each lies in its extent.
+    fn check_ranges(&self) -> Result<(), String> {
+        let mut ranges: Vec<_> = self.windows.iter().flat_map(|(_, window)| window.ranges.clone()).collect();
+        ranges.sort_unstable_by_key(|range| (range.extent, range.first));
+        let apart = |pair: &[PageRange]| pair[0].extent < pair[1].extent || pair[0].end <= pair[1].first;
+        must(ranges.windows(2).all(apart), || format!("windows overlap: {ranges:?}"))?;
+        let pages = |range: &PageRange| self.extents.get(range.extent as usize).map_or(0, |e| e.pages);
+        let inside = |range: &PageRange| range.first < range.end && range.end <= pages(range);
+        must(ranges.iter().all(inside), || format!("a window leaves its extent: {ranges:?}"))
+    }
+
+    /// A free run is valid at both ends, and is in the set of free runs or in a window's range.
+    fn check_free(&self, extent: u32, at: u32, entry: u32, range: Option<PageRange>) -> Result<(), String> {
+        let (e, pages) = (&self.extents[extent as usize], free_len(entry));
+        let valid = pages > 0 && at + pages <= e.pages && e.map[(at + pages - 1) as usize] == entry;
+        must(valid, || format!("extent {extent}: the free run at page {at} has no valid last page"))?;
+        let (listed, held) = (self.free.contains(&(pages, extent, at)), entry & HELD != 0);
+        must(listed != held && held == range.is_some(), || {
+            format!(
+                "extent {extent}: the free run at page {at} is in {range:?}; withheld: {held}; in the set of free \
+                 runs: {listed}"
+            )
+        })?;
+        must(range.is_none_or(|range| at + pages <= range.end), || {
+            format!("extent {extent}: the free run at page {at} leaves its window")
+        })
+    }
+
+    /// Checks a run's segments. Returns how many of them are cached.
+    fn check_run(
+        &self,
+        number: u32,
+        run: &Run,
+        outside: &HashSet<usize>,
+        visit: &mut dyn FnMut(&Descriptor, usize, bool),
+    ) -> Result<usize, String> {
+        let start = self.extents[run.extent as usize].base.as_ptr().addr() + run.first as usize * PAGE;
+        let end = start + run.pages as usize * PAGE;
+        let listed: HashSet<usize> = run.list.iter().map(|s| std::ptr::from_ref(s).addr()).collect();
+        must(listed.len() == run.list.len() as usize, || {
+            format!("run {number}: its list counts {} segments but holds {}", run.list.len(), listed.len())
+        })?;
+        let (mut below, mut covered, mut seen, mut cached) = (start, 0, 0, 0);
+        for n in 0..run.count {
+            // SAFETY: the run's own descriptor.
+            let descriptor = unsafe { self.descriptor(run, n).as_ref() };
+            let base = descriptor.base().as_ptr().addr();
+            let bytes = Self::segment_bytes(run);
+            let here = std::ptr::from_ref(descriptor).addr();
+            let said = descriptor.run();
+            must(said == number, || {
+                format!("a descriptor of run {number} says that it belongs to run {said}")
+            })?;
+            must(base % SEGMENT_ALIGN == 0 && base >= below && base + bytes <= end, || {
+                format!("run {number}: segment {n} overlaps, leaves its run, or is misaligned")
+            })?;
+            below = base + bytes;
+            covered += bytes;
+            let (in_list, in_cache) = (listed.contains(&here), outside.contains(&here));
+            seen += usize::from(in_list);
+            cached += usize::from(in_cache);
+            let (places, state) = (usize::from(in_list) + usize::from(in_cache), descriptor.word().state());
+            // A segment is free exactly if it is in one list.
+            must(places == 0 || places == 1 && state == state::HOST, || {
+                let state = state::name(state);
+                format!("run {number}: segment {n} is {state} and is in {places} lists")
+            })?;
+            must(!in_cache || run.window.is_none(), || {
+                format!("run {number}: segment {n} is in a window, and is cached")
+            })?;
+            visit(descriptor, bytes, places == 1);
         }
-        if (held_slots, held_pages) != (self.held_slot_bytes, self.held_pages) {
-            return Err(format!(
-                "windows hold {held_slots} bytes of free segments and {held_pages} free pages, counted as {} and {}",
-                self.held_slot_bytes, self.held_pages
-            ));
+        must(seen == listed.len(), || {
+            format!("run {number}: its list holds descriptors that are not its own")
+        })?;
+        must(covered + run.cut == end - start, || {
+            format!("run {number}: {covered} bytes covered + {} cut are not {}", run.cut, end - start)
+        })?;
+        Ok(cached)
+    }
+
+    /// Adds a run to the sums, and checks that it is in the sets that it belongs to.
+    fn add_run(&self, number: u32, run: &Run, sums: &mut Sums) -> Result<(), String> {
+        sums.runs += 1;
+        sums.cut += run.cut;
+        if let Some(id) = run.window {
+            *sums.windows.entry(id.0).or_default() += Self::out(run).0;
         }
-        for (id, window) in &self.windows {
-            let found = in_windows[&id];
-            if found != window.out {
-                return Err(format!("window {id} has {found} segments out, counted as {}", window.out));
-            }
-        }
-        if watched != self.watched {
-            return Err("the segments that are given out in windows are counted wrong".into());
-        }
-        if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages - held_pages {
-            return Err("the set of free runs has others than the page maps".into());
-        }
-        if found_outside != outside.len() {
-            return Err(format!(
-                "{} segments are cached, and {found_outside} of them belong to the arena",
-                outside.len()
-            ));
+        let Some(class) = run.class else { return Ok(()) };
+        let known = self.partial[class.index()].contains(&(run.extent, run.first, number));
+        let takes = !run.list.is_empty() && run.window.is_none();
+        must(known == takes, || {
+            format!("run {number} has {} free segments; in the set of its class: {known}", run.list.len())
+        })?;
+        let is_idle = Self::is_idle(run);
+        must(is_idle == self.idle.contains(&number) && !(is_idle && run.window.is_some()), || {
+            format!("run {number} is in a wrong set: idle {is_idle}, {run:?}")
+        })?;
+        let (bytes, out) = (run.list.len() as usize * class.stride(), Self::out(run).0);
+        sums.idle += usize::from(is_idle);
+        sums.free_slots += bytes;
+        sums.carved[class.index()] += run.count;
+        if run.window.is_some() {
+            sums.held_slots += bytes;
+            sums.watched[class.index()] += out;
         }
         Ok(())
     }

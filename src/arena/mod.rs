@@ -11,19 +11,18 @@
 //! that is large or aligned (a *single segment*). The arena joins a free run with its free neighbours at once, but
 //! never across an extent's edge: a driver refuses a copy that crosses two registrations. It keeps free runs ordered by
 //! size and then address. So a request takes the smallest run that fits (best fit) in logarithmic time, however many
-//! holes there are.
+//! holes there are. Runs of small segments are cut from the low end of a free run, and large segments from its high end,
+//! so that the two do not scatter each other.
 //!
-//! A class takes segments from its run at the lowest address first, so that its other runs drain. A run whose segments
-//! are all back is *idle*. The arena dissolves it at once if its class has another run to take from. It keeps the last
-//! one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not cut a run for
-//! each checkout. Of idle runs that hold a single segment it keeps one in all: many large free runs that only their own
-//! class may use would scatter the large segments of other classes. Where even that is not enough,
-//! [`Arena::shorten_runs`] frees what lies behind the last used segment of each run. Otherwise the first buffer of a
-//! class could keep all the memory of a small pool, and a thread that holds that buffer and asks for another would wait
-//! for itself.
+//! A class takes segments from its run at the lowest address first, so that its other runs drain. The first run of a class
+//! is a page, or as many as one segment needs. Each further run has as many segments as the class has already, up to
+//! the class's [`Shape`](crate::segment::Shape). So the first buffer of a class does not keep all the memory of a small
+//! pool, and a class that is used a lot has few runs.
 //!
-//! A small aligned segment needs only a part of its last page. The rest, its *tail*, becomes a segment of the largest
-//! class that fits, and is taken and returned like any other segment of that class.
+//! A run whose segments are all back is *idle*. The arena dissolves it at once if its class has another run to take from.
+//! It keeps the last one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not
+//! cut a run for each checkout. Of idle runs that hold a single segment it keeps one in all: many large free runs that
+//! only their own class may use would scatter the large segments of other classes.
 //!
 //! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run. Together they are below
 //! 1% of the memory for segments of 4 KiB and more. The arena never reads or writes the pinned memory itself.
@@ -40,14 +39,13 @@
 //!
 //! # Reading order
 //!
-//! This file (runs and segments), `pages` (extents and free runs), `feasibility` (what could be served if segments came
-//! back), `visit` (counting and listing what is out), `check`. Only the central pool calls the arena, and always under
-//! its lock.
+//! This file (runs and segments), `pages` (extents and free runs), `windows` (runs that are withheld for a request that
+//! waits), `visit` (counting and listing what is out), `check`. Only the central pool calls the arena, and always under its
+//! lock.
 
 #![allow(unsafe_code)]
 
 mod check;
-mod feasibility;
 mod pages;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -55,7 +53,7 @@ mod visit;
 mod windows;
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ptr::NonNull;
 
 use slab::Slab;
@@ -80,10 +78,6 @@ fn free_len(entry: u32) -> u32 {
     entry & (HELD - 1)
 }
 
-/// Single segments of up to this many pages have a tail. The tail of a longer one would be less than a sixteenth of it,
-/// and is not worth a descriptor.
-const TAIL_PAGES: usize = 16;
-
 #[derive(Debug)]
 struct ArenaExtent {
     base: NonNull<u8>,
@@ -93,12 +87,6 @@ struct ArenaExtent {
     /// For the first and the last page of each run: the run's number, or [`FREE`], perhaps [`HELD`], and the run's
     /// length. Other entries are stale.
     map: Vec<u32>,
-    /// The runs in use: the number of each, by its first page.
-    runs: BTreeMap<u32, u32>,
-    /// Bytes given out, by block ([`windows::BLOCK`] pages).
-    out: Vec<usize>,
-    /// How many windows and quarantined segments each block meets.
-    blocked: Vec<u32>,
     /// The runs that have a quarantined segment.
     stuck: Vec<u32>,
 }
@@ -108,23 +96,17 @@ struct Run {
     extent: u32,
     first: u32,
     pages: u32,
-    /// The class of the descriptors in `list`: the run's class, or that of a single segment's tail.
+    /// `None`: the run is a single segment's, which is out.
     class: Option<Class>,
-    /// Bytes of the single segment that has this run, while it is out; 0 in a class's run.
-    alone: usize,
     descriptors: NonNull<Descriptor>,
-    /// Number of descriptors in use, and in the table. A run that was shortened uses fewer than its table has.
+    /// Number of descriptors.
     count: u32,
-    table: u32,
-    /// The free descriptors, except those in thread caches and transfer caches, and those in `held`.
+    /// The free descriptors, except those in thread caches and transfer caches.
     list: Chain,
-    /// The free descriptors that lie in the window.
-    held: Chain,
-    /// The window that the run's descriptors from number `keep` on lie in.
+    /// The window that the run belongs to: then what is in its list is given to nobody else.
     window: Option<WindowId>,
-    keep: u32,
-    /// The run is in [`Arena::frayed`].
-    frayed: bool,
+    /// The run has a quarantined segment.
+    stuck: bool,
     /// Bytes that no segment covers.
     cut: usize,
 }
@@ -151,21 +133,19 @@ pub(crate) struct Arena {
     runs: Slab<Run>,
     /// Free runs outside of windows: pages, extent, first page.
     free: BTreeSet<(u32, u32, u32)>,
-    /// Runs whose list is not empty, by class: extent, first page, run.
+    /// Runs outside of windows whose list is not empty, by class: extent, first page, run.
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
     /// The idle runs.
     idle: BTreeSet<u32>,
     /// The run of one segment that became idle last. It may be in use since then, or gone, and its number another run's.
     idle_last: Option<u32>,
-    /// The runs in which a segment may have come back behind the last used one since [`Arena::shorten_runs`] looked.
-    frayed: BTreeSet<u32>,
     windows: Slab<Window>,
     /// Segments that are given out and lie in windows, by class.
     watched: Vec<u32>,
+    /// Segments of the runs of each class.
+    carved: Vec<u32>,
     /// Idle runs are dissolved at once.
     eager: bool,
-    /// Something got free outside of windows. The queue sets it back.
-    pub(crate) gained: bool,
     total: usize,
     unpinned: usize,
     cut: usize,
@@ -195,11 +175,10 @@ impl Arena {
             partial: (0..CLASSES).map(|_| BTreeSet::new()).collect(),
             idle: BTreeSet::new(),
             idle_last: None,
-            frayed: BTreeSet::new(),
             windows: Slab::new(),
             watched: vec![0; CLASSES],
+            carved: vec![0; CLASSES],
             eager: false,
-            gained: false,
             total: 0,
             unpinned: 0,
             cut: 0,
@@ -252,21 +231,16 @@ impl Arena {
             first,
             pages,
             class: None,
-            alone: 0,
             descriptors,
             count,
-            table: count,
             list: Chain::new(),
-            held: Chain::new(),
             window: None,
-            keep: 0,
-            frayed: false,
+            stuck: false,
             cut: 0,
         });
         let e = &mut self.extents[extent as usize];
         e.map[first as usize] = number;
         e.map[(first + pages - 1) as usize] = number;
-        e.runs.insert(first, number);
         number
     }
 
@@ -276,18 +250,19 @@ impl Arena {
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The run has the
-    /// class's shape, or only the pages for `most` segments. Where no free run is as long, it takes the longest free run,
-    /// if that holds a segment.
-    fn cut_run(&mut self, class: Class, most: usize) -> Option<u32> {
-        let stride = class.stride();
-        let longest = self.free.last().map_or(0, |f| f.0);
-        let pages = class.pages_of(most).min(class.shape().pages as usize).min(longest as usize) as u32;
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The run has pages for
+    /// so many segments, up to the class's shape. Where no free run is as long, it takes the longest free run, if that
+    /// holds a segment.
+    fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
+        let (stride, shape) = (class.stride(), class.shape());
+        let longest = self.largest_free_pages() as u32;
+        let pages = (segments.min(shape.segments as usize) * stride).div_ceil(PAGE) as u32;
+        let pages = pages.min(shape.pages).min(longest);
         let segments = pages as usize * PAGE / stride;
         if segments == 0 {
             return None;
         }
-        let (extent, first) = self.take_pages(pages as usize, 1)?;
+        let (extent, first) = self.take_pages(pages as usize, 1, shape.segments == 1)?;
         let mut descriptors = (0..segments).map(|i| (i * stride, Some(class)));
         let number = self.make_run(extent, first, pages, &mut descriptors);
         let run = &self.runs[number as usize];
@@ -303,6 +278,7 @@ impl Arena {
         run.cut = pages as usize * PAGE - used;
         self.cut += run.cut;
         self.free_slot_bytes += used;
+        self.carved[class.index()] += segments as u32;
         self.idle.insert(number);
         self.partial[class.index()].insert((extent, first, number));
         Some(number)
@@ -314,24 +290,20 @@ impl Arena {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
             self.partial[class.index()].remove(&(run.extent, run.first, number));
-            let (listed, held) = (run.list.len(), run.held.len());
-            self.free_slot_bytes -= (listed + held) as usize * class.stride();
-            self.held_slot_bytes -= held as usize * class.stride();
+            let listed = run.list.len() as usize * class.stride();
+            self.free_slot_bytes -= listed;
+            self.held_slot_bytes -= if run.window.is_some() { listed } else { 0 };
+            self.carved[class.index()] -= run.count;
             self.idle.remove(&number);
         }
-        if run.frayed {
-            self.frayed.remove(&number);
-        }
         self.cut -= run.cut;
-        self.extents[run.extent as usize].runs.remove(&run.first);
-        self.give_pages(run.extent, run.first, run.pages);
+        self.give_pages(run.extent, run.first, run.pages, run.window);
         self.drop_table(&run);
-        let _ = std::mem::ManuallyDrop::new((run.list, run.held));
     }
 
     /// Frees a run's descriptors.
     fn drop_table(&mut self, run: &Run) {
-        let table = std::ptr::slice_from_raw_parts_mut(run.descriptors.as_ptr(), run.table as usize);
+        let table = std::ptr::slice_from_raw_parts_mut(run.descriptors.as_ptr(), run.count as usize);
         // SAFETY: `make_run` leaked this box, and a run's table is freed once. No descriptor of it is used again: no
         // cache hands one out, and the run's list is not read any more.
         let table = unsafe { Box::from_raw(table) };
@@ -340,23 +312,20 @@ impl Arena {
         self.generation = self.generation.max(highest.map_or(0, |g| g + 1));
     }
 
-    /// Whether all segments of a run are back, and none of them lies in a window.
+    /// Whether all segments of a run are back.
     fn is_idle(run: &Run) -> bool {
-        run.alone == 0 && run.list.len() == run.count
+        run.list.len() == run.count
     }
 
-    /// The bytes of a segment of `bytes` bytes go out (`add`), or come back: counts them in their blocks.
-    fn note_out(&mut self, extent: u32, base: NonNull<u8>, bytes: usize, add: bool) {
-        let e = &mut self.extents[extent as usize];
-        let mut at = base.as_ptr().addr() - e.base.as_ptr().addr();
-        let end = at + bytes;
-        while at < end {
-            let block = at / windows::BLOCK_BYTES;
-            let here = ((block + 1) * windows::BLOCK_BYTES).min(end) - at;
-            let out = &mut e.out[block];
-            *out = if add { *out + here } else { *out - here };
-            at += here;
-        }
+    /// Bytes of each segment of a run.
+    fn segment_bytes(run: &Run) -> usize {
+        run.class.map_or(run.pages as usize * PAGE, Class::stride)
+    }
+
+    /// Segments of a run that are given out, and their bytes.
+    fn out(run: &Run) -> (u32, usize) {
+        let out = run.count - run.list.len();
+        (out, out as usize * Self::segment_bytes(run))
     }
 
     /// Dissolves idle runs at once from now on, or keeps the last one of each class: while a request waits, no memory
@@ -373,15 +342,29 @@ impl Arena {
     /// Takes up to `count` segments of a class, neighbours where possible: from the class's run at the lowest address,
     /// or from a new run.
     pub(crate) fn take_batch(&mut self, class: Class, count: u32) -> Chain {
+        let chain = self.take_listed(class, count, self.carved[class.index()].max(1) as usize);
+        self.peak.set(self.peak.get().max(self.taken()));
+        chain
+    }
+
+    /// [`Arena::take_batch`] without noting the peak. A new run has so many segments.
+    fn take_listed(&mut self, class: Class, count: u32, segments: usize) -> Chain {
         let number = match self.partial[class.index()].first() {
             Some(&(_, _, number)) => number,
-            None => match self.cut_run(class, usize::MAX) {
+            None => match self.cut_run(class, segments) {
                 Some(number) => number,
                 None => return Chain::new(),
             },
         };
-        let chain = self.take_from(number, class, count);
-        self.peak.set(self.peak.get().max(self.taken()));
+        let run = &mut self.runs[number as usize];
+        if Self::is_idle(run) {
+            self.idle.remove(&number);
+        }
+        let chain = run.list.split(count);
+        self.free_slot_bytes -= chain.len() as usize * class.stride();
+        if run.list.is_empty() {
+            self.partial[class.index()].remove(&(run.extent, run.first, number));
+        }
         chain
     }
 
@@ -405,26 +388,6 @@ impl Arena {
         self.peak.set(bytes);
     }
 
-    fn take_from(&mut self, number: u32, class: Class, count: u32) -> Chain {
-        let run = &mut self.runs[number as usize];
-        if Self::is_idle(run) {
-            self.idle.remove(&number);
-            // What lies behind the last segment that is taken now can be freed later.
-            run.frayed = true;
-            self.frayed.insert(number);
-        }
-        let chain = run.list.split(count);
-        let extent = run.extent;
-        self.free_slot_bytes -= chain.len() as usize * class.stride();
-        if run.list.is_empty() {
-            self.partial[class.index()].remove(&(extent, run.first, number));
-        }
-        for descriptor in chain.iter() {
-            self.note_out(extent, descriptor.base(), class.stride(), true);
-        }
-        chain
-    }
-
     /// Takes one segment for a placement. `None`: no free memory fits.
     pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         match placement {
@@ -437,53 +400,39 @@ impl Arena {
         }
     }
 
-    /// [`Arena::take`] for the first of `count` segments of a placement that are taken one after the other: a run that is
-    /// cut for them is no longer than they need.
-    pub(crate) fn take_tightly(&mut self, placement: Placement, count: usize) -> Option<NonNull<Descriptor>> {
-        if let Placement::Class(class) = placement {
-            if self.partial[class.index()].is_empty() {
-                self.cut_run(class, count)?;
+    /// Takes `count` segments for a placement and adds them to `taken`. Runs that are cut for them are no longer than they
+    /// need. `false`: there are not as many; what was taken stays in `taken`.
+    pub(crate) fn take_several(
+        &mut self,
+        placement: Placement,
+        count: usize,
+        taken: &mut Vec<NonNull<Descriptor>>,
+    ) -> bool {
+        let all = taken.len() + count;
+        while taken.len() < all {
+            let left = all - taken.len();
+            let before = taken.len();
+            match placement {
+                Placement::Class(class) => {
+                    let mut chain = self.take_listed(class, left as u32, left);
+                    taken.extend(std::iter::from_fn(|| chain.pop()));
+                }
+                Placement::Pages { span, align } => taken.extend(self.take_alone(span, align)),
+            }
+            if taken.len() == before {
+                return false;
             }
         }
-        self.take(placement)
+        self.peak.set(self.peak.get().max(self.taken()));
+        true
     }
 
-    /// Takes a single segment. Its run has a tail where that is worth a descriptor.
+    /// Takes a single segment, which has a run of its own.
     fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Descriptor>> {
         let pages = span.div_ceil(PAGE);
-        let own = span.next_multiple_of(SEGMENT_ALIGN);
-        let (extent, first) = self.take_pages(pages, align)?;
-        let tail = Class::fitting(pages * PAGE - own).filter(|_| pages <= TAIL_PAGES);
-        let Some(class) = tail else {
-            let number = self.make_run(extent, first, pages as u32, &mut std::iter::once((0, None)));
-            let run = &mut self.runs[number as usize];
-            run.alone = pages * PAGE;
-            let descriptors = run.descriptors;
-            self.note_single(number, true);
-            return Some(descriptors);
-        };
-        let number =
-            self.make_run(extent, first, pages as u32, &mut [(0, None), (own, Some(class))].into_iter());
-        let tail = self.descriptor(&self.runs[number as usize], 1);
-        let run = &mut self.runs[number as usize];
-        run.alone = own;
-        run.class = Some(class);
-        run.cut = pages * PAGE - own - class.stride();
-        self.cut += run.cut;
-        // SAFETY: a new descriptor, in no list.
-        unsafe { run.list.push(tail) };
-        self.free_slot_bytes += class.stride();
-        self.partial[class.index()].insert((extent, first, number));
-        self.note_single(number, true);
+        let (extent, first) = self.take_pages(pages, align, true)?;
+        let number = self.make_run(extent, first, pages as u32, &mut std::iter::once((0, None)));
         Some(self.runs[number as usize].descriptors)
-    }
-
-    /// Counts the single segment of a run as out, or as back.
-    fn note_single(&mut self, number: u32, add: bool) {
-        let run = &self.runs[number as usize];
-        // SAFETY: a run's table has at least one descriptor and lives as long as the run.
-        let (extent, bytes, base) = (run.extent, run.alone, unsafe { run.descriptors.as_ref() }.base());
-        self.note_out(extent, base, bytes, add);
     }
 
     /// Bytes that were given to a segment.
@@ -495,7 +444,7 @@ impl Arena {
         let descriptor = unsafe { descriptor.as_ref() };
         match descriptor.class() {
             Some(class) => class.stride(),
-            None => self.runs[descriptor.run() as usize].alone,
+            None => self.runs[descriptor.run() as usize].pages as usize * PAGE,
         }
     }
 
@@ -516,45 +465,32 @@ impl Arena {
     /// freed when this returns.
     pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
-        let (number, class, base) =
-            unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class(), descriptor.as_ref().base()) };
-        let Some(class) = class else { return self.give_alone(number) };
-        self.note_out(self.runs[number as usize].extent, base, class.stride(), false);
-        self.free_slot_bytes += class.stride();
-        let run = &mut self.runs[number as usize];
-        let index = (descriptor.as_ptr().addr() - run.descriptors.as_ptr().addr()) / size_of::<Descriptor>();
-        if run.window.is_some() && index >= run.keep as usize {
-            // SAFETY: alive, free and in no list by this function's contract.
-            unsafe { run.held.push(descriptor) };
-            let window = run.window;
-            self.held_slot_bytes += class.stride();
-            self.watched[class.index()] -= 1;
+        let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
+        let Some(class) = class else {
+            let window = self.runs[number as usize].window;
             if let Some(id) = window {
                 self.windows[id.0].out -= 1;
             }
-            self.cleared(number);
+            self.dissolve(number);
             return window;
-        }
-        // SAFETY: as above.
+        };
+        self.free_slot_bytes += class.stride();
+        let run = &mut self.runs[number as usize];
+        // SAFETY: alive, free and in no list by this function's contract.
         unsafe { run.list.push(descriptor) };
-        self.gained = true;
-        if !run.frayed {
-            run.frayed = true;
-            self.frayed.insert(number);
-        }
-        let (key, first, single) =
-            ((run.extent, run.first, number), run.list.len() == 1, Self::is_single(run));
-        if first {
-            self.partial[class.index()].insert(key);
-        }
-        if single {
-            // A tail is back. The run stays as long as its single segment is out.
-            if self.runs[number as usize].alone == 0 {
+        if let Some(window) = run.window {
+            self.held_slot_bytes += class.stride();
+            self.watched[class.index()] -= 1;
+            self.windows[window.0].out -= 1;
+            if Self::is_idle(run) {
                 self.dissolve(number);
             }
-        } else {
-            self.idled(number, class);
+            return Some(window);
         }
+        if run.list.len() == 1 {
+            self.partial[class.index()].insert((run.extent, run.first, number));
+        }
+        self.idled(number, class);
         None
     }
 
@@ -571,46 +507,6 @@ impl Arena {
                 }
             }
         }
-    }
-
-    /// Whether the run is that of a single segment: then its first descriptor has no class.
-    fn is_single(run: &Run) -> bool {
-        // SAFETY: a run's table has at least one descriptor and lives as long as the run.
-        unsafe { run.descriptors.as_ref() }.class().is_none()
-    }
-
-    /// Takes back the single segment of a run. Returns the window that it lies in.
-    fn give_alone(&mut self, number: u32) -> Option<WindowId> {
-        self.note_single(number, false);
-        let run = &mut self.runs[number as usize];
-        let (own, window) = (std::mem::take(&mut run.alone), run.window);
-        if let Some(id) = window {
-            self.windows[id.0].out -= 1;
-        }
-        let run = &mut self.runs[number as usize];
-        if run.count == 1 || run.list.len() + run.held.len() == 1 {
-            self.dissolve(number);
-            return window;
-        }
-        // The tail is still out: the run keeps the page that the tail is in, and the pages before become free.
-        let (extent, first) = (run.extent, run.first);
-        let before = (own / PAGE) as u32;
-        let tail = run.class.map_or(0, Class::stride);
-        run.first += before;
-        run.pages -= before;
-        let cut = run.pages as usize * PAGE - tail;
-        self.cut = self.cut - run.cut + cut;
-        run.cut = cut;
-        let (start, pages) = (run.first, run.pages);
-        let e = &mut self.extents[extent as usize];
-        e.map[start as usize] = number;
-        e.map[(start + pages - 1) as usize] = number;
-        e.runs.remove(&first);
-        e.runs.insert(start, number);
-        if before > 0 {
-            self.give_pages(extent, first, before);
-        }
-        window
     }
 
     /// Puts the segments of a chain back into their runs. They were cached, so none of them lies in a window.
@@ -632,81 +528,12 @@ impl Arena {
         !idle.is_empty()
     }
 
-    /// Frees the pages behind the last segment that is given out, in each run that is not idle. `true` if there were
-    /// any. Only the runs in which this may have changed since the last call are looked at.
-    pub(crate) fn shorten_runs(&mut self) -> bool {
-        let frayed = std::mem::take(&mut self.frayed);
-        frayed.into_iter().fold(false, |any, number| {
-            let run = &mut self.runs[number as usize];
-            run.frayed = false;
-            self.shorten(number) || any
-        })
-    }
-
-    fn shorten(&mut self, number: u32) -> bool {
-        let run = &self.runs[number as usize];
-        let Some(class) = run.class else { return false };
-        if Self::is_single(run) || Self::is_idle(run) || run.window.is_some() {
-            return false;
-        }
-        let mut free = vec![false; run.count as usize];
-        run.list.iter().for_each(|descriptor| free[Self::number_of(run, descriptor)] = true);
-        let used = free.iter().rposition(|free| !free).map_or(0, |last| last + 1);
-        self.shorten_to(number, class, used)
-    }
-
-    /// The number of a run's descriptor.
-    fn number_of(run: &Run, descriptor: &Descriptor) -> usize {
-        std::ptr::from_ref(descriptor).addr().wrapping_sub(run.descriptors.as_ptr().addr())
-            / size_of::<Descriptor>()
-    }
-
-    /// Frees the pages behind the first `used` segments of a class's run, which are all that are given out. `true` if
-    /// there were any.
-    fn shorten_to(&mut self, number: u32, class: Class, used: usize) -> bool {
-        let stride = class.stride();
-        let run = &mut self.runs[number as usize];
-        let pages = (used * stride).div_ceil(PAGE) as u32;
-        if pages >= run.pages {
-            return false;
-        }
-        let keep = (pages as usize * PAGE / stride).min(run.count as usize);
-        let before = run.list.len();
-        let mut kept = Chain::new();
-        while let Some(descriptor) = run.list.pop() {
-            // SAFETY: in a run's list, so alive.
-            if Self::number_of(run, unsafe { descriptor.as_ref() }) < keep {
-                // SAFETY: alive, free, and just taken off the list. The descriptors beyond `keep` stay in the table,
-                // free and in no list, and are not used again.
-                unsafe { kept.push(descriptor) };
-            }
-        }
-        // The order of the list stays.
-        while let Some(descriptor) = kept.pop() {
-            // SAFETY: as above.
-            unsafe { run.list.push(descriptor) };
-        }
-        let lost = before - run.list.len();
-        self.free_slot_bytes -= lost as usize * stride;
-        self.cut -= run.cut;
-        run.cut = pages as usize * PAGE - keep * stride;
-        self.cut += run.cut;
-        let (extent, first, freed) = (run.extent, run.first, run.pages - pages);
-        (run.count, run.pages) = (keep as u32, pages);
-        if run.list.is_empty() {
-            self.partial[class.index()].remove(&(extent, first, number));
-        }
-        self.extents[extent as usize].map[(first + pages - 1) as usize] = number;
-        self.give_pages(extent, first + pages, freed);
-        true
-    }
-
     /// Bytes of the tables that lie beside the pinned memory.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {
         let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();
         let descriptors: usize =
-            self.runs.iter().map(|(_, r)| r.table as usize * size_of::<Descriptor>()).sum();
+            self.runs.iter().map(|(_, r)| r.count as usize * size_of::<Descriptor>()).sum();
         maps + descriptors + self.runs.len() * size_of::<Run>()
     }
 }
@@ -715,7 +542,6 @@ impl Drop for Arena {
     fn drop(&mut self) {
         for (_, run) in std::mem::take(&mut self.runs) {
             self.drop_table(&run);
-            let _ = std::mem::ManuallyDrop::new((run.list, run.held));
         }
     }
 }

@@ -21,23 +21,18 @@ impl Arena {
     ) {
         debug_assert!(base.as_ptr().addr() % PAGE == 0 && len % PAGE == 0 && len > 0 && len <= MAX_EXTENT);
         let pages = (len / PAGE) as u32;
-        let blocks = (pages as usize).div_ceil(windows::BLOCK as usize);
         let extent = self.extents.insert(ArenaExtent {
             base,
             pages,
             region,
             pinned,
             map: vec![0; pages as usize],
-            runs: BTreeMap::new(),
-            out: vec![0; blocks],
-            blocked: vec![0; blocks],
             stuck: Vec::new(),
         }) as u32;
         self.total += len;
         if !pinned {
             self.unpinned += len;
         }
-        self.gained = true;
         self.insert_free(extent, 0, pages);
     }
 
@@ -116,17 +111,24 @@ impl Arena {
         (skip + pages as usize <= len as usize).then(|| first + skip as u32)
     }
 
-    /// Takes `pages` pages from the smallest free run that fits. What lies before and after them stays free. Returns
-    /// the extent and the first page. `align` is in pages.
-    pub(super) fn take_pages(&mut self, pages: usize, align: usize) -> Option<(u32, u32)> {
+    /// The last aligned page of a free run from which on `pages` pages fit into the run. `align` is in pages.
+    fn last_start(&self, run: (u32, u32, u32), pages: u32, align: usize) -> Option<u32> {
+        let (len, extent, first) = run;
+        let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
+        let start = (page + len.checked_sub(pages)? as usize) / align * align;
+        Some(first + start.checked_sub(page)? as u32)
+    }
+
+    /// Takes `pages` pages from the smallest free run that fits: from its high end, or else from its low end. What lies
+    /// before and after them stays free. Returns the extent and the first page. `align` is in pages.
+    pub(super) fn take_pages(&mut self, pages: usize, align: usize, high: bool) -> Option<(u32, u32)> {
         let pages = u32::try_from(pages).ok()?;
-        let mut fitting = self.free.range((pages, 0, 0)..);
-        let (run, start) = if align == 1 {
-            let run = *fitting.next()?;
-            (run, run.2)
-        } else {
-            fitting.find_map(|&run| self.aligned_start(run, pages, align).map(|start| (run, start)))?
+        let start = |run| match high {
+            true => self.last_start(run, pages, align),
+            false => self.aligned_start(run, pages, align),
         };
+        let mut fitting = self.free.range((pages, 0, 0)..);
+        let (run, start) = fitting.find_map(|&run| start(run).map(|start| (run, start)))?;
         let (len, extent, first) = run;
         self.remove_free(extent, first, len);
         if start > first {
@@ -138,37 +140,35 @@ impl Arena {
         Some((extent, start))
     }
 
-    /// Frees pages and joins them with the free runs beside them. No free run crosses the edge of a window.
-    pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
-        let window = self.window_at(extent, first);
+    /// Frees pages, which lie in this window, and joins them with the free runs beside them. No free run crosses the edge
+    /// of a window's range.
+    pub(super) fn give_pages(
+        &mut self,
+        extent: u32,
+        mut first: u32,
+        mut pages: u32,
+        window: Option<WindowId>,
+    ) {
         let e = &self.extents[extent as usize];
-        let (from, end, held) = match window {
-            Some(id) => (self.windows[id.0].first, self.windows[id.0].end, HELD),
+        let (from, end, held) = match window.and_then(|id| self.range_at(id, extent, first)) {
+            Some(range) => (range.first, range.end, HELD),
             None => (0, e.pages, 0),
         };
         let joins = |entry: &u32| entry & (FREE | HELD) == FREE | held;
-        if let Some(left) =
-            first.checked_sub(1).filter(|p| *p >= from).map(|p| e.map[p as usize]).filter(joins)
-        {
-            let len = free_len(left);
-            let start = first - len;
-            self.take_free(extent, start, len, held);
-            first = start;
-            pages += len;
+        let left = first.checked_sub(1).filter(|page| *page >= from).map(|page| e.map[page as usize]);
+        let right = Some(first + pages).filter(|page| *page < end).map(|page| e.map[page as usize]);
+        let [left, right] = [left, right].map(|entry| entry.filter(joins).map_or(0, free_len));
+        if left > 0 {
+            self.take_free(extent, first - left, left, held);
         }
-        let e = &self.extents[extent as usize];
-        let after = first + pages;
-        if let Some(right) = (after < end).then(|| e.map[after as usize]).filter(joins) {
-            let len = free_len(right);
-            self.take_free(extent, after, len, held);
-            pages += len;
+        if right > 0 {
+            self.take_free(extent, first + pages, right, held);
         }
+        first -= left;
+        pages += left + right;
         match window {
             Some(id) => self.insert_held(id, extent, first, pages),
-            None => {
-                self.gained = true;
-                self.insert_free(extent, first, pages);
-            }
+            None => self.insert_free(extent, first, pages),
         }
     }
 
@@ -180,5 +180,38 @@ impl Arena {
             self.free_pages -= pages as usize;
             self.held_pages -= pages as usize;
         }
+    }
+
+    /// Whether a placement could be served if every segment that is not quarantined came back, by itself. `false` is
+    /// certain as long as no extent is added. Only the runs that have a quarantined segment are looked at.
+    pub(crate) fn could_hold(&self, placement: Placement) -> bool {
+        let (need, align) = placement.fresh_pages();
+        self.extents.iter().any(|(_, e)| {
+            let page = e.base.as_ptr().addr() / PAGE;
+            let fits = |from: u32, end: u32| {
+                (page + from as usize).next_multiple_of(align) + need <= page + end as usize
+            };
+            let mut stuck: Vec<&Run> = e.stuck.iter().map(|number| &self.runs[*number as usize]).collect();
+            stuck.sort_unstable_by_key(|run| run.first);
+            let mut from = 0;
+            for run in stuck {
+                let class = run.class.map(Placement::Class) == Some(placement);
+                if fits(from, run.first) || class && self.unstuck(run) {
+                    return true;
+                }
+                from = run.first + run.pages;
+            }
+            fits(from, e.pages)
+        })
+    }
+
+    /// Whether a run has a segment of its class that is not quarantined.
+    fn unstuck(&self, run: &Run) -> bool {
+        (0..run.count).any(|n| !Self::is_stuck(self.descriptor(run, n)))
+    }
+
+    fn is_stuck(descriptor: NonNull<Descriptor>) -> bool {
+        // SAFETY: the descriptors of a run are alive as long as the run, and the caller has the run.
+        unsafe { descriptor.as_ref() }.word().state() == state::QUARANTINED
     }
 }

@@ -13,15 +13,14 @@ impl Arena {
         }
         // SAFETY: the run's own descriptor, which is alive as long as the run.
         let descriptor = unsafe { self.descriptor(run, index as u32).as_ref() };
-        Some((descriptor, descriptor.class().map_or(run.alone, Class::stride)))
+        Some((descriptor, Self::segment_bytes(run)))
     }
 
     /// Visits each run that has segments of a class: the class, how many there are, and how many of them are free.
     pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
         for (_, run) in &self.runs {
             if let Some(class) = run.class {
-                let segments = if Self::is_single(run) { 1 } else { run.count };
-                visit(class, segments.into(), (run.list.len() + run.held.len()).into());
+                visit(class, run.count.into(), run.list.len().into());
             }
         }
     }

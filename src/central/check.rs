@@ -18,9 +18,9 @@ impl CentralPool {
     /// # Errors
     /// The first violation, in words.
     pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
-        let core = self.lock();
+        let mut core = self.lock();
         self.gate.quiesce(mode::INSPECT, &core.table);
-        let result = self.check_quiet(&core, &mut visit);
+        let result = self.check_quiet(core.as_is(), &mut visit);
         self.gate.readmit(mode::INSPECT, &core.table);
         drop(core);
         result
@@ -28,7 +28,7 @@ impl CentralPool {
 
     fn check_quiet(
         &self,
-        core: &Core,
+        core: &mut Core,
         visit: &mut dyn FnMut(Option<u16>, usize),
     ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();
@@ -80,14 +80,13 @@ impl CentralPool {
         if core.outstanding.is_some_and(|n| n != out) {
             return Err(format!("{:?} segments are counted as outstanding, {out} are", core.outstanding));
         }
-        self.check_fences(core, |class| classes[class.index()])?;
+        self.check_waiting(core, |class| classes[class.index()])?;
         Ok(())
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::ptr::NonNull;
 
     use super::*;
     use crate::central::transfer::tests::{BYTES, CACHE, central};
@@ -182,8 +181,10 @@ mod tests {
         let class = class();
         // Four slots with room for two segments each: three in each of them are too many.
         let put = |count: u32| {
-            let mut chain = central.core.lock().arena.take_batch(class, count);
-            let batch: Vec<_> = std::iter::from_fn(|| chain.pop()).map(NonNull::as_ptr).collect();
+            let mut core = central.core.lock();
+            let mut take = || core.arena.take(Placement::Class(class)).unwrap().as_ptr();
+            let batch: Vec<_> = (0..count).map(|_| take()).collect();
+            drop(core);
             assert!(central.transfers[list_of(class)].put(0, batch.into_iter()));
         };
         (0..3).for_each(|_| put(3));
@@ -208,23 +209,32 @@ mod tests {
     }
 
     #[test]
-    fn a_check_sees_missing_fences() {
+    fn a_check_sees_what_returns_are_not_told() {
         let central = cached();
         let wants = vec![central.place(BYTES - 32, 64).unwrap()];
         let wake = || Wake::Thread(thread::current());
         let large = central.join(wants, wake(), false, usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
-        // The window has the segment that is out, and its class is fenced for that.
-        let fence = &central.fence;
-        fence.set(class(), 0);
-        assert!(violation(&central).ends_with("is fenced as 0, and 2 is needed"));
-        fence.set(class(), 2);
+        // The window has the segment that is out, and its class is closed for that.
+        let closed = &central.closed_classes;
+        closed.set(class(), 0);
+        assert!(violation(&central).ends_with("is closed as 0, and 2 is needed"));
+        closed.set(class(), 2);
         central.check(|_, _| ()).unwrap();
         let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), false, usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
-        fence.set(class(), 2);
-        assert!(violation(&central).ends_with("is fenced as 2, and 3 is needed"));
-        fence.set(class(), 3);
+        closed.set(class(), 2);
+        assert!(violation(&central).ends_with("is closed as 2, and 3 is needed"));
+        closed.set(class(), 3);
+        central.check(|_, _| ()).unwrap();
+        // A window of which returns do not know, and one whose owner does not wait.
+        closed.set_ranges(std::iter::empty());
+        assert!(violation(&central).starts_with("returns do not find the window at "));
+        closed.set_ranges(central.core.lock().arena.window_addresses());
+        central.check(|_, _| ()).unwrap();
+        central.core.lock().windows.list[0].owner = 77;
+        assert!(violation(&central).ends_with("some of which do not wait, or have two"));
+        central.core.lock().windows.list[0].owner = large;
         central.leave(large);
         central.check(|_, _| ()).unwrap();
         assert!(!central.waits(small), "it is served with what the first was to have");

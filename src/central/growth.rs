@@ -298,7 +298,7 @@ impl Core {
         let wants = wants.to_vec();
         let Some(growth) = self.plan(&wants, may_move) else { return false };
         if !growth.going.is_empty() {
-            self.queue.head_moved();
+            self.queue.head().into_iter().for_each(|head| self.queue.note_replaced(head));
         }
         self.wakes.push(Wake::Grow(self.me.clone(), growth));
         true
@@ -308,7 +308,8 @@ impl Core {
     /// be room for a region for it. After a growth that failed also the one that needs least, since the failed one may have
     /// been for any.
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
-        let (head, moved) = self.queue.head()?;
+        let head = self.queue.head()?;
+        let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
         if self.step == 0 {
             return None;
         }
@@ -318,12 +319,12 @@ impl Core {
             return Some((head, !moved));
         }
         let (room, mut at) = (self.room_beside(), None);
-        while let Some((key, size, _)) = self.queue.after(at) {
+        while let Some((size, key)) = self.queue.after(at) {
             let wants = self.queue.wants(key);
             if room >= least(wants) {
                 return Some((wants, false));
             }
-            at = Some((size, u64::MAX));
+            at = Some((size, usize::MAX));
         }
         None
     }

@@ -7,7 +7,6 @@
 //! The books are the exception. What is written there serves no one, and is written under locks of other modules.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
 
 use super::{Books, CentralPool, Core, Wake};
 use crate::sync::{Mutex, MutexGuard};
@@ -26,12 +25,9 @@ pub(super) struct Locked<'a> {
     after: After,
 }
 
-/// What follows the unlock: the wakes, and further turns where there was more to serve than one turn may.
+/// The wakes, which follow the unlock.
 #[derive(Default)]
-struct After {
-    wakes: Vec<Wake>,
-    more: Option<Arc<CentralPool>>,
-}
+struct After(Vec<Wake>);
 
 impl CoreLock {
     pub(super) fn new(core: Core) -> Self {
@@ -50,20 +46,22 @@ impl CentralPool {
         Locked { core: self.core.0.lock(), central: self, changed: false, after: After::default() }
     }
 
-    /// The lock, for a request that is not in the queue: the waiters that what is free can serve are served first. (While
-    /// others have begun another turn meanwhile, `pending` is set again.)
-    pub(super) fn served(&self) -> Locked<'_> {
+    /// The lock, for a request that is not in the queue.
+    pub(super) fn lock_to_take(&self) -> Locked<'_> {
         let mut locked = self.lock();
-        if locked.pending {
-            locked.changed = true;
-            drop(locked);
-            locked = self.lock();
+        if locked.timeless {
+            self.tick(&mut locked);
         }
         locked
     }
 }
 
 impl Locked<'_> {
+    /// The core for a check, which leaves it as it is.
+    pub(super) fn as_is(&mut self) -> &mut Core {
+        &mut self.core
+    }
+
     /// The books, whose changes the queue does not wait for.
     pub(super) fn books(&mut self) -> &mut Books {
         &mut self.core.books
@@ -87,27 +85,14 @@ impl DerefMut for Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        if !self.changed {
-            return;
+        if self.changed {
+            self.after.0 = self.central.turn(&mut self.core);
         }
-        self.after.wakes = self.central.turn(&mut self.core);
-        // Counted under the lock: once that is released, the central pool may be freed.
-        self.after.more = if self.core.pending { self.central.weak().upgrade() } else { None };
     }
 }
 
 impl Drop for After {
     fn drop(&mut self) {
-        self.wakes.drain(..).for_each(Wake::wake);
-        let Some(central) = self.more.take() else { return };
-        loop {
-            let mut core = central.core.0.lock();
-            let (wakes, pending) = (central.turn(&mut core), core.pending);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
-            if !pending {
-                return;
-            }
-        }
+        self.0.drain(..).for_each(Wake::wake);
     }
 }

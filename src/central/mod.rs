@@ -30,8 +30,7 @@
 //! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
 //!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
 //! - Nothing that lies in a window is cached, and no segment of a class that a request waits for.
-//! - No waiter could be served by what is free outside of windows, except while `pending` says that the queue is being
-//!   served.
+//! - No waiter could be served by what is free outside of windows.
 //! - No driver call, no wake and no foreign code under the lock: the core collects [`Wake`]s, and the guard of the lock
 //!   carries them out after the unlock (`lock`).
 //!
@@ -86,7 +85,7 @@ pub(crate) use queue::{WaitOutcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
 pub(crate) use reclaim::ReclaimLevel;
 pub(crate) use waiting::LongWait;
-use waiting::{Fence, Windows};
+use waiting::{Closed, Windows};
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
@@ -135,7 +134,7 @@ pub(crate) struct CentralPool {
     config: CentralConfig,
     transfers: Vec<TransferCache>,
     /// The returns that may be for a waiter.
-    fence: Fence,
+    closed_classes: Closed,
     /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
     unlisted: StdAtomicU64,
     /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
@@ -157,10 +156,8 @@ struct Core {
     arena: Arena,
     table: CacheTable,
     queue: WaitQueue,
-    /// Windows and fences, as far as the queue does not say it.
+    /// What is withheld for whom.
     windows: Windows,
-    /// The queue is being served in turns, between which the lock is free: what is free now may be a waiter's.
-    pending: bool,
     /// Takes and returns on the slow path, by class, and those of thread caches that have left the table.
     classes: ClassTally,
     books: Books,
@@ -256,7 +253,7 @@ impl CentralPool {
             transfers: listed()
                 .map(|class| TransferCache::new(config.transfer_cache, class.stride()))
                 .collect(),
-            fence: Fence::new(),
+            closed_classes: Closed::default(),
             unlisted: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
@@ -267,7 +264,6 @@ impl CentralPool {
                 table: CacheTable::default(),
                 queue: WaitQueue::new(),
                 windows: Windows::default(),
-                pending: false,
                 books: Books::default(),
                 wakes: Vec::new(),
                 classes: ClassTally::new(),
@@ -386,12 +382,8 @@ impl CentralPool {
         }
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
-        let mut core = self.served();
+        let mut core = self.lock_to_take();
         self.refuse_if_shut()?;
-        if core.pending {
-            // First come, first served.
-            return Ok(Take::Empty);
-        }
         if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
             if let Some(descriptor) = self.batch(&mut core, cache, class) {
                 return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
@@ -413,19 +405,16 @@ impl CentralPool {
     pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let cache = self.cache();
-        let mut core = self.served();
+        let mut core = self.lock_to_take();
         self.refuse_if_shut()?;
-        if core.pending {
-            return Ok(None);
-        }
         let mut grants = queue::take_all(&mut core.arena, wants);
         if grants.is_none() && self.reclaim_idle(&mut core, cache, None) {
             core.serve();
-            grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
+            grants = queue::take_all(&mut core.arena, wants);
         }
         if grants.is_none() && level == ReclaimLevel::All && self.reclaim_all(&mut core) {
             core.serve();
-            grants = if core.pending { None } else { queue::take_all(&mut core.arena, wants) };
+            grants = queue::take_all(&mut core.arena, wants);
         }
         let grants: Option<Vec<Grant>> =
             grants.map(|grants| grants.iter().map(|g| core.took(g.descriptor, g.len)).collect());
@@ -505,8 +494,7 @@ impl CentralPool {
         // SAFETY: as above, and it is out for good.
         let window = unsafe { core.arena.quarantine(descriptor) };
         if let Some(window) = window {
-            let owner = core.queue.owner(window);
-            core.displace(owner);
+            core.displace_window(window);
         }
         central.fail_hopeless(&mut core);
     }
@@ -548,7 +536,7 @@ impl CentralPool {
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
         core.fail(|_, _| Some(Error::Closed));
-        self.lift(&mut core);
+        self.reopen(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts, _) = core.tally().sums();
         core.outstanding = Some(takes - puts);
@@ -627,20 +615,16 @@ impl Core {
         Grant { descriptor, len }
     }
 
-    /// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
-    /// shortened; what this frees is first for those that wait.
+    /// Takes a segment for a placement. Where none is free, idle runs are dissolved first; what this frees is first for
+    /// those that wait.
     fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
-        let steps: [fn(&mut Arena) -> bool; 3] = [|_| true, Arena::release_idle, Arena::shorten_runs];
-        for more in steps {
-            if more(&mut self.arena) {
-                self.serve();
-                let taken = if self.pending { None } else { self.arena.take(placement) };
-                if taken.is_some() {
-                    return taken;
-                }
-            }
+        self.serve();
+        let mut taken = self.arena.take(placement);
+        if taken.is_none() && self.arena.release_idle() {
+            self.serve();
+            taken = self.arena.take(placement);
         }
-        None
+        taken
     }
 
     /// Puts a segment back that was out, and serves the waiter that has a right to it.
@@ -652,13 +636,15 @@ impl Core {
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
         self.classes.gave(class, granted);
         self.books.requested = self.books.requested.wrapping_sub(len as u64);
+        // SAFETY: as above.
+        unsafe { descriptor.as_ref() }.returned();
         // SAFETY: this function's contract.
-        let window = unsafe {
-            descriptor.as_ref().returned();
-            self.arena.give(descriptor)
-        };
-        if let Some(window) = window {
-            self.came(window, class);
+        if class.is_some_and(|class| unsafe { self.hand_over(descriptor, class) }) {
+            return;
+        }
+        // SAFETY: this function's contract, and nobody was given the segment.
+        if let Some(window) = unsafe { self.arena.give(descriptor) } {
+            self.came(window);
         }
     }
 

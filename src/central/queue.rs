@@ -8,12 +8,11 @@
 //! Requests of one size class wait for the same segments, so they are served strictly in order. The first of them has a
 //! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window of
 //! its own as long as the memory outside of all windows lasts, and waits for an earlier window's end otherwise. Several
-//! buffers of one request are granted together or not at all. Where no range is long enough for all of them, the request
-//! has several windows.
+//! buffers of one request are granted together or not at all.
 //!
 //! # Costs
 //!
-//! Waiters are found by their order, and by what they need: each in a tree. So a join, a grant and a leave take
+//! Waiters are found by their tickets, and by what they need: each in a tree. So a join, a grant and a leave take
 //! logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at the waiters.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
@@ -27,11 +26,9 @@ use std::ptr::NonNull;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use slab::Slab;
-
 use super::CentralPool;
 use super::growth::Growth;
-use crate::arena::{Arena, WindowId};
+use crate::arena::{Arena, PageRange};
 use crate::error::Error;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
@@ -128,42 +125,38 @@ impl Size {
     }
 }
 
+/// Names a waiter. Waiters have tickets in the order in which they joined.
+pub(super) type Ticket = usize;
+
 #[derive(Debug)]
 struct Waiter {
     wants: Vec<Want>,
     size: Size,
-    /// Its place in the order.
-    number: u64,
-    outcome: WaitOutcome,
     wake: Option<Wake>,
-    /// What is withheld for it.
-    windows: Vec<WindowId>,
-    /// How often its window was exchanged.
-    moves: u32,
     /// Idle regions were replaced for it.
-    moved: bool,
-    /// Its windows are whole regions that are to be replaced.
-    replaces: bool,
+    replaced: bool,
+    /// How often its window was exchanged, and the ranges that it gave up.
+    moves: u32,
+    given_up: Vec<PageRange>,
     since: Instant,
 }
 
 /// See the head of this module.
 #[derive(Debug)]
 pub(crate) struct WaitQueue {
-    waiters: Slab<Waiter>,
-    /// Keys of the waiters that still wait, in the order in which they joined.
-    order: BTreeMap<u64, usize>,
+    /// Those that wait.
+    waiting: BTreeMap<Ticket, Waiter>,
     /// The same by size.
-    sizes: BTreeSet<(Size, u64)>,
+    sizes: BTreeSet<(Size, Ticket)>,
     /// Those that may choose a window and have none: not those behind another of the same class.
-    unplaced: BTreeSet<u64>,
-    next: u64,
-    /// Waiters of lower numbers were told of as waiting for long.
-    told: u64,
+    unplaced: BTreeSet<Ticket>,
+    /// What became of those that wait no more, until they look.
+    ended: BTreeMap<Ticket, WaitOutcome>,
+    next: Ticket,
+    /// Waiters of lower tickets were told of as waiting for long.
+    told: Ticket,
     /// How many requests for one segment of a class wait, by class.
     awaited: Vec<u32>,
-    /// The waiter that each window is withheld for, by the window's number.
-    owners: Vec<usize>,
     /// How long each wait that has ended took, with any outcome.
     waited: Histogram,
 }
@@ -171,25 +164,24 @@ pub(crate) struct WaitQueue {
 impl WaitQueue {
     pub(crate) fn new() -> Self {
         Self {
-            waiters: Slab::new(),
-            order: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             sizes: BTreeSet::new(),
             unplaced: BTreeSet::new(),
+            ended: BTreeMap::new(),
             next: 0,
             told: 0,
             awaited: vec![0; CLASSES],
-            owners: Vec::new(),
             waited: Histogram::default(),
         }
     }
 
     /// Whether no request waits.
     pub(crate) fn is_empty(&self) -> bool {
-        self.order.is_empty()
+        self.waiting.is_empty()
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.order.len()
+        self.waiting.len()
     }
 
     /// Times from joining to the end of the wait: a grant, an error, or leaving.
@@ -202,133 +194,86 @@ impl WaitQueue {
         self.awaited[class.index()]
     }
 
-    /// Adds a waiter at the end. Returns its key.
-    pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
-        let size = Size::of(&wants);
+    /// Adds a waiter at the end.
+    pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> Ticket {
+        let (ticket, size, since) = (self.next, Size::of(&wants), Instant::now());
+        self.next += 1;
         if let Size::Class(class) = size {
             self.awaited[usize::from(class)] += 1;
         }
-        let (number, since) = (self.next, Instant::now());
-        self.next += 1;
-        let key = self.waiters.insert(Waiter {
-            wants,
-            size,
-            number,
-            outcome: WaitOutcome::Waiting,
-            wake: Some(wake),
-            windows: Vec::new(),
-            moves: 0,
-            moved: false,
-            replaces: false,
-            since,
-        });
-        self.order.insert(number, key);
-        self.sizes.insert((size, number));
-        if self.chooses(size, number) {
-            self.unplaced.insert(number);
+        let (wake, given_up) = (Some(wake), Vec::new());
+        let waiter = Waiter { wants, size, wake, replaced: false, moves: 0, given_up, since };
+        self.waiting.insert(ticket, waiter);
+        self.sizes.insert((size, ticket));
+        if self.leads(size, ticket) {
+            self.unplaced.insert(ticket);
         }
-        key
+        ticket
     }
 
-    /// Whether a waiter may have a window: of several for the same class the first.
-    fn chooses(&self, size: Size, number: u64) -> bool {
-        !matches!(size, Size::Class(_)) || self.first(size) == Some(number)
+    fn waiter(&self, ticket: Ticket) -> &Waiter {
+        &self.waiting[&ticket]
+    }
+
+    fn change(&mut self, ticket: Ticket, change: impl FnOnce(&mut Waiter)) {
+        self.waiting.get_mut(&ticket).map(change);
     }
 
     /// Whether a waiter is not behind another of the same class.
-    pub(super) fn is_first(&self, key: usize) -> bool {
-        let waiter = &self.waiters[key];
-        self.chooses(waiter.size, waiter.number)
+    pub(super) fn is_first(&self, ticket: Ticket) -> bool {
+        self.leads(self.size(ticket), ticket)
+    }
+
+    fn leads(&self, size: Size, ticket: Ticket) -> bool {
+        !matches!(size, Size::Class(_)) || self.first(size) == Some(ticket)
     }
 
     /// The first waiter of a size.
-    fn first(&self, size: Size) -> Option<u64> {
-        self.sizes.range((size, 0)..=(size, u64::MAX)).next().map(|found| found.1)
+    pub(super) fn first(&self, size: Size) -> Option<Ticket> {
+        self.sizes.range((size, 0)..=(size, Ticket::MAX)).next().map(|found| found.1)
     }
 
-    /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. A waiter
-    /// that waits no more is removed. The second value is a wake that the caller drops after it has released the lock.
-    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (WaitOutcome, Option<Wake>) {
-        let waiter = &mut self.waiters[key];
-        if matches!(waiter.outcome, WaitOutcome::Waiting) {
-            let replaced = if wake.is_some() { std::mem::replace(&mut waiter.wake, wake) } else { None };
-            return (WaitOutcome::Waiting, replaced);
+    /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. Any other
+    /// outcome is told once. The second value is a wake that the caller drops after it has released the lock.
+    pub(crate) fn look(&mut self, ticket: Ticket, wake: Option<Wake>) -> (WaitOutcome, Option<Wake>) {
+        if let Some(outcome) = self.ended.remove(&ticket) {
+            return (outcome, wake);
         }
-        let Waiter { outcome, wake: left, .. } = self.waiters.remove(key);
-        (outcome, left.or(wake))
+        let mut wake = wake;
+        if wake.is_some() {
+            self.change(ticket, |waiter| std::mem::swap(&mut waiter.wake, &mut wake));
+        }
+        (WaitOutcome::Waiting, wake)
     }
 
     /// Whether a waiter still waits.
-    pub(crate) fn waits(&self, key: usize) -> bool {
-        matches!(self.waiters[key].outcome, WaitOutcome::Waiting)
+    pub(crate) fn waits(&self, ticket: Ticket) -> bool {
+        self.waiting.contains_key(&ticket)
     }
 
     /// The size of a waiter.
-    pub(super) fn size(&self, key: usize) -> Size {
-        self.waiters[key].size
-    }
-
-    /// Whether there is a waiter of this key that still waits.
-    pub(super) fn keeps_waiting(&self, key: usize) -> bool {
-        self.waiters.get(key).is_some_and(|waiter| self.order.get(&waiter.number) == Some(&key))
-    }
-
-    /// The key of the first waiter of a size.
-    pub(super) fn first_key(&self, size: Size) -> Option<usize> {
-        self.first(size).map(|number| self.order[&number])
+    pub(super) fn size(&self, ticket: Ticket) -> Size {
+        self.waiter(ticket).size
     }
 
     /// What a waiter asks for.
-    pub(super) fn wants(&self, key: usize) -> &[Want] {
-        &self.waiters[key].wants
+    pub(super) fn wants(&self, ticket: Ticket) -> &[Want] {
+        &self.waiter(ticket).wants
     }
 
-    /// Removes a waiter. Returns its outcome, with what was granted meanwhile, and as in [`WaitQueue::look`] a wake to
-    /// be dropped after the lock is released. The caller ends its windows.
-    pub(crate) fn leave(&mut self, key: usize, ended: &mut Vec<WindowId>) -> (WaitOutcome, Option<Wake>) {
-        if self.waits(key) {
-            self.remove(key, ended);
-        }
-        let Waiter { outcome, wake, .. } = self.waiters.remove(key);
-        (outcome, wake)
-    }
-
-    /// The head's wants, and whether idle regions were replaced for it already.
-    pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
-        let head = &self.waiters[*self.order.values().next()?];
-        Some((&head.wants, head.moved))
-    }
-
-    /// Notes that idle regions are replaced for the head.
-    pub(crate) fn head_moved(&mut self) {
-        if let Some(head) = self.head_key() {
-            self.note_replaced(head);
-        }
-    }
-
-    /// Whether idle regions may be replaced for a waiter: they were not yet.
-    pub(super) fn may_replace(&self, key: usize) -> bool {
-        !self.waiters[key].moved
+    /// Whether idle regions were replaced for a waiter.
+    pub(super) fn replaced(&self, ticket: Ticket) -> bool {
+        self.waiter(ticket).replaced
     }
 
     /// Notes that idle regions are replaced for a waiter.
-    pub(super) fn note_replaced(&mut self, key: usize) {
-        self.waiters[key].moved = true;
+    pub(super) fn note_replaced(&mut self, ticket: Ticket) {
+        self.change(ticket, |waiter| waiter.replaced = true);
     }
 
-    /// Whether a waiter's windows are whole regions that are to be replaced.
-    pub(super) fn replaces(&self, key: usize) -> bool {
-        self.waiters[key].replaces
-    }
-
-    /// Notes that a waiter's windows are such regions.
-    pub(super) fn set_replaces(&mut self, key: usize) {
-        self.waiters[key].replaces = true;
-    }
-
-    /// The key of the waiter that came first.
-    pub(super) fn head_key(&self) -> Option<usize> {
-        self.order.values().next().copied()
+    /// The waiter that came first.
+    pub(super) fn head(&self) -> Option<Ticket> {
+        self.waiting.keys().next().copied()
     }
 
     /// The first waiter that has waited for `age` and that no earlier call has told of, if it `may` be told of: since when
@@ -339,156 +284,99 @@ impl WaitQueue {
         age: Duration,
         may: impl FnOnce() -> bool,
     ) -> Option<(Instant, &[Want])> {
-        let is_long = |key: usize| now.saturating_duration_since(self.waiters[key].since) >= age;
-        let mut long = self.order.range(self.told..).map(|(_, key)| *key).take_while(|key| is_long(*key));
+        let is_long = |waiter: &Waiter| now.saturating_duration_since(waiter.since) >= age;
+        let mut long = self.waiting.range(self.told..).take_while(|(_, waiter)| is_long(waiter));
         let first = long.next().filter(|_| may())?;
-        let last = long.last().unwrap_or(first);
-        self.told = self.waiters[last].number + 1;
-        Some((self.waiters[first].since, &self.waiters[first].wants))
+        self.told = long.last().unwrap_or(first).0 + 1;
+        Some((first.1.since, &first.1.wants))
     }
 
-    /// The waiter behind a place, in the order of sizes: its key, and its place.
-    pub(super) fn after(&self, place: Option<(Size, u64)>) -> Option<(usize, Size, u64)> {
+    /// The waiter behind a place, in the order of sizes: its place.
+    pub(super) fn after(&self, place: Option<(Size, Ticket)>) -> Option<(Size, Ticket)> {
         let behind = place.map_or(Bound::Unbounded, Bound::Excluded);
-        let (size, number) = *self.sizes.range((behind, Bound::Unbounded)).next()?;
-        Some((self.order[&number], size, number))
+        self.sizes.range((behind, Bound::Unbounded)).next().copied()
     }
 
-    /// Takes a waiter that still waits out of the order.
-    fn remove(&mut self, key: usize, ended: &mut Vec<WindowId>) {
-        let waiter = &mut self.waiters[key];
-        let (size, number) = (waiter.size, waiter.number);
-        let (windows, replaces) = (std::mem::take(&mut waiter.windows), waiter.replaces);
+    /// Takes a waiter out of the queue. Of several for the same class the next may choose a window from now on.
+    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Wake> {
+        let waiter = self.waiting.remove(&ticket)?;
         self.waited.record(waiter.since.elapsed());
-        if let Size::Class(class) = size {
+        self.unplaced.remove(&ticket);
+        self.sizes.remove(&(waiter.size, ticket));
+        if let Size::Class(class) = waiter.size {
             self.awaited[usize::from(class)] -= 1;
-        }
-        self.order.remove(&number);
-        self.unplaced.remove(&number);
-        let first = self.first(size) == Some(number);
-        self.sizes.remove(&(size, number));
-        match (first, size, self.first(size)) {
-            // The next waiter of the class inherits the window, or may choose one.
-            (true, Size::Class(_), Some(next)) => {
+            if let Some(next) = self.first(waiter.size).filter(|next| *next > ticket) {
                 self.unplaced.insert(next);
-                if !windows.is_empty() {
-                    let next = self.order[&next];
-                    self.place(next, windows);
-                    self.waiters[next].replaces = replaces;
-                }
             }
-            _ => ended.extend(windows),
         }
+        waiter.wake
     }
 
-    /// Ends a wait. The caller ends the windows that were withheld for it.
-    pub(super) fn finish(
-        &mut self,
-        key: usize,
-        outcome: WaitOutcome,
-        ended: &mut Vec<WindowId>,
-        wakes: &mut Vec<Wake>,
-    ) {
-        self.remove(key, ended);
-        let waiter = &mut self.waiters[key];
-        waiter.outcome = outcome;
-        wakes.extend(waiter.wake.take());
+    /// Ends a wait. Returns the wake that follows.
+    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<Wake> {
+        let wake = self.remove(ticket);
+        self.ended.insert(ticket, outcome);
+        wake
     }
 
     // --- windows -----------------------------------------------------------------------------------------------------
 
     /// The first waiters that may choose a window and have none, up to `most` of them.
-    pub(super) fn unplaced(&self, most: usize) -> Vec<usize> {
-        self.unplaced.iter().take(most).map(|number| self.order[number]).collect()
+    pub(super) fn unplaced(&self, most: usize) -> Vec<Ticket> {
+        self.unplaced.iter().take(most).copied().collect()
     }
 
     pub(super) fn any_unplaced(&self) -> bool {
         !self.unplaced.is_empty()
     }
 
-    /// What is withheld for a waiter.
-    pub(super) fn windows(&self, key: usize) -> &[WindowId] {
-        &self.waiters[key].windows
-    }
-
-    /// How often a waiter's window was exchanged.
-    pub(super) fn moves(&self, key: usize) -> u32 {
-        self.waiters[key].moves
-    }
-
-    /// Notes that a waiter's window is exchanged.
-    pub(super) fn moved(&mut self, key: usize) {
-        self.waiters[key].moves += 1;
-    }
-
-    /// Gives a waiter windows.
-    pub(super) fn place(&mut self, key: usize, windows: Vec<WindowId>) {
-        for window in &windows {
-            let index = window.index();
-            self.owners.resize(self.owners.len().max(index + 1), usize::MAX);
-            self.owners[index] = key;
+    /// Notes that a waiter has a window, or has none any more.
+    pub(super) fn set_placed(&mut self, ticket: Ticket, placed: bool) {
+        if placed {
+            self.unplaced.remove(&ticket);
+        } else {
+            self.unplaced.insert(ticket);
         }
-        let waiter = &mut self.waiters[key];
-        debug_assert!(waiter.windows.is_empty());
-        waiter.windows = windows;
-        self.unplaced.remove(&waiter.number);
     }
 
-    /// The waiter that a window is withheld for.
-    pub(super) fn owner(&self, window: WindowId) -> usize {
-        self.owners[window.index()]
+    /// How often a waiter's window was exchanged, and the ranges that it gave up.
+    pub(super) fn moves(&self, ticket: Ticket) -> (u32, &[PageRange]) {
+        let waiter = self.waiter(ticket);
+        (waiter.moves, &waiter.given_up)
     }
 
-    /// The waiters that have a window, in their order.
-    pub(super) fn owners(&self) -> Vec<usize> {
-        let mut owners: Vec<usize> = self.owners.clone();
-        owners.retain(|key| self.waiters.get(*key).is_some_and(|w| !w.windows.is_empty()));
-        owners.sort_unstable_by_key(|key| self.waiters[*key].number);
-        owners.dedup();
-        owners
-    }
-
-    /// Takes a waiter's windows from it.
-    pub(super) fn displace(&mut self, key: usize) -> Vec<WindowId> {
-        let waiter = &mut self.waiters[key];
-        waiter.replaces = false;
-        self.unplaced.insert(waiter.number);
-        std::mem::take(&mut waiter.windows)
+    /// Notes that a waiter's window is exchanged, and what it has given up by now.
+    pub(super) fn moved(&mut self, ticket: Ticket, given_up: Vec<PageRange>) {
+        self.change(ticket, |waiter| (waiter.moves, waiter.given_up) = (waiter.moves + 1, given_up));
     }
 
     // --- who is next -------------------------------------------------------------------------------------------------
 
     /// The first waiter that what is free outside of windows can probably serve, but for the sizes in `not`.
-    pub(super) fn next(&self, arena: &Arena, not: &[Size]) -> Option<(usize, Size)> {
+    pub(super) fn next(&self, arena: &Arena, not: &[Size]) -> Option<Ticket> {
         let largest = arena.largest_free_pages();
-        let mut best: Option<(u64, Size)> = None;
+        let mut best: Option<Ticket> = None;
         let mut from = (Size::Class(0), 0);
-        while let Some(&(size, number)) = self.sizes.range(from..).next() {
-            from = (size, u64::MAX);
+        while let Some(&(size, ticket)) = self.sizes.range(from..).next() {
+            from = (size, Ticket::MAX);
             let could = match size {
-                Size::Class(class) => {
-                    Class::new(class.into()).is_some_and(|class| arena.could_take(Placement::Class(class)))
-                }
                 // These come in the order of their pages.
                 Size::Pages(pages, _) if pages as usize > largest => {
                     from = (Size::Several(0), 0);
                     false
                 }
-                Size::Pages(..) => true,
-                Size::Several(_) => {
-                    self.wants(self.order[&number]).iter().all(|want| arena.could_take(want.placement))
-                }
+                _ => self.wants(ticket).iter().all(|want| arena.could_take(want.placement)),
             };
-            if could && best.is_none_or(|best| number < best.0) && !not.contains(&size) {
-                best = Some((number, size));
+            if could && best.is_none_or(|best| ticket < best) && !not.contains(&size) {
+                best = Some(ticket);
             }
         }
-        best.map(|(number, size)| (self.order[&number], size))
+        best
     }
 }
 
 /// The pages that a window for these wants must have, and the alignment of the first. For several buffers these are the
-/// pages that [`take_tightly`] takes, and those that alignments may cost.
+/// pages that [`take_all`] takes, and those that alignments may cost.
 pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     if let [want] = wants {
         return want.placement.fresh_pages();
@@ -505,71 +393,44 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
-/// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
-/// shortened.
-fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descriptor>> {
-    let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
-    let mut taken = arena.take(placement);
-    if taken.is_none() {
-        let more = arena.release_idle();
-        taken = again(arena, more);
-    }
-    if taken.is_none() {
-        let more = arena.shorten_runs();
-        taken = again(arena, more);
-    }
-    taken
-}
-
-/// Takes a segment for each of `wants`, or none at all.
+/// Takes a segment for each of `wants`, or none at all. Where that is not possible, idle runs are dissolved first.
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
-    // What is given back at once was never in use.
-    let peak = arena.peak();
-    let mut taken: Vec<_> = wants.iter().map_while(|want| take_one(arena, want.placement)).collect();
-    if taken.len() < wants.len() {
-        give_all(arena, taken);
-        arena.set_peak(peak);
-        let tightly = if wants.len() > 1 { take_tightly(arena, wants) } else { None };
-        let Some(tightly) = tightly else {
-            arena.set_peak(peak);
-            return None;
-        };
-        taken = tightly;
-    }
+    let taken = take_now(arena, wants);
+    let taken = if taken.is_none() && arena.release_idle() { take_now(arena, wants) } else { taken }?;
     Some(wants.iter().zip(taken).map(|(want, descriptor)| Grant { descriptor, len: want.len }).collect())
 }
 
-/// [`take_all`] of whatever is free: takes the longest segments first, and cuts no run that is longer than they need. (A
-/// run of its class's shape takes pages that another of the wants may need, and makes two pieces of what is free.)
-fn take_tightly(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
-    arena.release_idle();
-    arena.shorten_runs();
-    let mut taken = Vec::with_capacity(wants.len());
-    for (i, count) in by_need(wants) {
-        let Some(descriptor) = arena.take_tightly(wants[i].placement, count) else {
-            give_all(arena, taken.into_iter().map(|(_, descriptor)| descriptor).collect());
-            return None;
-        };
-        taken.push((i, descriptor));
+/// [`take_all`] without dissolving idle runs. Takes the longest segments first, and cuts no run that is longer than
+/// several need. (A longer one takes pages that another of the wants may need.)
+fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
+    if let [want] = wants {
+        return Some(vec![arena.take(want.placement)?]);
     }
-    taken.sort_unstable_by_key(|(i, _)| *i);
-    Some(taken.into_iter().map(|(_, descriptor)| descriptor).collect())
-}
-
-/// The order in which wants are taken tightly: the index of each, and how many of the same placement are left with it.
-fn by_need(wants: &[Want]) -> Vec<(usize, usize)> {
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|i| match wants[*i].placement {
         Placement::Class(class) => (Reverse(class.stride().div_ceil(PAGE)), Reverse(1), class.index()),
         Placement::Pages { span, align } => (Reverse(span.div_ceil(PAGE)), Reverse(align), CLASSES),
     });
-    let alike = order.chunk_by(|a, b| wants[*a].placement == wants[*b].placement);
-    alike.flat_map(|alike| alike.iter().copied().zip((1..=alike.len()).rev())).collect()
+    // What is given back at once was never in use.
+    let (peak, mut taken) = (arena.peak(), Vec::with_capacity(wants.len()));
+    let mut alike = order.chunk_by(|a, b| wants[*a].placement == wants[*b].placement);
+    if !alike.all(|alike| arena.take_several(wants[alike[0]].placement, alike.len(), &mut taken)) {
+        give_all(arena, taken);
+        arena.set_peak(peak);
+        return None;
+    }
+    let mut taken: Vec<_> = order.into_iter().zip(taken).collect();
+    taken.sort_unstable_by_key(|(i, _)| *i);
+    Some(taken.into_iter().map(|(_, descriptor)| descriptor).collect())
 }
 
-/// Whether what is free outside of windows serves all of `wants`.
-pub(super) fn serves_all(arena: &Arena, wants: &[Want]) -> bool {
-    arena.serves_all(by_need(wants).into_iter().map(|(i, count)| (wants[i].placement, count)))
+/// Whether what is free outside of windows serves all of `wants`. Takes it, and gives it back.
+pub(super) fn serves_all(arena: &mut Arena, wants: &[Want]) -> bool {
+    let peak = arena.peak();
+    let Some(grants) = take_all(arena, wants) else { return false };
+    give_all(arena, grants.into_iter().map(|grant| grant.descriptor).collect());
+    arena.set_peak(peak);
+    true
 }
 
 fn give_all(arena: &mut Arena, taken: Vec<NonNull<Descriptor>>) {
@@ -586,16 +447,16 @@ mod tests {
     use crate::region::RegionId;
     use crate::sync::thread;
 
-    const PAGES: usize = 32;
-    const SMALL: usize = 5000;
+    const SMALL: usize = 1000;
 
-    /// An arena in which a run of the class of `SMALL` is in use, by its third segment, and the rest is free.
+    /// An arena of three pages: in one of them, of three segments for `SMALL` one is out, and the others are in use.
     fn arena() -> Arena {
         let mut arena = Arena::new();
         let base = NonNull::new(std::ptr::without_provenance_mut(1 << 20)).unwrap();
         // SAFETY: the arena only does arithmetic on the address.
-        unsafe { arena.add_extent(RegionId(0), base, PAGES * PAGE, true) };
+        unsafe { arena.add_extent(RegionId(0), base, 3 * PAGE, true) };
         let held = [(); 3].map(|()| arena.take(want(SMALL).placement).unwrap());
+        arena.take(want(2 * PAGE - 32).placement).unwrap();
         // SAFETY: each is out, and returned once.
         held[..2].iter().for_each(|segment| assert!(unsafe { arena.give(*segment) }.is_none()));
         arena
@@ -607,58 +468,48 @@ mod tests {
         Want { len, placement: Placement::of(len, align).unwrap() }
     }
 
-    fn join(queue: &mut WaitQueue, wants: &[Want]) -> usize {
+    fn join(queue: &mut WaitQueue, wants: &[Want]) -> Ticket {
         queue.join(wants.to_vec(), Wake::Thread(thread::current()))
     }
 
     #[test]
     fn the_first_that_can_be_served_is_next() {
         let (arena, mut queue) = (arena(), WaitQueue::new());
-        let next = |queue: &WaitQueue, not: &[Size]| queue.next(&arena, not).map(|next| next.0);
-        let large = join(&mut queue, &[want(PAGES * PAGE - 32)]);
-        assert_eq!(next(&queue, &[]), None, "a run is in use");
+        let large = join(&mut queue, &[want(3 * PAGE - 32)]);
+        assert_eq!(queue.next(&arena, &[]), None, "all pages are in use");
         let keys = [SMALL, 2 * SMALL, SMALL].map(|len| join(&mut queue, &[want(len)]));
-        assert_eq!(next(&queue, &[]), Some(keys[0]));
+        assert_eq!(queue.next(&arena, &[]), Some(keys[0]));
         let size = queue.size(keys[0]);
-        assert_eq!(
-            next(&queue, &[size]),
-            None,
-            "the run in use takes all pages, so there are none for the other class"
-        );
+        assert_eq!(queue.next(&arena, &[size]), None, "there is no page for the other class");
         assert_eq!((queue.awaited(Class::of(SMALL).unwrap()), queue.len()), (2, 4));
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
-        queue.finish(keys[0], WaitOutcome::Granted(Vec::new()), &mut ended, &mut wakes);
-        assert_eq!((wakes.len(), queue.waited().count(), next(&queue, &[])), (1, 1, Some(keys[2])));
+        let wake = queue.finish(keys[0], WaitOutcome::Granted(Vec::new()));
+        assert_eq!((wake.is_some(), queue.waited().count()), (true, 1));
+        assert_eq!(queue.next(&arena, &[]), Some(keys[2]));
         let (outcome, _) = queue.look(keys[0], None);
         assert!(matches!(outcome, WaitOutcome::Granted(grants) if grants.is_empty()));
-        let (outcome, wake) = queue.leave(large, &mut ended);
-        assert!(matches!(outcome, WaitOutcome::Waiting) && wake.is_some() && ended.is_empty());
-        assert_eq!((queue.head_key(), queue.len(), queue.waited().count()), (Some(keys[1]), 2, 2));
+        assert!(queue.remove(large).is_some());
+        assert_eq!((queue.head(), queue.len(), queue.waited().count()), (Some(keys[1]), 2, 2));
     }
 
     #[test]
     fn windows_are_for_the_first_of_a_class_and_for_each_large_request() {
-        let (mut arena, mut queue) = (arena(), WaitQueue::new());
+        let mut queue = WaitQueue::new();
         let small = [(); 3].map(|()| join(&mut queue, &[want(SMALL)]));
         let large = [(); 2].map(|()| join(&mut queue, &[want(4 * PAGE)]));
         let several = join(&mut queue, &[want(SMALL), want(SMALL)]);
+        assert_eq!(small.map(|key| queue.is_first(key)), [true, false, false]);
         assert_eq!(queue.unplaced(9), [small[0], large[0], large[1], several]);
         assert_eq!(queue.unplaced(2), [small[0], large[0]]);
-        let range = arena.choose_window(2, 1).unwrap();
-        let window = arena.withhold(range, 2, 1);
-        queue.place(small[0], vec![window]);
+        queue.set_placed(small[0], true);
         assert_eq!(queue.unplaced(9), [large[0], large[1], several]);
-        assert_eq!((queue.owner(window), queue.owners()), (small[0], vec![small[0]]));
-        // The next of the class inherits the window.
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
-        queue.finish(small[0], WaitOutcome::Failed(Error::Closed), &mut ended, &mut wakes);
-        assert_eq!((queue.owner(window), queue.windows(small[1])), (small[1], &[window][..]));
-        assert!(ended.is_empty());
-        let _ = queue.leave(small[2], &mut ended);
-        assert!(ended.is_empty());
-        let _ = queue.leave(small[1], &mut ended);
-        assert_eq!(ended, [window]);
-        assert!(queue.owners().is_empty());
+        let _ = queue.finish(small[0], WaitOutcome::Failed(Error::Closed));
+        assert_eq!(queue.unplaced(9), [small[1], large[0], large[1], several]);
+        let _ = queue.remove(small[2]);
+        assert_eq!(queue.first(queue.size(small[1])), Some(small[1]));
+        for key in [small[1], large[0], large[1], several] {
+            let _ = queue.remove(key);
+        }
+        assert!(!queue.any_unplaced() && queue.is_empty());
     }
 
     #[test]
@@ -668,18 +519,17 @@ mod tests {
         let other = || Some(Wake::Thread(thread::current()));
         assert!(matches!(queue.look(key, None), (WaitOutcome::Waiting, None)));
         assert!(matches!(queue.look(key, other()), (WaitOutcome::Waiting, Some(_))));
-        let (mut wakes, mut ended) = (Vec::new(), Vec::new());
-        queue.finish(key, WaitOutcome::Failed(Error::Closed), &mut ended, &mut wakes);
-        assert_eq!((queue.waits(key), wakes.len(), queue.len()), (false, 1, 0));
+        let wake = queue.finish(key, WaitOutcome::Failed(Error::Closed));
+        assert_eq!((queue.waits(key), wake.is_some(), queue.len()), (false, true, 0));
         assert!(matches!(queue.look(key, other()), (WaitOutcome::Failed(Error::Closed), Some(_))));
     }
 
     #[test]
     fn a_window_is_as_long_as_what_it_is_for() {
-        assert_eq!(window_pages(&[want(SMALL)]), (2, 1));
+        assert_eq!(window_pages(&[want(SMALL)]), (1, 1));
         let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
         assert_eq!(window_pages(&[aligned]), (3, 8));
-        assert_eq!(window_pages(&[aligned, want(SMALL), want(SMALL)]), (3 + 7 + 3, 1));
+        assert_eq!(window_pages(&[aligned, want(SMALL), want(SMALL)]), (3 + 7 + 1, 1));
     }
 
     #[test]
@@ -704,7 +554,7 @@ mod tests {
             let base = NonNull::new(std::ptr::without_provenance_mut((4096 + first) * PAGE)).unwrap();
             // SAFETY: the arena only does arithmetic on the address.
             unsafe { arena.add_extent(RegionId(0), base, pages * PAGE, true) };
-            assert!(serves_all(&arena, &wants), "{wants:?}");
+            assert!(serves_all(&mut arena, &wants), "{wants:?}");
             let grants = take_all(&mut arena, &wants).unwrap_or_else(|| panic!("{pages} pages: {wants:?}"));
             assert!(grants.iter().zip(&wants).all(|(grant, want)| grant.len == want.len));
         }
@@ -713,9 +563,15 @@ mod tests {
     #[test]
     fn all_or_nothing() {
         let mut arena = arena();
-        let half = want(PAGES * PAGE / 2 - 32);
-        assert!(take_all(&mut arena, &[half, half]).is_none(), "the run in use is in the way");
-        let grants = take_all(&mut arena, &[want(SMALL), half]).unwrap();
-        assert_eq!(grants.iter().map(|grant| grant.len).collect::<Vec<_>>(), [SMALL, half.len]);
+        let several =
+            |small: usize, pages: usize| [vec![want(SMALL); small], vec![want(PAGE - 32); pages]].concat();
+        let before = arena.bytes();
+        for wants in [several(3, 0), several(1, 1)] {
+            assert!(!serves_all(&mut arena, &wants) && take_all(&mut arena, &wants).is_none());
+        }
+        assert!(serves_all(&mut arena, &several(2, 0)));
+        assert_eq!(arena.bytes(), before);
+        let grants = take_all(&mut arena, &several(2, 0)).unwrap();
+        assert_eq!(grants.iter().map(|grant| grant.len).collect::<Vec<_>>(), [SMALL, SMALL]);
     }
 }

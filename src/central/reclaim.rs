@@ -106,8 +106,8 @@ impl CentralPool {
         }
         let half = (share - held.rooms()) / 2;
         held.grant(class, (half / stride).clamp(LEAST_CACHED, MOST_CACHED) as u32);
-        if !self.unfenced(class) {
-            held.fence(class);
+        if !self.is_open(class) {
+            held.close(class);
         }
         held.room(class)
     }
@@ -170,11 +170,14 @@ impl CentralPool {
         placement: Placement,
         caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone,
     ) -> bool {
-        core.arena.could_reclaim(placement, |class| {
+        let cached = |class: Class| {
             let listed = caches.clone().map(|cache| cache.cached(class) as usize).sum::<usize>();
             // A batch that is being moved counts in its slot, in its thread's cache, or in both.
-            listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)
-        })
+            (listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)) * class.stride()
+        };
+        let (bytes, all) = (core.arena.bytes(), Class::all().map(cached).sum::<usize>());
+        let neighbours = all > 0 && bytes.free - bytes.withheld + all >= placement.bytes();
+        matches!(placement, Placement::Class(class) if cached(class) > 0) || neighbours
     }
 
     /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and the caches of idle

@@ -6,7 +6,7 @@
 //! under the lock.
 //!
 //! Neither can overtake a waiter. What a waiter has a right to is in no cache: it was taken out when the waiter came or
-//! chose its window, and returns that it may have a right to pass a *fence* (`waiting`) that this module looks at
+//! chose its window, and a class to which it may have a right is *closed* (`waiting`), which this module looks at
 //! before it keeps a segment.
 //!
 //! A transfer cache holds no more than its class's quota ([`CentralConfig::transfer_cache`](super::CentralConfig)).
@@ -61,7 +61,7 @@ impl CentralPool {
         // Once it counts as returned, the central pool may be freed.
         // SAFETY: this function's contract.
         unsafe {
-            !self.fences(class, descriptor.as_ref().base())
+            !self.closes(class, descriptor.as_ref().base())
                 && self.make_room(cache, class)
                 && self.keep_in(cache, class, descriptor, len)
         }
@@ -104,14 +104,14 @@ impl CentralPool {
     ) -> bool {
         let Some(mut held) = self.gate.enter(cache) else { return false };
         // SAFETY: this function's contract.
-        if self.fences(class, unsafe { descriptor.as_ref() }.base()) {
+        if self.closes(class, unsafe { descriptor.as_ref() }.base()) {
             return false;
         }
-        if self.unfenced(class) {
-            held.lift(class);
+        if self.is_open(class) {
+            held.open(class);
         }
-        // SAFETY: this function's contract, and the fence was looked at inside the gate.
-        unsafe { held.put_behind_fence(class, descriptor, len) }
+        // SAFETY: this function's contract, and that no request has a right to it was seen inside the gate.
+        unsafe { held.put_closed(class, descriptor, len) }
     }
 
     // --- reclaiming --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-//! Waiting for memory: joining and leaving the queue, serving it, windows and fences, and ending waits that nothing can
+//! Waiting for memory: joining and leaving the queue, serving it, windows and closed classes, and ending waits that nothing can
 //! serve any more. [`super::queue`] decides which waiter is next.
 //!
 //! # The rule
@@ -16,29 +16,29 @@
 //! that make a longer range of it. So as long as a request waits, the timer
 //! looks at the queue after pauses that double, up to [`MOST_PATIENCE`], and takes all of these.
 //!
-//! # Fences
+//! # Closed classes
 //!
 //! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the classes to which a
-//! waiter may have a right are *fenced*: those that are waited for, and those of which segments are given out inside a
-//! window. In each thread cache the limit up to which a hit may return a segment of a fenced class is 0. Such a return
-//! takes the slow path. There it looks at the fence, inside of the gate: if the class is waited for, or the segment's
-//! address lies in a window, the segment goes to the lock. Else it goes into the thread cache after all. Checkouts are
-//! not fenced, since nothing is cached that a waiter has a right to.
+//! waiter may have a right are *closed*: those that are waited for, and those of which segments are given out inside a
+//! window. In each thread cache the limit up to which a hit may return a segment of a closed class is 0. Such a return
+//! takes the slow path. There it looks, inside of the gate and without the lock, whether the class is waited for, or the
+//! segment's address lies in a window. Then the segment goes to the lock. Else it goes into the thread cache after all.
+//! Checkouts are never closed, since nothing is cached that a waiter has a right to.
 //!
-//! A fence is raised while the owners are shut out of their caches and everything that was cached is in its runs. It is
-//! lifted by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss for
-//! each class when it comes, and the returns of fenced classes a few nanoseconds.
+//! A class is closed while the owners are shut out of their caches and everything that was cached is in its runs. It is
+//! opened by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss for
+//! each class when it comes, and the returns of closed classes a few nanoseconds.
 //!
 //! # Windows that do not empty
 //!
-//! A window to which nothing came back for a while is exchanged for another, if there is one: some thread may keep a
-//! buffer in it for ever. So are the windows of a request that has several. Each further exchange for the same request takes twice as long, so that at last a window stays
-//! for longer than any buffer in it is kept.
+//! A window to which nothing came back for `100 ms << moves` is given up for another, if there is one: some thread may
+//! keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last a window stays for longer
+//! than any buffer in it is kept. The next window may not overlap one that the waiter has given up, until all were tried.
 //!
-//! A request that no present region can serve waits for regions to be replaced: then whole regions are withheld for it,
+//! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
 //! until all of them are free.
 //!
-//! While memory for all waiters is being pinned, nothing is fenced and no window is chosen.
+//! While memory for all waiters is being pinned, nothing is closed and no window is chosen.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -46,78 +46,108 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::growth::{growth_failure, least};
-use super::queue::{Size, serves_all, take_all, window_pages};
+use super::queue::{Size, Ticket, serves_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
 use crate::arena::{PageRange, WindowId};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
-use crate::freelist::{LISTS, list_of, listed};
-use crate::segment::{Class, Placement};
-use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
+use crate::freelist::{Descriptor, listed};
+use crate::segment::Class;
+use crate::sync::{self, AtomicU64, Ordering};
 
-/// The most windows at the same time. Later waiters have none until one ends.
-pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 32 };
-/// The most waiters that are served before the lock is given up for a moment.
-const TURNS: usize = if cfg!(loom) { 2 } else { 64 };
-/// The time after which windows are first looked at again, and the longest.
+/// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one ends.
+pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
+const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
+/// The time after which windows are first looked at, and the longest.
 const PATIENCE: Duration = Duration::from_millis(50);
 const MOST_PATIENCE: Duration = Duration::from_secs(1);
-/// Without a clock, windows are looked at again after so many calls on the slow path.
+/// How long a window stays to which nothing comes back, at first.
+const STAY: Duration = Duration::from_millis(100);
+/// Without a clock, windows are looked at again after so many requests on the slow path, as if [`STAY`] had passed.
 const TICKS: u32 = 64;
 
-/// Bits of a class's fence: requests wait for the class; segments of it are given out in windows.
-const AWAITED: u32 = 1;
-const WATCHED: u32 = 2;
+/// Why a class is closed: requests wait for it; segments of it are given out in windows.
+const AWAITED: u64 = 1;
+const WATCHED: u64 = 2;
+/// Classes in a word of [`Closed`], which has both bits of each, so that they change together.
+const IN_A_WORD: usize = 32;
+const WORDS: usize = crate::segment::CLASSES.div_ceil(IN_A_WORD);
 
 /// What returns look at. The words are written under the central pool's lock; they are read inside of the gate, where
 /// no bit is set meanwhile: the cold side sets bits while all owners are shut out. So all accesses are relaxed, and the
 /// gate's permits order them.
-#[derive(Debug)]
-pub(super) struct Fence {
-    classes: [AtomicU32; LISTS],
-    /// The addresses of each window: the first, and that behind the last.
-    windows: [[AtomicU64; 2]; MOST_WINDOWS],
+#[derive(Debug, Default)]
+pub(super) struct Closed {
+    classes: [AtomicU64; WORDS],
+    /// The addresses of the windows' ranges: of each the first, and that behind the last.
+    ranges: [[AtomicU64; 2]; MOST_RANGES],
 }
 
-impl Fence {
-    pub(super) fn new() -> Self {
-        Self {
-            classes: std::array::from_fn(|_| AtomicU32::new(0)),
-            windows: std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))),
+impl Closed {
+    fn holds(&self, address: usize) -> bool {
+        let mut ranges =
+            self.ranges.iter().map(|r| [&r[0], &r[1]].map(|at| at.load(Ordering::Relaxed) as usize));
+        ranges.any(|[first, end]| first <= address && address < end)
+    }
+
+    fn bits(&self, class: Class) -> u64 {
+        let word = self.classes[class.index() / IN_A_WORD].load(Ordering::Relaxed);
+        word >> (class.index() % IN_A_WORD * 2) & (AWAITED | WATCHED)
+    }
+
+    /// Whether a waiter may have a right to a segment.
+    fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
+        let bits = self.bits(class);
+        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr())
+    }
+
+    pub(super) fn set(&self, class: Class, bits: u64) {
+        let (word, shift) = (&self.classes[class.index() / IN_A_WORD], class.index() % IN_A_WORD * 2);
+        let others = word.load(Ordering::Relaxed) & !((AWAITED | WATCHED) << shift);
+        word.store(others | bits << shift, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_ranges(&self, mut ranges: impl Iterator<Item = (usize, usize)>) {
+        for range in &self.ranges {
+            let (first, end) = ranges.next().unwrap_or_default();
+            range[0].store(first as u64, Ordering::Relaxed);
+            range[1].store(end as u64, Ordering::Relaxed);
         }
     }
 
-    fn class(&self, class: Class) -> u32 {
-        self.classes.get(list_of(class)).map_or(0, |bits| bits.load(Ordering::Relaxed))
-    }
-
-    #[cfg(all(test, not(loom)))]
-    pub(super) fn set(&self, class: Class, bits: u32) {
-        self.classes[list_of(class)].store(bits, Ordering::Relaxed);
-    }
-
-    fn holds(&self, address: usize) -> bool {
-        let address = address as u64;
-        let mut windows = self.windows.iter().map(|w| [&w[0], &w[1]].map(|at| at.load(Ordering::Relaxed)));
-        windows.any(|[first, end]| first <= address && address < end)
-    }
-
-    /// Whether a waiter may have a right to a segment. The last byte tells: a segment that crosses the first edge of a
-    /// window lies in it, and none crosses the other.
-    fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
-        let bits = self.class(class);
-        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr() + class.stride() - 1)
+    /// The closed classes.
+    fn each(&self) -> impl Iterator<Item = Class> + '_ {
+        let words = self.classes.iter().enumerate();
+        words.flat_map(|(word, bits)| {
+            let mut left = bits.load(Ordering::Relaxed);
+            std::iter::from_fn(move || {
+                let at = (left != 0).then(|| left.trailing_zeros() / 2)?;
+                left &= !((AWAITED | WATCHED) << (at * 2));
+                Class::new(word * IN_A_WORD + at as usize)
+            })
+        })
     }
 }
 
-/// Windows and fences, as far as the queue does not say it.
+/// What is withheld for a waiter.
+#[derive(Debug)]
+pub(super) struct Window {
+    pub(super) owner: Ticket,
+    pub(super) id: WindowId,
+    /// Its ranges are whole regions that are to be replaced.
+    pub(super) replaces: bool,
+    /// How many of its segments were out when it was looked at last, and since when that is so.
+    out: u32,
+    since: Duration,
+}
+
+/// The windows, and what is known about others.
 #[derive(Debug)]
 pub(super) struct Windows {
-    /// The classes that are fenced.
-    fenced: Vec<Class>,
+    pub(super) list: Vec<Window>,
     /// A search for so many pages has found no window since the last one ended.
     none_for: Option<usize>,
-    /// A waiter may find a window, or needs a fence.
+    /// A waiter may find a window, or needs its class closed.
     wanted: bool,
     /// A window ended: what was free in it may serve others.
     ended: bool,
@@ -127,15 +157,15 @@ pub(super) struct Windows {
     patience: Duration,
     planned: bool,
     ticks: u32,
-    /// How many segments were out of each window when it was looked at last, and for how many looks, by the window's
-    /// number.
-    seen: [(u32, u32); MOST_WINDOWS],
+    /// When windows were first looked at. Without a clock: a time that passes with each look.
+    begun: Instant,
+    passed: Duration,
 }
 
 impl Default for Windows {
     fn default() -> Self {
         Self {
-            fenced: Vec::new(),
+            list: Vec::new(),
             none_for: None,
             wanted: false,
             ended: false,
@@ -143,8 +173,32 @@ impl Default for Windows {
             patience: PATIENCE,
             planned: false,
             ticks: 0,
-            seen: [(0, 0); MOST_WINDOWS],
+            begun: Instant::now(),
+            passed: Duration::ZERO,
         }
+    }
+}
+
+impl Windows {
+    /// The window of a waiter, or its place among them.
+    pub(super) fn of(&self, owner: Ticket) -> Option<&Window> {
+        self.list.iter().find(|window| window.owner == owner)
+    }
+
+    fn place(&self, owner: Ticket) -> Option<usize> {
+        self.list.iter().position(|window| window.owner == owner)
+    }
+
+    /// The waiters that have a window, in their order.
+    fn owners(&self) -> Vec<Ticket> {
+        let mut owners: Vec<Ticket> = self.list.iter().map(|window| window.owner).collect();
+        owners.sort_unstable();
+        owners
+    }
+
+    /// Whether a waiter's window is regions that are to be replaced.
+    pub(super) fn replaces(&self, owner: Ticket) -> bool {
+        self.of(owner).is_some_and(|window| window.replaces)
     }
 }
 
@@ -168,23 +222,20 @@ impl CentralPool {
         }
         core.stats.waits += 1;
         let (need, several) = (window_pages(&wants).0, wants.len() > 1);
-        let class = match &wants[..] {
-            [Want { placement: Placement::Class(class), .. }] => Some(*class),
-            _ => None,
-        };
         let key = core.queue.join(wants, wake);
         core.arena.set_eager(true);
         core.windows.uncovered |= !covered || core.growing == 0;
-        core.windows.wanted |= match class {
-            Some(class) => core.queue.awaited(class) == 1,
-            None => {
+        let (size, first) = (core.queue.size(key), core.queue.is_first(key));
+        core.windows.wanted |= match size {
+            Size::Class(_) => first,
+            _ => {
                 let none = !several && core.windows.none_for.is_some_and(|none| need >= none);
-                core.arena.window_count() < MOST_WINDOWS && !none
+                core.windows.list.len() < MOST_WINDOWS && !none
             }
         };
         // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
         core.serve();
-        if !core.pending && core.queue.waits(key) && core.queue.is_first(key) {
+        if first && core.queue.waits(key) {
             core.grant(key);
         }
         drop(core);
@@ -192,19 +243,19 @@ impl CentralPool {
     }
 
     /// Whether a waiter may have a right to a segment that comes back. Exact inside of the gate.
-    pub(super) fn fences(&self, class: Class, base: NonNull<u8>) -> bool {
-        self.fence.meets(class, base)
+    pub(super) fn closes(&self, class: Class, base: NonNull<u8>) -> bool {
+        self.closed_classes.meets(class, base)
     }
 
     /// Whether returns of the class need not take the slow path. Exact inside of the gate.
-    pub(super) fn unfenced(&self, class: Class) -> bool {
-        self.fence.class(class) == 0
+    pub(super) fn is_open(&self, class: Class) -> bool {
+        self.closed_classes.bits(class) == 0
     }
 
     /// Whether a segment that is in flight may be lent again: no waiter has a right to it when it comes back. (A waiter
     /// that comes at this moment finds it lent.)
     pub(crate) fn may_claim(&self, class: Class, base: NonNull<u8>) -> bool {
-        !self.fence.meets(class, base)
+        !self.closes(class, base)
     }
 
     /// Serves the queue, and chooses windows, after a change. Returns the wakes that follow.
@@ -213,7 +264,7 @@ impl CentralPool {
             core.windows.ended = false;
             core.serve();
             self.settle(core);
-            if core.pending || !core.windows.ended {
+            if !core.windows.ended {
                 // At the end: what is due from here on is due for the next call.
                 if let Some(pause) = core.pause_of_growth() {
                     core.wakes.push(Wake::Retry(core.me.clone(), pause));
@@ -223,114 +274,113 @@ impl CentralPool {
         }
     }
 
-    /// Lifts fences, raises others, and chooses windows, as the queue needs it.
+    /// Opens classes, closes others, and chooses windows, as the queue needs it.
     fn settle(&self, core: &mut Core) {
         if core.queue.is_empty() {
             core.arena.set_eager(false);
             core.windows.patience = PATIENCE;
             (core.windows.uncovered, core.windows.wanted, core.windows.none_for) = (false, false, None);
-            return self.lift(core);
+            return self.reopen(core);
         }
-        if core.pending || core.growing > 0 && !core.windows.uncovered {
+        if core.growing > 0 && !core.windows.uncovered {
             return;
         }
         if core.windows.wanted {
             self.arrange(core, &[]);
         } else {
-            self.lift(core);
+            self.reopen(core);
         }
         if !core.timeless {
             core.plan_look();
-        } else {
-            core.windows.ticks += 1;
-            if core.windows.ticks >= TICKS {
-                core.windows.ticks = 0;
-                self.choose_again(core);
-            }
         }
     }
 
-    /// Chooses windows for the waiters that have none, and other windows for those in `again`; fences what returns must
-    /// look at.
-    fn arrange(&self, core: &mut Core, again: &[usize]) {
+    /// Without a clock: a request that is not in the queue is a tick. After many of them windows are looked at, before
+    /// the request is tried.
+    pub(super) fn tick(&self, core: &mut Core) {
+        if !core.timeless || core.queue.is_empty() || core.growing > 0 && !core.windows.uncovered {
+            return;
+        }
+        core.windows.ticks += 1;
+        if core.windows.ticks >= TICKS {
+            core.windows.ticks = 0;
+            core.windows.passed += STAY;
+            self.choose_again(core);
+        }
+    }
+
+    /// Chooses windows for the waiters that have none, and other windows for those in `again`; closes the classes whose
+    /// returns must be looked at.
+    fn arrange(&self, core: &mut Core, again: &[Ticket]) {
         self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
         core.windows.wanted = false;
         core.serve();
-        if core.pending {
-            core.windows.wanted = true;
-        } else {
-            core.exchange(again);
-            core.choose();
-        }
+        core.exchange(again);
+        core.choose();
+        let closed = &self.closed_classes;
         for class in listed() {
-            let bits = core.fence_of(class);
-            if bits == 0 {
-                continue;
-            }
-            core.table.quiet().for_each(|mut held| held.fence(class));
-            self.fence.classes[list_of(class)].store(bits, Ordering::Relaxed);
-            if !core.windows.fenced.contains(&class) {
-                core.windows.fenced.push(class);
+            let bits = core.closes(class);
+            if bits != 0 {
+                core.table.quiet().for_each(|mut held| held.close(class));
+                closed.set(class, bits);
             }
         }
-        for (id, [first, end]) in self.fence.windows.iter().enumerate() {
-            let addresses = core.arena.window_addresses(id).unwrap_or_default();
-            first.store(addresses.0 as u64, Ordering::Relaxed);
-            end.store(addresses.1 as u64, Ordering::Relaxed);
-        }
+        closed.set_ranges(core.arena.window_addresses());
         self.gate.readmit(mode::INSPECT, &core.table);
-        // Fences that are not needed any more.
-        self.lift(core);
+        self.reopen(core);
     }
 
-    /// Lifts the fences that are not needed any more.
-    pub(super) fn lift(&self, core: &mut Core) {
-        let mut fenced = std::mem::take(&mut core.windows.fenced);
-        fenced.retain(|class| {
-            let bits = core.fence_of(*class);
-            self.fence.classes[list_of(*class)].store(bits, Ordering::Relaxed);
-            bits != 0
+    /// Opens the classes that need not be closed any more.
+    pub(super) fn reopen(&self, core: &Core) {
+        self.closed_classes.each().for_each(|class| {
+            let bits = core.closes(class);
+            if self.closed_classes.bits(class) != bits {
+                self.closed_classes.set(class, bits);
+            }
         });
-        core.windows.fenced = fenced;
     }
 
-    /// Checks what the fences and the queue promise. `cached` tells whether segments of a class are cached.
-    pub(super) fn check_fences(
+    /// Checks what closed classes, windows and the queue promise. `cached` tells whether segments of a class are cached.
+    pub(super) fn check_waiting(
         &self,
-        core: &Core,
+        core: &mut Core,
         cached: impl Fn(Class) -> bool,
     ) -> std::result::Result<(), String> {
-        if core.pending {
-            return Ok(());
+        let owners = core.windows.owners();
+        let unique = owners.windows(2).all(|pair| pair[0] < pair[1]);
+        if !unique || owners.iter().any(|owner| !core.queue.waits(*owner)) {
+            return Err(format!("windows belong to {owners:?}, some of which do not wait, or have two"));
+        }
+        if core.windows.list.len() != core.arena.window_count() {
+            return Err(format!("{} windows have no owner", core.arena.window_count()));
         }
         let mut at = None;
-        while let Some((key, size, _)) = core.queue.after(at) {
-            let wants = core.queue.wants(key);
-            if serves_all(&core.arena, wants) {
+        while let Some((size, ticket)) = core.queue.after(at) {
+            let wants = core.queue.wants(ticket).to_vec();
+            if serves_all(&mut core.arena, &wants) {
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
-            at = Some((size, u64::MAX));
+            at = Some((size, Ticket::MAX));
         }
         if core.growing > 0 && !core.windows.uncovered {
             return Ok(());
         }
+        let closed = &self.closed_classes;
         for class in listed() {
-            let (bits, needed) = (self.fence.class(class), core.fence_of(class));
+            let (bits, needed) = (closed.bits(class), core.closes(class));
             if needed & !bits != 0 {
-                return Err(format!("{class:?} is fenced as {bits}, and {needed} is needed"));
+                return Err(format!("{class:?} is closed as {bits}, and {needed} is needed"));
             }
             if needed & AWAITED != 0 && cached(class) {
                 return Err(format!("segments of {class:?} are cached, and a request waits for one"));
             }
         }
-        for (id, words) in self.fence.windows.iter().enumerate() {
-            let seen = [&words[0], &words[1]].map(|at| at.load(Ordering::Relaxed) as usize);
-            if core.arena.window_addresses(id).is_some_and(|(first, end)| seen != [first, end]) {
-                return Err(format!("window {id} is at {seen:x?} for returns, and elsewhere"));
-            }
+        let mut ranges = core.arena.window_addresses();
+        match ranges.find(|(first, end)| !closed.holds(*first) || !closed.holds(end - 1)) {
+            Some((first, end)) => Err(format!("returns do not find the window at {first:x} to {end:x}")),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Looks at the windows again after a time.
@@ -352,19 +402,10 @@ impl CentralPool {
         // Returns look neither for what is cached nor for what got free beside a window and makes a longer range of it.
         self.reclaim_all(core);
         core.serve();
-        while !core.pending && core.grant_any_withheld() {
+        while core.grant_any_withheld() {
             core.serve();
         }
-        let mut again = Vec::new();
-        for key in core.queue.owners() {
-            let windows = core.queue.windows(key);
-            let out = windows.iter().map(|window| core.arena.out_of(*window)).sum();
-            let seen = &mut core.windows.seen[windows[0].index()];
-            *seen = if seen.0 == out { (out, seen.1 + 1) } else { (out, 0) };
-            if seen.1 >= 1 << core.queue.moves(key).min(20) && !core.queue.replaces(key) {
-                again.push(key);
-            }
-        }
+        let again = core.stale_windows();
         core.windows.patience = (core.windows.patience * 2).min(MOST_PATIENCE);
         if !again.is_empty() {
             self.arrange(core, &again);
@@ -404,10 +445,7 @@ impl CentralPool {
             return;
         }
         let mut core = self.lock();
-        let mut ended = Vec::new();
-        // The waker is dropped after the unlock, as in `look`.
-        let (outcome, waker) = core.queue.leave(key, &mut ended);
-        core.release(&ended);
+        let (outcome, waker) = core.leave(key);
         core.stats.abandoned += u64::from(matches!(outcome, WaitOutcome::Waiting));
         let mut last = false;
         if let WaitOutcome::Granted(grants) = outcome {
@@ -438,13 +476,11 @@ impl CentralPool {
             return Err(late(Shortage { requested: len, ..Shortage::default() }));
         }
         let mut core = self.lock();
-        let mut ended = Vec::new();
-        if core.queue.keeps_waiting(key) {
+        if core.queue.waits(key) {
             core.displace(key);
             core.grant(key);
         }
-        let (outcome, waker) = core.queue.leave(key, &mut ended);
-        core.release(&ended);
+        let (outcome, waker) = core.leave(key);
         let said = match outcome {
             WaitOutcome::Granted(grants) => Ok(grants),
             WaitOutcome::Failed(error) => Err(error),
@@ -546,48 +582,30 @@ pub(crate) struct LongWait {
 }
 
 impl Core {
-    /// The first want that cannot be served together with the others of the same placement, even if every segment that
-    /// is not quarantined comes back.
+    /// The first want that no extent can hold, even if every segment that is not quarantined comes back; of several that
+    /// the extents cannot hold together, the first.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let mut alike: Vec<(&Want, usize)> = Vec::new();
-        for want in wants {
-            match alike.iter_mut().find(|(other, _)| other.placement == want.placement) {
-                Some((_, count)) => *count += 1,
-                None => alike.push((want, 1)),
-            }
+        let together = sum(wants.iter().map(|w| w.placement.bytes()));
+        if together > self.arena.bytes().total.saturating_sub(self.quarantined) {
+            return wants.first();
         }
-        let never = |(want, count): &(&Want, usize)| !self.arena.could_serve(want.placement, *count);
-        alike.into_iter().find(never).map(|(want, _)| want)
+        wants.iter().find(|want| !self.arena.could_hold(want.placement))
     }
 
-    /// Grants waiters what can be granted, and ends waits at the head that can never be served. Does not serve more than [`TURNS`] waiters: then `pending` is set.
+    /// Grants waiters what can be granted, and ends waits at the head that can never be served.
     pub(super) fn serve(&mut self) {
-        self.pending = false;
-        let (mut not, mut turns) = (Vec::new(), TURNS);
-        if !self.queue.is_empty() {
-            // What lies behind the last used segments of runs is free, too.
-            self.arena.shorten_runs();
-        }
+        let mut not = Vec::new();
         while !self.queue.is_empty() {
-            while let Some((key, size)) = self.queue.next(&self.arena, &not) {
-                if turns == 0 {
-                    self.pending = true;
-                    return;
-                }
-                turns -= 1;
+            while let Some(key) = self.queue.next(&self.arena, &not) {
                 // What was withheld for a waiter that is served may be what others wait for.
-                let ends = !self.queue.windows(key).is_empty();
+                let (ends, size) = (self.windows.of(key).is_some(), self.queue.size(key));
                 match self.grant(key) {
                     true if ends => not.clear(),
                     true => {}
                     false => not.push(size),
                 }
             }
-            if self.grant_together() {
-                not.clear();
-                continue;
-            }
-            let Some(head) = self.queue.head_key() else { break };
+            let Some(head) = self.queue.head() else { break };
             if self.growing > 0 || self.grow_for_head() {
                 break;
             }
@@ -602,7 +620,7 @@ impl Core {
             }
             // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
             // are withheld to be replaced may have come back while others were being pinned.)
-            self.queue.owners().into_iter().for_each(|owner| self.displace(owner));
+            self.windows.owners().into_iter().for_each(|owner| self.displace(owner));
             if self.grant(head) {
                 continue;
             }
@@ -627,38 +645,65 @@ impl Core {
     /// for a single buffer the first stands for all.
     pub(super) fn fail(&mut self, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
         let mut at = None;
-        while let Some((key, size, number)) = self.queue.after(at) {
+        while let Some((size, key)) = self.queue.after(at) {
+            at = Some((size, key));
             if let Some(error) = verdict(self, self.queue.wants(key)) {
                 self.end(key, WaitOutcome::Failed(error));
             } else if self.queue.wants(key).len() == 1 {
-                at = Some((size, u64::MAX));
-                continue;
+                at = Some((size, Ticket::MAX));
             }
-            at = Some((size, number));
         }
     }
 
     /// Ends a wait, and what was withheld for it.
-    fn end(&mut self, key: usize, outcome: WaitOutcome) {
-        let mut ended = Vec::new();
-        self.queue.finish(key, outcome, &mut ended, &mut self.wakes);
-        self.release(&ended);
-        // The next waiter of the class may have no window.
-        let room = self.arena.window_count() < MOST_WINDOWS && self.windows.none_for.is_none();
-        self.windows.wanted |= room && self.queue.any_unplaced();
+    fn end(&mut self, key: Ticket, outcome: WaitOutcome) {
+        let size = self.queue.size(key);
+        let wake = self.queue.finish(key, outcome);
+        self.wakes.extend(wake);
+        self.pass_on(key, size);
     }
 
-    /// Ends windows.
-    pub(super) fn release(&mut self, windows: &[WindowId]) {
-        for window in windows {
-            self.windows.seen[window.index()] = (0, 0);
-            self.arena.release_window(*window);
+    /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
+    fn leave(&mut self, key: Ticket) -> (WaitOutcome, Option<Wake>) {
+        if !self.queue.waits(key) {
+            return self.queue.look(key, None);
         }
-        if !windows.is_empty() {
-            self.windows.ended = true;
-            self.windows.none_for = None;
-            self.windows.wanted |= self.queue.any_unplaced();
+        let size = self.queue.size(key);
+        let wake = self.queue.remove(key);
+        self.pass_on(key, size);
+        (WaitOutcome::Waiting, wake)
+    }
+
+    /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
+    fn pass_on(&mut self, key: Ticket, size: Size) {
+        let heir = if matches!(size, Size::Class(_)) { self.queue.first(size) } else { None };
+        match (self.windows.place(key), heir) {
+            (Some(at), Some(heir)) => {
+                let since = self.time();
+                let window = &mut self.windows.list[at];
+                (window.owner, window.since) = (heir, since);
+                self.queue.set_placed(heir, true);
+            }
+            (Some(at), None) => self.end_window(at),
+            // The next waiter of the class may have no window.
+            (None, _) => {
+                let room = self.windows.list.len() < MOST_WINDOWS && self.windows.none_for.is_none();
+                self.windows.wanted |= room && self.queue.any_unplaced();
+            }
         }
+    }
+
+    /// Ends a window.
+    fn end_window(&mut self, at: usize) {
+        let window = self.windows.list.swap_remove(at);
+        self.arena.release_window(window.id);
+        self.note_ended();
+    }
+
+    fn note_ended(&mut self) {
+        self.windows.ended = true;
+        self.windows.none_for = None;
+        self.windows.wanted |= self.queue.any_unplaced();
     }
 
     /// Notes that there may be windows, or needs for them, that there were not.
@@ -668,69 +713,92 @@ impl Core {
     }
 
     /// Ends what is withheld for a waiter, which chooses anew.
-    pub(super) fn displace(&mut self, key: usize) {
-        let windows = self.queue.displace(key);
-        self.release(&windows);
+    pub(super) fn displace(&mut self, key: Ticket) {
+        if let Some(at) = self.windows.place(key) {
+            self.queue.set_placed(key, false);
+            self.end_window(at);
+        }
+    }
+
+    /// Ends a window that can never be free as a whole. Its owner chooses anew.
+    pub(super) fn displace_window(&mut self, id: WindowId) {
+        let owner = self.windows.list.iter().find(|window| window.id == id).map(|window| window.owner);
+        owner.into_iter().for_each(|owner| self.displace(owner));
+    }
+
+    /// Withholds ranges for a waiter.
+    fn withhold(&mut self, owner: Ticket, ranges: Vec<PageRange>, replaces: bool) {
+        let (need, align) = window_pages(self.queue.wants(owner));
+        let single = ranges.len() == 1 && !replaces;
+        let (need, align) = if single { (need, align) } else { (usize::MAX, 1) };
+        let id = self.arena.withhold(ranges, need, align);
+        let (out, since) = (self.arena.out_of(id), self.time());
+        self.windows.list.push(Window { owner, id, replaces, out, since });
+        self.queue.set_placed(owner, true);
+    }
+
+    /// The time by which windows are given up.
+    fn time(&self) -> Duration {
+        if self.timeless { self.windows.passed } else { self.windows.begun.elapsed() }
     }
 
     // --- granting ----------------------------------------------------------------------------------------------------
 
     /// Serves a waiter from what is free outside of windows. `false`: that is not enough.
-    fn grant(&mut self, key: usize) -> bool {
+    fn grant(&mut self, key: Ticket) -> bool {
         let Some(grants) = take_all(&mut self.arena, self.queue.wants(key)) else { return false };
         let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
         self.end(key, WaitOutcome::Granted(grants));
         true
     }
 
-    /// What got free outside of windows may serve a request for several buffers together with what is withheld for it: the
-    /// first such request. (All others are tried when windows are looked at again.)
-    fn grant_together(&mut self) -> bool {
-        if !std::mem::take(&mut self.arena.gained) || self.arena.window_count() == 0 {
-            return false;
-        }
-        let several = |key: &usize| self.queue.wants(*key).len() > 1 && !self.queue.replaces(*key);
-        let Some(key) = self.queue.owners().into_iter().find(several) else { return false };
-        let bytes = sum(self.queue.wants(key).iter().map(|w| w.placement.bytes()));
-        let granted = bytes <= self.arena.bytes().free && self.grant_withheld(key);
-        self.arena.gained = granted;
-        granted
-    }
-
     /// Serves one waiter from what is withheld for it and what is free outside of windows together.
     fn grant_any_withheld(&mut self) -> bool {
-        self.queue.owners().into_iter().any(|key| !self.queue.replaces(key) && self.grant_withheld(key))
+        self.windows.owners().into_iter().any(|key| !self.windows.replaces(key) && self.grant_withheld(key))
     }
 
-    /// A segment of a class (`None`: one that had a run of its own) came back to a window: serves the waiter if that is
-    /// enough.
-    pub(super) fn came(&mut self, window: WindowId, class: Option<Class>) {
-        let key = self.queue.owner(window);
-        if self.queue.replaces(key) {
+    /// Gives a segment that came back to the oldest waiter of its class, unless it lies in another's window. `false`: it
+    /// is still the caller's.
+    ///
+    /// # Safety
+    /// The descriptor is of this class, alive, free, in no list, and owned by the caller.
+    pub(super) unsafe fn hand_over(&mut self, descriptor: NonNull<Descriptor>, class: Class) -> bool {
+        let Some(key) = self.queue.first(Size::Class(class.index() as u8)) else { return false };
+        // SAFETY: this function's contract.
+        let lies_in = unsafe { self.arena.window_of(descriptor) };
+        let own = self.windows.of(key).map(|window| window.id);
+        if lies_in.is_some() && lies_in != own {
+            return false;
+        }
+        let len = self.queue.wants(key)[0].len;
+        let grant = self.took(descriptor, len);
+        self.end(key, WaitOutcome::Granted(vec![grant]));
+        true
+    }
+
+    /// A segment came back to a window: serves the waiter if that is enough.
+    pub(super) fn came(&mut self, window: WindowId) {
+        let Some(&Window { owner: key, replaces, .. }) = self.windows.list.iter().find(|w| w.id == window)
+        else {
+            return;
+        };
+        if replaces {
             return self.replace(key);
         }
-        let enough = match self.queue.wants(key) {
-            [Want { placement: Placement::Class(wanted), .. }] => class == Some(*wanted),
-            [_] => false,
-            several => sum(several.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free,
-        };
-        if enough || self.arena.is_complete(window) {
+        let wants = self.queue.wants(key);
+        let several = || sum(wants.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free;
+        if self.arena.is_complete(window) || wants.len() > 1 && several() {
             self.grant_withheld(key);
         }
     }
 
     /// Serves a waiter from what is withheld for it. `false`: that is not enough. Of several waiters for the same class
     /// the next inherits the window.
-    fn grant_withheld(&mut self, mut key: usize) -> bool {
-        let ids = self.queue.windows(key).to_vec();
-        if ids.is_empty() {
-            return false;
-        }
-        let (shape, wanted) = (window_pages(self.queue.wants(key)), self.windows.wanted);
-        let ranges: Vec<_> = ids.iter().map(|id| self.arena.range(*id)).collect();
-        let before = self.arena.free_pages_outside();
-        ids.iter().for_each(|id| self.arena.release_window(*id));
-        let _ = self.queue.displace(key);
+    fn grant_withheld(&mut self, mut key: Ticket) -> bool {
+        let Some(at) = self.windows.place(key) else { return false };
+        let (window, wanted) = (self.windows.list.swap_remove(at), self.windows.wanted);
+        let ranges = self.arena.release_window(window.id);
+        self.queue.set_placed(key, false);
         let mut any = false;
         let heir = loop {
             let size = self.queue.size(key);
@@ -738,106 +806,115 @@ impl Core {
                 break Some(key);
             }
             any = true;
-            match (size, self.queue.first_key(size)) {
+            match (size, self.queue.first(size)) {
                 (Size::Class(_), Some(next)) => key = next,
                 _ => break None,
             }
         };
-        // In the reverse order, so that each range has the number that it had: returns look them up by it.
+        // Runs that were cut in the window may cross its edges.
         self.arena.release_idle();
         match heir {
-            Some(heir) if ranges.iter().all(|range| self.arena.can_withhold(*range)) => {
-                let (need, align) = if ids.len() == 1 { shape } else { (usize::MAX, 1) };
-                let mut again: Vec<_> =
-                    ranges.iter().rev().map(|range| self.arena.withhold(*range, need, align)).collect();
-                again.reverse();
-                debug_assert_eq!(again, ids);
-                self.queue.place(heir, again);
-                // All have what they had, so nothing is to be chosen. But a run that the window had divided may have
-                // become shorter.
+            Some(heir) if self.arena.can_withhold(&ranges) => {
+                self.withhold(heir, ranges, window.replaces);
+                if let (false, Some(again)) = (any, self.windows.list.last_mut()) {
+                    (again.out, again.since) = (window.out, window.since);
+                }
+                // All have what they had, so nothing is to be chosen.
                 self.windows.wanted = wanted;
-                self.windows.ended |= self.arena.free_pages_outside() > before;
             }
-            _ => {
-                ids.iter().for_each(|id| self.windows.seen[id.index()] = (0, 0));
-                self.windows.ended = true;
-                self.windows.none_for = None;
-                self.windows.wanted |= self.queue.any_unplaced();
-            }
+            _ => self.note_ended(),
         }
         any
     }
 
     // --- windows -----------------------------------------------------------------------------------------------------
 
-    /// The fence that a class needs.
-    fn fence_of(&self, class: Class) -> u32 {
+    /// Why a class must be closed.
+    fn closes(&self, class: Class) -> u64 {
         let awaited = if self.queue.awaited(class) > 0 { AWAITED } else { 0 };
         awaited | if self.arena.watched(class) > 0 { WATCHED } else { 0 }
     }
 
     /// Chooses windows for the waiters that may have one. Nothing is cached.
     fn choose(&mut self) {
-        for key in self.queue.owners() {
+        for key in self.windows.owners() {
             // Regions that got free while others were being pinned.
-            if self.queue.replaces(key) {
+            if self.windows.replaces(key) {
                 self.replace(key);
             }
         }
         for key in self.queue.unplaced(MOST_WINDOWS) {
-            let left = MOST_WINDOWS - self.arena.window_count();
+            let left = self.ranges_left();
             if left == 0 {
                 break;
             }
-            if !self.queue.keeps_waiting(key) || !self.queue.windows(key).is_empty() {
+            if !self.queue.waits(key) || self.windows.of(key).is_some() {
                 continue;
             }
-            let wants = self.queue.wants(key).to_vec();
             if let Some(ranges) = self.ranges_to_replace(key, left) {
-                let windows = ranges.iter().map(|range| self.arena.withhold(*range, usize::MAX, 1)).collect();
-                self.queue.place(key, windows);
-                self.queue.set_replaces(key);
+                self.withhold(key, ranges, true);
                 self.replace(key);
                 continue;
             }
-            let Some(windows) = self.withhold_for(&wants, left) else { continue };
-            let complete = windows.iter().any(|window| self.arena.is_complete(*window));
-            self.queue.place(key, windows);
-            if wants.len() > 1 || complete {
+            let wants = self.queue.wants(key).to_vec();
+            let Some(ranges) = self.ranges_for(&wants, &[], left) else { continue };
+            self.withhold(key, ranges, false);
+            let complete = |window: &Window| self.arena.is_complete(window.id);
+            if wants.len() > 1 || self.windows.of(key).is_some_and(complete) {
                 self.grant_withheld(key);
             }
         }
     }
 
-    /// Withholds a range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` windows
-    /// at most. `None`: there are not as many ranges.
-    fn withhold_for(&mut self, wants: &[Want], most: usize) -> Option<Vec<WindowId>> {
+    /// How many ranges another window may have.
+    fn ranges_left(&self) -> usize {
+        if self.windows.list.len() >= MOST_WINDOWS {
+            return 0;
+        }
+        MOST_RANGES - self.windows.list.iter().map(|window| self.arena.ranges(window.id).len()).sum::<usize>()
+    }
+
+    /// A range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` at most. None
+    /// meets one of those to `avoid`. `None`: there are not as many ranges.
+    fn ranges_for(&mut self, wants: &[Want], avoid: &[PageRange], most: usize) -> Option<Vec<PageRange>> {
         let (need, align) = window_pages(wants);
         let none_for = self.windows.none_for;
         if most > 0 && none_for.is_none_or(|none| need < none) {
-            if let Some(range) = self.arena.choose_window(need, align) {
-                return Some(vec![self.arena.withhold(range, need, align)]);
+            if let Some(range) = self.arena.choose_window(need, align, avoid) {
+                return Some(vec![range]);
             }
-            // Where so many pages were in one piece, the aligned ones would be among them.
-            let all = need.saturating_add(align - 1);
-            self.windows.none_for = Some(none_for.map_or(all, |none| none.min(all)));
+            if avoid.is_empty() {
+                // Where so many pages were in one piece, the aligned ones would be among them.
+                let all = need.saturating_add(align - 1);
+                self.windows.none_for = Some(none_for.map_or(all, |none| none.min(all)));
+            }
         }
         let (first, second) = wants.split_at(wants.len() / 2);
         if first.is_empty() {
             return None;
         }
-        let mut windows = self.withhold_for(first, most)?;
-        // What is found out beside these windows holds no longer than they.
-        let none_for = self.windows.none_for;
-        match self.withhold_for(second, most - windows.len()) {
-            Some(more) => windows.extend(more),
-            None => {
-                windows.iter().for_each(|window| self.arena.release_window(*window));
-                self.windows.none_for = none_for;
-                return None;
+        let mut ranges = self.ranges_for(first, avoid, most)?;
+        let avoid = [avoid, &ranges].concat();
+        ranges.extend(self.ranges_for(second, &avoid, most - ranges.len())?);
+        Some(ranges)
+    }
+
+    /// The waiters whose windows are to be given up: nothing came back to them for long.
+    fn stale_windows(&mut self) -> Vec<Ticket> {
+        let (now, mut stale) = (self.time(), Vec::new());
+        for window in &mut self.windows.list {
+            let out = self.arena.out_of(window.id);
+            if std::mem::replace(&mut window.out, out) != out {
+                window.since = now;
+            }
+            let stay = STAY * (1 << self.queue.moves(window.owner).0.min(20));
+            if now - window.since >= stay && !window.replaces {
+                stale.push(window.owner);
+                // Where there is no other window, as long again.
+                window.since = now;
             }
         }
-        Some(windows)
+        stale
     }
 
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
@@ -845,7 +922,7 @@ impl Core {
     fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
         let wants = self.queue.wants(key);
         let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.growth_failure.is_none();
-        if !may || !self.queue.may_replace(key) || self.never(wants).is_none() {
+        if !may || self.queue.replaced(key) || self.never(wants).is_none() {
             return None;
         }
         let missing = least(wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
@@ -859,17 +936,16 @@ impl Core {
         if room == 0 || self.arena.window_count() == 0 {
             return room;
         }
-        let owners = self.queue.owners().into_iter().filter(|key| self.queue.replaces(*key));
-        let missing = owners.map(|key| {
-            let withheld = sum(self.queue.windows(key).iter().map(|id| self.arena.bytes_of(*id)));
-            least(self.queue.wants(key)).saturating_sub(withheld)
+        let missing = self.windows.list.iter().filter(|window| window.replaces).map(|window| {
+            least(self.queue.wants(window.owner)).saturating_sub(self.arena.bytes_of(window.id))
         });
         room.saturating_sub(sum(missing))
     }
 
     /// Has the regions replaced that are withheld for a waiter, if all of them are free.
-    fn replace(&mut self, key: usize) {
-        if self.growing > 0 || self.queue.windows(key).iter().any(|id| self.arena.out_of(*id) > 0) {
+    fn replace(&mut self, key: Ticket) {
+        let busy = |window: &Window| self.arena.out_of(window.id) > 0;
+        if self.growing > 0 || self.windows.of(key).is_some_and(busy) {
             return;
         }
         self.displace(key);
@@ -880,30 +956,24 @@ impl Core {
         }
     }
 
-    /// Exchanges the windows of waiters, where there are others. Nothing is cached.
-    fn exchange(&mut self, keys: &[usize]) {
+    /// Gives up the windows of waiters for others, where there are any. Nothing is cached.
+    fn exchange(&mut self, keys: &[Ticket]) {
         for key in keys {
-            if !self.queue.keeps_waiting(*key) || self.queue.windows(*key).is_empty() {
-                continue;
-            }
+            let Some(at) = self.windows.place(*key) else { continue };
             let wants = self.queue.wants(*key).to_vec();
-            let ((need, align), before) = (window_pages(&wants), self.windows.none_for);
-            // The others are chosen beside the present ones. But a single one is withheld after the present one has
-            // ended, so that there is room for it among the windows; what this frees is beside the new range.
-            let others = if let Some(range) = self.arena.choose_window(need, align) {
-                self.displace(*key);
-                self.arena.release_idle();
-                vec![self.arena.withhold(range, need, align)]
-            } else {
-                let Some(others) = self.withhold_for(&wants, MOST_WINDOWS - self.arena.window_count()) else {
-                    self.windows.none_for = before;
-                    continue;
-                };
-                self.displace(*key);
-                others
-            };
-            self.queue.moved(*key);
-            self.queue.place(*key, others);
+            let present = self.arena.ranges(self.windows.list[at].id).to_vec();
+            let left = self.ranges_left() + present.len();
+            let mut given_up = [self.queue.moves(*key).1, &present].concat();
+            let mut others = self.ranges_for(&wants, &given_up, left);
+            if others.is_none() {
+                // All were tried.
+                given_up = present;
+                others = self.ranges_for(&wants, &given_up, left);
+            }
+            let Some(others) = others else { continue };
+            self.displace(*key);
+            self.queue.moved(*key, given_up);
+            self.withhold(*key, others, false);
         }
     }
 
@@ -934,7 +1004,7 @@ impl Core {
     /// The bytes that the largest request asks for that has a window.
     pub(super) fn withheld_for(&self) -> usize {
         let asked = |key: usize| sum(self.queue.wants(key).iter().map(|w| w.len));
-        self.queue.owners().into_iter().map(asked).max().unwrap_or(0)
+        self.windows.owners().into_iter().map(asked).max().unwrap_or(0)
     }
 }
 

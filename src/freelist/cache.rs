@@ -72,7 +72,7 @@ pub(crate) mod mode {
 /// `came - went`, the number of segments in the list, is at most the class's room. That many places of the stack, from
 /// the second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is
 /// found without a subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the
-/// class is fenced.
+/// class is closed.
 #[derive(Debug, Default)]
 #[repr(align(32))]
 struct ClassList {
@@ -81,7 +81,7 @@ struct ClassList {
     came: AtomicU64,
     /// Segments that went out of the list since then: taken or drained.
     went: AtomicU64,
-    /// Number of segments up to which a hit may return one: the room, or 0 while the class is fenced.
+    /// Number of segments up to which a hit may return one: the room, or 0 while the class is closed.
     limit: AtomicU64,
 }
 
@@ -168,7 +168,7 @@ impl ClassList {
     }
 
     /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room, or the
-    /// class is fenced.
+    /// class is closed.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>) -> bool {
         self.push_below(descriptor, &self.limit)
@@ -430,11 +430,11 @@ impl HeldCache<'_> {
         true
     }
 
-    /// [`HeldCache::put`] for a segment of a class that may be fenced.
+    /// [`HeldCache::put`] for a segment of a class that may be closed.
     ///
     /// # Safety
     /// As for [`HeldCache::put`], and no request has a right to the segment.
-    pub(crate) unsafe fn put_behind_fence(
+    pub(crate) unsafe fn put_closed(
         &mut self,
         class: Class,
         descriptor: NonNull<Descriptor>,
@@ -451,14 +451,14 @@ impl HeldCache<'_> {
     }
 
     /// Sends the returns of a class to the slow path from now on. For the cold side, which has shut the owner out.
-    pub(crate) fn fence(&mut self, class: Class) {
+    pub(crate) fn close(&mut self, class: Class) {
         if let Some((class_list, _)) = self.both(class) {
             class_list.limit.store(0, Ordering::Relaxed);
         }
     }
 
-    /// Admits the returns of a class to its list again, after [`HeldCache::fence`].
-    pub(crate) fn lift(&mut self, class: Class) {
+    /// Reopens a class after [`HeldCache::close`].
+    pub(crate) fn open(&mut self, class: Class) {
         if let Some((class_list, counts)) = self.both(class) {
             class_list.limit.store(counts.room.load(Ordering::Relaxed), Ordering::Relaxed);
         }

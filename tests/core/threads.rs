@@ -445,8 +445,8 @@ fn a_try_is_served_though_the_pool_still_grows() {
 #[test]
 fn a_thread_at_work_shares_what_it_has_of_a_class() {
     let device = late();
-    // One run of six segments. A thread may cache two of them, and gets them one by one.
-    let pool = builder(&device).capacity(64 << 10).build().unwrap();
+    // Six segments, in runs of one, one, two and two. A thread may cache two of them, and gets them one by one.
+    let pool = builder(&device).capacity(72 << 10).build().unwrap();
     pool.wait_pinned(None).unwrap();
     let mut first = true;
     let call = || {

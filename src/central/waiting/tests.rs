@@ -2,8 +2,9 @@ use super::super::queue::Grant;
 use super::super::tests::{pages, small};
 use super::super::{CentralConfig, ReclaimLevel, Segment, Take, transfer};
 use super::*;
+use crate::freelist::list_of;
 use crate::region::RegionId;
-use crate::segment::PAGE;
+use crate::segment::{PAGE, Placement};
 use crate::sync::thread;
 
 /// A central pool that does not grow, of extents of so many pages, each of which is a region.
@@ -32,9 +33,9 @@ fn back(central: &CentralPool, grant: Grant) {
     unsafe { central.lock().put(grant) };
 }
 
-/// A call that changes nothing, and looks at the queue.
-fn change(central: &CentralPool) {
-    let _: &mut Core = &mut central.lock();
+/// A request on the slow path that changes nothing.
+fn tick(central: &CentralPool) {
+    drop(central.lock_to_take());
 }
 
 fn try_join(central: &CentralPool, wants: &[Want], covered: bool) -> Result<usize> {
@@ -56,8 +57,9 @@ fn base(grant: &Grant) -> NonNull<u8> {
     unsafe { grant.descriptor.as_ref() }.base()
 }
 
+/// Number of ranges that are withheld.
 fn windows(central: &CentralPool) -> usize {
-    central.core.lock().arena.window_count()
+    central.core.lock().arena.window_addresses().count()
 }
 
 /// The address of the only window.
@@ -67,7 +69,7 @@ fn window(central: &CentralPool) -> (usize, usize) {
 }
 
 fn window_addresses(central: &CentralPool, id: usize) -> (usize, usize) {
-    central.core.lock().arena.window_addresses(id).unwrap()
+    central.core.lock().arena.window_addresses().nth(id).unwrap()
 }
 
 fn at(grant: &Grant) -> usize {
@@ -78,16 +80,15 @@ fn at(grant: &Grant) -> usize {
 fn a_segment_outside_of_all_windows_may_be_cached() {
     let central = pool(&[256, 256], true);
     let class = Class::of(5000).unwrap();
-    let segments = class.shape().segments as usize;
-    let beside: Vec<_> = (0..segments).map(|_| out(&central, small(5000))).collect();
-    let _rest = out(&central, pages(256 - class.shape().pages as usize));
+    let beside = out(&central, small(5000));
+    let _rest = out(&central, pages(254));
     let inside = out(&central, small(5000));
     let key = join(&central, &[pages(256)]);
     assert_eq!(window(&central).0, base(&inside).addr().get());
-    assert_eq!([&beside[0], &inside].map(|s| central.fences(class, base(s))), [false, true]);
-    assert!(!central.fences(Class::of(100).unwrap(), base(&inside)), "no segment of this class is out");
+    assert_eq!([&beside, &inside].map(|s| central.closes(class, base(s))), [false, true]);
+    assert!(!central.closes(Class::of(100).unwrap(), base(&inside)), "no segment of this class is out");
     central.leave(key);
-    assert!(!central.fences(class, base(&inside)));
+    assert!(!central.closes(class, base(&inside)));
 }
 
 #[test]
@@ -121,11 +122,11 @@ fn what_is_free_serves_a_request_that_joins_once() {
         assert_eq!(granted(&central, key).len(), 1);
     }
     // The queue does not look into runs for a request for several buffers, so the request does it when it joins.
-    let central = pool(&[2], true);
-    let held = [(); 3].map(|()| out(&central, small(2000)));
+    let central = pool(&[1], true);
+    let held = [(); 3].map(|()| out(&central, small(1000)));
     held[..2].iter().for_each(|grant| back(&central, *grant));
     central.core.lock().growing = PAGE;
-    let key = try_join(&central, &[small(2000); 2], true).unwrap();
+    let key = try_join(&central, &[small(1000); 2], true).unwrap();
     assert_eq!(granted(&central, key).len(), 2);
 }
 
@@ -142,7 +143,7 @@ fn a_request_for_which_nothing_is_being_pinned_has_a_window_at_once() {
             central.grown(PAGE, None);
         }
         assert_eq!(windows(&central), 1, "nothing is being pinned any more");
-        central.fence.set(Class::of(2000).unwrap(), 0);
+        central.closed_classes.set(Class::of(2000).unwrap(), 0);
         assert!(central.check(|_, _| ()).is_err());
     }
 }
@@ -162,7 +163,10 @@ fn a_request_without_a_window_keeps_no_other_from_one() {
     assert_eq!(windows(&central), 2);
     central.check(|_, _| ()).unwrap();
     central.leave(first);
-    assert_eq!((windows(&central), central.core.lock().queue.windows(second).len()), (5 - 1, 1));
+    assert_eq!(
+        (windows(&central), usize::from(central.core.lock().windows.of(second).is_some())),
+        (5 - 1, 1)
+    );
 
     // There are only so many windows, and so many numbers of them.
     let central = pool(&[40], true);
@@ -174,36 +178,19 @@ fn a_request_without_a_window_keeps_no_other_from_one() {
 }
 
 #[test]
-fn many_waiters_are_served_in_turns_before_others() {
-    let central = pool(&[32], true);
-    let held = out(&central, pages(32));
-    // So no waiter has a window.
-    central.core.lock().growing = PAGE;
-    let keys: Vec<_> = (0..200).map(|_| try_join(&central, &[small(100)], true).unwrap()).collect();
-    let mut core = central.core.lock();
-    // SAFETY: out, and returned once.
-    unsafe { core.put(held) };
-    core.serve();
-    assert_eq!((core.pending, core.queue.len()), (true, 200 - TURNS));
-    drop(core);
-    // Another request finds the queue between two turns.
-    assert!(matches!(central.try_take(small(100), ReclaimLevel::Idle).unwrap(), Take::Got(_)));
-    assert!(keys.into_iter().all(|key| !central.waits(key)));
-}
-
-#[test]
 fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
     let central = pool(&[256, 256], true);
     let held = [(); 2].map(|()| out(&central, pages(256)));
     let key = join(&central, &[pages(256)]);
     let look = || {
-        (0..TICKS).for_each(|_| change(&central));
+        (0..TICKS).for_each(|_| tick(&central));
         central.check(|_, _| ()).unwrap();
         (window(&central).0 >> 22, central.core.lock().windows.patience / PATIENCE.as_millis() as u32)
     };
     let (ms, first) = (Duration::from_millis, base(&held[0]));
-    assert_eq!([(); 2].map(|()| look()), [(1, ms(2)), (2, ms(4))]);
-    assert_eq!([(); 3].map(|()| look()), [(2, ms(8)), (2, ms(16)), (1, ms(20))]);
+    assert_eq!(window(&central).0 >> 22, 2);
+    assert_eq!([(); 3].map(|()| look()), [(1, ms(2)), (1, ms(4)), (2, ms(8))]);
+    assert_eq!([(); 4].map(|()| look()), [(2, ms(16)), (2, ms(20)), (2, ms(20)), (1, ms(20))]);
     back(&central, held[0]);
     assert_eq!(granted(&central, key)[0].base(), first);
 }
@@ -220,13 +207,11 @@ fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
     {
         let mut core = central.core.lock();
         (core.windows.planned, core.timeless) = (false, true);
+        central.tick(&mut core);
         assert_eq!((turn(&mut core), core.windows.ticks), (0, 1));
         core.timeless = false;
-        assert_eq!(
-            (turn(&mut core), core.windows.ticks),
-            (1, 1),
-            "calls are not counted where there is a clock"
-        );
+        central.tick(&mut core);
+        assert_eq!((turn(&mut core), core.windows.ticks), (1, 1), "none is counted where there is a clock");
     }
     // The timer looks, on its own thread.
     CentralPool::choose_later(central.weak(), Duration::ZERO);
@@ -271,7 +256,7 @@ fn equal_buffers_of_a_request_have_to_fit_together() {
     assert!(core.never(&[pages(200); 2]).is_none() && core.never(&[pages(200); 3]).is_some());
     // Requests for several buffers of one size are not alike: each has a verdict of its own.
     let mut join = |n: usize| core.queue.join(vec![pages(100); n], Wake::Thread(thread::current()));
-    let keys = [1, 4, 5].map(&mut join);
+    let keys = [1, 4, 6].map(&mut join);
     (core.windows.wanted, core.windows.none_for) = (true, Some(1));
     core.fail(|core, wants| core.never(wants).map(|_| Error::Empty));
     assert_eq!(keys.map(|key| core.queue.waits(key)), [true, true, false]);
@@ -333,12 +318,12 @@ fn several_buffers_are_served_from_all_windows_and_all_runs() {
         assert_eq!(granted(&central, key).len(), 2);
     }
     // The segments are cached, and there is no free page.
-    let central = pool(&[2], true);
-    let held = [(); 3].map(|()| out(&central, small(2000)));
+    let central = pool(&[1], true);
+    let held = [(); 3].map(|()| out(&central, small(1000)));
     // SAFETY: out, and returned once.
     held[..2].iter().for_each(|grant| unsafe { central.fresh(*grant).into_segment().release() });
-    assert_eq!(central.cache().unwrap().cached(Class::of(2000).unwrap()), 2);
-    let key = join(&central, &[small(2000); 2]);
+    assert_eq!(central.cache().unwrap().cached(Class::of(1000).unwrap()), 2);
+    let key = join(&central, &[small(1000); 2]);
     assert_eq!(granted(&central, key).len(), 2);
 }
 
@@ -346,43 +331,43 @@ fn several_buffers_are_served_from_all_windows_and_all_runs() {
 fn the_next_of_a_class_has_a_window_that_suits_it() {
     // A segment of the class that comes back serves the waiter, also while the pages around it are in use.
     let central = pool(&[64], true);
-    let mut held: Vec<_> =
-        (0..Class::of(5000).unwrap().shape().segments).map(|_| out(&central, small(5000))).collect();
+    let mut held: Vec<_> = (0..8).map(|_| out(&central, small(5000))).collect();
+    let rest = central.core.lock().arena.largest_free_pages();
+    let _rest = out(&central, pages(rest));
     let key = join(&central, &[small(5000)]);
-    let last = held.pop().unwrap();
-    assert!(base(&last).addr().get() > window(&central).0);
-    back(&central, last);
+    back(&central, held.pop().unwrap());
     assert!(!central.waits(key));
 
     // A page of the window gets free for the first waiter, and a page for the next, which inherits the window.
     let central = pool(&[2, 256], true);
     let _rest = out(&central, pages(256));
-    let one = out(&central, Want { len: 5000, placement: Placement::of(5000, PAGE).unwrap() });
-    let tail = Class::fitting(2 * PAGE - 5056).unwrap();
-    let tail = out(&central, Want { len: 100, placement: Placement::Class(tail) });
-    let keys = [(); 2].map(|()| join(&central, &[small(2000)]));
+    let [one, two] = [(); 2].map(|()| out(&central, pages(1)));
+    let keys = [(); 2].map(|()| join(&central, &[small(5000)]));
     let at = window(&central);
     back(&central, one);
+    assert_eq!((keys.map(|key| central.waits(key)), window(&central)), ([true, true], at));
+    back(&central, two);
     assert_eq!((keys.map(|key| central.waits(key)), window(&central)), ([false, true], at));
-    back(&central, tail);
+    // SAFETY: this test owns it, and nothing uses it.
+    granted(&central, keys[0]).into_iter().for_each(|segment| unsafe { segment.release() });
     assert!(!central.waits(keys[1]));
 
     // What the window has room for serves as many as wait.
     let central = pool(&[2], true);
     let held = out(&central, pages(2));
-    let keys = [(); 4].map(|()| join(&central, &[small(2000)]));
+    let keys = [(); 7].map(|()| join(&central, &[small(1000)]));
     back(&central, held);
-    assert_eq!(keys.map(|key| central.waits(key)), [false, false, false, true]);
+    assert_eq!(keys.map(|key| central.waits(key)), [false, false, false, false, false, false, true]);
 
-    // The first waiter gets a run that begins before the window. So the next has another window.
-    let central = pool(&[4, 256], true);
-    let held = [256, 1, 3].map(|n| out(&central, pages(n)));
-    let start = base(&held[1]).addr().get();
+    // The first waiter gets a run that ends behind the window. So the next has another window.
+    let central = pool(&[84, 256], true);
+    let held = [256, 3, 81].map(|n| out(&central, pages(n)));
+    let start = base(&held[2]).addr().get();
     back(&central, held[1]);
-    let keys = [(); 2].map(|()| join(&central, &[small(10_000)]));
-    assert_eq!(window(&central), (start + PAGE, start + 4 * PAGE));
+    let keys = [(); 2].map(|()| join(&central, &[small(300_000)]));
+    assert_eq!(window(&central), (start, start + 81 * PAGE));
     back(&central, held[2]);
-    assert_eq!(window(&central), (start, start + 3 * PAGE));
+    assert_eq!(window(&central), (start + 3 * PAGE, start + 84 * PAGE));
     central.check(|_, _| ()).unwrap();
     // SAFETY: this test owns it, and nothing uses it.
     granted(&central, keys[0]).into_iter().for_each(|segment| unsafe { segment.release() });
@@ -467,12 +452,12 @@ fn several_buffers_are_served_when_what_their_runs_take_is_free() {
     assert_eq!(granted(&central, key).len(), 5);
 
     // Segments of runs, without a free page, and outside of the window.
-    let central = pool(&[4, 2], true);
-    let held: Vec<_> = (0..7).map(|_| out(&central, small(2000))).collect();
+    let central = pool(&[2, 2], true);
+    let held: Vec<_> = (0..6).map(|_| out(&central, small(1000))).collect();
     let _rest = out(&central, pages(2));
-    let key = join(&central, &[small(2000); 2]);
+    let key = join(&central, &[small(1000); 2]);
     let (first, end) = window(&central);
-    let beside = held.into_iter().filter(|grant| !(first..end).contains(&(at(grant) + 2112 - 1)));
+    let beside = held.into_iter().filter(|grant| !(first..end).contains(&at(grant)));
     beside.take(2).for_each(|grant| back(&central, grant));
     assert_eq!(granted(&central, key).len(), 2);
 }
@@ -484,8 +469,7 @@ fn a_request_for_several_buffers_keeps_no_other_of_its_size_waiting() {
     let keys = [3, 2].map(|n| join(&central, &vec![pages(20); n]));
     // 44 pages are free where neither has a window.
     let (first, end) = window_addresses(&central, 1);
-    let owner = central.core.lock().queue.windows(keys[0])[0].index();
-    assert!(owner == 0 && first < end);
+    assert!(central.core.lock().windows.of(keys[0]).is_some() && first < end);
     back(&central, held[1]);
     assert_eq!(keys.map(|key| central.waits(key)).iter().filter(|waits| **waits).count(), 1);
     central.check(|_, _| ()).unwrap();

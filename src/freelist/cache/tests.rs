@@ -107,12 +107,12 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     assert_ne!(cache.tally(), before);
     assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1, cached: 4 });
     assert_eq!(cache.requested(), 40);
-    // Of a fenced class only the slow path puts segments into the list.
+    // Of a closed class only the slow path puts segments into the list.
     let taken = held.take(class, 100).unwrap();
-    held.fence(class);
+    held.close(class);
     // SAFETY: as above.
     assert!(!unsafe { held.put(taken, 100, 3) });
-    held.lift(class);
+    held.open(class);
     // SAFETY: as above.
     assert!(unsafe { held.put(taken, 100, 3) });
     let _ = held.drain(class, u32::MAX);
