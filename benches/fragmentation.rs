@@ -159,7 +159,7 @@ fn replay(seed: u64, scale: u64, title: &str, setup: impl Fn(PoolBuilder) -> Poo
                     bufs.insert(now, buf);
                     live.push(Reverse((end, now)));
                 }
-                Err(Error::Exhausted { .. }) => {
+                Err(Error::Exhausted(_)) => {
                     sums.refused += 1;
                     sums.refused_though_free += u64::from(pool.stats().free_bytes >= len + 64);
                 }

@@ -248,8 +248,8 @@ impl Tier {
     fn host_buffer(&self, layers: usize) -> Result<PinnedBuf> {
         let len = layers * PLANES * self.page;
         match self.pool.try_checkout(len) {
-            Err(Error::Exhausted { .. }) if self.state().forget() => self.host_buffer(layers),
-            Err(Error::Exhausted { .. }) => self.pool.checkout(len),
+            Err(Error::Exhausted(_)) if self.state().forget() => self.host_buffer(layers),
+            Err(Error::Exhausted(_)) => self.pool.checkout(len),
             said => said,
         }
     }
@@ -260,7 +260,12 @@ impl Tier {
         let begun = self.parts.iter().enumerate().try_for_each(|(n, layers)| {
             let mut pages = Vec::new();
             for (hash, place) in blocks {
-                let bytes = state.on_host.get(hash).ok_or(Error::Empty)?.parts[n].clone();
+                let bytes = state
+                    .on_host
+                    .get(hash)
+                    .ok_or_else(|| Error::Argument("the block is not on the host".into()))?
+                    .parts[n]
+                    .clone();
                 pages.push((bytes, self.pages(layers.clone(), *place)?));
             }
             // No call of this waits: the copier's threads do the work, in the order of the calls.

@@ -87,7 +87,7 @@ use crate::stream::Stream;
 /// is called before the first Ascend device is opened (by the name `auto`, too). The same choice again is no error.
 ///
 /// # Errors
-/// [`Error::Config`]: another library was chosen, loaded or looked for before.
+/// [`Error::Argument`]: another library was chosen, loaded or looked for before.
 ///
 /// # Safety
 /// The library's code runs in this process: its constructors when it is loaded, its functions from then on. The file
@@ -124,7 +124,7 @@ pub fn library_candidates() -> Vec<PathBuf> {
 /// [`Device::open`], and adopts nothing). The same context adopted again gives the same device while that is open.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable library, [`Error::Config`] for null, and what the library says.
+/// [`Error::Unavailable`] without a usable library, [`Error::Argument`] for null, and what the library says.
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and stays one until the device and everything that came from it (streams, device
@@ -184,7 +184,7 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 /// (To find out whether the stream belongs to the device's context, this call records an event on it.)
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is not Ascend's, [`Error::WrongContext`] for a stream of another context.
+/// [`Error::Unsupported`] for a device that is not Ascend's, [`Error::Mismatch`] for a stream of another context.
 /// What the library says; the device's loss.
 ///
 /// # Safety

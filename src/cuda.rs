@@ -91,7 +91,7 @@
 //!
 //! Kernels that call `malloc` or `new` take memory from a heap of fixed size that the driver sets aside in the context.
 //! Nothing outside of a kernel can use that memory: no copy call accepts it, and [`Device::raw_memory`] refuses it
-//! ([`AddressFault::Unknown`](crate::AddressFault::Unknown)). [`device_heap_limit`] returns the heap's size, and
+//! ([`Error::Argument`]). [`device_heap_limit`] returns the heap's size, and
 //! [`set_device_heap_limit`] sets it, before the first module that uses the heap is loaded.
 
 #![allow(unsafe_code)]
@@ -114,7 +114,7 @@ use crate::stream::Stream;
 /// [`Pool::builder`](crate::Pool::builder)).
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable driver, [`Error::Config`] for null, and what the driver says.
+/// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says.
 ///
 /// # Safety
 /// `context` is a CUDA context, and stays one until the device and everything that came from it (streams, device
@@ -170,11 +170,11 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 ///
 /// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context. `CU_STREAM_PER_THREAD` (2) is
 /// another stream on each thread: this is the calling thread's. Other threads can wait for what is in flight on it, and
-/// each call of theirs that would submit to it, or order it, is [`Error::WrongThread`]. The stream is not destroyed. See
+/// each call of theirs that would submit to it, or order it, is [`Error::Mismatch`]. The stream is not destroyed. See
 /// the [module's page](self) for what is different on it.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU. [`Error::WrongContext`] for a stream of another context. What the
+/// [`Error::Unsupported`] for a device that is no GPU. [`Error::Mismatch`] for a stream of another context. What the
 /// driver says; the device's loss.
 ///
 /// # Safety
@@ -323,7 +323,7 @@ pub fn device_heap_limit(device: &Device) -> Result<usize> {
 /// for the start of a server.
 ///
 /// # Errors
-/// [`Error::Config`] once a module whose kernels use the heap is loaded (`cuCtxSetLimit` says
+/// [`Error::Argument`] once a module whose kernels use the heap is loaded (`cuCtxSetLimit` says
 /// `CUDA_ERROR_INVALID_VALUE`); [`Error::Unsupported`] for a device that is no GPU; the device's loss; what the driver
 /// says, out of memory among it.
 ///

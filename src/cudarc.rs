@@ -36,7 +36,7 @@
 //! of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. So the slice is borrowed
 //! only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy. Where cudarc records
 //! nothing, only the slice's own stream orders its uses, and a copy on another stream is refused
-//! ([`Error::Unordered`]); so is a slice of the default stream of another `CudaContext` object, which stops tracking
+//! ([`Error::Mismatch`]); so is a slice of the default stream of another `CudaContext` object, which stops tracking
 //! with its last stream.
 //!
 //! The events of a slice that was just allocated were never recorded, and look the same as events that are complete. So
@@ -204,8 +204,8 @@ impl CudarcStream {
     ///
     /// # Errors
     /// Each carries the buffer back. As for [`Stream::upload`], with [`Error::Capturing`] also where the slice's own
-    /// stream is captured. [`Error::Unordered`] for a slice of another stream where nothing would keep the order,
-    /// [`Error::WrongDevice`] for a slice of another context, what the driver says where one stream cannot be made to
+    /// stream is captured. [`Error::Mismatch`] for a slice of another stream where nothing would keep the order,
+    /// [`Error::Mismatch`] for a slice of another context, what the driver says where one stream cannot be made to
     /// wait for the other, and an error that cudarc's context has on record ([`CudaContext::check_err`]), which would
     /// break the order.
     pub fn upload_to<B: Lend, T: AnyBitPattern>(
@@ -293,7 +293,7 @@ impl CudarcStream {
             return Err(Error::wrong_memory(&of, self.ours.device().name()));
         }
         match slice.len() * size_of::<T>() {
-            0 => Err(Error::Empty),
+            0 => Err(Error::empty()),
             bytes => Ok(bytes),
         }
     }
@@ -339,11 +339,18 @@ impl CudarcStream {
         // unless that is a default stream, or this one, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
-        if tracked && lasts {
-            Ok(())
-        } else {
-            Err(Error::Unordered { device: self.ours.device().name().into() })
-        }
+        if tracked && lasts { Ok(()) } else { Err(self.unordered()) }
+    }
+
+    /// The error for a slice of another stream, between which and this one cudarc keeps no order.
+    #[cold]
+    fn unordered(&self) -> Error {
+        let (of, with) = ("another stream".into(), self.ours.device().name().into());
+        let remedy = "cudarc does not keep the order between the two (event tracking is off, or was when the slice \
+                      was made; there is no stream but the default one; the slice is the default stream's of another \
+                      CudaContext, or a per-thread default stream's), so nothing would order the slice's next use, or \
+                      its end, after the copy; copy on the slice's own stream";
+        Error::Mismatch { what: "a cudarc slice", of, with, remedy }
     }
 
     /// An error if cudarc's contexts have one on record. The guard records one there where this stream could not be
@@ -399,7 +406,7 @@ impl CudarcStream {
             if matches!(owner, Owner::Other)
                 && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
             {
-                return Err(Error::Unordered { device: self.ours.device().name().into() });
+                return Err(self.unordered());
             }
             // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later it is freed on its
             // own stream, which is this one or waits for the event that the guard records.

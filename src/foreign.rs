@@ -56,49 +56,6 @@ use std::task::Waker;
 use tracing::field::DisplayValue;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 
-/// Foreign code that was put off, except wakes.
-enum DeferredWork {
-    Event(Box<dyn FnOnce() + Send>),
-    Drop(Box<dyn FnOnce() + Send>),
-    /// Work of the crate's own that calls foreign code.
-    Job(Box<dyn FnOnce() + Send>),
-}
-
-impl DeferredWork {
-    fn run(self) {
-        match self {
-            // The panic hook has reported the panic. No event reports it too, since that would go to the same
-            // subscriber.
-            Self::Event(tell) => _ = guard(tell),
-            Self::Drop(discard) => _ = call(DROP_PANICKED, discard),
-            Self::Job(job) => job(),
-        }
-    }
-}
-
-/// A wake that was put off.
-enum Waking {
-    Own(Task),
-    Shared(Arc<Task>),
-}
-
-impl Waking {
-    fn run(self) {
-        match self {
-            Self::Own(mut task) => {
-                if let Some(waker) = task.0.take() {
-                    _ = call(WAKER_PANICKED, || waker.into_inner().wake());
-                }
-            }
-            Self::Shared(task) => {
-                if let Some(waker) = &task.0 {
-                    _ = call(WAKER_PANICKED, || waker.wake_by_ref());
-                }
-            }
-        }
-    }
-}
-
 const WAKER_PANICKED: &str = "a waker panicked: its task may not be polled again";
 const DROP_PANICKED: &str = "dropping a value of the caller's panicked: what it had not freed yet is leaked";
 
@@ -109,20 +66,21 @@ struct ThreadState {
     waking: Cell<bool>,
     /// Whether a frame further out on this thread is running other foreign code that can be put off.
     running: Cell<bool>,
-    /// Queues, each in order. They have no destructor, so that the thread's last destructors can still use them; they
-    /// are empty whenever no deferral is active and nothing runs.
-    wakes: DeferredQueue<Waking>,
-    later: DeferredQueue<DeferredWork>,
+    /// What was put off, in order. The queues have no destructor, so that the thread's last destructors can still use
+    /// them; they are empty whenever no deferral is active and nothing runs.
+    wakes: DeferredQueue,
+    later: DeferredQueue,
 }
 
-type DeferredQueue<T> = RefCell<ManuallyDrop<VecDeque<T>>>;
+/// Each of these catches its panics.
+type DeferredQueue = RefCell<ManuallyDrop<VecDeque<Box<dyn FnOnce()>>>>;
 
-const fn queue<T>() -> DeferredQueue<T> {
+const fn queue() -> DeferredQueue {
     RefCell::new(ManuallyDrop::new(VecDeque::new()))
 }
 
 /// Frees an empty queue's memory, since the queue has no destructor.
-fn shrink<T>(queue: &DeferredQueue<T>) {
+fn shrink(queue: &DeferredQueue) {
     drop(ManuallyDrop::into_inner(queue.replace(ManuallyDrop::new(VecDeque::new()))));
 }
 
@@ -211,7 +169,7 @@ fn run_deferred(state: &ThreadState) {
             // A statement of its own, here and below, ends the borrow: what runs may put more off.
             let next = state.wakes.borrow_mut().pop_front();
             let Some(wake) = next else { break };
-            wake.run();
+            wake();
         }
         shrink(&state.wakes);
         state.waking.set(false);
@@ -222,7 +180,7 @@ fn run_deferred(state: &ThreadState) {
         let next = state.later.borrow_mut().pop_front();
         let Some(work) = next else { break };
         state.running.set(true);
-        work.run();
+        work();
         state.running.set(false);
     }
     if !state.waking.get() {
@@ -231,16 +189,16 @@ fn run_deferred(state: &ThreadState) {
 }
 
 /// Runs a waker: now; or later, if this thread puts foreign code off or runs another waker.
-fn wake_later(wake: Waking) {
+fn wake_later(wake: impl FnOnce() + 'static) {
     if cfg!(loom) {
-        return wake.run();
+        return wake();
     }
     STATE.with(|state| {
         if state.deferrals.get() > 0 || state.waking.get() {
-            return state.wakes.borrow_mut().push_back(wake);
+            return state.wakes.borrow_mut().push_back(Box::new(wake));
         }
         state.waking.set(true);
-        wake.run();
+        wake();
         state.waking.set(false);
         if state.has_any() {
             run_deferred(state);
@@ -250,16 +208,16 @@ fn wake_later(wake: Waking) {
 
 /// Runs foreign code whose result nothing waits for: now; or later, if this thread puts it off or runs such code
 /// already.
-fn later(work: DeferredWork) {
+fn later(work: impl FnOnce() + 'static) {
     if cfg!(loom) {
-        return work.run();
+        return work();
     }
     STATE.with(|state| {
         if state.deferrals.get() > 0 || state.waking.get() || state.running.get() {
-            return state.later.borrow_mut().push_back(work);
+            return state.later.borrow_mut().push_back(Box::new(work));
         }
         state.running.set(true);
-        work.run();
+        work();
         state.running.set(false);
         if state.has_any() {
             run_deferred(state);
@@ -285,11 +243,7 @@ fn dispose(payload: Box<dyn Any + Send>) {
 /// what follows.
 pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
-    let result = guard(run);
-    if result.is_none() {
-        crate::foreign::error!(target: "pinpool::foreign", "{panicked}");
-    }
-    result
+    survive(panicked, run)
 }
 
 /// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. That code may use
@@ -333,12 +287,20 @@ impl Task {
     }
 
     pub(crate) fn wake(self) {
-        wake_later(Waking::Own(self));
+        wake_later(move || {
+            if let Some(waker) = self.0 {
+                _ = call(WAKER_PANICKED, || waker.into_inner().wake());
+            }
+        });
     }
 
     /// Wakes a task that other threads may wake too.
     pub(crate) fn wake_shared(self: Arc<Self>) {
-        wake_later(Waking::Shared(self));
+        wake_later(move || {
+            if let Some(waker) = &self.0 {
+                _ = call(WAKER_PANICKED, || waker.wake_by_ref());
+            }
+        });
     }
 }
 
@@ -347,11 +309,9 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     if !std::mem::needs_drop::<T>() {
         return;
     }
-    if cfg!(not(loom)) && STATE.with(|state| state.deferrals.get() > 0) {
-        return later(DeferredWork::Drop(Box::new(move || release(value))));
-    }
+    let release = move || _ = call(DROP_PANICKED, || release(value));
     // Unlike wakes, a drop does not wait for its turn: the caller may rely on the value being dropped.
-    _ = call(DROP_PANICKED, || release(value));
+    when_allowed(release);
 }
 
 /// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which is
@@ -365,8 +325,8 @@ fn release<T>(value: T) {
 
 /// Runs a job of the crate's that may call foreign code and that nothing waits for: now; or later, if this thread puts
 /// such code off.
-pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
-    if may_call() { job() } else { later(DeferredWork::Job(job)) }
+pub(crate) fn when_allowed(job: impl FnOnce() + 'static) {
+    if may_call() { job() } else { later(job) }
 }
 
 /// A value of the program's. Its drop, wherever it happens, is foreign code and goes through [`discard`].
@@ -429,8 +389,9 @@ pub(crate) fn listens(level: tracing::Level) -> bool {
 }
 
 /// Sends an event to the subscriber, now or later. The event owns its fields.
-pub(crate) fn tell(event: impl FnOnce() + Send + 'static) {
-    later(DeferredWork::Event(Box::new(event)));
+pub(crate) fn tell(event: impl FnOnce() + 'static) {
+    // The panic hook has reported a panic. No event reports it too, since that would go to the same subscriber.
+    later(move || _ = guard(event));
 }
 
 /// Sends an event to the subscriber now, for events whose fields are borrowed. Must not be called where foreign code

@@ -221,9 +221,7 @@ pub use device::HostAllocFlags;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};
-pub use error::{
-    AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, Shortage, SubmitError, Waited,
-};
+pub use error::{DeviceError, Error, ErrorClass, Result, Shortage, SubmitError, Waited};
 #[doc(hidden)]
 pub use os::cgroup;
 pub use os::forked;

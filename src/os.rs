@@ -14,25 +14,28 @@
 //! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
 //!
 //! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
-//! starts threads, `cgroup` reads what control groups leave, `barrier` has the barrier for all threads and what replaces it, `fork` says what a fork does, and
-//! `exit` what the end of the process does.
-//! Every module may call this one.
+//! starts threads, `cgroup` reads what control groups leave, `barrier` has the barrier for
+//! all threads, and `fork` says what a fork does. Every module may call this one.
 //!
 //! The crate runs on Linux. On other systems everything here exists and returns that it is unsupported.
 
 #![allow(unsafe_code)]
 
+/// What other systems have of a module: functions that are there and do nothing, since no device can be opened there.
+#[cfg(not(target_os = "linux"))]
+macro_rules! absent {
+    ($($name:ident($($arg:ty),*) -> $out:ty = $value:expr;)*) => {
+        $(pub(crate) fn $name($(_: $arg),*) -> $out { $value })*
+    };
+}
+
 pub(crate) mod barrier;
 #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
 pub mod cgroup;
-mod exit;
 pub(crate) mod file;
 mod fork;
 pub(crate) mod thread;
 
-// Devices of drivers call it.
-#[cfg_attr(not(any(feature = "cuda", feature = "acl")), allow(unused_imports))]
-pub(crate) use exit::watch_exit;
 pub use fork::forked;
 pub(crate) use fork::{check_fork, empty_in_child, watch_forks};
 #[cfg(target_os = "linux")]
@@ -44,9 +47,10 @@ pub(crate) use other::*;
 mod linux {
     use std::fs;
     use std::io::{self, Read as _};
+    use std::ops::Range;
     use std::path::Path;
     use std::ptr::NonNull;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::OnceLock;
 
     use libc::{c_long, c_void};
 
@@ -56,28 +60,19 @@ mod linux {
 
     /// The size of a page in bytes; a power of two.
     pub(crate) fn page_size() -> usize {
-        static SIZE: AtomicUsize = AtomicUsize::new(0);
-        match SIZE.load(Ordering::Relaxed) {
-            0 => {
-                // SAFETY: sysconf only reads a value.
-                let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-                // POSIX has no failure for this name; if there were one, the smallest page would be a safe choice.
-                let size = usize::try_from(size).ok().filter(|s| s.is_power_of_two()).unwrap_or(4096);
-                SIZE.store(size, Ordering::Relaxed);
-                size
-            }
-            size => size,
-        }
+        static SIZE: OnceLock<usize> = OnceLock::new();
+        *SIZE.get_or_init(|| {
+            // SAFETY: sysconf only reads a value.
+            let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+            // POSIX has no failure for this name; if there were one, the smallest page would be a safe choice.
+            usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(4096)
+        })
     }
 
-    /// Maps `len` bytes (rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`.
+    /// Maps `len` bytes (some, rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`, a
+    /// power of two.
     pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
-        if !align.is_power_of_two() {
-            return Err(Error::BadAlignment { align, largest: 1 << (usize::BITS - 2) });
-        }
-        if len == 0 {
-            return Err(Error::ZeroLength);
-        }
+        debug_assert!(len > 0 && align.is_power_of_two());
         let page = page_size();
         // mmap aligns to a page by itself; beyond that, up to one page less than the alignment is lost in front.
         let slack = align.saturating_sub(page);
@@ -226,15 +221,7 @@ mod linux {
 
     /// The kernel's version, as major and minor number.
     pub(crate) fn kernel() -> Option<(u32, u32)> {
-        // SAFETY: text fields, for which zeros are empty strings.
-        let mut names: libc::utsname = unsafe { std::mem::zeroed() };
-        // SAFETY: filled by the call.
-        if unsafe { libc::uname(&mut names) } != 0 {
-            return None;
-        }
-        // SAFETY: the call ends the string with a zero.
-        let release = unsafe { std::ffi::CStr::from_ptr(names.release.as_ptr()) };
-        kernel_version(release.to_str().ok()?)
+        kernel_version(&fs::read_to_string("/proc/sys/kernel/osrelease").ok()?)
     }
 
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
@@ -318,51 +305,45 @@ mod linux {
     /// permission, and not a window of a GPU's driver. Slow, since it reads a table of the kernel's: for saying what an
     /// address is once it is known to be wrong. `None`: the table cannot be read.
     pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
-        // The path of a mapped file can be any bytes.
-        let maps = fs::read("/proc/self/maps").ok()?;
-        Some(maps_host_memory(&String::from_utf8_lossy(&maps), address))
+        Some(maps_host_memory(&maps()?, address as usize))
     }
 
     /// Whether this process may write to all of a range, by the same table. `None`: the table cannot be read.
     pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
-        let maps = fs::read("/proc/self/maps").ok()?;
-        Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
+        Some(maps_writable(&maps()?, start, start + len))
     }
 
-    /// Whether mappings that can be written to cover the range. The table lists mappings in order of their addresses.
-    pub(super) fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
-        let mut at = start;
-        for line in maps.lines() {
+    /// The table of this process's mappings. The path of a mapped file can be any bytes.
+    fn maps() -> Option<String> {
+        Some(String::from_utf8_lossy(&fs::read("/proc/self/maps").ok()?).into_owned())
+    }
+
+    /// Address range, permissions and path (or nothing) of each mapping, in order of the addresses. Lines read `from-to
+    /// perms offset device inode path`, in hexadecimal.
+    fn mappings(maps: &str) -> impl Iterator<Item = (Range<usize>, &str, &str)> {
+        maps.lines().filter_map(|line| {
             let mut fields = line.split_ascii_whitespace();
-            let range = fields.next().and_then(|range| range.split_once('-'));
-            let permissions = fields.next().unwrap_or_default();
-            let Some((from, to)) = range else { continue };
-            let parse = |text| usize::from_str_radix(text, 16);
-            let (Ok(from), Ok(to)) = (parse(from), parse(to)) else { continue };
-            if from <= at && at < to && permissions.starts_with("rw") {
-                at = to;
-            }
-        }
-        at >= end
+            let (from, to) = fields.next()?.split_once('-')?;
+            let range = usize::from_str_radix(from, 16).ok()?..usize::from_str_radix(to, 16).ok()?;
+            Some((range, fields.next()?, fields.nth(3).unwrap_or_default()))
+        })
     }
 
-    /// Whether a line has the address in memory of the host's. Lines read `from-to perms offset device inode path`, in
-    /// hexadecimal, the path last and not always there.
-    pub(super) fn maps_host_memory(maps: &str, address: u64) -> bool {
-        let within = |line: &&str| {
-            let (from, to) = line.split_once(' ')?.0.split_once('-')?;
-            let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
-            (from..to).contains(&address).then_some(())
-        };
-        let Some(line) = maps.lines().find(|line| within(line).is_some()) else { return false };
-        let mut fields = line.split_ascii_whitespace();
-        let permissions = fields.nth(1).unwrap_or_default();
-        let path = fields.nth(3).unwrap_or_default();
+    /// Whether mappings that can be written to cover the range.
+    pub(super) fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
+        let writable = mappings(maps).filter(|(_, permissions, _)| permissions.starts_with("rw"));
+        writable.fold(start, |at, (range, ..)| if range.contains(&at) { range.end } else { at }) >= end
+    }
+
+    /// Whether a mapping has the address in memory of the host's.
+    pub(super) fn maps_host_memory(maps: &str, address: usize) -> bool {
         // Drivers reserve the addresses of their devices without any permission, or map them from a device file of
         // theirs. Shared memory is mapped from paths under /dev too (/dev/zero, /dev/shm), which are no devices.
         let windows = ["/dev/nvidia", "/dev/dxg", "/dev/davinci", "/dev/devmm_svm"];
-        let is_window = windows.iter().any(|window| path.starts_with(window));
-        !permissions.starts_with("--") && !is_window
+        mappings(maps).any(|(range, permissions, path)| {
+            let is_window = windows.iter().any(|window| path.starts_with(window));
+            range.contains(&address) && !permissions.starts_with("--") && !is_window
+        })
     }
 
     /// Makes the process call `handler` when it exits, before the handlers that were registered so far, by the program
@@ -422,91 +403,38 @@ mod other {
 
     use crate::error::{Error, Result};
 
-    fn unsupported<T>() -> Result<T> {
-        Err(Error::Unsupported("pinned memory needs Linux".to_owned()))
-    }
-
-    pub(crate) fn page_size() -> usize {
-        4096
-    }
-
-    pub(crate) fn map(_len: usize, _align: usize) -> Result<NonNull<u8>> {
-        unsupported()
+    absent! {
+        page_size() -> usize = 4096;
+        map(usize, usize) -> Result<NonNull<u8>> = unsupported();
+        advise_huge(NonNull<u8>, usize) -> bool = false;
+        advise_small(NonNull<u8>, usize) -> bool = false;
+        dont_fork(NonNull<u8>, usize) -> bool = false;
+        populate(NonNull<u8>, usize) -> bool = false;
+        prefer_node(NonNull<u8>, usize, u32) -> bool = false;
+        run_on_node(u32) -> bool = false;
+        sleep_precisely() -> () = ();
+        pci_node(&str) -> Option<u32> = None;
+        kernel() -> Option<(u32, u32)> = None;
+        lock(NonNull<u8>, usize) -> Result<()> = unsupported();
+        unlock(NonNull<u8>, usize) -> Result<()> = unsupported();
+        memlock_limit() -> Option<u64> = None;
+        available_memory() -> Option<u64> = None;
+        refuse_over_cgroups(usize) -> Result<()> = Ok(());
+        is_host_memory(u64) -> Option<bool> = None;
+        is_writable(usize, usize) -> Option<bool> = None;
+        at_exit(extern "C" fn()) -> bool = false;
+        pin_library() -> () = ();
     }
 
     /// # Safety
     /// None is needed: nothing is ever mapped.
-    pub(crate) unsafe fn unmap(_base: NonNull<u8>, _len: usize) -> Result<()> {
+    pub(crate) unsafe fn unmap(_: NonNull<u8>, _: usize) -> Result<()> {
         unsupported()
     }
 
-    pub(crate) fn advise_huge(_base: NonNull<u8>, _len: usize) -> bool {
-        false
+    fn unsupported<T>() -> Result<T> {
+        Err(Error::Unsupported("pinned memory needs Linux".to_owned()))
     }
-
-    pub(crate) fn dont_fork(_base: NonNull<u8>, _len: usize) -> bool {
-        false
-    }
-
-    pub(crate) fn advise_small(_base: NonNull<u8>, _len: usize) -> bool {
-        false
-    }
-
-    pub(crate) fn populate(_base: NonNull<u8>, _len: usize) -> bool {
-        false
-    }
-
-    pub(crate) fn prefer_node(_base: NonNull<u8>, _len: usize, _node: u32) -> bool {
-        false
-    }
-
-    pub(crate) fn run_on_node(_node: u32) -> bool {
-        false
-    }
-
-    pub(crate) fn sleep_precisely() {}
-
-    pub(crate) fn pci_node(_bus: &str) -> Option<u32> {
-        None
-    }
-
-    pub(crate) fn kernel() -> Option<(u32, u32)> {
-        None
-    }
-
-    pub(crate) fn lock(_base: NonNull<u8>, _len: usize) -> Result<()> {
-        unsupported()
-    }
-
-    pub(crate) fn unlock(_base: NonNull<u8>, _len: usize) -> Result<()> {
-        unsupported()
-    }
-
-    pub(crate) fn memlock_limit() -> Option<u64> {
-        Some(0)
-    }
-
-    pub(crate) fn available_memory() -> Option<u64> {
-        None
-    }
-
-    pub(crate) fn refuse_over_cgroups(_len: usize) -> Result<()> {
-        Ok(())
-    }
-
-    pub(crate) fn is_host_memory(_address: u64) -> Option<bool> {
-        None
-    }
-
-    pub(crate) fn is_writable(_start: usize, _len: usize) -> Option<bool> {
-        None
-    }
-
-    pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
-        false
-    }
-
-    pub(super) fn pin_library() {}
 }
 
 #[cfg(all(test, target_os = "linux", not(loom)))]
@@ -536,8 +464,6 @@ mod tests {
 
     #[test]
     fn refuses_what_cannot_be_mapped() {
-        assert!(matches!(map(0, 4096), Err(Error::ZeroLength)));
-        assert!(matches!(map(4096, 3), Err(Error::BadAlignment { align: 3, .. })));
         assert!(matches!(map(usize::MAX, 4096), Err(Error::OutOfMemory { .. })));
         assert!(matches!(map(usize::MAX - (1 << 20), 2 << 20), Err(Error::OutOfMemory { .. })));
         assert!(matches!(map(1 << 60, 4096), Err(Error::OutOfMemory { .. })));

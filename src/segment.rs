@@ -239,11 +239,12 @@ impl Placement {
     /// Where a pool serves `len` bytes from that start on a multiple of `align` bytes.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`] for 0 bytes, [`Error::TooLong`] on overflow, [`Error::BadAlignment`] for an alignment that
+    /// [`Error::ZeroLength`] for 0 bytes, [`Error::TooLong`] on overflow, [`Error::Argument`] for an alignment that
     /// is no power of two or that is above [`MAX_ALIGN`].
     pub fn of(len: usize, align: usize) -> Result<Self> {
         if !align.is_power_of_two() || align > MAX_ALIGN {
-            return Err(Error::BadAlignment { align, largest: MAX_ALIGN });
+            let text = format!("{align} is no alignment: it must be a power of two of at most {MAX_ALIGN}");
+            return Err(Error::Argument(text));
         }
         let span = span(len)?;
         if align <= SEGMENT_ALIGN {
@@ -361,7 +362,11 @@ mod tests {
         assert!(matches!(Placement::of(usize::MAX, 64), Err(Error::TooLong { .. })));
         assert!(matches!(Placement::of(isize::MAX as usize, 64), Err(Error::TooLong { .. })));
         for align in [0, 3, 96, MAX_ALIGN * 2, usize::MAX] {
-            assert_eq!(Placement::of(1, align), Err(Error::BadAlignment { align, largest: MAX_ALIGN }));
+            let refused = Placement::of(1, align);
+            assert!(
+                matches!(&refused, Err(Error::Argument(text)) if text.contains("no alignment")),
+                "{refused:?}"
+            );
         }
         assert_eq!(Class::of(0), None);
         assert_eq!(Class::of(LARGEST_CLASS_LEN + 1), None);

@@ -146,7 +146,7 @@ fn bursts(worker: &Worker) -> Result<(), Error> {
                 Err(error) => break error,
             }
         };
-        if !matches!(short, Error::Timeout(_) | Error::Exhausted { .. }) {
+        if !matches!(short, Error::Timeout(_) | Error::Exhausted(_)) {
             return Err(short);
         }
         worker.pause(Duration::from_millis(300));

@@ -65,7 +65,7 @@ pub(crate) mod sealed {
         /// The written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self, _: Key) -> &[u8];
-        /// [`Error::WrongDevice`](crate::Error::WrongDevice), unless this device may use the value.
+        /// [`Error::Mismatch`](crate::Error::Mismatch), unless this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()>;

@@ -55,7 +55,7 @@ pub(crate) use lend::sealed;
 pub use registered::Registered;
 pub use stream::StreamBuf;
 
-/// What [`Error::WrongDevice`](crate::Error::WrongDevice) calls a buffer.
+/// What [`Error::Mismatch`](crate::Error::Mismatch) calls a buffer.
 const BUFFER: &str = "a buffer from a pool";
 
 /// A host-ready buffer of page-locked memory: the CPU alone uses it, no device work is outstanding.
@@ -121,12 +121,13 @@ impl Drop for PinnedBuf {
 }
 
 fn no_view<T>(len: usize, error: bytemuck::PodCastError) -> Error {
-    Error::View(match error {
+    let why = match error {
         bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
             format!("{len} bytes are no whole number of {} bytes each", size_of::<T>())
         }
         error => error.to_string(),
-    })
+    };
+    Error::Argument(format!("the bytes cannot be viewed as this type: {why}"))
 }
 
 impl From<Fresh> for PinnedBuf {
@@ -213,7 +214,7 @@ impl PinnedBuf {
     /// [hold](crate::Stream::hold) on each stream that such work was submitted to keeps the buffer until it is done.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for a device that the pool does not serve; [`Error::Unsupported`] for a device that
+    /// [`Error::Mismatch`] for a device that the pool does not serve; [`Error::Unsupported`] for a device that
     /// cannot map host memory; [`Error::Forked`]; the driver's error, which it also gives for memory that is not
     /// pinned.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
@@ -340,7 +341,7 @@ impl PinnedBuf {
     /// The bytes that were written, as values.
     ///
     /// # Errors
-    /// [`Error::View`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
+    /// [`Error::Argument`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
         bytemuck::try_cast_slice(self).map_err(|e| no_view::<T>(self.len, e))
     }

@@ -22,7 +22,7 @@ use stable_deref_trait::StableDeref;
 
 use super::{DeviceContext, Lend, sealed};
 use crate::device::handle::Device;
-use crate::error::{Error, RegisterError, Result};
+use crate::error::{Error, Result, SubmitError};
 use crate::foreign;
 use crate::sealed::Key;
 use crate::stream::hold::{Resource, Retain};
@@ -140,14 +140,14 @@ impl Device {
     /// and every other type that derefs to bytes that stay where they are. [`Registered`] has an example.
     ///
     /// # Errors
-    /// Each error carries the value back, unless it may be registered all the same. [`Error::Empty`];
+    /// Each error carries the value back, unless it may be registered all the same. [`Error::Argument`];
     /// [`Error::Unsupported`] from devices and drivers that register nothing; the driver's error, with the remedy. CUDA
     /// refuses bytes that are registered already (712), memory of its own, and memory that cannot be written to or
     /// whose pages cannot be pinned for writing: mappings opened for reading, and shared mappings of files on most disk
     /// file systems. For these there is [`register_read_only`](Self::register_read_only). Ascend registers whole pages
     /// of 4 KiB, each once: by either call, it refuses a value on a page of another one, and bytes that cannot be
     /// written to.
-    pub fn register<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
+    pub fn register<T>(&self, value: T) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
     {
@@ -163,7 +163,7 @@ impl Device {
     ///
     /// # Errors
     /// As for [`register`](Self::register).
-    pub fn register_read_only<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
+    pub fn register_read_only<T>(&self, value: T) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
     {
@@ -177,7 +177,7 @@ impl Device {
         self.context().holds().registered()
     }
 
-    fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, RegisterError<T>>
+    fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
     {
@@ -185,9 +185,9 @@ impl Device {
         let bytes: &[u8] = &value;
         let range = RegisteredRange { base: NonNull::from(bytes).cast(), len: bytes.len() };
         let context = self.context().clone();
-        let refused = |error, value: Box<T>| Err(RegisterError { error, memory: Some(*value) });
+        let refused = |error, value: Box<T>| Err(SubmitError { error, buffer: Some(*value) });
         if range.len == 0 {
-            return refused(Error::Empty, value);
+            return refused(Error::empty(), value);
         }
         if let Err(error) = context.alive() {
             return refused(error, value);
@@ -205,7 +205,7 @@ impl Device {
             Err(error @ Error::Internal(_)) => {
                 context.holds().leaked(1);
                 std::mem::forget(value);
-                return Err(RegisterError { error, memory: None });
+                return Err(SubmitError { error, buffer: None });
             }
             Err(error) => return refused(error, value),
         }
@@ -241,7 +241,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
     /// [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for a device of another family; [`Error::Unsupported`] for a device that cannot map host
+    /// [`Error::Mismatch`] for a device of another family; [`Error::Unsupported`] for a device that cannot map host
     /// memory; [`Error::Forked`]; the driver's error.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
@@ -272,13 +272,15 @@ impl<T: Send + Sync + 'static> Registered<T> {
         }
     }
 
-    /// [`Error::WrongDevice`], unless the device of this context may use it: registered memory serves all devices of a
+    /// [`Error::Mismatch`], unless the device of this context may use it: registered memory serves all devices of a
     /// family.
     fn check_family(&self, context: &DeviceContext) -> Result<()> {
         if context.driver().family() == self.0.context.driver().family() {
             return Ok(());
         }
-        Err(Error::wrong_family(self.0.context.name(), context.name()))
+        let remedy = "register the value with a device of that family (Device::register)";
+        let (of, with) = (self.0.context.name().to_owned(), context.name().to_owned());
+        Err(Error::Mismatch { what: "a registered value", of, with, remedy })
     }
 }
 

@@ -24,7 +24,8 @@ use std::time::{Duration, Instant};
 use stable_deref_trait::StableDeref;
 
 use super::{CentralPool, Core, Wake, Want, sum};
-use crate::error::{Error, ErrorClass, RegisterError, Result};
+use crate::amount::beside;
+use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
@@ -168,17 +169,17 @@ impl CentralPool {
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
     ///
     /// # Errors
-    /// [`Error::OverCapacity`] if the capacity has no room for it, [`Error::Closed`], [`Error::Forked`], and what the
+    /// [`Error::Exhausted`] if the capacity has no room for it, [`Error::Closed`], [`Error::Forked`], and what the
     /// region thread answers. The error carries the memory back.
-    pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
+    pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
         let Some(regions) = &self.regions else {
-            return Err(RegisterError { error: Error::Closed, memory: Some(memory) });
+            return Err(SubmitError { error: Error::Closed, buffer: Some(memory) });
         };
         if let Err(error) = self.refuse_if_shut() {
-            return Err(RegisterError { error, memory: Some(memory) });
+            return Err(SubmitError { error, buffer: Some(memory) });
         }
         let adoptee = Adoptee::new(memory)?;
         let len = adoptee.len();
@@ -187,8 +188,15 @@ impl CentralPool {
             let room = core.room();
             if len > room {
                 drop(core);
-                let capacity = self.config.capacity;
-                return Err(adoptee.refused(Error::OverCapacity { len, room, capacity }));
+                let (asked, room) = (beside(len, room), beside(room, len));
+                let why = format!(
+                    "{asked} to adopt are more than the {room} that the capacity has left; trim the pool"
+                );
+                let mut error = self.exhausted(len);
+                if let Error::Exhausted(shortage) = &mut error {
+                    shortage.growth = Some(Error::Argument(why).into());
+                }
+                return Err(adoptee.refused(error));
             }
             core.growing += len;
         }

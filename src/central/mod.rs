@@ -109,7 +109,7 @@ pub(crate) struct CentralConfig {
 }
 
 impl CentralConfig {
-    /// [`Error::WrongDevice`] about `what`, a pool or a buffer of one, unless the pool serves the device.
+    /// [`Error::Mismatch`] about `what`, a pool or a buffer of one, unless the pool serves the device.
     #[inline]
     pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
         let serves = self.serves.iter().any(|(id, _)| *id == device.id());
@@ -119,7 +119,8 @@ impl CentralConfig {
     #[cold]
     fn does_not_serve(&self, what: &'static str, device: &str) -> Error {
         let names: Vec<&str> = self.serves.iter().map(|(_, name)| &**name).collect();
-        Error::wrong_pool(what, names.join(", "), device)
+        let remedy = "name that device to the pool too (PoolBuilder::device), or use a pool that serves it";
+        Error::Mismatch { what, of: names.join(", "), with: device.to_owned(), remedy }
     }
 }
 

@@ -100,8 +100,11 @@ fn a_failed_growth_ends_waits_that_need_another() {
     let (fits, long) = ([pages(256)], [pages(300)]);
     let mut core = central.core.lock();
     assert!(growth_failure(&core, &long).is_none());
-    core.growth_failure = Some(Error::Empty);
-    assert!(matches!(growth_failure(&core, &long), Some(Error::Empty)));
+    core.growth_failure = Some(Error::empty());
+    assert!(matches!(
+        growth_failure(&core, &long),
+        Some(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
     assert!(growth_failure(&core, &fits).is_none(), "the present region serves it");
     core.growing = PAGE;
     assert!(growth_failure(&core, &long).is_none(), "the next growth is under way");
@@ -150,9 +153,12 @@ fn the_head_waits_as_long_as_anything_can_come() {
     assert_eq!(core.wakes.len(), 1);
     // With the reason, where a growth has failed.
     let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
-    core.growth_failure = Some(Error::Empty);
+    core.growth_failure = Some(Error::empty());
     core.serve();
-    assert!(matches!(core.queue.look(key, None).0, WaitOutcome::Failed(Error::Empty)));
+    assert!(matches!(
+        core.queue.look(key, None).0,
+        WaitOutcome::Failed(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
 }
 
 #[test]
@@ -187,7 +193,7 @@ fn room_is_what_is_neither_held_nor_planned() {
 fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     let central = with_regions(1, 4 * MIB);
     let mut core = central.core.lock();
-    core.growth_failure = Some(Error::Empty);
+    core.growth_failure = Some(Error::empty());
     let planned = |core: &mut Core, wants: &[Want]| {
         let growth = core.plan(wants, false)?;
         assert!(growth.going.is_empty() && core.growing == growth.bytes);
@@ -279,7 +285,7 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
     let mut core = central.core.lock();
     assert!(!core.grow_for_head(), "no request waits");
     let key = core.queue.join(vec![pages(512)], Wake::Thread(thread::current()));
-    core.growth_failure = Some(Error::Empty);
+    core.growth_failure = Some(Error::empty());
     assert!(!core.grow_for_head());
     core.growth_failure = None;
     // What is free counts, since idle regions may be exchanged.
@@ -537,8 +543,11 @@ fn a_failed_growth_ends_waits_though_segments_may_come_back() {
     }
     let key = central.join(vec![pages(300)], Wake::Thread(thread::current()), true, usize::MAX).unwrap();
     assert!(central.waits(key));
-    central.grown(MIB, Some(&Error::Empty));
-    assert!(matches!(central.look(key, None), WaitOutcome::Failed(Error::Empty)));
+    central.grown(MIB, Some(&Error::empty()));
+    assert!(matches!(
+        central.look(key, None),
+        WaitOutcome::Failed(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
 }
 
 #[test]
@@ -549,7 +558,9 @@ fn memory_of_the_caller_may_take_all_the_room_there_is() {
     let [all, more] = [MIB, PAGE].map(|len| memmap2::MmapMut::map_anon(len).unwrap());
     assert_eq!(pool.adopt(all).unwrap().len, MIB);
     let error = pool.adopt(more).unwrap_err().error;
-    assert_eq!(error, Error::OverCapacity { len: PAGE, room: 0, capacity: MIB });
+    let Error::Exhausted(shortage) = &error else { panic!("{error}") };
+    assert_eq!((shortage.requested, shortage.capacity), (PAGE, MIB));
+    assert!(error.to_string().contains("more than the 0 bytes that the capacity has left"), "{error}");
 }
 
 #[test]
@@ -559,7 +570,7 @@ fn growth_is_possible_with_room_and_after_no_failure() {
     central.core.lock().step = 0;
     assert!(!central.may_grow(&[pages(1)]), "this pool does not grow");
     central.core.lock().step = PAGE;
-    central.core.lock().growth_failure = Some(Error::Empty);
+    central.core.lock().growth_failure = Some(Error::empty());
     assert!(!central.may_grow(&[pages(1)]));
     // What is planned counts at once.
     central.core.lock().growth_failure = None;
@@ -614,7 +625,7 @@ fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
     late(500, 1, 1000);
     late(1501, 1, 15);
     assert_eq!(growths(), 4);
-    central.core.lock().growth_failure = Some(Error::Empty);
+    central.core.lock().growth_failure = Some(Error::empty());
     late(2000, 30, 1);
     assert_eq!(growths(), 4, "the last growth failed");
     central.core.lock().growth_failure = None;

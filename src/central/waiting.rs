@@ -471,7 +471,10 @@ impl CentralPool {
     /// # Errors
     /// As for [`wait`](Self::wait).
     pub(crate) fn give_up(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
-        let late = |shortage| Error::Timeout(Waited::for_memory(since.elapsed(), shortage));
+        let late = |shortage: Shortage| {
+            let (time, shortage) = (since.elapsed(), Some(Box::new(shortage)));
+            Error::Timeout(Waited { time, transfer: None, shortage })
+        };
         if crate::os::forked() {
             return Err(late(Shortage { requested: len, ..Shortage::default() }));
         }
@@ -542,10 +545,7 @@ impl CentralPool {
     /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
         let core = self.lock();
-        let shortage = Box::new(core.shortage(len));
-        drop(core);
-        let growth = shortage.growth.clone();
-        Error::Exhausted { len, capacity: self.config.capacity, growth, shortage: Some(shortage) }
+        Error::Exhausted(Box::new(core.shortage(len)))
     }
 
     /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these

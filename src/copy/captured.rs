@@ -28,7 +28,7 @@ impl Stream {
     /// the same capture. After a refusal nothing is kept: the graph must not be launched when the buffer is gone.
     ///
     /// # Errors
-    /// With the buffer: [`Error::WrongDevice`]; [`Error::NotCapturing`] on a stream that is in no capture (use
+    /// With the buffer: [`Error::Mismatch`]; [`Error::Argument`] on a stream that is in no capture (use
     /// [`hold`](Self::hold)); [`Error::Capturing`] if the capture is spoiled; [`Error::Unsupported`] on drivers before
     /// CUDA 11.3; what the driver says; a lost device.
     ///
@@ -53,7 +53,11 @@ impl Stream {
         let error = match context.noting(context.driver().keep_with_graph(timeline.stream(), gone)) {
             Ok(true) => return Ok(()),
             Ok(false) => match timeline.is_capturing() {
-                Ok(false) => Error::NotCapturing,
+                Ok(false) => Error::Argument(
+                    "hold_captured needs a stream that is being captured into a graph, and this one is not; use hold \
+                     where nothing is captured"
+                        .into(),
+                ),
                 Ok(true) => Error::Capturing {
                     what: "keeping a buffer with the graph",
                     remedy: "the capture is spoiled: end it, and begin another",

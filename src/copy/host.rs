@@ -18,8 +18,8 @@ impl Stream {
     /// behavior": "fully synchronous with respect to the host"). On a host device it returns when the copy is queued.
     ///
     /// # Errors
-    /// With both buffers: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
-    /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as
+    /// With both buffers: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], [`Error::Capturing`], a lost
+    /// device; [`Error::Mismatch`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as
     /// for [`upload`](Self::upload).
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host<B: Lend, L: Landing>(

@@ -31,7 +31,7 @@ use crate::stream::hold::Resource;
 ///   a function.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a stream of another kind of device; [`Error::WrongDevice`] for memory of another device; a
+/// [`Error::Unsupported`] for a stream of another kind of device; [`Error::Mismatch`] for memory of another device; a
 /// lost device. The function is dropped then; after an error of the device it may run all the same.
 pub fn launch<F>(
     stream: &Stream,

@@ -202,7 +202,9 @@ mod landing {
         type Half = PinnedBuf;
         fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
             if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
-                return Err(Error::WrongStream);
+                let (of, with) = ("another stream".into(), "this one".into());
+                let remedy = "use it on the stream it was checked out on, or wait for it to use it elsewhere";
+                return Err(Error::Mismatch { what: "a stream-ready buffer", of, with, remedy });
             }
             Ok((self.segment().base().as_ptr(), self.segment().len()))
         }
@@ -234,10 +236,17 @@ mod landing {
 /// The bytes that were written to a buffer. (Asked once: a value of the caller's may answer otherwise the next time.)
 ///
 /// # Errors
-/// [`Error::Unwritten`] where there are none.
+/// [`Error::Argument`] where there are none.
 fn written<B: Lend>(src: &B) -> Result<&[u8]> {
     let bytes = src.bytes(KEY);
-    if bytes.is_empty() { Err(Error::Unwritten) } else { Ok(bytes) }
+    if !bytes.is_empty() {
+        return Ok(bytes);
+    }
+    Err(Error::Argument(
+        "no byte of the buffer was written yet, so there is nothing to copy; write to it first (extend_from_slice, \
+         Write, BufMut), or say what was written by other means (set_len, or assume_written after a kernel)"
+            .into(),
+    ))
 }
 
 impl Stream {
@@ -246,7 +255,7 @@ impl Stream {
     /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Unwritten`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
+    /// With the buffer: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range,
     /// [`Error::Capturing`], a lost device. With `buffer: None` what the driver said; the buffer then returns to its
     /// pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
@@ -256,7 +265,7 @@ impl Stream {
     /// Copies a part of what was written to `src`.
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`], [`Error::Empty`].
+    /// As for [`upload`](Self::upload), and [`Error::Argument`].
     pub fn upload_part<B: Lend>(
         &self,
         src: B,
@@ -327,7 +336,7 @@ impl Stream {
     /// the slice's. (A [`Registered`] value keeps its length, and its bytes behind the copy stay as they were.)
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`] of another stream.
+    /// As for [`upload`](Self::upload); [`Error::Mismatch`] for a [`StreamBuf`] of another stream.
     pub fn download<L: Landing>(
         &self,
         src: impl DeviceRange,
@@ -378,7 +387,7 @@ impl Stream {
     /// it: keep it until they are known to be done.
     ///
     /// # Errors
-    /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
+    /// With the buffer: [`Error::Mismatch`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
     /// lost device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, false)
@@ -449,11 +458,11 @@ impl Stream {
     /// it, on an error too.
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
+    /// [`Error::Argument`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
     pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
         if src.is_empty() {
-            return Err(Error::Empty);
+            return Err(Error::empty());
         }
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
@@ -487,7 +496,7 @@ impl Stream {
         copy.precede(self)
     }
 
-    /// [`Error::WrongDevice`], unless this stream's copies can use a buffer.
+    /// [`Error::Mismatch`], unless this stream's copies can use a buffer.
     #[inline]
     fn may_use(&self, buf: &impl Lend) -> Result<()> {
         buf.check_serves(self.timeline().context(), KEY)

@@ -67,7 +67,7 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
     /// other work. No stream of the context is being captured meanwhile.
     ///
     /// # Errors
-    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Empty`] for
+    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Argument`] for
     /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
     #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
@@ -99,7 +99,7 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
         drop(recorded);
         said(context, "cuCtxSynchronize", stream.context().synchronize().err())?;
         match slice.num_bytes() {
-            0 => Err(Error::Empty),
+            0 => Err(Error::empty()),
             len => Ok((device, address, len)),
         }
     }

@@ -7,6 +7,33 @@
 //! Calls that belong together (a context is made current, a call is made in it, the caller's context is restored) take
 //! one pass around all of them.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// How often the exit handler is registered at most: devices may be opened and closed any number of times.
+const MOST_HANDLERS: usize = 32;
+
+/// Makes the gate shut before the exit handlers run that were registered so far. To be called after each step of
+/// opening a device: the driver registers its own handler when it is loaded, when it is initialised, or later.
+pub(super) fn watch_exit() {
+    extern "C" fn at_exit() {
+        // The child of a fork has none of the crate's threads, but may have their counts.
+        if !crate::os::forked() {
+            crate::exit::shut();
+        }
+    }
+    static HANDLERS: AtomicUsize = AtomicUsize::new(0);
+    // Relaxed: a count. The limit is one of memory, and may be passed by as many as there are threads here.
+    if HANDLERS.load(Ordering::Relaxed) < MOST_HANDLERS
+        && HANDLERS.fetch_add(1, Ordering::Relaxed) < MOST_HANDLERS
+        && !crate::os::at_exit(at_exit)
+    {
+        crate::foreign::warn!(
+            target: "pinpool::device",
+            "the system has no room for an exit handler: the driver may be called while it is taken down"
+        );
+    }
+}
+
 /// What a refused call says.
 pub(super) const ENDING: &str = "not called, since the process ends";
 

@@ -231,9 +231,9 @@ impl Device {
     /// crate both use the memory, make them wait for each other.
     ///
     /// # Errors
-    /// With the owner: [`Error::BadAddress`], whose [`AddressFault`](crate::AddressFault) says what is wrong (a host
+    /// With the owner: [`Error::Argument`], whose text says what is wrong (a host
     /// pointer, another device's, a range past its allocation, another context's, or nothing that the driver knows of);
-    /// [`Error::Empty`] for a length of zero; the device's loss.
+    /// [`Error::Argument`] for a length of zero; the device's loss.
     ///
     /// # Safety
     /// Until `owner` is dropped (with an owner that keeps nothing: until the last handle is dropped and everything that
@@ -304,7 +304,7 @@ mod tests {
         fn drop(&mut self) {
             let now = Arc::new(AtomicBool::new(false));
             let may = now.clone();
-            foreign::when_allowed(Box::new(move || may.store(true, Ordering::SeqCst)));
+            foreign::when_allowed(move || may.store(true, Ordering::SeqCst));
             self.0.store(now.load(Ordering::SeqCst), Ordering::SeqCst);
         }
     }

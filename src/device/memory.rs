@@ -15,7 +15,7 @@ use crate::locks::Mutex;
 
 use super::DevicePtr;
 use super::context::Context;
-use crate::error::{AddressFault, Error, ErrorClass, Result};
+use crate::error::{Error, ErrorClass, Result};
 
 /// Where memory comes from, and so how it ends.
 enum AllocationOrigin {
@@ -114,7 +114,7 @@ pub struct DeviceBuffer(DeviceSlice);
 /// let second_half = weights.slice(50..)?;
 /// assert_eq!((second_half.len(), second_half.address()), (50, weights.address() + 50));
 /// assert_eq!(second_half.slice(..10)?.len(), 10);
-/// assert!(matches!(weights.slice(50..101), Err(Error::OutOfRange { .. })));
+/// assert!(matches!(weights.slice(50..101), Err(Error::Argument(_))));
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone)]
@@ -135,7 +135,7 @@ pub struct DeviceSlice {
 /// let cache = device.alloc(64 * PLANE)?;
 /// let block = cache.strided(7 * 4096..8 * 4096, PLANE, 64)?; // page 7 of each plane
 /// assert_eq!(block.get(2)?.address(), cache.address() + 2 * PLANE as u64 + 7 * 4096);
-/// assert!(matches!(cache.strided(..4096, PLANE, 65), Err(Error::OutOfRange { .. })));
+/// assert!(matches!(cache.strided(..4096, PLANE, 65), Err(Error::Argument(_))));
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -158,7 +158,7 @@ impl StridedSlice {
     /// One of the ranges, by its number from 0 on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] where there are fewer.
+    /// [`Error::Argument`] where there are fewer.
     pub fn get(&self, n: usize) -> Result<DeviceSlice> {
         let start = n.saturating_mul(self.stride);
         self.whole.slice(start..start.saturating_add(self.len))
@@ -193,11 +193,10 @@ impl DeviceSlice {
         owner: O,
     ) -> std::result::Result<Self, (Error, O)> {
         let ptr = DevicePtr(address);
-        let fault = |fault| Error::BadAddress { device: context.name().into(), address, len, fault };
         let checked = match (address, len) {
             _ if crate::os::forked() => Err(Error::Forked),
-            (_, 0) => Err(Error::Empty),
-            (0, _) => Err(fault(AddressFault::Null)),
+            (_, 0) => Err(Error::empty()),
+            (0, _) => Err(super::address::AddressFault::Null.of(context.name(), address, len)),
             _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),
         };
         if let Err(error) = checked {
@@ -228,7 +227,7 @@ impl DeviceSlice {
     /// A range of it, in bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a range that leaves the slice, [`Error::Empty`] for an empty one.
+    /// [`Error::Argument`] for a range that leaves the slice, and for an empty one.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self> {
         let (start, end) = bounds(range, self.len)?;
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + start, len: end - start })
@@ -237,8 +236,8 @@ impl DeviceSlice {
     /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] where the last one leaves the slice, [`Error::Config`] where they overlap: a stride of less
-    /// than their length. [`Error::Empty`] for an empty range, and for none.
+    /// [`Error::Argument`] where the last one leaves the slice, [`Error::Argument`] where they overlap: a stride of less
+    /// than their length. [`Error::Argument`] for an empty range, and for none.
     pub fn strided(
         &self,
         first: impl RangeBounds<usize>,
@@ -246,11 +245,11 @@ impl DeviceSlice {
         count: usize,
     ) -> Result<StridedSlice> {
         let (start, end) = bounds(first, self.len)?;
-        let (len, more) = (end - start, count.checked_sub(1).ok_or(Error::Empty)?);
+        let (len, more) = (end - start, count.checked_sub(1).ok_or_else(Error::empty)?);
         if stride < len && more > 0 {
             let text =
                 format!("ranges of {len} bytes with a stride of {stride} overlap: it takes at least {len}");
-            return Err(Error::Config(text));
+            return Err(Error::Argument(text));
         }
         let whole = self.slice(start..end.saturating_add(stride.saturating_mul(more)))?;
         // Of a single range the distance is as good as any.
@@ -283,7 +282,7 @@ impl DeviceSlice {
         Arc::as_ptr(&self.allocation).addr() as u64
     }
 
-    /// [`Error::WrongDevice`], unless it is memory of this device.
+    /// [`Error::Mismatch`], unless it is memory of this device.
     #[inline]
     pub(crate) fn check_is_of(&self, context: &Arc<Context>) -> Result<()> {
         if Arc::ptr_eq(&self.allocation.context, context) {
@@ -306,10 +305,10 @@ pub(crate) fn bounds(range: impl RangeBounds<usize>, len: usize) -> Result<(usiz
         Bound::Unbounded => len,
     };
     if start > end || end > len {
-        return Err(Error::OutOfRange { start, end, len });
+        return Err(Error::out_of_range(start, end, len));
     }
     if start == end {
-        return Err(Error::Empty);
+        return Err(Error::empty());
     }
     Ok((start, end))
 }

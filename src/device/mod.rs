@@ -14,6 +14,7 @@
 //! | `worker.rs` | the region thread: the one thread of a device on which calls are made that may block |
 //! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
 //! | `memory.rs` | device memory, kept allocated by counted handles |
+//! | `address.rs` | what an address is told to be that copies cannot use |
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
 //! | `confined.rs` | streams that one thread alone can name |
 //! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
@@ -57,6 +58,7 @@
 
 #[cfg(feature = "acl")]
 pub(crate) mod acl;
+pub(crate) mod address;
 pub(crate) mod confined;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
@@ -355,7 +357,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Whether this device's copies can use memory that the crate did not allocate. Never blocks.
     ///
     /// # Errors
-    /// [`Error::BadAddress`], or what the driver says.
+    /// [`Error::Argument`], or what the driver says.
     fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
         Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
     }

@@ -81,7 +81,7 @@ impl Worker {
                 }
             }
             // The caller may be in the middle of a submit, and the job may call foreign code.
-            None => foreign::when_allowed(Box::new(move || run(Box::new(job)))),
+            None => foreign::when_allowed(move || run(Box::new(job))),
         }
     }
 

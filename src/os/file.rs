@@ -191,39 +191,18 @@ mod linux {
 mod other {
     use super::{Cached, File, MaybeUninit, io};
 
-    pub(crate) fn read_at(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<usize> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Questions;
 
-    pub(crate) fn questions(_: &File) -> Questions {
-        Questions
-    }
-
-    pub(crate) fn cached(_: &File, _: Questions, _: u64, _: usize) -> Option<Cached> {
-        None
-    }
-
-    pub(crate) fn write_all_at(_: &File, _: &[u8], _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    pub(crate) fn appends(_: &File) -> bool {
-        false
-    }
-
-    pub(crate) fn is_direct(_: &File) -> bool {
-        false
-    }
-
-    pub(crate) fn reopen(_: &File) -> io::Result<File> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {
-        Err(io::ErrorKind::Unsupported.into())
+    absent! {
+        read_at(&File, &mut [MaybeUninit<u8>], u64) -> io::Result<usize> = Err(io::ErrorKind::Unsupported.into());
+        questions(&File) -> Questions = Questions;
+        cached(&File, Questions, u64, usize) -> Option<Cached> = None;
+        write_all_at(&File, &[u8], u64) -> io::Result<()> = Err(io::ErrorKind::Unsupported.into());
+        appends(&File) -> bool = false;
+        is_direct(&File) -> bool = false;
+        reopen(&File) -> io::Result<File> = Err(io::ErrorKind::Unsupported.into());
+        reopen_direct(&File) -> io::Result<File> = Err(io::ErrorKind::Unsupported.into());
     }
 }
 

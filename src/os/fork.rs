@@ -4,8 +4,21 @@
 //! child for ever: the crate's locks, the driver's, and those that libraries have for the whole process (parking_lot
 //! has one table of parked threads for all its locks). The child has none of the crate's threads, and pinned pages are
 //! kept out of it. So a child that was forked after its process had begun to open a device can use nothing of this
-//! crate: every call that could lock, wait or reach a driver asks [`forked`] first and returns [`Error::Forked`].
-//! Values that are dropped there are left as they are.
+//! crate.
+//!
+//! # The rule
+//!
+//! The child's thread comes from the program's code, so two kinds of functions ask [`forked`], before anything else:
+//!
+//! 1. *Public calls* that could lock, wait or reach a driver. They return [`Error::Forked`], or what there is without
+//!    a lock. The check is in the public function, or in the one function that all its paths begin with.
+//! 2. *Drops* of values that a program can hold, and of what such a value owns at last. They leave everything as it is.
+//!
+//! What is called from these alone does not ask, and neither does a thread of the crate. Debug builds find a check that
+//! is missing: there [`crate::locks`] asserts that no lock is taken in a child. A program that forks inside of code
+//! that the crate calls (a reader, a source, a waker) must not return from it in the child.
+//!
+//! # How the child knows
 //!
 //! The child learns it from a handler of the system's (`pthread_atfork`). A fork that has begun already when another thread
 //! installs the handler does not call it, and may copy the locks that the thread takes next. So that thread first notes

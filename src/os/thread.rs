@@ -9,9 +9,12 @@
 //! mask of its starter from its first instruction, so there is no moment at which a signal could reach it. Threads that
 //! a driver starts on one of these threads have the same mask.
 //!
-//! Before its first thread starts, the crate makes sure that its code is never unloaded ([`super::exit`]).
+//! The threads run the crate's code until the process ends. So before its first thread starts, the crate makes `dlclose`
+//! leave the shared library that contains it where it is. Exit handlers of that library then run at the end of the
+//! process, like those of the program.
 
 use std::io;
+use std::sync::Once;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// Starts a thread of the crate's.
@@ -22,7 +25,7 @@ pub(crate) fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    super::exit::stay_loaded();
+    stay_loaded();
     let _blocked = Blocked::now();
     #[allow(clippy::disallowed_methods, reason = "this is the one place")]
     Builder::new().name(name.into()).spawn(run)
@@ -37,9 +40,15 @@ pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
-    super::exit::stay_loaded();
+    stay_loaded();
     let _blocked = Blocked::now();
     Builder::new().name(name.into()).spawn_scoped(scope, run)
+}
+
+/// Makes the system keep the library that contains the crate when the program unloads it.
+fn stay_loaded() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(super::pin_library);
 }
 
 /// This thread blocks signals until this is dropped. Signals that are sent to it meanwhile are delivered then.

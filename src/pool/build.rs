@@ -24,7 +24,7 @@ impl PoolBuilder {
     /// each return. A pool that meets a refusal after it was built aborts the process, with the reason on stderr.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) for settings that make no sense; the error of the pinning, most often
+    /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of the pinning, most often
     /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
@@ -71,7 +71,7 @@ impl PoolBuilder {
     fn plan(&self) -> Result<(CentralConfig, RegionOptions, usize)> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
-        let wrong = |text: String| Err(Error::Config(text));
+        let wrong = |text: String| Err(Error::Argument(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
             return wrong(format!(

@@ -185,7 +185,7 @@ impl CheckoutMany {
             }
         }
         let Some(key) = self.waiting.take() else {
-            return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
+            return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));
         };
         match self.pool.central().look(key, Some(cx.waker())) {
             WaitOutcome::Waiting => {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use stable_deref_trait::StableDeref;
 
 use super::{Pool, Shutdown};
-use crate::error::{RegisterError, Result};
+use crate::error::{Result, SubmitError};
 use crate::region::{Pinning, RegionInfo};
 
 impl Pool {
@@ -83,21 +83,22 @@ impl Pool {
     /// ```
     ///
     /// # Errors
-    /// With the memory, unpinned and as it was: [`Error::NoWholePage`](crate::Error::NoWholePage),
-    /// [`Error::OverCapacity`](crate::Error::OverCapacity), [`Error::Closed`](crate::Error::Closed),
+    /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument),
+    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::Closed`](crate::Error::Closed),
     /// [`Error::Forked`](crate::Error::Forked); [`Error::MemLock`](crate::Error::MemLock) and
     /// [`Error::Device`](crate::Error::Device) with the driver's refusal. CUDA refuses memory that is registered
     /// already, memory of its own, and shared mappings of files on file systems whose pages it cannot pin for writing.
-    pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
+    pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
         if let Err(error) = crate::os::check_fork() {
-            return Err(RegisterError { error, memory: Some(memory) });
+            return Err(SubmitError { error, buffer: Some(memory) });
         }
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
-        self.0.central.adopt(memory)
+        let adopted = self.0.central.adopt(memory);
+        adopted.map_err(|refused| SubmitError { error: refused.error.of_pool(self.name()), ..refused })
     }
 
     /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many

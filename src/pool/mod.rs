@@ -135,7 +135,7 @@ impl Pool {
     /// deadline and gives back what it has.
     ///
     /// # Errors
-    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`].
+    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::Argument`].
     /// - [`Error::Closed`], [`Error::Forked`].
     /// - [`Error::Impossible`], or the error that made growing fail, where no wait can help.
     /// - [`Error::QueueFull`] where as many requests wait as [`PoolBuilder::max_waiting`] allows.
@@ -181,7 +181,7 @@ impl Pool {
         }
         match self.serve(&[request], limit, usize::MAX) {
             Ok(granted) => self.entered(granted, &[request], Location::caller()).pop().ok_or(Error::Closed),
-            Err(error @ Error::Exhausted { .. }) => Err(error.of_pool(self.name())),
+            Err(error @ Error::Exhausted(_)) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
         }
     }
@@ -311,7 +311,7 @@ impl Pool {
     /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
+    /// As for [`checkout`](Self::checkout), and [`Error::Mismatch`] for a stream of a device that the pool does not
     /// serve.
     #[track_caller]
     pub fn checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
@@ -558,7 +558,7 @@ impl Pool {
         self.wants(&[request]).map_or_else(|error| error, short)
     }
 
-    /// [`Error::WrongDevice`], unless the pool serves the device of this context.
+    /// [`Error::Mismatch`], unless the pool serves the device of this context.
     pub(crate) fn check_serves(&self, context: &crate::device::context::Context) -> Result<()> {
         self.0.central.config().check_serves("a pool", context)
     }

@@ -50,7 +50,7 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::ZeroLength`](crate::Error::ZeroLength), [`Error::TooLong`](crate::Error::TooLong) on overflow,
-    /// [`Error::BadAlignment`](crate::Error::BadAlignment).
+    /// [`Error::Argument`](crate::Error::Argument).
     pub fn segment_bytes(&self) -> Result<usize> {
         Placement::of(self.len, self.align).map(Placement::bytes)
     }

@@ -15,8 +15,9 @@ use stable_deref_trait::StableDeref;
 
 use super::make::{RegionSource, page, unpin};
 use super::{Extent, RegionId, RegionInfo, Regions};
+use crate::amount::beside;
 use crate::device::context::Context;
-use crate::error::{Error, RegisterError, Result};
+use crate::error::{Error, Result, SubmitError};
 use crate::foreign::Owned;
 
 /// A value that is to be adopted.
@@ -34,7 +35,7 @@ where
     T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
 {
     /// Finds the whole pages. An error gives the value back.
-    pub(crate) fn new(memory: T) -> Result<Self, RegisterError<T>> {
+    pub(crate) fn new(memory: T) -> Result<Self, SubmitError<T>> {
         let mut memory = Box::new(memory);
         let bytes: &mut [u8] = &mut memory;
         let (have, page) = (bytes.len(), page());
@@ -43,8 +44,12 @@ where
         {
             Some((len, base)) if len > 0 => Ok(Self { memory, base, len }),
             _ => {
-                let error = Error::NoWholePage { len: have, page };
-                Err(RegisterError { error, memory: Some(*memory) })
+                let (len, page) = (beside(have, page), beside(page, have));
+                let error = Error::Argument(format!(
+                    "{len} of memory to adopt have no whole page of {page} in them; give a larger piece, or one that \
+                     starts on a page"
+                ));
+                Err(SubmitError { error, buffer: Some(*memory) })
             }
         }
     }
@@ -55,8 +60,8 @@ where
     }
 
     /// Makes an error that gives the value back. Nothing of the value is pinned.
-    pub(crate) fn refused(self, error: Error) -> RegisterError<T> {
-        RegisterError { error, memory: Some(*self.memory) }
+    pub(crate) fn refused(self, error: Error) -> SubmitError<T> {
+        SubmitError { error, buffer: Some(*self.memory) }
     }
 }
 
@@ -77,7 +82,7 @@ impl Regions {
         self: &Arc<Self>,
         adoptee: Adoptee<T>,
         mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool),
-    ) -> Result<RegionInfo, RegisterError<T>>
+    ) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
@@ -120,7 +125,7 @@ impl Regions {
                         return Err(adoptee.refused(error));
                     }
                     std::mem::forget(adoptee.memory);
-                    return Err(RegisterError { error, memory: None });
+                    return Err(SubmitError { error, buffer: None });
                 }
             }
             offset += piece.len;

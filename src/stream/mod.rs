@@ -140,7 +140,7 @@ impl Stream {
     /// `other` so far. The caller does not wait. Both must be streams of one device.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for streams of different devices; [`Error::Capturing`] if either is being captured into a
+    /// [`Error::Mismatch`] for streams of different devices; [`Error::Capturing`] if either is being captured into a
     /// graph; [`Error::Forked`]; the driver's error; the error with which either stream was lost.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.follow(&other.timeline)

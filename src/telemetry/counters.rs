@@ -249,7 +249,7 @@ counts! {
     /// [`PoolStats::refused`](crate::PoolStats::refused).
     RefusedCounts, by_reason: 4, RefusedTally by |error| error;
     /// [`Error::Exhausted`]: nothing was free, and the call did not wait.
-    exhausted = Error::Exhausted { .. },
+    exhausted = Error::Exhausted(_),
     /// [`Error::QueueFull`]: as many requests waited as the pool allows.
     queue_full = Error::QueueFull { .. },
     /// [`Error::Impossible`]: no wait could help.

@@ -43,7 +43,7 @@ fn a_little_on(device: &Device) -> Result<()> {
             assert!(back == bytes(3, 200_000));
         }
         Err(refused) => {
-            assert!(refused.memory.is_some_and(|value| value == bytes(3, 200_000)), "the value comes back");
+            assert!(refused.buffer.is_some_and(|value| value == bytes(3, 200_000)), "the value comes back");
             if !matches!(refused.error, Error::Unsupported(_)) {
                 return Err(refused.error);
             }

@@ -40,7 +40,7 @@ fn segments_keep_to_the_rule_in_both_modes() {
                     let align = 1_usize << align;
                     let mut buf = match pool.try_checkout(Request::new(len).align(align)) {
                         Ok(buf) => buf,
-                        Err(Error::Exhausted { .. } | Error::TooLong { .. }) => continue,
+                        Err(Error::Exhausted(_) | Error::TooLong { .. }) => continue,
                         Err(error) => return Err(TestCaseError::fail(error.to_string())),
                     };
                     let start = buf.as_ptr().addr();
@@ -160,7 +160,7 @@ fn registering_works_in_whole_pages() {
         let registered = device.register(first).unwrap();
         let refused = device.register(second).unwrap_err();
         assert!(refused.error.to_string().contains("page of 4096"), "{}", refused.error);
-        assert_eq!(refused.memory.unwrap(), second);
+        assert_eq!(refused.buffer.unwrap(), second);
         // On a registered page in part, borrowed: copied all the same, both ways and with the edges inside.
         stream.upload_blocking(&third[..3 * 2048], memory.slice(..3 * 2048)).unwrap();
         stream.upload_blocking(second, memory.slice(..2000)).unwrap();
@@ -184,7 +184,7 @@ fn registering_works_in_whole_pages() {
             "{}",
             refused.error
         );
-        assert_eq!(refused.memory.unwrap().len(), 8192);
+        assert_eq!(refused.buffer.unwrap().len(), 8192);
     });
 }
 
@@ -200,7 +200,7 @@ fn what_cannot_be_registered_says_so() {
         };
         says(Pool::builder(&device).backing(Backing::Registered).build().unwrap_err());
         let refused = device.register(vec![5_u8; 10_000]).unwrap_err();
-        assert!(refused.memory.unwrap() == [5; 10_000]);
+        assert!(refused.buffer.unwrap() == [5; 10_000]);
         says(refused.error);
         let pool = pool(&device, 1 << 20);
         pool.trim(0);

@@ -62,14 +62,18 @@ fn a_library_that_cannot_be_used_is_named() {
         {
             assert!(why.contains(place), "{why}");
         }
-        assert!(matches!(use_library("/other"), Err(Error::Config(text)) if text.contains("tried")));
+        assert!(matches!(
+            use_library("/other"),
+            Err(Error::Argument(text)) if text.contains("tried")
+        ));
     }
     if part(test, "chosen", &[(PATH, "/nowhere/set")]) {
         use_library("/nowhere/chosen").unwrap();
         use_library("/nowhere/chosen").unwrap();
-        assert!(
-            matches!(use_library("/other"), Err(Error::Config(text)) if text.contains("/nowhere/chosen"))
-        );
+        assert!(matches!(
+            use_library("/other"),
+            Err(Error::Argument(text)) if text.contains("/nowhere/chosen")
+        ));
         let why = why("acl:0");
         assert!(why.contains("/nowhere/chosen could") && why.contains("use_library"), "{why}");
     }

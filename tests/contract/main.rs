@@ -36,8 +36,7 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    AddressFault, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError,
-    Unpinned,
+    Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned,
 };
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;

@@ -9,15 +9,31 @@ pub fn refusals(on: &Subject) {
     let full = || filled(&pool, &sent);
     let small = Error::TooSmall { need: 2000, have: 1000 };
     assert_eq!(refusal(stream.upload(full(), &memory), &sent), small);
-    let outside = |start, end, len| Error::OutOfRange { start, end, len };
-    assert_eq!(refusal(stream.upload(full(), memory.slice(10..1001)), &sent), outside(10, 1001, 1000));
-    assert_eq!(refusal(stream.upload_part(full(), 1999..2001, &memory), &sent), outside(1999, 2001, 2000));
+    let outside = |error, word| match error {
+        Error::Argument(text) => assert!(text.contains(word), "{text}"),
+        other => panic!("{other}"),
+    };
+    outside(
+        refusal(stream.upload(full(), memory.slice(10..1001)), &sent),
+        "10..1001 is outside of 1000 bytes",
+    );
+    let error = refusal(stream.upload_part(full(), 1999..2001, &memory), &sent);
+    outside(error, "1999..2001 is outside of 2000 bytes");
     #[expect(clippy::reversed_empty_ranges, reason = "that is the misuse")]
     let backwards = stream.upload_part(full(), 20..10, &memory);
-    assert_eq!(refusal(backwards, &sent), outside(20, 10, 2000));
-    assert_eq!(refusal(stream.upload_part(full(), 5..5, &memory), &sent), Error::Empty);
-    assert_eq!(refusal(stream.upload(pool.checkout(8).unwrap(), &memory), &[]), Error::Unwritten);
-    assert_eq!(refusal(stream.download(memory.slice(3..3), full()), &sent), Error::Empty);
+    outside(refusal(backwards, &sent), "20..10 ends before it begins, in 2000 bytes");
+    assert!(matches!(
+        &refusal(stream.upload_part(full(), 5..5, &memory), &sent),
+        Error::Argument(text) if text.contains("nothing to copy")
+    ));
+    assert!(matches!(
+        &refusal(stream.upload(pool.checkout(8).unwrap(), &memory), &[]),
+        Error::Argument(text) if text.contains("no byte of the buffer was written")
+    ));
+    assert!(matches!(
+        &refusal(stream.download(memory.slice(3..3), full()), &sent),
+        Error::Argument(text) if text.contains("nothing to copy")
+    ));
     let landing = pool.checkout(999).unwrap();
     let error = refusal(stream.download(&memory, landing), &[]);
     assert_eq!(error, Error::TooSmall { need: 1000, have: 999 });
@@ -42,7 +58,7 @@ pub fn foreign(on: &Subject) {
     let (pool, stream) = (on.pool(1 << 20), on.stream());
     let (stranger, far) = (other.stream().unwrap(), other.alloc(100).unwrap());
     let sent = bytes(0, 100);
-    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    let wrong = |error: Error| assert!(matches!(error, Error::Mismatch { .. }), "{error}");
     wrong(refusal(stream.upload(filled(&pool, &sent), &far), &sent));
     wrong(refusal(stream.download(&far, filled(&pool, &sent)), &sent));
     wrong(stream.copy(&far, on.alloc(100)).unwrap_err());
@@ -52,8 +68,8 @@ pub fn foreign(on: &Subject) {
     wrong(stranger.copy_host(from, to).unwrap_err().error);
     // SAFETY: refused.
     let error = unsafe { on.device.raw_memory(far.address(), 100, ()) }.unwrap_err().error;
-    let fault = AddressFault::OtherDevice { device: other.name().into() };
-    assert!(matches!(&error, Error::BadAddress { fault: found, .. } if *found == fault), "{error}");
+    let told = format!("that is memory of {}", other.name());
+    assert!(matches!(&error, Error::Argument(text) if text.contains(&told)), "{error}");
     // The pool does not serve the other device.
     wrong(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
     wrong(refusal(stranger.hold(filled(&pool, &sent)), &sent));
@@ -71,8 +87,14 @@ pub fn uncaptured(on: &Subject) {
     let (pool, stream) = (on.pool(1 << 20), on.stream());
     let sent = bytes(1, 1000);
     let shared = Arc::new(filled(&pool, &sent));
-    assert_eq!(refusal(stream.hold_captured(filled(&pool, &sent)), &sent), Error::NotCapturing);
-    assert_eq!(stream.hold_captured(shared.clone()).unwrap_err().error, Error::NotCapturing);
+    assert!(matches!(
+        &refusal(stream.hold_captured(filled(&pool, &sent)), &sent),
+        Error::Argument(text) if text.contains("hold_captured needs")
+    ));
+    assert!(matches!(
+        &stream.hold_captured(shared.clone()).unwrap_err().error,
+        Error::Argument(text) if text.contains("hold_captured needs")
+    ));
     assert_eq!(Arc::strong_count(&shared), 1);
     drop(shared);
     assert_eq!(pool.stats().checked_out_bytes, 0);

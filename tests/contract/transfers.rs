@@ -66,7 +66,7 @@ pub(super) fn order(on: &Subject) {
             assert!(all[..100] == sent[..100] && all[100..] == bytes(round + 50, 200_000)[100..]);
         }
         if let Some(other) = &on.other {
-            let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+            let wrong = |error: Error| assert!(matches!(error, Error::Mismatch { .. }), "{error}");
             let far = other.stream().unwrap();
             wrong(start(&copier, b"here", &memory).order(&far).unwrap_err());
             wrong(copier.wait_for(&far).unwrap_err());

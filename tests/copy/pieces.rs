@@ -586,20 +586,35 @@ fn pages_at_even_distances() {
     let back = s.copier.download_pages(vec![(one, s.pool.checkout(PAGE).unwrap())]);
     assert!(*back.unwrap().wait().unwrap()[0] == sources[0][63 * PAGE..]);
     // What is none.
-    assert!(matches!(all.get(64), Err(Error::OutOfRange { .. })));
-    assert!(matches!(all.get(usize::MAX), Err(Error::OutOfRange { .. })));
+    assert!(matches!(all.get(64), Err(Error::Argument(text)) if text.contains("range")));
+    assert!(matches!(all.get(usize::MAX), Err(Error::Argument(text)) if text.contains("range")));
     assert!(
-        matches!(cache.strided(PLANE - PAGE + 1..PLANE + 1, PLANE, 64), Err(Error::OutOfRange { .. })),
+        matches!(
+            cache.strided(PLANE - PAGE + 1..PLANE + 1, PLANE, 64),
+            Err(Error::Argument(text)) if text.contains("range")
+        ),
         "the last one leaves it"
     );
-    assert!(matches!(cache.strided(..PAGE, PLANE, 65), Err(Error::OutOfRange { .. })));
-    assert!(matches!(cache.strided(..PAGE, usize::MAX, 3), Err(Error::OutOfRange { .. })));
+    assert!(matches!(
+        cache.strided(..PAGE, PLANE, 65),
+        Err(Error::Argument(text)) if text.contains("range")
+    ));
+    assert!(matches!(
+        cache.strided(..PAGE, usize::MAX, 3),
+        Err(Error::Argument(text)) if text.contains("range")
+    ));
     let overlap = cache.strided(..PAGE, PAGE - 1, 2).unwrap_err();
     let text =
         format!("ranges of {PAGE} bytes with a stride of {} overlap: it takes at least {PAGE}", PAGE - 1);
     assert_eq!(overlap.to_string(), text);
-    assert!(matches!(cache.strided(..PAGE, PLANE, 0), Err(Error::Empty)));
-    assert!(matches!(cache.strided(PAGE..PAGE, PLANE, 2), Err(Error::Empty)));
+    assert!(matches!(
+        cache.strided(..PAGE, PLANE, 0),
+        Err(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
+    assert!(matches!(
+        cache.strided(PAGE..PAGE, PLANE, 2),
+        Err(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
     assert_eq!(cache.strided(.., 0, 1).unwrap().get(0).unwrap().len(), cache.len());
     let refused = s.copier.upload_pages(vec![(fill(0, 10), all.clone())]).unwrap_err();
     assert!(matches!(refused.error, Error::Piece { piece: 0, memory: 1536, .. }), "{}", refused.error);
@@ -865,10 +880,10 @@ fn a_pool_of_another_device_is_refused() {
     let other = Device::on(&other, 0).unwrap();
     let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let refused = Copier::builder(&pool, &s.device).build().unwrap_err();
-    assert!(matches!(refused, Error::WrongDevice { .. }), "{refused}");
+    assert!(matches!(refused, Error::Mismatch { .. }), "{refused}");
     let wrong = |error: Error| {
         let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
-        assert!(matches!(**cause, Error::WrongDevice { .. }), "{error}");
+        assert!(matches!(**cause, Error::Mismatch { .. }), "{error}");
     };
     let filled = |pool: &Pool| {
         let mut buf = pool.checkout(8).unwrap();
@@ -1010,7 +1025,13 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
             match stream.upload_part(shrinks(), part.clone(), &dst) {
                 Ok(sent) => drop(sent.wait().unwrap()),
                 Err(SubmitError { error, buffer }) => {
-                    assert!(matches!(error, Error::OutOfRange { .. }) && buffer.is_some(), "{error}");
+                    assert!(
+                        matches!(
+                            &error,
+                            Error::Argument(text) if text.contains("range")
+                        ) && buffer.is_some(),
+                        "{error}"
+                    );
                 }
             }
         }

@@ -30,7 +30,7 @@ fn each_class_of_errors_has_a_status() {
     assert!(pool.shutdown(Duration::from_secs(20)).drained);
     assert_eq!(status(&pool.checkout(1).unwrap_err()), 503, "a server that goes down blames no client");
     assert_eq!(status(&Error::Cancelled { what: "x".into(), done: 0, total: 1 }), 499);
-    assert_eq!(status(&Error::WrongStream), 500);
+    assert_eq!(status(&Error::Argument("an alignment of 3".into())), 500);
 }
 
 #[test]

@@ -100,13 +100,13 @@ fn a_buffer_goes_to_devices_of_its_pool_alone() {
     let buf = Arc::new(buf);
     let (here, there) = (device.stream().unwrap(), other.stream().unwrap());
     let refused = there.upload(buf.clone(), other.alloc(LEN).unwrap()).unwrap_err();
-    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+    assert!(matches!(refused.error, Error::Mismatch { .. }), "{}", refused.error);
     here.upload(buf, device.alloc(LEN).unwrap()).unwrap().wait().unwrap();
     let mut buf = pool.checkout(LEN).unwrap();
     buf.extend_from_slice(&[5; LEN]);
     let refused = there.upload(buf, other.alloc(LEN).unwrap()).unwrap_err();
-    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+    assert!(matches!(refused.error, Error::Mismatch { .. }), "{}", refused.error);
     assert_eq!(*refused.buffer.unwrap(), [5; LEN]);
     let refused = there.download(other.alloc(LEN).unwrap(), pool.checkout(LEN).unwrap()).unwrap_err();
-    assert!(matches!(refused.error, Error::WrongDevice { .. }), "{}", refused.error);
+    assert!(matches!(refused.error, Error::Mismatch { .. }), "{}", refused.error);
 }

@@ -73,8 +73,6 @@ fn sizes_that_would_read_alike_are_told_in_bytes() {
         let both = [format!("{a} bytes"), format!("{b} bytes")];
         let both = both.each_ref().map(String::as_str);
         says(Error::TooLong { len: a, largest: b }, &both);
-        says(Error::OverCapacity { len: a, room: b, capacity: 1 << 40 }, &both);
-        says(Error::NoWholePage { len: a, page: b }, &both);
         says(Error::Cancelled { what: "x".into(), done: a as u64, total: b as u64 }, &both);
     }
     // Those that do not read alike are told in the usual units.
@@ -107,7 +105,7 @@ fn a_buffer_without_a_written_byte_is_called_that() {
     let mut written = fresh();
     written.extend_from_slice(&[1; 10]);
     let error = stream.upload_part(written, 5..5, &memory).unwrap_err().error;
-    assert_eq!(error, Error::Empty);
+    assert!(matches!(&error, Error::Argument(text) if text.contains("nothing to copy")));
     says(error, &["the range"]);
 }
 

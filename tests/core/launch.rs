@@ -163,7 +163,7 @@ fn memory_of_another_device_is_refused() {
     let own = rig.holding(b"abc");
     let (witness, drops) = dropped();
     let refused = launch(&rig.stream, &[own], &[other], move |_, _| drop(witness));
-    assert!(matches!(refused, Err(Error::WrongDevice { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Mismatch { .. })), "{refused:?}");
     assert_eq!((drops.load(Ordering::SeqCst), rig.node.queued(0)), (1, 0));
 }
 

@@ -510,7 +510,7 @@ fn taking_back_while_the_owners_are_busy() {
             pool.trim(512 << 10);
             match pool.try_checkout(Request::new(300 << 10)) {
                 Ok(buf) => drop(buf),
-                Err(Error::Exhausted { .. }) => {}
+                Err(Error::Exhausted(_)) => {}
                 Err(error) => panic!("{error}"),
             }
         }

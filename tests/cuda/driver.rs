@@ -377,7 +377,7 @@ impl Server {
         for _ in 0..4 {
             match pool.try_checkout(BIG) {
                 Ok(buf) => return Some(buf),
-                Err(Error::Exhausted { .. }) => {}
+                Err(Error::Exhausted(_)) => {}
                 Err(error) => self.wrong(format!("growing: {error}")),
             }
             let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;

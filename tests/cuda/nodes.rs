@@ -3,7 +3,7 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, RegisterError};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, SubmitError};
 
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
@@ -180,7 +180,7 @@ fn pools_of_two_nodes_are_used_from_many_threads() {
                                 pool.trim(round * 4096);
                             }
                             3 => match pool.adopt(vec![7; 64 << 10]) {
-                                Ok(_) | Err(RegisterError { error: Error::OverCapacity { .. }, .. }) => {}
+                                Ok(_) | Err(SubmitError { error: Error::Exhausted(_), .. }) => {}
                                 Err(other) => panic!("{other}"),
                             },
                             _ => {
@@ -232,7 +232,7 @@ fn what_a_pool_starts_with_is_not_rounded_away() {
         }
         let more = builder(&first, &second).capacity(8 * MIB).initial(8 * MIB + 4096).build().unwrap_err();
         let told = "are 4 KiB more than the capacity of 8 MiB";
-        assert!(matches!(&more, Error::Config(text) if text.contains(told)), "{more}");
+        assert!(matches!(&more, Error::Argument(text) if text.contains(told)), "{more}");
     });
 }
 
@@ -250,7 +250,7 @@ fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
         // Where all devices are dead, the caller is told, and gets the memory back.
         d.kill(1, 700);
         let refused = pool.adopt(vec![0_u8; MIB]).unwrap_err();
-        assert!(refused.error.is_device_lost() && refused.memory.is_some_and(|m| m.len() == MIB));
+        assert!(refused.error.is_device_lost() && refused.buffer.is_some_and(|m| m.len() == MIB));
         assert_eq!(pool.pinning().wanted, 0);
     });
 }

@@ -41,7 +41,7 @@ fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) 
 
 fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
     said.is_err_and(|error| {
-        matches!(&error, Error::WrongThread { device } if device == "cuda:0")
+        matches!(&error, Error::Mismatch { of, with, .. } if of == "another thread" && with == "cuda:0")
             && error.class() == ErrorClass::Argument
             && error.to_string().contains("adopt this thread's own")
     })

@@ -187,7 +187,7 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         }
         let refused = device.register(bytes(1, 100)).unwrap_err();
         assert!(refused.error.to_string().contains("Backing::HostAlloc"), "{}", refused.error);
-        assert!(refused.memory.is_some());
+        assert!(refused.buffer.is_some());
         drop(device);
         let report = d.final_report();
         assert_eq!((report.violations, report.leaks), (vec![], vec![]));

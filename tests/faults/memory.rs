@@ -16,8 +16,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{
-    Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, RegisterError, Result, StableDeref,
-    SubmitError, Unpinned,
+    Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, Result, StableDeref, SubmitError, Unpinned,
 };
 
 use crate::support::{bytes, panicking, skip};
@@ -89,14 +88,14 @@ impl User {
         &mut self,
         what: &str,
         memory: Counted,
-        mut call: impl FnMut(Counted) -> Result<R, RegisterError<Counted>>,
+        mut call: impl FnMut(Counted) -> Result<R, SubmitError<Counted>>,
     ) -> Option<R> {
         let (at, content) = (memory.as_ptr(), memory.to_vec());
         let mut memory = Some(memory);
         for _ in 0..2 {
             match call(memory.take()?) {
                 Ok(value) => return Some(value),
-                Err(RegisterError { error, memory: Some(back) }) => {
+                Err(SubmitError { error, buffer: Some(back) }) => {
                     if back.as_ptr() != at || *back != *content {
                         self.wrong(format!("{what}: the memory came back changed"));
                     }
@@ -105,7 +104,7 @@ impl User {
                     }
                     memory = Some(back);
                 }
-                Err(RegisterError { error, memory: None }) => {
+                Err(SubmitError { error, buffer: None }) => {
                     self.wrong(format!("{what}: the memory was kept: {error}"));
                     return None;
                 }
@@ -289,7 +288,7 @@ fn every_call_fails_once(stepped: bool) {
     panicking::install_if_asked();
     // The system decides how much may be locked.
     let probe = Device::on(&node(stepped), 0).unwrap().register(vec![0; 1 << 20]);
-    if let Err(RegisterError { error: Error::MemLock { .. }, .. }) = probe {
+    if let Err(SubmitError { error: Error::MemLock { .. }, .. }) = probe {
         skip!("the memlock limit is used up");
         return;
     }
@@ -342,7 +341,7 @@ fn what_overlaps_is_refused_and_comes_back() {
     let Ok(first) = device.register(value.clone()) else { return skip!("the memlock limit") };
     let refused = device.register(value).unwrap_err();
     assert!(refused.error.to_string().contains("overlaps"), "{}", refused.error);
-    let value = refused.memory.unwrap();
+    let value = refused.buffer.unwrap();
     assert!(*value == *bytes(1, 10_000) && *first == *value);
     assert_eq!(device.registered_bytes(), 10_000);
     drop(first.into_inner().unwrap());
@@ -402,10 +401,13 @@ fn adopting_and_trimming_go_on_while_others_check_out() {
                             adopted.fetch_add(1, Ordering::Relaxed);
                         }
                         Err(back) => {
-                            let full = matches!(back.error, Error::OverCapacity { .. });
-                            let small = matches!(back.error, Error::NoWholePage { .. });
+                            let full = matches!(back.error, Error::Exhausted(_));
+                            let small = matches!(
+                                &back.error,
+                                Error::Argument(text) if text.contains("no whole page")
+                            );
                             assert!(full || small, "{}", back.error);
-                            assert!(*back.memory.unwrap() == *content);
+                            assert!(*back.buffer.unwrap() == *content);
                             refused.fetch_add(1, Ordering::Relaxed);
                         }
                     }

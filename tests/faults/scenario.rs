@@ -211,7 +211,7 @@ fn shortage(s: &mut Server<'_>) {
                 hogs.push(buf);
                 quiet = 0;
             }
-            Err(Error::Exhausted { .. }) => {
+            Err(Error::Exhausted(_)) => {
                 drop(s.pool.wait_pinned(Some(HANG)));
                 s.nudge();
                 quiet += 1;
@@ -245,7 +245,10 @@ fn shortage(s: &mut Server<'_>) {
             match way {
                 0 => drop(buf),
                 1 => match s.streams[1].download(s.slot(0), buf) {
-                    Err(SubmitError { error: Error::WrongStream, buffer: Some(buf) }) => drop(buf),
+                    Err(SubmitError {
+                        error: Error::Mismatch { what: "a stream-ready buffer", .. },
+                        buffer: Some(buf),
+                    }) => drop(buf),
                     Err(e) if e.error.is_device_lost() => {}
                     other => s.wrong(format!("a stream-ready buffer on another stream: {other:?}")),
                 },

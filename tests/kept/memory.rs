@@ -105,7 +105,7 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
             Err(refused) if is_limited(&refused.error) => return,
             Err(refused) => {
                 assert!(!registers(on) && on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.memory.unwrap() == *bytes(1, 100_000), "the value comes back");
+                return assert!(*refused.buffer.unwrap() == *bytes(1, 100_000), "the value comes back");
             }
         };
         assert!(registers(on) && value.as_ptr() == at);
@@ -154,7 +154,7 @@ fn what_is_registered_read_only_is_uploaded_and_never_written() {
             Err(refused) if is_limited(&refused.error) => return,
             Err(refused) => {
                 assert!(on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.memory.unwrap() == *content);
+                return assert!(*refused.buffer.unwrap() == *content);
             }
         };
         assert!(value.is_read_only() && !on.is_npu());
@@ -205,7 +205,7 @@ fn buffers_have_addresses_on_the_device() {
                 mixed => panic!("{mixed:?}"),
             }
             let other = on.other(1);
-            assert!(matches!(bufs[0].device_address(&other), Err(Error::WrongDevice { .. })));
+            assert!(matches!(bufs[0].device_address(&other), Err(Error::Mismatch { .. })));
         }
     });
 }
@@ -221,7 +221,7 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
             Ok(info) => info,
             Err(refused) => {
                 assert!(!registers(on) && on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.memory.unwrap() == *bytes(1, 5 * PAGE));
+                return assert!(*refused.buffer.unwrap() == *bytes(1, 5 * PAGE));
             }
         };
         // Its whole pages, and nothing else.
@@ -240,7 +240,7 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
         // What does not fit is refused, as it was.
         let large = MmapMut::map_anon(17 * PAGE).unwrap();
         let refused = pool.adopt(large).unwrap_err();
-        assert!(matches!(refused.error, Error::OverCapacity { .. }) && refused.memory.is_some());
+        assert!(matches!(refused.error, Error::Exhausted(_)) && refused.buffer.is_some());
     });
 }
 
@@ -415,7 +415,7 @@ fn size_0_is_refused_by_every_call() {
             // SAFETY: refused.
             unsafe { on.device.raw_memory(memory.address(), 0, ()) }.unwrap_err().error,
         ] {
-            assert_eq!(error, Error::Empty);
+            assert!(matches!(&error, Error::Argument(text) if text.contains("nothing to copy")));
         }
         // A buffer without a written byte.
         for error in [
@@ -426,7 +426,10 @@ fn size_0_is_refused_by_every_call() {
                 .unwrap_err()
                 .error,
         ] {
-            assert_eq!(error, Error::Unwritten);
+            assert!(matches!(
+                &error,
+                Error::Argument(text) if text.contains("no byte of the buffer was written")
+            ));
         }
         assert_eq!((pool.stats().checked_out_bytes, pool.stats().waiting), (0, 0));
         pool.check().unwrap();

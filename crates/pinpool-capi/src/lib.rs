@@ -447,7 +447,7 @@ unsafe fn text<'a>(text: *const c_char, what: &'static str) -> Result<Option<&'a
     }
     // SAFETY: the caller's promise.
     let read = unsafe { CStr::from_ptr(text) }.to_str();
-    read.map(Some).map_err(|_| Error::Config(format!("the option `{what}` is not UTF-8")).into())
+    read.map(Some).map_err(|_| Error::Argument(format!("the option `{what}` is not UTF-8")).into())
 }
 
 /// The size of a structure whose first field is its size: that of the caller's header, which may be older than the

@@ -158,7 +158,13 @@ impl Shard {
             return Err(malformed(&self.name, why));
         }
         if now.len() < was.len() {
-            return Err(Error::Shrunk { what: self.name.clone(), end: now.len(), len: was.len() });
+            let text = format!(
+                "it ends there, not at {}: it has become shorter since its length was taken; load it again while no \
+                 process writes to it",
+                was.len()
+            );
+            let (what, kind) = (self.name.clone(), ErrorKind::UnexpectedEof);
+            return Err(Error::Read { what, offset: now.len(), kind, text });
         }
         let modified = |of: &fs::Metadata| (of.len(), of.mtime(), of.mtime_nsec());
         if modified(now) != modified(was) {
@@ -221,11 +227,11 @@ impl Checkpoint {
     /// Opens several files that belong together and have no index: all tensors of all of them.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`] for
+    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Argument`] for
     /// no files.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         if paths.is_empty() {
-            return Err(Error::Empty);
+            return Err(Error::Argument("no file was named; name at least one".into()));
         }
         Self::of(paths.iter().map(AsRef::as_ref), None)
     }

@@ -175,9 +175,9 @@ impl<'a> Loader<'a> {
     /// [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
-    /// [`Error::BadAlignment`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
-    /// caller's [`Error::TooSmall`], [`Error::WrongDevice`], and [`Error::Config`] where it is not aligned or overlaps
-    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Shrunk`] for a
+    /// [`Error::Argument`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
+    /// caller's [`Error::TooSmall`], [`Error::Mismatch`], and [`Error::Argument`] where it is not aligned or overlaps
+    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Read`] for a
     /// file that has become shorter since it was opened, [`Error::Malformed`] for one that was written to;
     /// [`Error::Forked`]. Transfers of other files that were started are cancelled.
     pub fn start(mut self) -> Result<Load> {
@@ -234,7 +234,10 @@ impl<'a> Loader<'a> {
     /// Starts the transfers of all files.
     fn begin(&mut self, chosen: Vec<Chosen>, driver: &mut Driver) -> Result<()> {
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
-            return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
+            return Err(Error::Argument(format!(
+                "{} is no alignment: it must be a power of two of at most {LARGEST_ALIGN}",
+                self.align
+            )));
         }
         for (shard, chosen) in chosen {
             let part = self.begin_file(shard, chosen, driver.count)?;
@@ -367,14 +370,14 @@ impl<'a> Loader<'a> {
         }
         let (start, end, align) = (slice.address(), slice.address() + len, self.align);
         if start % align as u64 != 0 {
-            return Err(Error::Config(format!(
+            return Err(Error::Argument(format!(
                 "the memory for tensors starts at {start:#x}, which is no multiple of {align}; align it, or ask the \
                  loader for less"
             )));
         }
         let (below, above) = (self.given.range(..=start).next_back(), self.given.range(start..).next());
         if below.is_some_and(|(_, until)| *until > start) || above.is_some_and(|(from, _)| *from < end) {
-            return Err(Error::Config(
+            return Err(Error::Argument(
                 "its memory overlaps what was given before; give each tensor, or each file, memory of its own".into(),
             ));
         }

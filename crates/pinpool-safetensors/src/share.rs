@@ -49,7 +49,7 @@ use super::load::{DeviceTensor, Driver, Watch};
 ///
 /// # Errors
 /// [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the cause
-/// ([`Error::Read`] and [`Error::Shrunk`] with file and offset, [`Error::Transfer`] with the error of the pool or the
+/// ([`Error::Read`] and [`Error::Read`] with file and offset, [`Error::Transfer`] with the error of the pool or the
 /// device); [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline
 /// ([`Copier::with_timeout`](pinpool::Copier::with_timeout)), when the tensors that have arrived by then have come out;
 /// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors may

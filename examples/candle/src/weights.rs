@@ -91,7 +91,7 @@ impl Weights {
                 Ok(place) => entry.place = place,
                 Err(error) => {
                     refused = Some(error.context(format!("{:?}", tensor.name())));
-                    return Err(pinpool::Error::Config("candle gave no memory".into()));
+                    return Err(pinpool::Error::Argument("candle gave no memory".into()));
                 }
             }
             opening.places += since.elapsed();

@@ -204,19 +204,19 @@ impl World {
     fn refused(error: &Error) {
         let known = matches!(
             error,
-            Error::Exhausted { .. }
+            Error::Exhausted(_)
                 | Error::TooLong { .. }
                 | Error::Timeout(_)
                 | Error::Impossible { .. }
                 | Error::Closed
                 | Error::OutOfMemory { .. }
                 | Error::MemLock { .. }
-                | Error::Config(_)
+                | Error::Argument(_)
                 | Error::Device(_)
         );
         assert!(known, "{error:?}");
         let shortage = match error {
-            Error::Exhausted { shortage, .. } => shortage.as_deref(),
+            Error::Exhausted(shortage) => Some(&**shortage),
             Error::Timeout(waited) => waited.shortage.as_deref(),
             _ => None,
         };

@@ -258,7 +258,7 @@ fn equal_buffers_of_a_request_have_to_fit_together() {
     let mut join = |n: usize| core.queue.join(vec![pages(100); n], Wake::Thread(thread::current()));
     let keys = [1, 4, 6].map(&mut join);
     (core.windows.wanted, core.windows.none_for) = (true, Some(1));
-    core.fail(|core, wants| core.never(wants).map(|_| Error::Empty));
+    core.fail(|core, wants| core.never(wants).map(|_| Error::empty()));
     assert_eq!(keys.map(|key| core.queue.waits(key)), [true, true, false]);
     assert!(core.windows.wanted, "a look at the windows that is due stays due");
 }
@@ -279,7 +279,7 @@ fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
         |core| core.step = 0,
         |core| core.growing = PAGE,
         |core| core.leaving = PAGE,
-        |core| core.growth_failure = Some(Error::Empty),
+        |core| core.growth_failure = Some(Error::empty()),
         |core| core.capacity += 300 * PAGE,
     ];
     for prevent in preventions {

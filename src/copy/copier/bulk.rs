@@ -24,7 +24,7 @@ impl Copier {
     /// Copies all of a source to the front of `dst`. Goes on by itself: see [`Transfer`].
     ///
     /// # Errors
-    /// With the source: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device.
+    /// With the source: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range, a lost device.
     pub fn upload<S: Source>(&self, source: S, dst: impl DeviceRange) -> Result<Transfer<S>, SubmitError<S>> {
         let target = source::length(&source).and_then(|len| self.target(dst, len));
         let (device, source) = SubmitError::unless(target, source)?;
@@ -34,7 +34,7 @@ impl Copier {
     /// Copies ranges of a source to where each belongs.
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`] for a piece that leaves the source.
+    /// As for [`upload`](Self::upload), and [`Error::Argument`] for a piece that leaves the source.
     pub fn upload_ranges<S: Source>(
         &self,
         source: S,
@@ -119,7 +119,7 @@ impl Copier {
     /// Copies device memory to a sink. Goes on by itself: see [`Transfer`].
     ///
     /// # Errors
-    /// With the sink: [`Error::WrongDevice`], a bad range, a lost device.
+    /// With the sink: [`Error::Mismatch`], a bad range, a lost device.
     pub fn download<S: Sink>(&self, src: impl DeviceRange, sink: S) -> Result<Transfer<S>, SubmitError<S>> {
         let (device, sink) = SubmitError::unless(self.own(src), sink)?;
         self.download_ranges(vec![Piece { at: 0, device }], sink)

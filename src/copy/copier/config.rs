@@ -100,7 +100,7 @@ impl CopierBuilder {
     /// Builds the copier: makes its streams and loads its kernels, and starts no thread yet.
     ///
     /// # Errors
-    /// [`Error::Config`] for settings that make no sense; [`Error::WrongDevice`] for a device that the pool does not
+    /// [`Error::Argument`] for settings that make no sense; [`Error::Mismatch`] for a device that the pool does not
     /// serve; the driver's error.
     pub fn build(self) -> Result<Copier> {
         let settings = self.settings()?;
@@ -108,14 +108,14 @@ impl CopierBuilder {
     }
 
     fn settings(&self) -> Result<Settings> {
-        let wrong = |text: String| Err(Error::Config(text));
+        let wrong = |text: String| Err(Error::Argument(text));
         self.pool.check_serves(self.device.context())?;
         let is_stepped = self.device.context().driver().stepped().is_some();
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let within = |what: &str, value: Option<usize>, most: usize| match value {
-            Some(0) => Err(Error::Config(format!("a copier with {what} of 0; it needs at least 1"))),
+            Some(0) => Err(Error::Argument(format!("a copier with {what} of 0; it needs at least 1"))),
             Some(value) if value > most => {
-                Err(Error::Config(format!("a copier with {what} of {value}; at most {most} make sense")))
+                Err(Error::Argument(format!("a copier with {what} of {value}; at most {most} make sense")))
             }
             _ => Ok(()),
         };

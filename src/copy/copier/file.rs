@@ -79,7 +79,7 @@ enum Access {
 ///
 /// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
 /// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
-/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
+/// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
 /// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
 /// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
 /// tells writes apart as far as the file system's clock does. (The crate `pinpool-safetensors` does so for checkpoints.)
@@ -239,12 +239,12 @@ impl FileSource {
     /// too. Called again it names another part, anywhere in the file.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a range that leaves the file, as long as it was when it was opened.
+    /// [`Error::Argument`] for a range that leaves the file, as long as it was when it was opened.
     pub fn range(mut self, range: Range<u64>) -> Result<Self> {
         if range.start > range.end || range.end > self.whole {
             let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
             let (start, end, len) = (clip(range.start), clip(range.end), clip(self.whole));
-            return Err(Error::OutOfRange { start, end, len });
+            return Err(Error::out_of_range(start, end, len));
         }
         self.range = range;
         Ok(self)
@@ -397,7 +397,7 @@ impl FileSource {
     fn shrunk(&self, opened: &Opened, end: u64) -> Error {
         // Where it ends now, which may be far before this.
         let end = opened.file.metadata().map_or(end, |m| m.len().min(end));
-        Error::Shrunk { what: self.name.clone(), end, len: self.range.end }
+        super::ranges::shrunk(self.name.clone(), end, self.range.end)
     }
 }
 

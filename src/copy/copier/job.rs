@@ -272,7 +272,7 @@ pub(super) fn late(
         Amount(total)
     );
     let shortage = match short {
-        Some(Error::Exhausted { shortage, .. }) => shortage,
+        Some(Error::Exhausted(shortage)) => Some(shortage),
         _ => None,
     };
     Error::Timeout(Waited { transfer: Some(transfer.into()), shortage, ..since.elapsed().into() })
@@ -386,13 +386,7 @@ impl Job {
     fn failed_at(&self, offset: u64, error: Error) -> Error {
         match (&self.name, error) {
             (None, error)
-            | (
-                _,
-                error @ (Error::Transfer { .. }
-                | Error::Read { .. }
-                | Error::Write { .. }
-                | Error::Shrunk { .. }),
-            ) => error,
+            | (_, error @ (Error::Transfer { .. } | Error::Read { .. } | Error::Write { .. })) => error,
             (Some(name), cause) => {
                 Error::Transfer { what: name.clone().into_owned(), offset, cause: Box::new(cause) }
             }

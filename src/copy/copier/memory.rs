@@ -34,7 +34,7 @@ impl Copier {
     ///
     /// # Errors
     /// Before anything is copied: [`Error::Piece`] with the piece's number and [`Error::TooSmall`] or
-    /// [`Error::WrongDevice`]; [`Error::Forked`], a lost device. Later as for [`Transfer::wait`], when no byte of the
+    /// [`Error::Mismatch`]; [`Error::Forked`], a lost device. Later as for [`Transfer::wait`], when no byte of the
     /// pieces is read any more. [`Error::Unsupported`] on a thread of the crate, which must not wait.
     pub fn upload_pieces(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<Transfer> {
         let engine = self.engine();
@@ -60,7 +60,7 @@ impl Copier {
     /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the
+    /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; [`Error::Transfer`] with what the
     /// pool or the device said; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), which
     /// must not wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
@@ -234,7 +234,7 @@ impl Copier {
         let slice = self.own(range)?;
         let need = usize::try_from(len).unwrap_or(usize::MAX);
         if need == 0 {
-            return Err(Error::Empty);
+            return Err(Error::empty());
         }
         Error::unless_fits(need, slice.len())?;
         slice.slice(..need)
@@ -247,9 +247,9 @@ impl Copier {
     /// keys and values has a page for each layer.)
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Empty`] (a block
-    /// without places: an empty `Vec`), [`Error::Unwritten`], [`Error::TooSmall`] (fewer bytes than its places have) or
-    /// [`Error::WrongDevice`];
+    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Argument`] (a block
+    /// without places: an empty `Vec`), [`Error::Argument`], [`Error::TooSmall`] (fewer bytes than its places have) or
+    /// [`Error::Mismatch`];
     /// [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(
@@ -264,10 +264,8 @@ impl Copier {
         let looked = self.survey_pages(each);
         let (found, blocks) = SubmitError::unless(looked, blocks)?;
         // Places of many pages take long to drop: that comes when the copies have begun.
-        let (lent, _places): (_, Vec<P>) = blocks
-            .into_iter()
-            .map(|(block, places)| ((block.lend(KEY), block), places))
-            .unzip();
+        let (lent, _places): (_, Vec<P>) =
+            blocks.into_iter().map(|(block, places)| ((block.lend(KEY), block), places)).unzip();
         Ok(self.run_pages(Direction::Up, found, lent))
     }
 
@@ -276,7 +274,7 @@ impl Copier {
     ///
     /// # Errors
     /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages), and
-    /// [`Error::WrongStream`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf).
+    /// [`Error::Mismatch`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf).
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn download_pages<L: Landing + 'static, P: Places + 'static>(
         &self,
@@ -312,7 +310,7 @@ impl Copier {
                 }
             });
             let fits = |have| match pages.last() {
-                0 => Err(Error::Empty),
+                0 => Err(Error::empty()),
                 need => Error::unless_fits(need, have),
             };
             let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));

@@ -183,12 +183,7 @@ pub(super) struct Paged<B: Lend> {
 
 impl<B: Lend> Paged<B> {
     /// `lent`: each block as the device has it, and what the handle gives back, in the order of `pages`.
-    pub(super) fn new(
-        direction: Direction,
-        pages: Pages,
-        lent: Vec<(Resource, B)>,
-        ramp: Ramp,
-    ) -> Self {
+    pub(super) fn new(direction: Direction, pages: Pages, lent: Vec<(Resource, B)>, ramp: Ramp) -> Self {
         let (mut blocks, mut values) = (Vec::new(), Vec::new());
         for ((resource, value), laid) in lent.into_iter().zip(&pages.blocks) {
             blocks.push(resource.shared());

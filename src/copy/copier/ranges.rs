@@ -68,17 +68,26 @@ pub(super) struct Ranges {
     ramp: Ramp,
 }
 
+/// The error of a source that has become shorter than `len` bytes since a transfer of it began.
+pub(super) fn shrunk(what: String, end: u64, len: u64) -> Error {
+    let text = format!(
+        "it ends there, not at {len}: it has become shorter since its length was taken; load it again while no process \
+         writes to it"
+    );
+    Error::Read { what, offset: end, kind: std::io::ErrorKind::UnexpectedEof, text }
+}
+
 impl Ranges {
     /// Looks at pieces, in any order. Those that overlap are allowed.
     pub(super) fn new(engine: &Engine, mut pieces: Vec<Piece>, survey: &mut Survey) -> Result<Self> {
         if pieces.is_empty() {
-            return Err(Error::Empty);
+            return Err(Error::empty());
         }
         let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
         for (n, piece) in pieces.iter().enumerate() {
             let len = piece.device.len();
             if piece.at.checked_add(len as u64).is_none() {
-                return Err(Error::OutOfRange { start: clip(piece.at), end: usize::MAX, len });
+                return Err(Error::out_of_range(clip(piece.at), usize::MAX, len));
             }
             survey.add(engine, &piece.device, len).map_err(|e| e.of_piece(n, len))?;
         }
@@ -97,14 +106,14 @@ impl Ranges {
     }
 
     /// # Errors
-    /// [`Error::OutOfRange`] if a piece leaves these bounds.
+    /// [`Error::Argument`] if a piece leaves these bounds.
     pub(super) fn within(self, start: u64, end: u64) -> Result<Self> {
         let first = self.pieces.first().map_or(start, |piece| piece.at);
         if first >= start && self.end <= end {
             return Ok(self);
         }
         let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        Err(Error::OutOfRange { start: clip(first), end: clip(self.end), len: clip(end) })
+        Err(Error::out_of_range(clip(first), clip(self.end), clip(end)))
     }
 
     /// A piece as the layout knows it. It has no address on the host.
@@ -215,8 +224,7 @@ impl<S: Source> Plan for FromSource<S> {
             let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
             filled.map_err(|error| read_error(&self.name, end, &error))?;
             if left > 0 {
-                let (what, len) = (self.name.clone().into_owned(), self.ranges.end);
-                return Err(Error::Shrunk { what, end, len });
+                return Err(shrunk(self.name.clone().into_owned(), end, self.ranges.end));
             }
             Ok(())
         };

@@ -109,7 +109,7 @@ impl Segments {
         let mut asked = match asked {
             Some(asked) => asked,
             None => match self.pool.try_for_copier(self.full()) {
-                Err(Error::Exhausted { shortage, .. }) => {
+                Err(Error::Exhausted(shortage)) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
                     let is_busy = state.used > 1 || state.waiting.is_some();
@@ -117,7 +117,7 @@ impl Segments {
                         state.retry = Instant::now().checked_add(RETRY);
                     }
                     drop(state);
-                    let short = self.shorter(shortage.as_deref(), LEAST)?;
+                    let short = self.shorter(&shortage, LEAST)?;
                     if is_busy || short.is_some() {
                         return Ok(short);
                     }
@@ -139,14 +139,14 @@ impl Segments {
     }
 
     /// The longest segment that the pool had when it was short, if that is no shorter than `least`.
-    fn shorter(&self, shortage: Option<&Shortage>, least: usize) -> Result<Option<PinnedBuf>> {
+    fn shorter(&self, shortage: &Shortage, least: usize) -> Result<Option<PinnedBuf>> {
         // A segment of whole pages, with its header.
-        let len = shortage.map_or(0, |shortage| shortage.largest.min(self.len)).saturating_sub(32);
+        let len = shortage.largest.min(self.len).saturating_sub(32);
         if len < least {
             return Ok(None);
         }
         match self.pool.try_for_copier(Self::request(len)) {
-            Err(Error::Exhausted { .. }) => Ok(None),
+            Err(Error::Exhausted(_)) => Ok(None),
             got => got.map(Some),
         }
     }
@@ -159,7 +159,7 @@ impl Segments {
     /// The longest segment that the pool has now and that is no shorter than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         match self.pool.try_for_copier(self.full()) {
-            Err(Error::Exhausted { shortage, .. }) => self.shorter(shortage.as_deref(), least),
+            Err(Error::Exhausted(shortage)) => self.shorter(&shortage, least),
             got => got.map(Some),
         }
     }

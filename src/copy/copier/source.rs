@@ -63,7 +63,7 @@ pub trait Source: Send + Sync + 'static {
     ///
     /// # Errors
     /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
-    /// it with [`Error::Shrunk`](crate::Error::Shrunk).
+    /// it with [`Error::Read`](crate::Error::Read).
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
 
     /// Whether [`fill`](Self::fill) may block. Ours alone to say.

@@ -75,7 +75,7 @@ impl<T> Transfer<T> {
     /// of the call.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; what the pool or the device said, inside of
+    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of
     /// [`Error::Transfer`] where a source, sink or slice is copied; [`Error::Timeout`] after the transfer's deadline
     /// ([`Copier::with_timeout`]); [`Error::Cancelled`] after a [`cancel`](Self::cancel)
     /// that came in time; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), where the
@@ -172,7 +172,7 @@ impl<T> Transfer<T> {
     /// transfer of its own, and orders the stream behind one after the other.)
     ///
     /// # Errors
-    /// The error of the transfer; [`Error::WrongDevice`] for a stream of another device; as for [`wait`](Self::wait).
+    /// The error of the transfer; [`Error::Mismatch`] for a stream of another device; as for [`wait`](Self::wait).
     // Why the host waits, and not the device. An event would have to be recorded behind the part's last kernel, which is
     // launched when its chunk has arrived: the host would wait until then all the same, and save the rest of a moment. A
     // stream that waits for a value in memory (cuStreamWaitValue) could be told earlier, and may never end: the driver
@@ -180,7 +180,6 @@ impl<T> Transfer<T> {
     // stream), also in those of the thread that is to bring the bytes, and a transfer that fails would have to write the
     // value, too, into a stream whose kernels then compute with bytes that never came.
     pub fn order(&self, stream: &Stream) -> Result<()> {
-        crate::os::check_fork()?;
         if stream.device().context().id() != self.engine().device.context().id() {
             return Err(Error::wrong_stream(stream.device().name(), self.engine().device.name()));
         }

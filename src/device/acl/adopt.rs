@@ -22,10 +22,10 @@ use std::sync::Arc;
 use super::api::AclApi;
 use super::error::AclCode;
 use super::{Acl, AclCurrent, FoundContext, check, host, on_other_thread, stream};
+use crate::device::gate;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
-use crate::os;
 
 /// A driver for a context that the program made.
 ///
@@ -35,12 +35,12 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "acl".into();
     if context.is_null() {
-        return Err(Error::Config(
+        return Err(Error::Argument(
             "a null context was to be adopted; pass the one that aclrtCreateContext or aclrtGetCurrentContext gave".into(),
         ));
     }
     let api = AclApi::get(&name)?;
-    os::watch_exit();
+    gate::watch_exit();
     let theirs = FoundContext { context, on_device: false };
     let (ordinal, found) = on_other_thread(&name, || {
         // Captured as a whole: only the whole struct may be sent to the thread.
@@ -75,7 +75,7 @@ impl Acl {
     /// default stream.
     ///
     /// # Errors
-    /// [`Error::WrongContext`]; what the library says.
+    /// [`Error::Mismatch`]; what the library says.
     ///
     /// # Safety
     /// `raw` is a stream that is alive, or null.
@@ -88,7 +88,7 @@ impl Acl {
             let destroyed = self.event_destroy(event);
             return match error {
                 Error::Device(error) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
-                    destroyed.and(Err(Error::WrongContext { device: self.name.to_string() }))
+                    destroyed.and(Err(Error::wrong_context(&self.name)))
                 }
                 error => Err(error),
             };

@@ -176,13 +176,13 @@ table! {
 /// function has vouched for it.
 ///
 /// # Errors
-/// [`Error::Config`]: another one was chosen before, or loading was tried.
+/// [`Error::Argument`]: another one was chosen before, or loading was tried.
 pub(crate) fn use_library(path: &Path) -> Result<()> {
     crate::os::check_fork()?;
     let first = match ACL_API.get() {
         Some(Ok(api)) => &api.path,
         Some(Err(why)) => {
-            return Err(Error::Config(format!(
+            return Err(Error::Argument(format!(
                 "the library for Ascend devices is chosen before the first device is opened; that was tried: {why}"
             )));
         }
@@ -191,7 +191,7 @@ pub(crate) fn use_library(path: &Path) -> Result<()> {
     if first == path {
         return Ok(());
     }
-    Err(Error::Config(format!(
+    Err(Error::Argument(format!(
         "{} was chosen as the library for Ascend devices before, and a process has one: choose before the first device is \
          opened, and the same each time",
         first.display()
@@ -236,7 +236,7 @@ impl AclApi {
                 if code == AclCode::REPEAT_INITIALIZE {
                     api.expected();
                 }
-                crate::os::watch_exit();
+                crate::device::gate::watch_exit();
                 Ok(api)
             }
             code => Err(unavailable(format!(

@@ -272,7 +272,7 @@ impl Acl {
         };
         let start = base.as_ptr().addr();
         let end = start.checked_add(len).filter(|end| *end <= usize::MAX - REGISTER_PAGE);
-        let Some(end) = end else { return Err(Error::OutOfRange { start, end: usize::MAX, len }) };
+        let Some(end) = end else { return Err(Error::out_of_range(start, usize::MAX, len)) };
         let (from, to) = (start / REGISTER_PAGE * REGISTER_PAGE, end.next_multiple_of(REGISTER_PAGE));
         let overlaps = |at: &usize, found: &LockedMemory| match found.source {
             MemorySource::Registered { from: a, to: b, .. } => a < to && from < b,

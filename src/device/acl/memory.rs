@@ -15,7 +15,8 @@ use super::Acl;
 use super::api::PointerAttributes;
 use super::host::is_locked;
 use crate::device::DevicePtr;
-use crate::error::{AddressFault, Error, Result};
+use crate::device::address::AddressFault;
+use crate::error::{Error, Result};
 use crate::os;
 
 /// The contract's alignment of allocations, in bytes.
@@ -90,9 +91,7 @@ impl Acl {
     pub(super) fn memory_examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         let _pass = self.alive()?;
         let fault = self.fault(ptr.0, len)?;
-        fault.map_or(Ok(()), |fault| {
-            Err(Error::BadAddress { device: self.name.to_string(), address: ptr.0, len, fault })
-        })
+        fault.map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
     /// What is wrong with a range, if anything is known to be.

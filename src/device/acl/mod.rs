@@ -59,7 +59,6 @@ use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::exit::{self, Pass};
-use crate::os;
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
@@ -123,7 +122,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
     let found = FoundContext::default_of(api, &name, ordinal)?;
     // Making the context may have registered exit handlers of the library's.
-    os::watch_exit();
+    gate::watch_exit();
     let driver = Arc::new(Acl::new(api, name, ordinal, found, true));
     host::opened(&driver);
     Ok(driver)

@@ -27,11 +27,11 @@ use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, batch, check, numa_node, stream};
 use crate::device::confined::Confined;
 use crate::device::ending::Ending;
+use crate::device::gate;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
 use crate::locks::Mutex;
-use crate::os;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
 pub(crate) const LEGACY: usize = 1;
@@ -48,12 +48,12 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "cuda".into();
     if context.is_null() {
-        return Err(Error::Config(
+        return Err(Error::Argument(
             "a null context was to be adopted; pass the one that cuCtxCreate or cuCtxGetCurrent gave".into(),
         ));
     }
     let api = CudaApi::get(&name)?;
-    os::watch_exit();
+    gate::watch_exit();
     let said = |call, code| check(api, &name, call, code);
     let device = {
         // One pass for all of it: the context that is pushed is popped.
@@ -147,7 +147,7 @@ impl Cuda {
     /// The handle to use for a stream of this context, after every check that is possible.
     ///
     /// # Errors
-    /// [`Error::WrongContext`].
+    /// [`Error::Mismatch`].
     ///
     /// # Safety
     /// `raw` is a stream that is alive, or one of the special handles.
@@ -163,7 +163,7 @@ impl Cuda {
         let code = unsafe { self.api.stream_context.call(stream(handle), &raw mut context) };
         self.said("cuStreamGetCtx", code)?;
         if context != self.context {
-            return Err(Error::WrongContext { device: self.name.to_string() });
+            return Err(Error::wrong_context(&self.name));
         }
         Ok(handle)
     }

@@ -211,7 +211,7 @@ impl CudaApi {
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
-        crate::os::watch_exit();
+        gate::watch_exit();
         Ok(api)
     }
 

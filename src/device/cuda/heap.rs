@@ -26,7 +26,7 @@ impl Cuda {
         // SAFETY: takes numbers only.
         let code = unsafe { self.api.ctx_set_limit.call(MALLOC_HEAP_SIZE, bytes) };
         match self.said("cuCtxSetLimit", code) {
-            Err(Error::Device(e)) if e.code == INVALID_VALUE => Err(Error::Config(format!(
+            Err(Error::Device(e)) if e.code == INVALID_VALUE => Err(Error::Argument(format!(
                 "{e}: the device heap's limit cannot become {bytes} bytes now: a module whose kernels use the heap (malloc, \
                  new) is loaded; set the limit before any such module is loaded"
             ))),

@@ -138,7 +138,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { api.primary_retain.call(&raw mut context, device) })?;
     // Making the context may have registered exit handlers of the driver's.
-    os::watch_exit();
+    crate::device::gate::watch_exit();
     let numa_node = numa_node(api, device);
     Ok(Arc::new(Cuda {
         api,

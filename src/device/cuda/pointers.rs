@@ -17,7 +17,8 @@ use std::ffi::{c_int, c_uint, c_void};
 use super::Cuda;
 use super::api::CUcontext;
 use crate::device::DevicePtr;
-use crate::error::{AddressFault, Error, Result};
+use crate::device::address::AddressFault;
+use crate::error::Result;
 use crate::os;
 
 // cuda.h: CUpointer_attribute.
@@ -47,9 +48,7 @@ impl Cuda {
     /// Whether copies of this device can use memory that the crate did not allocate.
     pub(super) fn examine_range(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         let found = self.attributes(ptr)?;
-        self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| {
-            Err(Error::BadAddress { device: self.name.to_string(), address: ptr.0, len, fault })
-        })
+        self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
     fn attributes(&self, ptr: DevicePtr) -> Result<Attributes> {

@@ -14,9 +14,10 @@ use super::node::{HostNode, Node};
 use super::stream::{HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
 use super::unit::HostUnit;
 use super::{HostFunction, Refusal};
+use crate::device::address::AddressFault;
 use crate::device::holds::Last;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
-use crate::error::{AddressFault, Error, ErrorClass, Result};
+use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Owned;
 use crate::os;
 
@@ -338,12 +339,7 @@ impl Driver for HostDriver {
             _ => AddressFault::Unknown,
         };
         let found = self.unit.memory.examine(ptr.0, len);
-        found.map_err(|fault| Error::BadAddress {
-            device: self.unit.name.to_string(),
-            address: ptr.0,
-            len,
-            fault: fault.unwrap_or_else(host),
-        })
+        found.map_err(|fault| fault.unwrap_or_else(host).of(&self.unit.name, ptr.0, len))
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {

@@ -24,7 +24,7 @@ use crate::amount::amount;
 use crate::locks::RwLock;
 
 use super::Refusal;
-use crate::error::AddressFault;
+use crate::device::address::AddressFault;
 use crate::os;
 
 /// Bytes under one lock.

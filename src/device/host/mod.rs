@@ -87,16 +87,16 @@ impl HostConfig {
     fn check(&self) -> Result<()> {
         if !(1..=MAX_DEVICES).contains(&self.devices) {
             let devices = self.devices;
-            return Err(Error::Config(format!("{devices} host devices; a node has 1 to {MAX_DEVICES}")));
+            return Err(Error::Argument(format!("{devices} host devices; a node has 1 to {MAX_DEVICES}")));
         }
         if self.memory == Some(0) {
-            return Err(Error::Config(
+            return Err(Error::Argument(
                 "host devices with 0 bytes of memory; give them at least 1".to_owned(),
             ));
         }
         if self.stepped.is_some() && self.late.is_some() {
             let text = "a host node is either stepped or late; stepped operations wait until they are stepped anyway";
-            return Err(Error::Config(text.to_owned()));
+            return Err(Error::Argument(text.to_owned()));
         }
         Ok(())
     }

@@ -306,7 +306,7 @@ impl HostNode {
     /// A new node.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) if the configuration makes no sense;
+    /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense;
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn new(config: HostConfig) -> Result<Self> {
         crate::os::watch_forks()?;

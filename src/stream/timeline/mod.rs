@@ -326,7 +326,12 @@ impl Timeline {
     /// handle in.
     fn nameable(&self) -> Result<()> {
         match self.elsewhere() {
-            Some(_) => Err(Error::WrongThread { device: self.context.name().into() }),
+            Some(_) => Err(Error::Mismatch {
+                what: "the per-thread default stream",
+                of: "another thread".into(),
+                with: self.context.name().into(),
+                remedy: "submit on the thread that adopted it, or adopt this thread's own",
+            }),
             None => Ok(()),
         }
     }

@@ -140,7 +140,13 @@ fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
     for wrong in [0..4097, 4097..4097, 20..10] {
         let source = FileSource::open(file.path()).unwrap().range(0..10).unwrap();
         let refused = source.range(wrong.clone()).unwrap_err();
-        assert!(matches!(refused, Error::OutOfRange { len: 4096, .. }), "{wrong:?}: {refused}");
+        assert!(
+            matches!(
+                &refused,
+                Error::Argument(text) if text.contains("range")
+            ),
+            "{wrong:?}: {refused}"
+        );
     }
     rig.all_is_back();
 }

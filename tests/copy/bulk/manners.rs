@@ -30,13 +30,13 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
         (builder().depth(usize::MAX), "depth"),
     ] {
         match wrong.build() {
-            Err(Error::Config(text)) => assert!(text.contains(word), "{word}: {text}"),
+            Err(Error::Argument(text)) => assert!(text.contains(word), "{word}: {text}"),
             other => panic!("{word}: {other:?}"),
         }
     }
     let other = Rig::plain();
     let wrong = Copier::builder(&rig.pool, &other.device).build();
-    assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
+    assert!(matches!(wrong, Err(Error::Mismatch { .. })));
     // Small pools get small chunks by themselves.
     for capacity in [256 << 10, 1 << 20, 5 << 20, 64 << 20] {
         let rig = Rig::new(HostConfig::new(), capacity);

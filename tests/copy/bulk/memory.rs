@@ -65,22 +65,30 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let memory = rig.device.alloc(100).unwrap();
-    assert!(matches!(copier.upload_slice(&[], &memory), Err(Error::Empty)));
+    assert!(matches!(
+        copier.upload_slice(&[], &memory),
+        Err(Error::Argument(text)) if text.contains("nothing to copy")
+    ));
     assert!(matches!(copier.upload_slice(&[0; 101], &memory), Err(Error::TooSmall { need: 101, have: 100 })));
     let refused = copier.upload(vec![1_u8; 101], &memory).unwrap_err();
     assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer == Some(vec![1; 101]));
     let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(1, &memory)]).unwrap_err();
-    assert!(matches!(refused.error, Error::OutOfRange { .. }) && refused.buffer.is_some());
+    assert!(
+        matches!(
+            &refused.error,
+            Error::Argument(text) if text.contains("range")
+        ) && refused.buffer.is_some()
+    );
     let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(u64::MAX, &memory)]).unwrap_err();
-    assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
     // In the last chunk that there is.
     let last = Piece::new(u64::MAX - 100, memory.slice(..50).unwrap());
     let refused = copier.upload_ranges(vec![1_u8; 50], vec![last]).unwrap_err();
-    assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
     assert!(matches!(copier.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
     let other = Rig::plain();
     let theirs = other.device.alloc(100).unwrap();
-    assert!(matches!(copier.upload_slice(&[1], &theirs), Err(Error::WrongDevice { .. })));
+    assert!(matches!(copier.upload_slice(&[1], &theirs), Err(Error::Mismatch { .. })));
     rig.all_is_back();
 }
 

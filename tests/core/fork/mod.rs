@@ -571,8 +571,8 @@ fn the_callers_memory_is_left_alone_in_a_child() {
         let adopted = pool.adopt(value(256 << 10));
         let registered = device.register(value(5000));
         let checks = [
-            adopted.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
-            registered.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
+            adopted.as_ref().is_err_and(|e| e.error == Error::Forked && e.buffer.is_some()),
+            registered.as_ref().is_err_and(|e| e.error == Error::Forked && e.buffer.is_some()),
             one.device_address(&device) == Err(Error::Forked),
             buf.device_address(&device) == Err(Error::Forked),
             // It is a value like any other to read.

@@ -21,7 +21,7 @@ fn it_grows_up_to_the_cap_and_is_trimmed() {
     loop {
         match pool.try_checkout(pages(32)) {
             Ok(buf) => bufs.push(buf),
-            Err(error) => break assert!(matches!(error, Error::Exhausted { .. })),
+            Err(error) => break assert!(matches!(error, Error::Exhausted(_))),
         }
         sizes.push(checked(&pool).pinned_bytes);
     }
@@ -161,7 +161,7 @@ fn what_fits_no_region_makes_idle_ones_go() {
     // The request fits into the capacity, but not into what is left of it, nor into the existing region while that is
     // in use.
     let small = pool.checkout(1).unwrap();
-    assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted { .. })));
+    assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted(_))));
     let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
     // The region is withheld, so that it gets idle, and with it what else is needed of the capacity. The rest is there for
     // later requests.

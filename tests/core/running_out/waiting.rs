@@ -9,9 +9,8 @@ fn it_fails_at_once_if_told_so() {
     let all = pool.checkout(pages(16)).unwrap();
     for _ in 0..3 {
         let error = pool.try_checkout(100).unwrap_err();
-        let Error::Exhausted { len: 100, capacity: 0x10000, growth: None, .. } = error else {
-            panic!("{error}")
-        };
+        let Error::Exhausted(shortage) = &error else { panic!("{error}") };
+        assert_eq!((shortage.requested, shortage.capacity, &shortage.growth), (100, 64 << 10, &None));
         assert!(error.is_retryable());
     }
     let stats = checked(&pool);
@@ -29,7 +28,7 @@ fn a_deadline_leaves_no_trace() {
     let (since, timeout) = (Instant::now(), Duration::from_millis(20));
     let error = pool.checkout_timeout(100, timeout).unwrap_err();
     let Error::Timeout(waited) = error else { panic!("{error}") };
-    assert!(timeout <= waited && waited <= since.elapsed(), "{timeout:?} {waited:?}");
+    assert!(timeout <= waited.time && waited.time <= since.elapsed(), "{timeout:?} {waited:?}");
     let error = pool.checkout_many(&[pages(1), pages(2)], Some(Duration::ZERO)).unwrap_err();
     assert!(matches!(error, Error::Timeout(_)), "{error}");
     let stats = checked(&pool);
@@ -71,7 +70,7 @@ fn on_a_stepped_device_the_waiter_moves_the_device() {
     let pool = rig.pool(64 << 10);
     let stream = rig.device.stream().unwrap();
     send(&stream, pool.checkout(pages(16)).unwrap());
-    assert!(matches!(pool.try_checkout(9), Err(Error::Exhausted { .. })));
+    assert!(matches!(pool.try_checkout(9), Err(Error::Exhausted(_))));
     drop(pool.checkout(9).unwrap());
     // Nothing can come back: no other thread steps the device, so waiting ends.
     let all = pool.checkout(pages(16)).unwrap();
@@ -87,7 +86,10 @@ fn nonsense_is_refused_in_every_call() {
     for _ in 0..2 {
         assert!(matches!(pool.checkout(0), Err(Error::ZeroLength)));
         assert!(matches!(pool.checkout(usize::MAX), Err(Error::TooLong { .. })));
-        assert!(matches!(pool.checkout(Request::new(1).align(3)), Err(Error::BadAlignment { .. })));
+        assert!(matches!(
+            pool.checkout(Request::new(1).align(3)),
+            Err(Error::Argument(text)) if text.contains("no alignment")
+        ));
         let asked = [Request::new(1), Request::new(0)];
         assert!(matches!(pool.checkout_many(&asked, None), Err(Error::ZeroLength)));
         assert!(matches!(block_on(pool.checkout_many_async(asked)), Err(Error::ZeroLength)));
@@ -141,7 +143,7 @@ fn what_waits_in_order_is_not_passed() {
     drop(a);
     all.still_waits();
     second.still_waits();
-    assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted { .. })));
+    assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted(_))));
     drop(b);
     drop(all.ready().unwrap());
     drop(second.ready().unwrap());
@@ -438,7 +440,7 @@ fn a_claim_does_not_pass_a_waiter() {
     }
     let mut waiter = Waiter::new(pool.checkout_async(50_000));
     let refused = pool.try_checkout_on(&stream, 50_000);
-    assert!(matches!(refused, Err(Error::Exhausted { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
     waiter.still_waits();
     drain(&rig);
     drop(waiter.ready().unwrap());

@@ -94,7 +94,7 @@ pub fn recreated(gpu: &Gpu) {
     println!(
         "{TEST}: the handle {raw:#x} came again after {tries} tries; a buffer of the old stream: {refused}"
     );
-    assert!(matches!(refused, Error::WrongStream), "{refused}");
+    assert!(matches!(refused, Error::Mismatch { what: "a stream-ready buffer", .. }), "{refused}");
     let wrong: usize = (0..20).map(|n| round_trip(&pool, &new, &memory, n)).sum();
     assert_eq!(wrong, 0);
     new.synchronize().expect("all is done");

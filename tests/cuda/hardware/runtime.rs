@@ -203,7 +203,7 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
     runtime.ok("cudaFree", &[gone]);
     let twice = || {
         let refused = device.register(registered).expect_err("it is registered");
-        let memory = refused.memory.expect("it comes back");
+        let memory = refused.buffer.expect("it comes back");
         gpu.raw.unregister(memory.as_ptr().cast_mut());
         refused.error
     };

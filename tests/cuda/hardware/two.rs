@@ -40,7 +40,7 @@ pub fn both(gpu: &Gpu) {
     // Each device refuses the other's buffers and streams, whatever the pool.
     let (stream, memory) = (first.stream().expect("a stream"), second.alloc(100).expect("device memory"));
     let refused = stream.upload(filled(&pool, 100, 1), &memory).expect_err("memory of the other GPU");
-    assert!(matches!(refused.error, pinpool::Error::WrongDevice { .. }), "{}", refused.error);
+    assert!(matches!(refused.error, pinpool::Error::Mismatch { .. }), "{}", refused.error);
     pool.check().expect("the pool is whole");
     gpu.no_violations();
     if gpu.real && !can_check(gpu, &first) {

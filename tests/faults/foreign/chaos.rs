@@ -20,10 +20,7 @@ use std::time::{Duration, Instant};
 use pinpool::copier::{Fill, Priority, Sink, Source};
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
-use pinpool::{
-    Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, RegisterError, Request, Stream, SubmitError,
-    Unpinned,
-};
+use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned};
 
 use super::hostile::{Bomb, Quiet, Turn, Value, waker};
 use crate::support::own_process;
@@ -294,24 +291,8 @@ fn quiet<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// The reason of a refusal; the refused buffer is dropped.
-trait Refused {
-    fn why(self) -> Error;
-}
-
-impl<B> Refused for SubmitError<B> {
-    fn why(self) -> Error {
-        self.error
-    }
-}
-
-impl<T> Refused for RegisterError<T> {
-    fn why(self) -> Error {
-        self.error
-    }
-}
-
-fn refused(refused: impl Refused) -> Error {
-    quiet(move || refused.why())
+fn refused<B>(refused: SubmitError<B>) -> Error {
+    quiet(move || refused.into())
 }
 
 /// What one thread works with.

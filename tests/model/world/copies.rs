@@ -381,7 +381,10 @@ impl World<'_> {
                 let device = self.lanes[other].device;
                 let Some(memory) = self.memory(device, 1) else { return self.unclaim(buf) };
                 match self.lanes[other].stream.clone().download(&memory, buf) {
-                    Err(SubmitError { error: Error::WrongStream, buffer: Some(buf) }) => {
+                    Err(SubmitError {
+                        error: Error::Mismatch { what: "a stream-ready buffer", .. },
+                        buffer: Some(buf),
+                    }) => {
                         self.tally.note("refused: wrong stream");
                         self.unclaim(buf);
                     }

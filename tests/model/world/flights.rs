@@ -84,7 +84,7 @@ impl World<'_> {
         let after = self.outstanding(other);
         let result = self.lanes[waiter].stream.wait_for(&self.lanes[other].stream);
         if self.lanes[waiter].device != self.lanes[other].device {
-            assert!(matches!(result, Err(Error::WrongDevice { .. })), "{result:?}");
+            assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}");
             self.tally.note("refused: wrong device");
             return;
         }

@@ -101,7 +101,7 @@ fn set_up(
     // No other thread uses this pool: a checkout that fails now would always fail.
     let buf = |_| link.try_checkout(size / BUFFERS);
     let bufs = (0..BUFFERS).map(buf).collect::<Result<_, _>>().map_err(|error| match error {
-        Error::Exhausted { .. } => pinning.error.unwrap_or(error),
+        Error::Exhausted(_) => pinning.error.unwrap_or(error),
         error => error,
     })?;
     let share = COPIER_SHARE.min(size.max(LEAST_SIZE));

@@ -169,7 +169,7 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
         .unpinned(args.unpinned)
         .build();
     let pool = pool.map_err(|error| match error {
-        Error::Config(text) => CliError::Usage(text),
+        Error::Argument(text) => CliError::Usage(text),
         error => failed("the pool cannot be built", &error),
     })?;
     let copier = copier(&pool, &device, args, capacity)
@@ -202,7 +202,7 @@ fn copier(pool: &Pool, device: &Device, args: &LoadArgs, capacity: usize) -> Res
     while chunk > 0 {
         let builder = Copier::builder(pool, device).threads(super::threads(args.threads));
         match builder.share(capacity).chunk(chunk).build() {
-            Err(Error::Config(_)) => chunk -= CHUNK_STEP,
+            Err(Error::Argument(_)) => chunk -= CHUNK_STEP,
             built => return built.map(Some),
         }
     }

@@ -89,14 +89,14 @@ fn memory_that_does_not_serve_is_an_error_with_the_tensors_name() {
     let short = cause(load(&|tensor| rig.device.alloc(tensor.bytes() as usize - 1)?.slice(..)));
     assert!(matches!(short, Error::TooSmall { need: 65_664, have: 65_663 }), "{short}");
     let crooked = cause(load(&|_| large.slice(1..)));
-    assert!(matches!(&crooked, Error::Config(text) if text.contains("align")), "{crooked}");
+    assert!(matches!(&crooked, Error::Argument(text) if text.contains("align")), "{crooked}");
     let foreign = cause(load(&|_| other.device.alloc(1 << 20)?.slice(..)));
-    assert!(matches!(foreign, Error::WrongDevice { .. }), "{foreign}");
+    assert!(matches!(foreign, Error::Mismatch { .. }), "{foreign}");
     assert_eq!(load(&|_| Err(Error::Closed)), Error::Closed, "the program's own error comes as it is");
     // The same memory for two, in two files.
     let twice = checkpoint.loader(&copier).places(|_| large.slice(..).map(Some)).start().map(drop);
     let Err(Error::Tensor { cause, .. }) = twice else { panic!("{twice:?}") };
-    assert!(matches!(&*cause, Error::Config(text) if text.contains("overlaps")), "{cause}");
+    assert!(matches!(&*cause, Error::Argument(text) if text.contains("overlaps")), "{cause}");
     // Side by side is no overlap.
     let at = RefCell::new(0);
     let place = |tensor: &Tensor| {

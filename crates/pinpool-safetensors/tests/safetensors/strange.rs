@@ -86,7 +86,7 @@ fn whatever_is_wrong_with_them_is_said_in_plain_characters() {
 /// The fields have the exact name; the message has it escaped, in every variant that has a text.
 #[test]
 fn every_error_shows_what_others_said_in_plain_characters() {
-    use pinpool::{AddressFault, DeviceError, ErrorClass};
+    use pinpool::{DeviceError, ErrorClass};
     let evil = || format!("\u{1b}[31m\n\u{202e}{}", "\u{9b}".repeat(1 << 20));
     let device = DeviceError {
         device: evil().into(),
@@ -96,24 +96,16 @@ fn every_error_shows_what_others_said_in_plain_characters() {
         class: ErrorClass::Argument,
     };
     let (kind, offset) = (std::io::ErrorKind::Other, 0);
-    let fault = AddressFault::OtherDevice { device: evil() };
     let lost = Box::new(Error::Device(device.clone()));
     for error in [
-        Error::Config(evil()),
+        Error::Argument(evil()),
         Error::UnknownDevice { name: evil(), known: evil() },
         Error::Unavailable { device: evil(), why: evil() },
         Error::Unsupported(evil()),
         Error::MemLock { wanted: 1, limit: evil() },
         Error::OutOfMemory { wanted: 1, text: evil() },
-        Error::Exhausted { len: 1, capacity: 1, growth: Some(lost.clone()), shortage: None },
-        Error::WrongDevice { device: evil(), what: "a stream", of: evil(), remedy: "" },
-        Error::WrongContext { device: evil() },
-        Error::WrongThread { device: evil() },
-        Error::Unordered { device: evil() },
-        Error::BadAddress { device: evil(), address: 1, len: 1, fault },
-        Error::View(evil()),
+        Error::Mismatch { what: "a stream", of: evil(), with: evil(), remedy: "" },
         Error::Read { what: evil(), offset, kind, text: evil() },
-        Error::Shrunk { what: evil(), end: 1, len: 2 },
         Error::Write { what: evil(), offset, kind, text: evil() },
         Error::Malformed { what: evil(), tensor: Some(evil().into()), why: evil() },
         Error::Transfer { what: evil(), offset, cause: lost.clone() },

@@ -1,7 +1,7 @@
 //! Memory by its address, and copies between host memory.
 
 use super::*;
-use crate::error::AddressFault;
+use crate::device::address::AddressFault;
 
 impl Rig {
     fn on_host(&self, stream: StreamHandle, src: &Host, dst: &Host) {
@@ -13,11 +13,9 @@ impl Rig {
         }
     }
 
-    fn address_fault(&self, address: u64, len: usize) -> AddressFault {
-        match self.driver.examine(DevicePtr(address), len) {
-            Err(Error::BadAddress { fault, .. }) => fault,
-            other => panic!("{other:?}"),
-        }
+    fn is_told(&self, address: u64, len: usize, fault: AddressFault) {
+        let told = self.driver.examine(DevicePtr(address), len).unwrap_err();
+        assert_eq!(told, fault.of("host:0", address, len));
     }
 }
 
@@ -30,15 +28,15 @@ fn an_address_is_told_what_it_is() {
     rig.driver.examine(memory, 100).unwrap();
     rig.driver.examine(DevicePtr(at + 99), 1).unwrap();
     let past = |over| AddressFault::PastEnd { start: at, size: 100, over };
-    assert_eq!(rig.address_fault(at, 101), past(1));
-    assert_eq!(rig.address_fault(at + 99, 3), past(2));
-    assert_eq!(rig.address_fault(at + 1, usize::MAX), past(usize::MAX - 99));
-    assert_eq!(rig.address_fault(at + 100, 1), AddressFault::Unknown);
-    assert_eq!(rig.address_fault(foreign.0, 1), AddressFault::OtherDevice { device: "host:1".into() });
-    assert_eq!(rig.address_fault(1, 1), AddressFault::Unknown);
-    assert_eq!(rig.address_fault(u64::MAX, 1), AddressFault::Unknown);
+    rig.is_told(at, 101, past(1));
+    rig.is_told(at + 99, 3, past(2));
+    rig.is_told(at + 1, usize::MAX, past(usize::MAX - 99));
+    rig.is_told(at + 100, 1, AddressFault::Unknown);
+    rig.is_told(foreign.0, 1, AddressFault::OtherDevice { device: "host:1".into() });
+    rig.is_told(1, 1, AddressFault::Unknown);
+    rig.is_told(u64::MAX, 1, AddressFault::Unknown);
     rig.driver.free(memory).unwrap();
-    assert_eq!(rig.address_fault(at, 1), AddressFault::Unknown);
+    rig.is_told(at, 1, AddressFault::Unknown);
     far.free(foreign).unwrap();
 }
 

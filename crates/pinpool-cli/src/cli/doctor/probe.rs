@@ -143,7 +143,7 @@ fn copy(device: &Device, pool: &Pool, patience: Duration, measured: &mut Measure
     loop {
         match pool.try_checkout(part) {
             Ok(buf) => bufs.push(buf),
-            Err(Error::Exhausted { .. }) if !bufs.is_empty() => break,
+            Err(Error::Exhausted(_)) if !bufs.is_empty() => break,
             Err(error) => return Err(error),
         }
     }
