@@ -104,9 +104,12 @@ impl Index {
             let why = format!("more than {LONGEST_INDEX} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        // A file that grows meanwhile is read up to its length, and then is no JSON.
-        reserved(text.try_reserve_exact(len as usize), &what, len as usize)?;
-        file.take(len).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        let most = len as usize + 1;
+        reserved(text.try_reserve_exact(most), &what, most)?;
+        file.take(len + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        if text.len() as u64 > len {
+            return Err(malformed(&what, "it has grown while it was read; open it again when it is written"));
+        }
         if text.starts_with(BYTE_ORDER_MARK) {
             text.drain(..BYTE_ORDER_MARK.len());
         }

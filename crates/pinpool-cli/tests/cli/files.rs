@@ -302,7 +302,7 @@ fn a_file_that_is_shorter_than_it_says_is_a_failure() {
     assert!((len as u64) < metadata.len());
     fails(
         load([path]).args(["--capacity", "8MiB"]),
-        &format!("ends at byte {len}, not at {}", metadata.len()),
+        &format!("at offset {len}: it ends there, not at {}", metadata.len()),
     );
 }
 
