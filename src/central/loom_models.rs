@@ -13,6 +13,7 @@ use std::time::Instant;
 use loom::thread::{JoinHandle, spawn};
 
 use super::*;
+use crate::freelist::list_of;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};
@@ -94,7 +95,9 @@ impl Store {
         step();
         let want = self.want();
         let Placement::Class(class) = want.placement else { unreachable!() };
-        if let Some(fresh) = self.central.hit(class, LEN) {
+        if let Some(descriptor) = self.central.hit(class, LEN) {
+            // SAFETY: taken just now, of this class.
+            let fresh = unsafe { Fresh::of_descriptor(&self.central, descriptor, LEN, list_of(class)) };
             return Some(self.out(fresh));
         }
         match self.central.try_take(want, ReclaimLevel::All) {

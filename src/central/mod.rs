@@ -65,9 +65,7 @@ use std::time::{Duration, Instant};
 use crate::arena::Arena;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
-use crate::freelist::{
-    CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode,
-};
+use crate::freelist::{CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, listed, mode};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync;
@@ -312,15 +310,14 @@ impl CentralPool {
 
     /// A hit: takes a segment from this thread's cache. `None`: the caller goes on with [`CentralPool::refill`] and
     /// [`CentralPool::try_take`].
+    ///
+    /// Gives the descriptor, which fits into a register, and not a [`Fresh`]: see the note in `Pool`.
     #[inline(always)]
-    pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
-        // Both branches yield a descriptor, which fits into a register, and not a `Fresh`: see the note in `Pool`.
-        let descriptor = match self.gate.enter_by_permit(lease::current()?) {
-            Some(mut inside) => inside.take(class, len)?,
-            None => self.hit_other(class, len)?,
-        };
-        // SAFETY: just taken from this central pool, of this class, and no other thread has it.
-        Some(unsafe { Fresh::of_list(self, Grant { descriptor, len }, list_of(class)) })
+    pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
+        match self.gate.enter_by_permit(lease::current()?) {
+            Some(mut inside) => inside.take(class, len),
+            None => self.hit_other(class, len),
+        }
     }
 
     /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their

@@ -66,21 +66,20 @@ impl Fresh {
         })
     }
 
-    /// Makes a segment anew of what the slow path returned.
+    /// Makes a segment of a descriptor that [`CentralPool::hit`] or [`Segment::into_descriptor`] gave.
     ///
     /// # Safety
-    /// The descriptor is from [`Segment::into_descriptor`] of a segment of this central pool and this length, and is used
-    /// once. No byte of the segment counts as written.
-    // Never inlined: else the slow path's values would take registers from the hit.
-    #[cold]
-    #[inline(never)]
-    pub(crate) unsafe fn of_slow_path(
+    /// The descriptor is of a segment of this central pool, which was taken for this length, and is used once. No byte of
+    /// the segment counts as written. `list` is the descriptor's.
+    #[inline(always)]
+    pub(crate) unsafe fn of_descriptor(
         central: &CentralPool,
         descriptor: NonNull<Descriptor>,
         len: usize,
+        list: usize,
     ) -> Self {
         // SAFETY: this function's contract.
-        unsafe { Self::new(central, Grant { descriptor, len }) }
+        unsafe { Self::of_list(central, Grant { descriptor, len }, list) }
     }
 
     #[inline(always)]

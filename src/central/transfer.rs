@@ -168,8 +168,10 @@ pub(super) mod tests {
 
     fn take(central: &CentralPool, len: usize) -> Fresh {
         let want = central.place(len, 64).unwrap();
-        if let Some(fresh) = Class::of(len).and_then(|class| central.hit(class, len)) {
-            return fresh;
+        let class = Class::of(len).unwrap();
+        if let Some(descriptor) = central.hit(class, len) {
+            // SAFETY: taken just now, of this class.
+            return unsafe { Fresh::of_descriptor(central, descriptor, len, list_of(class)) };
         }
         match central.try_take(want, ReclaimLevel::Idle).unwrap() {
             Take::Got(fresh) => fresh,

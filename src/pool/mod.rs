@@ -55,7 +55,7 @@ use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Take, Wake, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result};
-use crate::freelist::Descriptor;
+use crate::freelist::{Descriptor, list_of};
 use crate::region::Regions;
 use crate::segment::Placement;
 use crate::stream::Stream;
@@ -176,8 +176,8 @@ impl Pool {
 
     #[track_caller]
     fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
-        if let Some(fresh) = self.hit(request) {
-            return Ok(fresh.into());
+        if let Some(buf) = self.hit(request) {
+            return Ok(buf);
         }
         match self.serve(&[request], limit, usize::MAX) {
             Ok(granted) => self.entered(granted, &[request], Location::caller()).pop().ok_or(Error::Closed),
@@ -203,23 +203,33 @@ impl Pool {
     #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
-        let fresh = match self.hit(request) {
-            Some(fresh) => fresh,
+        let Request { len, align, tag } = request;
+        let (descriptor, list) = match self.hit_descriptor(request) {
+            Some(found) => found,
             None => {
-                let Request { len, align, tag } = request;
                 let origin = CheckoutSite { tag, site: Some(Location::caller()) };
                 let descriptor = self.checkout_slow(len, align, origin, limit)?;
-                // SAFETY: `checkout_slow` has taken it from this central pool just now, for this request.
-                unsafe { Fresh::of_slow_path(&self.0.central, descriptor, len) }
+                // SAFETY: `checkout_slow` has taken it just now, so it is alive.
+                (descriptor, unsafe { descriptor.as_ref() }.list())
             }
         };
-        Ok(fresh.into())
+        // SAFETY: it was taken from this central pool just now, for this request, and this is its list.
+        Ok(unsafe { Fresh::of_descriptor(&self.0.central, descriptor, len, list) }.into())
     }
 
     /// Step 1 of the module's page: a segment of this thread's cache.
     #[inline(always)]
-    fn hit(&self, request: Request) -> Option<Fresh> {
-        self.0.central.hit(request.cached_class()?, request.len)
+    fn hit_descriptor(&self, request: Request) -> Option<(NonNull<Descriptor>, usize)> {
+        let class = request.cached_class()?;
+        Some((self.0.central.hit(class, request.len)?, list_of(class)))
+    }
+
+    /// Step 1 as a buffer.
+    #[allow(unsafe_code)]
+    fn hit(&self, request: Request) -> Option<PinnedBuf> {
+        let (descriptor, list) = self.hit_descriptor(request)?;
+        // SAFETY: it was taken from this central pool just now, for this request, and this is its list.
+        Some(unsafe { Fresh::of_descriptor(&self.0.central, descriptor, request.len, list) }.into())
     }
 
     /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
@@ -338,8 +348,8 @@ impl Pool {
         let timeline = stream.timeline();
         self.check_serves(timeline.context())?;
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(fresh) = self.hit(request) {
-            return Ok(ready(fresh.into()));
+        if let Some(buf) = self.hit(request) {
+            return Ok(ready(buf));
         }
         let wants = self.wants(&[request])?;
         if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle)? {
