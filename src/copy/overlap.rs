@@ -1,12 +1,13 @@
 //! Which copies of a batch are in each other's way: those that write to the same device memory.
 //!
 //! The driver copies the parts of a batch in any order, or at once, so two that write the same bytes must not share one.
-//! Asking for each pair would take longer than the copies; sorted by where they start, neighbours are enough.
+
+use std::collections::BTreeMap;
 
 use crate::device::{DevicePtr, Transfer};
 
 /// How many copies from a list's front write to nothing that another of them writes to.
-pub(super) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64, u32)>) -> usize {
+pub(super) fn first_in_the_way(transfers: &[Transfer]) -> usize {
     let mut end = 0;
     let rises = transfers.iter().filter_map(written).all(|(start, len)| {
         let behind = start >= end;
@@ -16,12 +17,17 @@ pub(super) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64
     if rises {
         return transfers.len();
     }
-    spans.clear();
-    spans.extend(transfers.iter().enumerate().filter_map(|(at, transfer)| {
-        let (start, len) = written(transfer)?;
-        Some((start, start.saturating_add(len as u64), at as u32))
-    }));
-    clear_front(spans, transfers.len())
+    // Where each starts and ends. No two of them meet, so the last one that starts before an end reaches furthest.
+    let mut before: BTreeMap<u64, u64> = BTreeMap::new();
+    let meets = |transfer: &Transfer| {
+        let Some((start, len)) = written(transfer) else { return false };
+        let end = start.saturating_add(len as u64);
+        let last = before.range(..end).next_back();
+        let meets = last.is_some_and(|(_, reach)| *reach > start);
+        before.insert(start, end);
+        meets
+    };
+    transfers.iter().position(meets).unwrap_or(transfers.len())
 }
 
 /// Where on the device a copy writes, and how much.
@@ -33,39 +39,20 @@ fn written(transfer: &Transfer) -> Option<(u64, usize)> {
     }
 }
 
-/// The same for spans, of which each is some copy's out of `count`: start, end, and place in the list.
-fn clear_front(spans: &mut Vec<(u64, u64, u32)>, count: usize) -> usize {
-    spans.sort_unstable();
-    let mut keep = count;
-    loop {
-        let mut shorter = keep;
-        // The span that reaches furthest so far.
-        let mut reach = (0, 0);
-        for &(start, end, at) in spans.iter() {
-            if start < reach.0 {
-                shorter = shorter.min(at.max(reach.1) as usize);
-            }
-            if end > reach.0 {
-                reach = (end, at);
-            }
-        }
-        if shorter == keep {
-            return keep;
-        }
-        // Without those, others may reach furthest, and be in the way of one that is left.
-        keep = shorter;
-        spans.retain(|&(_, _, at)| (at as usize) < keep);
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use proptest::prelude::*;
 
-    use super::clear_front;
+    use super::*;
 
-    fn naive(spans: &[(u64, u64, u32)]) -> usize {
-        let meet = |a: &(u64, u64, u32), b: &(u64, u64, u32)| a.0 < b.1 && b.0 < a.1;
+    fn found(spans: &[(u64, usize)]) -> usize {
+        let src = std::ptr::null();
+        let upload = |&(start, len): &(u64, usize)| Transfer::Upload { src, dst: DevicePtr(start), len };
+        first_in_the_way(&spans.iter().map(upload).collect::<Vec<_>>())
+    }
+
+    fn naive(spans: &[(u64, usize)]) -> usize {
+        let meet = |a: &(u64, usize), b: &(u64, usize)| a.0 < b.0 + b.1 as u64 && b.0 < a.0 + a.1 as u64;
         (0..spans.len())
             .find(|&i| spans[..i].iter().any(|other| meet(other, &spans[i])))
             .unwrap_or(spans.len())
@@ -74,18 +61,16 @@ mod tests {
     proptest! {
         /// As many as looking at every pair finds.
         #[test]
-        fn finds_what_pairs_find(ranges in prop::collection::vec((0_u64..200, 1_u64..40), 0..24)) {
-            let spans: Vec<_> =
-                ranges.iter().enumerate().map(|(at, &(start, len))| (start, start + len, at as u32)).collect();
-            prop_assert_eq!(clear_front(&mut spans.clone(), spans.len()), naive(&spans));
+        fn finds_what_pairs_find(spans in prop::collection::vec((0_u64..200, 1_usize..40), 0..24)) {
+            prop_assert_eq!(found(&spans), naive(&spans));
         }
     }
 
     #[test]
     fn neighbours_are_no_overlap_and_equals_are() {
-        assert_eq!(clear_front(&mut vec![(10, 20, 0), (0, 10, 1), (20, 21, 2)], 3), 3);
-        assert_eq!(clear_front(&mut vec![(0, 4, 0), (0, 4, 1), (0, 4, 2)], 3), 1);
+        assert_eq!(found(&[(10, 10), (0, 10), (20, 1)]), 3);
+        assert_eq!(found(&[(0, 4), (0, 4), (0, 4)]), 1);
         // One that reaches over all others hides what they have in common.
-        assert_eq!(clear_front(&mut vec![(10, 12, 0), (11, 13, 1), (0, 100, 2)], 3), 1);
+        assert_eq!(found(&[(10, 2), (11, 2), (0, 100)]), 1);
     }
 }

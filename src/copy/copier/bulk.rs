@@ -1,13 +1,12 @@
 //! The calls for sources, files and sinks.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 
 use super::Copier;
 use super::file::FileSource;
 use super::job::Job;
 use super::pieces::{Borrowed, Piece as Place, Survey};
-use super::ranges::{FromFile, FromSource, Kept, Piece, Ranges, ToSink};
+use super::ranges::{Blob, FromFile, FromSource, Piece, Ranges, Storage, ToSink};
 use super::source::{self, Sink, Source};
 use super::transfer::Transfer;
 use super::types::Direction;
@@ -40,23 +39,14 @@ impl Copier {
         source: S,
         pieces: Vec<Piece>,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        let name = source::name("the source", || source.name().into_owned());
-        let ranges = self
-            .ranges(pieces)
-            .and_then(|(ranges, survey)| Ok((ranges.within(0, source::length(&source)?)?, survey)))
-            .and_then(|found| self.workers.start().map(|()| found));
-        let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
-        let start = self.begin(Direction::Up, survey, Some(name.clone()));
-        let source = Kept::new(source);
-        Ok(self.run(start, Arc::new(FromSource { source: source.clone(), name, ranges }), source))
+        self.run_ranges(Direction::Up, FromSource(source), pieces)
     }
 
-    /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter
-    /// is an error; one that is written to meanwhile is not, and arrives partly old and partly new: see [`FileSource`]
-    /// for how to find out.
+    /// Copies a file, or the range of it that the source names, to the front of `dst`. [`FileSource`] says what becomes
+    /// of a file that changes meanwhile.
     ///
     /// # Errors
-    /// With the source, as for [`upload`](Self::upload).
+    /// As for [`upload`](Self::upload).
     #[allow(clippy::result_large_err, reason = "the error carries the source back")]
     pub fn upload_file(
         &self,
@@ -80,14 +70,8 @@ impl Copier {
         source: FileSource,
         pieces: Vec<Piece>,
     ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
-        let ranges = self
-            .ranges(pieces)
-            .and_then(|(ranges, survey)| Ok((ranges.within(source.start(), source.end())?, survey)))
-            .and_then(|found| self.workers.start().map(|()| found));
-        let ((ranges, survey), source) = SubmitError::unless(ranges, source)?;
-        let start = self.begin(Direction::Up, survey, Some(source.name().to_owned().into()));
-        let (file, engine) = (Kept::new(source), Arc::downgrade(self.engine()));
-        Ok(self.run(start, Arc::new(FromFile { file: file.clone(), ranges, engine }), file))
+        let file = FromFile(source, self.engine().counters.clone());
+        self.run_ranges(Direction::Up, file, pieces)
     }
 
     // --- from the device ---------------------------------------------------------------------------------------------
@@ -105,7 +89,7 @@ impl Copier {
         let mut vec = new_vec(len)?;
         let piece = Place::new(vec.as_mut_ptr(), len, &src);
         // SAFETY: the vector's memory, which nothing else uses before the call returns.
-        let plan = unsafe { Borrowed::new(engine, 1, |_| piece) };
+        let plan = unsafe { Borrowed::new(1, |_| piece) };
         let start = self.begin(Direction::Down, survey, Some("a new vector".into()));
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
@@ -134,20 +118,29 @@ impl Copier {
         pieces: Vec<Piece>,
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        let name = source::name("the target", || sink.name().into_owned());
-        let found = self.ranges(pieces).and_then(|found| self.workers.start().map(|()| found));
-        let ((ranges, survey), sink) = SubmitError::unless(found, sink)?;
-        let start = self.begin(Direction::Down, survey, Some(name.clone()));
-        let sink = Kept::new(sink);
-        Ok(self.run(start, Arc::new(ToSink { sink: sink.clone(), name, ranges }), sink))
+        self.run_ranges(Direction::Down, ToSink(sink), pieces)
     }
 
-    /// Before a call with such pieces.
-    fn ranges(&self, pieces: Vec<Piece>) -> Result<(Ranges, Survey)> {
-        self.alive()?;
+    /// Starts a job of a source, file or sink.
+    fn run_ranges<S: Storage>(
+        &self,
+        direction: Direction,
+        storage: S,
+        pieces: Vec<Piece>,
+    ) -> Result<Transfer<S::Value>, SubmitError<S::Value>> {
         let mut survey = Survey::default();
-        let ranges = Ranges::new(self.engine(), pieces, &mut survey)?;
-        Ok((ranges, survey))
+        let looked = self.alive().and_then(|()| {
+            let ranges = Ranges::new(self.engine(), storage.name(), pieces, &mut survey)?;
+            let ranges = ranges.within(storage.bounds()?)?;
+            self.workers.start().map(|()| ranges)
+        });
+        match looked {
+            Ok(ranges) => {
+                let start = self.begin(direction, survey, Some(ranges.name.clone()));
+                Ok(self.run(start, Blob::new(storage, ranges)))
+            }
+            Err(error) => Err(SubmitError::refused(error, storage.into_value())),
+        }
     }
 }
 

@@ -12,18 +12,19 @@
 //!
 //! The layout is made once, when the chunk is cut off the call, and the chunk keeps it.
 
+use super::types::Settings;
 use crate::device::{DevicePtr, SpreadRow};
 use crate::error::{Error, Result};
 
-/// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
-const WIDTH: u64 = 16;
 /// Bytes of a row of the table.
 pub(super) const ROW: usize = size_of::<SpreadRow>();
 /// A stretch has a row for so many bytes: the rows of a kernel are shared among its warps, and one warp alone takes
 /// long for a long row.
 pub(super) const LONGEST_ROW: usize = 16 << 10;
-/// A piece is cut at the end of a chunk only where at least so much of it fits.
-const LEAST_PART: usize = 4 << 10;
+
+/// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
+/// there is nothing to be done beside the last ones: chunks there are short.
+pub(super) const LEAST: usize = 256 << 10;
 
 /// A place in a call's pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,6 +96,37 @@ impl Part {
     }
 }
 
+/// How the chunks of a call grow and shrink.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ramp {
+    /// Bytes of a segment, and of the first chunk.
+    pub(super) most: usize,
+    pub(super) least: usize,
+    /// Threads that take chunks.
+    pub(super) hands: usize,
+}
+
+impl Ramp {
+    pub(super) fn new(settings: &Settings) -> Self {
+        let most = settings.chunk;
+        Self { most, least: LEAST.min(most), hands: settings.threads.max(1) }
+    }
+
+    /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
+    pub(super) fn unfilled(settings: &Settings) -> Self {
+        let Self { most, least, .. } = Self::new(settings);
+        Self { most, least: least.max(most / 4), hands: 1 }
+    }
+
+    /// Bytes of the next chunk's segment that are used, where it has so much room.
+    pub(super) fn next(&self, cursor: &Cursor, room: Option<usize>) -> usize {
+        let Self { most, least, hands } = *self;
+        let growing = least + (most - least) / hands * cursor.chunks.min(hands);
+        let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
+        even.clamp(least, growing.min(most).max(least)).min(room.unwrap_or(usize::MAX))
+    }
+}
+
 /// Bytes that are contiguous on the device and in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stretch {
@@ -115,70 +147,6 @@ impl Stretch {
     }
 }
 
-/// Where bytes that were put into a layout lie in the segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Put {
-    pub(super) offset: usize,
-    pub(super) len: usize,
-    /// They belong to the stretch before them.
-    pub(super) joins: bool,
-}
-
-/// A chunk that pieces are put into, one after the other.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
-    /// Bytes of the segment that may be used, the table's included.
-    most: usize,
-    /// Bytes so far, without the table.
-    at: usize,
-    stretches: usize,
-    /// Rows of all stretches but the last one, and the length of that one.
-    rows: usize,
-    last: usize,
-    /// The allocation that the last stretch is in, and where it ends.
-    end: (u64, u64),
-}
-
-impl Layout {
-    pub(super) fn new(most: usize) -> Self {
-        Self { most, at: 0, stretches: 0, rows: 0, last: 0, end: (u64::MAX, 0) }
-    }
-
-    /// Puts bytes at the end: as many as fit of `len` bytes, which lie at `device` in an allocation. `None`: the chunk
-    /// is full.
-    #[inline]
-    pub(super) fn put(&mut self, memory: u64, device: u64, len: usize) -> Option<Put> {
-        let joins = self.end == (memory, device) && self.stretches > 0;
-        let gap = if joins { 0 } else { (device.wrapping_sub(self.at as u64) % WIDTH) as usize };
-        let offset = self.at + gap;
-        // Two rows more than there are: the stretch's, and one for the end of the table's alignment. A long stretch
-        // needs a row for each `LONGEST_ROW` bytes.
-        let table = (self.rows() + 3) * ROW;
-        let room = self.most.saturating_sub(offset + table);
-        let room = room - room / (LONGEST_ROW / ROW);
-        if room < len && (room < LEAST_PART && self.at > 0) || room == 0 {
-            return None;
-        }
-        let len = len.min(room);
-        if joins {
-            self.last += len;
-        } else {
-            self.rows = self.rows();
-            self.stretches += 1;
-            self.last = len;
-        }
-        self.at = offset + len;
-        self.end = (memory, device.wrapping_add(len as u64));
-        Some(Put { offset, len, joins })
-    }
-
-    /// Rows of the table.
-    #[inline]
-    pub(super) fn rows(&self) -> usize {
-        self.rows + self.last.div_ceil(LONGEST_ROW)
-    }
-}
-
 /// Where a table starts that lies behind so many bytes.
 pub(super) fn table_at(data: usize) -> usize {
     data.next_multiple_of(ROW)
@@ -186,75 +154,7 @@ pub(super) fn table_at(data: usize) -> usize {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-
-    /// Pieces as (allocation, device address, length), cut into chunks as a call cuts them.
-    #[allow(clippy::type_complexity, reason = "a chunk, and its parts by piece and offset")]
-    fn chunks(pieces: &[(u64, u64, usize)], most: usize) -> Vec<(Layout, Vec<(usize, usize, Put)>)> {
-        let mut all = Vec::new();
-        let mut chunk = (Layout::new(most), Vec::new());
-        for (n, &(memory, device, len)) in pieces.iter().enumerate() {
-            let mut from = 0;
-            while from < len {
-                match chunk.0.put(memory, device + from as u64, len - from) {
-                    Some(part) => {
-                        chunk.1.push((n, from, part));
-                        from += part.len;
-                    }
-                    None => all.push(std::mem::replace(&mut chunk, (Layout::new(most), Vec::new()))),
-                }
-            }
-        }
-        all.push(chunk);
-        all
-    }
-
-    proptest! {
-        /// Each byte of each piece is in one chunk, parts do not overlap there, the table fits behind them, and only
-        /// neighbours on the device are one stretch.
-        #[test]
-        fn parts_cover_all_pieces_and_fit(
-            pieces in prop::collection::vec((0_u64..3, 0_u64..100_000, 0_usize..40_000), 0..60),
-            neighbours in prop::collection::vec(any::<bool>(), 60),
-            most in 8_192_usize..200_000,
-        ) {
-            let mut pieces = pieces;
-            for n in 1..pieces.len() {
-                if neighbours[n] {
-                    let (memory, device, len) = pieces[n - 1];
-                    (pieces[n].0, pieces[n].1) = (memory, device + len as u64);
-                }
-            }
-            let mut seen = vec![0; pieces.len()];
-            for (layout, parts) in chunks(&pieces, most) {
-                let mut end = 0;
-                let mut stretches: Vec<(u64, Stretch)> = Vec::new();
-                for (n, from, part) in parts {
-                    prop_assert_eq!(seen[n], from, "in order, without a gap");
-                    seen[n] += part.len;
-                    prop_assert!(part.len > 0 && part.offset >= end);
-                    let device = pieces[n].1 + from as u64;
-                    if part.joins {
-                        let last = stretches.last_mut().unwrap();
-                        prop_assert_eq!((last.0, last.1.place.0 + last.1.len as u64), (pieces[n].0, device));
-                        prop_assert_eq!(part.offset, end);
-                        last.1.len += part.len;
-                    } else {
-                        prop_assert_eq!(part.offset as u64 % WIDTH, device % WIDTH);
-                        let place = DevicePtr(device);
-                        stretches.push((pieces[n].0, Stretch { place, offset: part.offset, len: part.len }));
-                    }
-                    end = part.offset + part.len;
-                }
-                let rows: usize = stretches.iter().map(|(_, stretch)| stretch.rows().count()).sum();
-                prop_assert_eq!((layout.rows(), layout.at, layout.stretches), (rows, end, stretches.len()));
-                prop_assert!(table_at(end) + rows * ROW <= most);
-            }
-            prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.2 == seen));
-        }
-    }
 
     #[test]
     fn rows_are_a_stretch_cut_into_parts() {
@@ -268,6 +168,30 @@ mod tests {
                 (1000 + u64::from(long), 8 + long, long),
                 (1000 + 2 * u64::from(long), 8 + 2 * long, 5)
             ]
+        );
+    }
+    /// The lengths of the chunks of a call with so many bytes.
+    fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {
+        let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };
+        let mut lens = Vec::new();
+        while cursor.left > 0 {
+            lens.push(ramp.next(&cursor, None).min(cursor.left as usize));
+            cursor.chunks += 1;
+            cursor.left -= lens.last().map_or(0, |len| *len as u64);
+        }
+        lens
+    }
+
+    /// In KiB: those that eight threads fill are short at both ends, so that all have some; others nearly never.
+    #[test]
+    fn chunks_that_no_thread_fills_are_long_at_once() {
+        const MOST: usize = 4 << 20;
+        let filled = chunks(Ramp { most: MOST, least: 256 << 10, hands: 9 }, 16 << 20);
+        assert!(filled.len() > 16 && filled.iter().all(|len| *len < MOST / 4), "{filled:?}");
+        let unfilled = chunks(Ramp { most: MOST, least: MOST / 4, hands: 1 }, 16 << 20);
+        assert_eq!(
+            unfilled.iter().map(|len| len >> 10).collect::<Vec<_>>(),
+            [1024, 4096, 4096, 3584, 1792, 1024, 768]
         );
     }
 }

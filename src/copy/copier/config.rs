@@ -1,10 +1,12 @@
 //! How a copier is set up.
 
 use std::num::NonZero;
+use std::sync::Arc;
 
 use super::Copier;
 use super::engine::Engine;
-use super::types::{BESIDE, Settings};
+use super::types::{BESIDE, Priority, Settings};
+use super::workers::Workers;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
@@ -55,7 +57,8 @@ impl CopierBuilder {
         Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: DEPTH, rate: None }
     }
 
-    /// Threads that fill and drain segments. They start with the first transfer and sleep when there is nothing to do. Default: as many as there are processors, at most 8. A stepped device has none.
+    /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
+    /// processors, at most 8. A stepped device has none.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -104,7 +107,8 @@ impl CopierBuilder {
     /// serve; the driver's error.
     pub fn build(self) -> Result<Copier> {
         let settings = self.settings()?;
-        Ok(Copier::start(Engine::new(self.pool, self.device, settings)?))
+        let engine = Engine::new(self.pool, self.device, settings)?;
+        Ok(Copier { workers: Arc::new(Workers::new(engine)), priority: Priority::Bulk, timeout: None })
     }
 
     fn settings(&self) -> Result<Settings> {

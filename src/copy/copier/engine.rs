@@ -1,12 +1,15 @@
 //! What the workers of a copier share, and how they submit copies.
+//!
+//! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one while
+//! a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use super::flights::Flights;
 use super::job::Job;
 use super::packing::Host;
-use super::permits::Permits;
 use super::ring::{Ring, Slot};
 use super::scheduler::{Scheduler, Takes};
 use super::segments::Segments;
@@ -21,6 +24,7 @@ use crate::device::handle::Device;
 use crate::device::{SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::locks::Mutex;
 use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
@@ -30,6 +34,10 @@ use crate::stream::timeline::{Submission, Ticket};
 /// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
 /// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
 const RUNS: [usize; 2] = [2, 8];
+/// By so much a copy may come late without lowering the rate.
+const SLACK: Duration = Duration::from_millis(10);
+/// Effectively infinite.
+const FAR: Duration = Duration::from_secs(1 << 30);
 
 impl Takes for Arc<Job> {
     fn may_take(&self) -> bool {
@@ -81,8 +89,11 @@ pub(super) struct Engine {
     pub(super) ring: Ring,
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
-    pub(super) counters: Counters,
-    pub(super) permits: Permits,
+    pub(super) counters: Arc<Counters>,
+    /// Foreground copies in flight. Relaxed throughout: a hint for copies that come later.
+    urgent: AtomicUsize,
+    /// When the next bulk copy may go, by the rate.
+    next: Mutex<Instant>,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
 }
@@ -103,8 +114,9 @@ impl Engine {
             settings,
             scheduler: Scheduler::new(),
             spreaders,
-            counters: Counters::default(),
-            permits: Permits::new(&settings),
+            counters: Arc::default(),
+            urgent: AtomicUsize::new(0),
+            next: Mutex::new(Instant::now()),
             lanes,
             segments: Segments::new(pool, &settings),
         }))
@@ -147,17 +159,30 @@ impl Engine {
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
     pub(super) fn may_send(&self, direction: Direction, priority: Priority, bytes: usize) -> bool {
         if priority == Priority::Foreground {
-            self.permits.hurry();
+            self.urgent.fetch_add(1, Ordering::Relaxed);
             return true;
         }
         let flights = &self.lanes[direction as usize].flights;
-        let depth = self.permits.depth();
+        let depth = if self.urgent.load(Ordering::Relaxed) > 0 { 1 } else { self.settings.depth };
         let may = flights.reserve(depth) || self.land(direction) && flights.reserve(depth);
-        if may && !self.permits.may_go(bytes) {
+        if may && !self.is_due(bytes) {
             flights.release();
             return false;
         }
         may
+    }
+
+    /// Whether the rate lets a bulk copy of so many bytes go now. If so, it counts.
+    fn is_due(&self, bytes: usize) -> bool {
+        let Some(per_second) = self.settings.rate else { return true };
+        let (now, mut next) = (Instant::now(), self.next.lock());
+        if now < *next {
+            return false;
+        }
+        let since = (*next).max(now.checked_sub(SLACK).unwrap_or(now));
+        let takes = Duration::try_from_secs_f64(bytes as f64 / per_second as f64).unwrap_or(FAR);
+        *next = since.checked_add(takes.min(FAR)).unwrap_or(since);
+        true
     }
 
     /// A copy was submitted, or (`None`) was not.
@@ -174,7 +199,7 @@ impl Engine {
     fn landed(&self, direction: Direction, priority: Priority) {
         match priority {
             Priority::Bulk => self.lanes[direction as usize].flights.release(),
-            Priority::Foreground => self.permits.calm(),
+            Priority::Foreground => _ = self.urgent.fetch_sub(1, Ordering::Relaxed),
         }
     }
 
@@ -280,11 +305,10 @@ impl Engine {
     ) -> (u64, Result<()>) {
         let context = self.device.context();
         let mut failed = None;
-        let mut spans = Vec::new();
         let mut rest = transfers;
         while !rest.is_empty() {
             // Copies of one call have no order, so those that write the same bytes are in different calls.
-            let count = first_in_the_way(rest, &mut spans).max(1);
+            let count = first_in_the_way(rest).max(1);
             let (call, later) = rest.split_at(count);
             // SAFETY: the caller's promise.
             unsafe {

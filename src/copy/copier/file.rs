@@ -1,9 +1,8 @@
 //! Files as sources and sinks.
 //!
-//! Bytes in the page cache are copied from there into a segment. All others are read past the cache straight into the
-//! segment, which starts on a page for that: so a load of a model does not push everything else out of memory. For each
-//! chunk the system is asked once what it has cached; of a chunk that it has in part, stretch by stretch. Where the system
-//! does not tell, or refuses reads past the cache, ordinary reads take their place.
+//! [`Reading`] says which bytes are read past the page cache: straight into a segment, which starts on a page for that,
+//! so that a load of a model does not push everything else out of memory. For each chunk the system is asked once what it
+//! has cached; of a chunk that it has in part, stretch by stretch. Ordinary reads bring what that way does not.
 //!
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
 //! becomes shorter is an error with the place where it ends now.
@@ -13,9 +12,10 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::source::{Sink, read_error, write_error};
+use super::source::{Sink, read_error, shrunk, write_error};
 use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
@@ -64,6 +64,12 @@ struct Opened {
     direct: OnceLock<Option<Arc<File>>>,
     /// How the page cache is asked about it.
     questions: OnceLock<Questions>,
+}
+
+impl Opened {
+    fn new(file: Arc<File>, direct: OnceLock<Option<Arc<File>>>) -> Arc<Self> {
+        Arc::new(Self { file, direct, questions: OnceLock::new() })
+    }
 }
 
 /// How a source comes to its file.
@@ -143,7 +149,7 @@ impl FileSource {
         let whole = Self::whole(&name, file.metadata())?;
         let direct = OnceLock::new();
         let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
-        Ok(Self::of(Access::Open(Arc::new(Opened { file, direct, questions: OnceLock::new() })), name, whole))
+        Ok(Self::of(Access::Open(Opened::new(file, direct)), name, whole))
     }
 
     /// A file of `len` bytes that is open only while it is read, for one of so many that they cannot all be open. `open`
@@ -188,7 +194,7 @@ impl FileSource {
                     let error = io::Error::other("the program's function that opens it panicked");
                     Err(read_error(&self.name, 0, &error))
                 })?;
-                let opened = Arc::new(Opened { file, direct: OnceLock::new(), questions: OnceLock::new() });
+                let opened = Opened::new(file, OnceLock::new());
                 *last.lock() = Arc::downgrade(&opened);
                 Ok(opened)
             }
@@ -275,11 +281,6 @@ impl FileSource {
         &self.name
     }
 
-    /// The same for events.
-    pub(super) fn shown_name(&self) -> Cow<'_, str> {
-        clean(&self.name, TEXT)
-    }
-
     /// First byte of the range.
     pub(super) fn start(&self) -> u64 {
         self.range.start
@@ -290,26 +291,25 @@ impl FileSource {
         self.range.end
     }
 
+    /// The file for reading past the cache, if that can be had.
     fn direct<'a>(&self, opened: &'a Opened, counters: &Counters) -> Option<&'a File> {
-        let direct = opened.direct.get_or_init(|| {
-            reopen_direct(&opened.file)
-                .inspect_err(|error| {
-                    Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "not read past the page cache");
-                })
-                .ok()
-                .map(Arc::new)
-        });
-        direct.as_deref()
+        let reopen =
+            || reopen_direct(&opened.file).map(Arc::new).map_err(|e| self.direct_refused(&e, counters)).ok();
+        opened.direct.get_or_init(reopen).as_deref()
     }
 
-    /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more: to where they are within a
-    /// page of the file.
+    /// Reading past the cache was refused: ordinary reads take its place.
+    fn direct_refused(&self, error: &io::Error, counters: &Counters) {
+        Counters::add(&counters.direct_refused, 1);
+        let file = &*clean(&self.name, TEXT);
+        crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
+    }
+
+    /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
+    /// the page that `at` lies in, so that any page of the file can be read straight to its place.
     pub(super) fn fill(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
         let opened = &*self.opened()?;
-        // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
         let lead = (at % PAGE as u64) as usize;
-        buf.try_resize(lead, 0)?;
         let (start, end) = (at - lead as u64, lead + len);
         while buf.len() < end {
             let (is_cached, until) = self.stretch(opened, start, buf.len(), end);
@@ -318,20 +318,20 @@ impl FileSource {
                 Reading::Buffered => false,
                 Reading::Direct => true,
             };
-            if is_direct {
-                self.fill_direct(opened, start, lead, until, buf, counters);
-            }
-            let counter = if is_cached == Some(true) { &counters.cached } else { &counters.buffered };
-            while buf.len() < until {
-                let (have, from) = (buf.len(), start + buf.len() as u64);
-                match read_at(&opened.file, &mut buf.spare_capacity_mut()[..until - have], from) {
-                    Ok(0) => return Err(self.shrunk(opened, from)),
-                    Ok(read) => {
-                        Counters::add(counter, read);
-                        advance(buf, read);
-                    }
-                    Err(error) => return Err(read_error(&self.name, from, &error)),
+            if let Some(direct) = if is_direct { self.direct(opened, counters) } else { None } {
+                if let Err(error) = read_on(direct, start, until, PAGE, buf, &counters.direct) {
+                    self.direct_refused(&error, counters);
                 }
+            }
+            // What is left, which is all of it or what the other way could not read.
+            let counter = if is_cached == Some(true) { &counters.cached } else { &counters.buffered };
+            let read = read_on(&opened.file, start, until, 1, buf, counter);
+            let there = (start + buf.len() as u64).max(at);
+            read.map_err(|error| read_error(&self.name, there, &error))?;
+            if buf.len() < until {
+                // Where it ends now, which may be far before this.
+                let end = opened.file.metadata().map_or(there, |m| m.len().min(there));
+                return Err(shrunk(self.name.clone(), end, self.range.end));
             }
         }
         Ok(())
@@ -354,59 +354,31 @@ impl FileSource {
         }
         (Some(first), until)
     }
-
-    /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
-    fn fill_direct(
-        &self,
-        opened: &Opened,
-        start: u64,
-        lead: usize,
-        end: usize,
-        buf: &mut PinnedBuf,
-        counters: &Counters,
-    ) {
-        let Some(direct) = self.direct(opened, counters) else { return };
-        // Back to a page: what is there of it is read again, and not counted again.
-        let before = buf.len();
-        let from = before / PAGE * PAGE;
-        buf.truncate(from);
-        let until = end.next_multiple_of(PAGE);
-        while buf.len() < until {
-            let have = buf.len();
-            if have % PAGE != 0 || have >= end {
-                break;
-            }
-            let spare = &mut buf.spare_capacity_mut()[..until - have];
-            match read_at(direct, spare, start + have as u64) {
-                Ok(0) => break,
-                Ok(read) => advance(buf, read.min(end - have)),
-                Err(error) => {
-                    Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::copier", file = &*self.shown_name(), %error, "read through the page cache");
-                    break;
-                }
-            }
-        }
-        Counters::add(&counters.direct, buf.len().saturating_sub(before));
-        if buf.len() < lead {
-            // In a segment that is large enough this cannot fail.
-            let _ = buf.try_resize(lead, 0);
-        }
-    }
-
-    fn shrunk(&self, opened: &Opened, end: u64) -> Error {
-        // Where it ends now, which may be far before this.
-        let end = opened.file.metadata().map_or(end, |m| m.len().min(end));
-        super::ranges::shrunk(self.name.clone(), end, self.range.end)
-    }
 }
 
-/// `n` more bytes were read.
-#[allow(unsafe_code, reason = "the kernel's answer")]
-fn advance(buf: &mut PinnedBuf, n: usize) {
-    let len = buf.len();
-    // SAFETY: the caller passes what the kernel has just put at the front of the spare capacity.
-    unsafe { buf.set_len(len + n) };
+/// Reads on, until the buffer has `until` bytes, the file ends or an error comes. The buffer's first byte is the file's at
+/// `start`. Each read begins and ends on a multiple of `unit`.
+fn read_on(
+    file: &File,
+    start: u64,
+    until: usize,
+    unit: usize,
+    buf: &mut PinnedBuf,
+    counter: &AtomicU64,
+) -> io::Result<()> {
+    while buf.len() < until && buf.len() % unit == 0 {
+        let have = buf.len();
+        let left = until - have;
+        let spare = &mut buf.spare_capacity_mut()[..left.next_multiple_of(unit)];
+        let read = read_at(file, spare, start + have as u64)?.min(left);
+        if read == 0 {
+            break;
+        }
+        Counters::add(counter, read);
+        // SAFETY: the kernel has just put so many bytes at the front of the spare capacity.
+        unsafe { buf.set_len(have + read) };
+    }
+    Ok(())
 }
 
 /// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for

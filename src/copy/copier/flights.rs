@@ -1,10 +1,8 @@
 //! The copies of chunks that are in flight in one direction, and which thread finds out that they are complete.
 //!
-//! So many bulk copies are in flight as the permits say, so that a copy of the program's own waits for no more than
-//! these. Any thread that needs room, or looks after its own chunks, asks which copies are complete: the thread that
-//! submitted a copy may be busy filling its next segment. Asking is a role that one thread has at a time. It takes the
-//! copies out, asks without the lock, and puts back those that are in flight, before those that were submitted
-//! meanwhile.
+//! Any thread that needs room, or looks after its own chunks, asks which copies are complete: the thread that submitted a
+//! copy may be busy filling its next segment. Asking is a role that one thread has at a time. It takes the copies out,
+//! asks without the lock, and puts back those that are in flight, before those that were submitted meanwhile.
 
 use crate::sync::Mutex;
 

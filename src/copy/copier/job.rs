@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::chunk::{Chunk, Cursor};
+use super::chunk::{Chunk, Cursor, Ramp};
 use super::lent::Lent;
 use super::packing::Packed;
 use super::trace::Trace;
@@ -26,7 +26,7 @@ use super::types::{Direction, Priority};
 use crate::amount::Amount;
 use crate::buffer::PinnedBuf;
 use crate::device::memory::Allocation;
-use crate::error::{Error, Result, Waited};
+use crate::error::{Error, Result, SubmitError, Waited};
 use crate::foreign::Task;
 use crate::stream::hold::Retain;
 use crate::sync::thread::{self, Thread};
@@ -46,9 +46,9 @@ pub(super) trait Plan: Send + Sync {
         true
     }
 
-    /// Cuts off the next chunk, for a worker whose segment has room for so many bytes, or that has none, and moves the
-    /// cursor behind it. Called while bytes are left, under the job's lock: runs no foreign code.
-    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk;
+    /// Cuts off the next chunk, of at most so many bytes, and moves the cursor behind it. Called while bytes are left,
+    /// under the job's lock: runs no foreign code.
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk;
 
     /// Fills the segment of a chunk that is on its way to the device, as the chunk was laid out.
     ///
@@ -72,6 +72,23 @@ pub(super) trait Plan: Send + Sync {
     }
 }
 
+/// What a handle gives back when its job is over, and has ended so. Called once.
+pub(super) trait Values: Send + Sync {
+    type Back;
+
+    /// # Errors
+    /// The job's error, with what can be given back nevertheless.
+    fn back(&self, outcome: Result<()>) -> Result<Self::Back, SubmitError<Self::Back>>;
+}
+
+impl Values for () {
+    type Back = ();
+
+    fn back(&self, outcome: Result<()>) -> Result<(), SubmitError<()>> {
+        outcome.map_err(|error| SubmitError { error, buffer: None })
+    }
+}
+
 /// How a chunk ended.
 #[derive(Debug)]
 pub(super) enum End {
@@ -87,38 +104,31 @@ impl From<Result<()>> for End {
     }
 }
 
-/// Where a job's [`Plan`] is.
-pub(super) enum Body {
-    Owned(Arc<dyn Plan>),
-    /// Valid until the job is over, or (for an upload) until it is read.
-    Lent(LentPlan),
+/// Where a job's [`Plan`] is: with the job, or with a caller that lends it until the job is over, or (for an upload)
+/// until it is read.
+pub(super) struct Body {
+    plan: *const dyn Plan,
+    _owned: Option<Arc<dyn Plan>>,
 }
+
+// SAFETY: an address of a value that several threads may use at once (`Plan` is `Sync`), and a share of that value.
+unsafe impl Send for Body {}
+// SAFETY: as above.
+unsafe impl Sync for Body {}
 
 impl Body {
-    fn plan(&self) -> *const dyn Plan {
-        match self {
-            Self::Owned(plan) => &raw const **plan,
-            Self::Lent(LentPlan(plan)) => *plan,
-        }
+    pub(super) fn owned(plan: Arc<dyn Plan>) -> Self {
+        Self { plan: Arc::as_ptr(&plan), _owned: Some(plan) }
     }
-}
 
-/// The address of [`Plan`] that a caller lends.
-#[derive(Clone, Copy)]
-pub(super) struct LentPlan(*const dyn Plan);
-
-// SAFETY: an address of a value that several threads may use at once (`Plan` is `Sync`).
-unsafe impl Send for LentPlan {}
-// SAFETY: as above.
-unsafe impl Sync for LentPlan {}
-
-impl LentPlan {
     /// # Safety
     /// `plan` stays where it is until the job that is made with this is over, or for an upload until it is read.
-    pub(super) unsafe fn new(plan: &(dyn Plan + '_)) -> Self {
+    pub(super) unsafe fn lent(plan: &(dyn Plan + '_)) -> Self {
         let plan: *const (dyn Plan + '_) = plan;
         // SAFETY: only the lifetime of the pointer's type changes; the caller's promise stands in for it.
-        Self(unsafe { std::mem::transmute::<*const (dyn Plan + '_), *const (dyn Plan + 'static)>(plan) })
+        let plan =
+            unsafe { std::mem::transmute::<*const (dyn Plan + '_), *const (dyn Plan + 'static)>(plan) };
+        Self { plan, _owned: None }
     }
 }
 
@@ -183,6 +193,8 @@ pub(super) struct Start {
     pub(super) trace: Option<Trace>,
     /// How long it may take.
     pub(super) timeout: Option<Duration>,
+    /// How long its chunks are.
+    pub(super) ramp: Ramp,
 }
 
 /// See the module's page.
@@ -199,6 +211,7 @@ pub(super) struct Job {
     pub(super) needs_segment: bool,
     pub(super) deadline: Option<Instant>,
     since: Instant,
+    ramp: Ramp,
     body: Body,
     state: Mutex<JobState>,
     /// How far it had come when it was over, for handles that do not keep the job.
@@ -294,13 +307,11 @@ impl Told {
 
 impl Job {
     pub(super) fn new(start: Start, body: Body) -> Arc<Self> {
-        let Start { direction, priority, total, name, memories, trace, timeout } = start;
+        let Start { direction, priority, total, name, memories, trace, timeout, ramp } = start;
         let since = Instant::now();
-        let (may_block, needs_segment) = {
-            // SAFETY: a lender waits from here on.
-            let plan = unsafe { &*body.plan() };
-            (plan.may_block(), plan.needs_segment())
-        };
+        // SAFETY: a lender waits from here on.
+        let plan = unsafe { &*body.plan };
+        let (may_block, needs_segment) = (plan.may_block(), plan.needs_segment());
         let cursor = Cursor { left: total, ..Cursor::default() };
         let state = JobState { cursor, trace, ..JobState::default() };
         let job = Arc::new(Self {
@@ -313,6 +324,7 @@ impl Job {
             needs_segment,
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
+            ramp,
             body,
             state: Mutex::new(state),
             last: Arc::default(),
@@ -328,7 +340,7 @@ impl Job {
     /// (for a download) has not ended it.
     pub(super) unsafe fn plan(&self) -> &dyn Plan {
         // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
-        unsafe { &*self.body.plan() }
+        unsafe { &*self.body.plan }
     }
 
     /// Whether a chunk can be taken.
@@ -342,8 +354,9 @@ impl Job {
         if !state.may_take() {
             return None;
         }
+        let most = self.ramp.next(&state.cursor, room);
         // SAFETY: bytes are left to be taken, so the lender still waits.
-        let chunk = unsafe { self.plan() }.next(&mut state.cursor, room);
+        let chunk = unsafe { self.plan() }.next(&mut state.cursor, most);
         state.active += 1;
         state.preparing += 1;
         Some(chunk)

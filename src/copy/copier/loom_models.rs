@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use super::chunk::{Chunk, Cursor, Cut};
+use super::chunk::{Chunk, Cursor, Cut, Ramp};
 use super::flights::Flights;
-use super::job::{Body, End, Job, LentPlan, Plan, Start};
+use super::job::{Body, End, Job, Plan, Start};
 use super::scheduler::{Scheduler, Takes};
 use super::types::{Direction, Priority};
 use crate::error::Result;
@@ -142,7 +142,7 @@ impl Memory {
 }
 
 impl Plan for Memory {
-    fn next(&self, cursor: &mut Cursor, _room: Option<usize>) -> Chunk {
+    fn next(&self, cursor: &mut Cursor, _most: usize) -> Chunk {
         let end = Cut { piece: cursor.at.piece + 1, from: 0 };
         cursor.cut_off(end, 1)
     }
@@ -157,13 +157,14 @@ impl Plan for Memory {
 
 fn begin(direction: Direction, total: u64) -> Start {
     let (priority, name, memories) = (Priority::Bulk, None, Vec::new());
-    Start { direction, priority, total, name, memories, trace: None, timeout: None }
+    let ramp = Ramp { most: 1, least: 1, hands: 1 };
+    Start { direction, priority, total, name, memories, trace: None, timeout: None, ramp }
 }
 
 /// A job of two chunks, and a worker that takes what it finds of it.
 fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
     // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
-    let body = Body::Lent(unsafe { LentPlan::new(&**memory) });
+    let body = unsafe { Body::lent(&**memory) };
     let job = Job::new(begin(direction, 2), body);
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {

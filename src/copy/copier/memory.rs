@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::engine::Engine;
-use super::job::{Body, Job, LentPlan, Plan, Start};
+use super::chunk::Ramp;
+use super::job::{Body, Job, Plan, Start, Values};
 use super::pages::{Paged, Pages};
-use super::pieces::{Borrowed, Piece, Ramp, Survey, Values};
+use super::pieces::{Borrowed, Piece, Survey};
 use super::stats::Counters;
 use super::trace::Trace;
 use super::transfer::Transfer;
@@ -29,13 +29,12 @@ const AT_ONCE: usize = 256 << 10;
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
 
-    /// Copies many pieces of borrowed memory to device memory. The copier's threads pack them into segments of the pool. When this returns, all bytes have been read, and the last of them are on their
-    /// way: the handle tells when all are on the device.
+    /// Copies many pieces of borrowed memory to device memory. When this returns, all bytes have been read, and the last
+    /// of them are on their way: the handle tells when all are on the device.
     ///
     /// # Errors
     /// Before anything is copied: [`Error::Piece`] with the piece's number and [`Error::TooSmall`] or
-    /// [`Error::Mismatch`]; [`Error::Forked`], a lost device. Later as for [`Transfer::wait`], when no byte of the
-    /// pieces is read any more. [`Error::Unsupported`] on a thread of the crate, which must not wait.
+    /// [`Error::Mismatch`]; a lost device. Later as for [`Transfer::wait`], when no byte of the pieces is read any more.
     pub fn upload_pieces(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<Transfer> {
         let engine = self.engine();
         self.may_block()?;
@@ -43,7 +42,7 @@ impl Copier {
         for (n, (bytes, memory)) in pieces.iter().enumerate() {
             survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let plan = slices(engine, pieces);
+        let plan = slices(pieces);
         let start = self.begin(Direction::Up, survey, None);
         // SAFETY: lent until the job is read, which is what the call waits for.
         let job = unsafe { self.lend(start, &plan, Job::is_read) }?;
@@ -60,9 +59,7 @@ impl Copier {
     /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; [`Error::Transfer`] with what the
-    /// pool or the device said; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), which
-    /// must not wait.
+    /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; else as for [`Transfer::wait`].
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
@@ -74,7 +71,7 @@ impl Copier {
         };
         let survey = Survey::one(self.engine(), &dst, src.len())?;
         let pieces = [(src, dst)];
-        let plan = slices(self.engine(), &pieces);
+        let plan = slices(&pieces);
         let start = Start { trace, ..self.begin(Direction::Up, survey, Some(name.into())) };
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
@@ -159,7 +156,7 @@ impl Copier {
             Piece::new(target.cast(), memory.len(), memory)
         };
         // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
-        let plan = unsafe { Borrowed::new(engine, count, get) };
+        let plan = unsafe { Borrowed::new(count, get) };
         let start = Start { trace, ..self.begin(Direction::Down, survey, name) };
         // SAFETY: lent until the job is over, which is what the call waits for.
         let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
@@ -174,8 +171,8 @@ impl Copier {
         name: Option<Cow<'static, str>>,
     ) -> Start {
         let Survey { bytes: total, memories, .. } = survey;
-        let (priority, trace) = (self.priority, None);
-        Start { direction, priority, total, name, memories, trace, timeout: self.timeout }
+        let (priority, trace, ramp) = (self.priority, None, Ramp::new(&self.engine().settings));
+        Start { direction, priority, total, name, memories, trace, timeout: self.timeout, ramp }
     }
 
     /// Runs a job of memory that the caller lends, and waits until `until` holds.
@@ -189,7 +186,7 @@ impl Copier {
         until: fn(&Job) -> bool,
     ) -> Result<Arc<Job>> {
         // SAFETY: `Lending` waits until `until` holds, also on unwinding.
-        let body = Body::Lent(unsafe { LentPlan::new(plan) });
+        let body = unsafe { Body::lent(plan) };
         let job = self.job(start, body);
         let lending = Lending { workers: &self.workers, job: &job, until };
         self.workers.start().inspect_err(|error| job.fail(error.clone()))?;
@@ -247,9 +244,8 @@ impl Copier {
     /// keys and values has a page for each layer.)
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Argument`] (a block
-    /// without places: an empty `Vec`), [`Error::Argument`], [`Error::TooSmall`] (fewer bytes than its places have) or
-    /// [`Error::Mismatch`];
+    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Argument`] (a
+    /// block without places or bytes), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::Mismatch`];
     /// [`Error::Forked`], a lost device.
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(
@@ -327,31 +323,30 @@ impl Copier {
         lent: Vec<(Resource, B)>,
     ) -> Transfer<Vec<B>> {
         let ramp = Ramp::unfilled(&self.engine().settings);
-        let paged = Arc::new(Paged::new(direction, pages, lent, ramp));
-        self.run(self.begin(direction, survey, None), paged.clone(), paged)
+        let start = Start { ramp, ..self.begin(direction, survey, None) };
+        self.run(start, Arc::new(Paged::new(direction, pages, lent)))
     }
 
     /// Starts a job that owns what it moves, on threads that were started.
     pub(super) fn run<B>(
         &self,
         start: Start,
-        plan: Arc<dyn Plan>,
-        values: Arc<dyn Values<Back = B>>,
+        plan: Arc<impl Plan + Values<Back = B> + 'static>,
     ) -> Transfer<B> {
-        let job = self.job(start, Body::Owned(plan));
+        let job = self.job(start, Body::owned(plan.clone()));
         self.workers.add(&job);
-        Transfer::new(self.clone(), job, values)
+        Transfer::new(self.clone(), job, plan)
     }
 }
 
 /// Borrowed bytes on their way to the device.
-fn slices<'a>(engine: &Engine, pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Plan + use<'a> {
+fn slices<'a>(pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Plan + use<'a> {
     let get = |n: usize| {
         let (bytes, memory) = &pieces[n];
         Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
     };
     // SAFETY: shared borrows of bytes.
-    unsafe { Borrowed::new(engine, pieces.len(), get) }
+    unsafe { Borrowed::new(pieces.len(), get) }
 }
 
 /// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.

@@ -107,19 +107,16 @@
 //!
 //! # Priorities
 //!
-//! Bulk transfers leave room for others: at most [`depth`](CopierBuilder::depth) of their copies are in flight in each
-//! direction, and an eighth of the segments, at least one of four, is never theirs. The copier's threads turn to uploads
-//! and downloads by turns. Transfers of a handle [with foreground priority](Copier::with_priority) go first, and while
-//! one of their copies is in flight, bulk copies go one by one. Copies by [`Stream`] calls wait for about as many copies
-//! as are in flight, so where their latency counts the copier is built with a depth of 2. An idle copier uses no processor
-//! time and holds no segment.
+//! Transfers of a handle [with foreground priority](Copier::with_priority) go before bulk ones, which leave room for
+//! others: a bounded number of their copies is in flight ([`depth`](CopierBuilder::depth)), one by one while a
+//! foreground copy is, and an eighth of the segments, at least one of four, is never theirs.
 
 // The files, in the order to read them. This one: the type, and its settings at run time. `memory.rs`, `bulk.rs`,
 // `in_order.rs`: the calls. `types.rs`: the plain data that all share. `job.rs`: one transfer: which of its chunks are
 // taken, and how it ended. `workers.rs`: the threads. `worker.rs`: what a thread does; `worker/stages.rs`: with each of
 // its chunks. `scheduler.rs`: which job the threads turn to, and how they sleep. `engine.rs`: what the threads share;
-// submitting copies. `flights.rs`: the copies in flight. `permits.rs`: how many bulk copies are in flight;
-// `segments.rs`: which segments are in use. `chunk.rs`: what a chunk is, and where its pieces lie in its segment.
+// submitting copies, and how many may be in flight. `flights.rs`: the copies in flight. `segments.rs`: which segments
+// are in use. `chunk.rs`: what a chunk is, and where its pieces lie in its segment.
 // `packing.rs`: what a prepared chunk is made of, and by which way it goes. `lent.rs`: pinned blocks that copies use
 // where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
 // `ranges.rs`: the plans: memory; pages; sources, files and sinks. `source.rs`, `file.rs`: what a program can give.
@@ -149,7 +146,6 @@ mod loom_models;
 mod memory;
 mod packing;
 mod pages;
-mod permits;
 mod pieces;
 mod ranges;
 mod ring;
@@ -242,10 +238,6 @@ impl Copier {
     /// Starts setting up a copier between a pool, which serves the device, and the device.
     pub fn builder(pool: &Pool, device: &Device) -> CopierBuilder {
         CopierBuilder::new(pool, device)
-    }
-
-    fn start(engine: Arc<Engine>) -> Self {
-        Self { workers: Arc::new(Workers::new(engine)), priority: Priority::Bulk, timeout: None }
     }
 
     fn engine(&self) -> &Arc<Engine> {

@@ -9,14 +9,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, ROW, Stretch};
-use super::job::Plan;
+use super::job::{Plan, Values};
 use super::lent::Lent;
 use super::packing::{Packed, Run};
-use super::pieces::{Ramp, Values};
 use super::types::Direction;
 use crate::buffer::Lend;
 use crate::device::DevicePtr;
-use crate::error::Result;
+use crate::error::{Result, SubmitError};
 use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::stream::hold::{Resource, Retain};
@@ -178,18 +177,17 @@ pub(super) struct Paged<B: Lend> {
     values: Mutex<Vec<(B, Option<usize>)>>,
     /// The job's shares of what is lent, until it is over.
     blocks: Mutex<Vec<Arc<dyn Retain>>>,
-    ramp: Ramp,
 }
 
 impl<B: Lend> Paged<B> {
     /// `lent`: each block as the device has it, and what the handle gives back, in the order of `pages`.
-    pub(super) fn new(direction: Direction, pages: Pages, lent: Vec<(Resource, B)>, ramp: Ramp) -> Self {
+    pub(super) fn new(direction: Direction, pages: Pages, lent: Vec<(Resource, B)>) -> Self {
         let (mut blocks, mut values) = (Vec::new(), Vec::new());
         for ((resource, value), laid) in lent.into_iter().zip(&pages.blocks) {
             blocks.push(resource.shared());
             values.push((value, (direction == Direction::Down).then_some(laid.len)));
         }
-        Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks), ramp }
+        Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks) }
     }
 }
 
@@ -198,8 +196,8 @@ impl<B: Lend> Plan for Paged<B> {
         false
     }
 
-    fn next(&self, cursor: &mut Cursor, _: Option<usize>) -> Chunk {
-        self.pages.cut(self.ramp.next(cursor, None), cursor)
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        self.pages.cut(most, cursor)
     }
 
     fn lend(&self, chunk: &Chunk) -> Option<(Packed, Lent)> {
@@ -211,7 +209,10 @@ impl<B: Lend> Plan for Paged<B> {
 impl<B: Lend> Values for Paged<B> {
     type Back = Vec<B>;
 
-    unsafe fn take(&self) -> Result<Vec<B>> {
+    fn back(&self, outcome: Result<()>) -> Result<Vec<B>, SubmitError<Vec<B>>> {
+        let refused = |error| SubmitError { error, buffer: None };
+        // After an error the drop lets the blocks go: the device may still use them.
+        outcome.map_err(refused)?;
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
         let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
@@ -225,7 +226,7 @@ impl<B: Lend> Values for Paged<B> {
             }
         });
         let back = back.collect();
-        failed.map_or(Ok(back), Err)
+        failed.map_or(Ok(back), |error| Err(refused(error)))
     }
 }
 

@@ -8,51 +8,20 @@ use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use super::chunk::{Chunk, Cursor, Cut, Layout, Part, Stretch};
+use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, Part, ROW, Stretch};
 use super::engine::Engine;
 use super::job::Plan;
 use super::stores;
-use super::types::Settings;
 use crate::buffer::PinnedBuf;
 use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result};
 use crate::segment::PAGE;
 
-/// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
-/// there is nothing to be done beside the last ones: chunks there are short.
-pub(super) const LEAST: usize = 256 << 10;
-
-/// How the chunks of a call grow and shrink.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ramp {
-    /// Bytes of a segment, and of the first chunk.
-    most: usize,
-    least: usize,
-    /// Threads that take chunks.
-    hands: usize,
-}
-
-impl Ramp {
-    pub(super) fn new(settings: &Settings) -> Self {
-        let most = settings.chunk;
-        Self { most, least: LEAST.min(most), hands: settings.threads.max(1) }
-    }
-
-    /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
-    pub(super) fn unfilled(settings: &Settings) -> Self {
-        let Self { most, least, .. } = Self::new(settings);
-        Self { most, least: least.max(most / 4), hands: 1 }
-    }
-
-    /// Bytes of the next chunk's segment that are used, where it has so much room.
-    pub(super) fn next(&self, cursor: &Cursor, room: Option<usize>) -> usize {
-        let Self { most, least, hands } = *self;
-        let growing = least + (most - least) / hands * cursor.chunks.min(hands);
-        let even = usize::try_from(cursor.left).unwrap_or(usize::MAX) / (2 * hands);
-        even.clamp(least, growing.min(most).max(least)).min(room.unwrap_or(usize::MAX))
-    }
-}
+/// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
+const WIDTH: u64 = 16;
+/// A piece is cut where the segment ends only where at least so much of it fits.
+const LEAST_PART: usize = 4 << 10;
 
 /// What was found before anything is copied.
 #[derive(Default)]
@@ -106,6 +75,9 @@ pub(super) struct Piece {
     pub(super) device: u64,
     /// The number of the allocation that it is in.
     pub(super) memory: u64,
+    /// Its place in what is read or written, whose pages count: of files that are read or written past the page cache,
+    /// whole ones are.
+    pub(super) at: u64,
 }
 
 // SAFETY: an address, which means the same on every thread; each use says why it is valid.
@@ -116,52 +88,70 @@ unsafe impl Sync for Piece {}
 impl Piece {
     /// The first bytes of device memory.
     pub(super) fn new(host: *mut u8, len: usize, memory: &DeviceSlice) -> Self {
-        Self { host, len, device: memory.address(), memory: memory.allocation_number() }
+        Self { host, len, device: memory.address(), memory: memory.allocation_number(), at: 0 }
     }
 }
 
-/// Cuts off a chunk of so many bytes, which goes through a segment, and lays it out. `on_page`: where a piece, by its
-/// number, is cut rather than behind so many of its bytes.
-pub(super) fn cut(
-    count: usize,
-    piece: impl Fn(usize) -> Piece,
-    on_page: impl Fn(usize, usize) -> usize,
-    full: usize,
-    cursor: &mut Cursor,
-) -> Chunk {
-    let most = full + BESIDE;
-    let mut layout = Layout::new(most);
+/// Cuts off a chunk of so many bytes, which goes through a segment, and lays it out. A piece is cut on a page where it
+/// can be.
+pub(super) fn cut(count: usize, piece: impl Fn(usize) -> Piece, full: usize, cursor: &mut Cursor) -> Chunk {
     let (mut at, mut bytes) = (cursor.at, 0);
     let (mut parts, mut stretches): (Vec<Part>, Vec<Stretch>) = (Vec::new(), Vec::new());
+    // Rows of all stretches but the last one, and the allocation that the last one is in.
+    let (mut rows, mut memory) = (0, u64::MAX);
     while at.piece < count {
         let next = piece(at.piece);
-        if at.from == next.len {
+        let left = next.len - at.from;
+        if left == 0 {
             at = Cut { piece: at.piece + 1, from: 0 };
             continue;
         }
         if bytes >= full {
             break;
         }
-        let left = next.len - at.from;
         let device = next.device.wrapping_add(at.from as u64);
-        let Some(put) = layout.put(next.memory, device, left.min(full - bytes)) else { break };
-        let mut end = at.from + put.len;
-        if put.len < left {
-            end = Some(on_page(at.piece, end)).filter(|page| *page > at.from).unwrap_or(end);
+        let last = stretches.last_mut();
+        let (used, last_rows, ends) = last.as_ref().map_or((0, 0, None), |last| {
+            let ends = last.place.0.wrapping_add(last.len as u64);
+            (last.offset + last.len, last.len.div_ceil(LONGEST_ROW), Some((memory, ends)))
+        });
+        let joins = ends == Some((next.memory, device));
+        let gap = if joins { 0 } else { (device.wrapping_sub(used as u64) % WIDTH) as usize };
+        let offset = used + gap;
+        let (wanted, room) = (left.min(full - bytes), room_behind(full, offset, rows + last_rows));
+        if room < wanted && (room < LEAST_PART && used > 0) || room == 0 {
+            break;
         }
-        let (offset, len) = (put.offset, end - at.from);
-        match stretches.last_mut() {
-            Some(last) if put.joins => last.len += len,
-            _ => stretches.push(Stretch { place: DevicePtr(device), offset, len }),
+        let mut len = wanted.min(room);
+        if len < left {
+            let end = next.at + (at.from + len) as u64;
+            let on_page = (end / PAGE as u64 * PAGE as u64).saturating_sub(next.at + at.from as u64);
+            len = if on_page > 0 { on_page as usize } else { len };
+        }
+        match last {
+            Some(last) if joins => last.len += len,
+            _ => {
+                (rows, memory) = (rows + last_rows, next.memory);
+                stretches.push(Stretch { place: DevicePtr(device), offset, len });
+            }
         }
         parts.push(Part { piece: at.piece, from: at.from, offset, len });
         bytes += len;
-        at.from = end;
-        if end < next.len {
+        at.from += len;
+        if len < left {
             break;
         }
     }
     Chunk { parts, stretches, ..cursor.cut_off(at, bytes) }
+}
+
+/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind stretches with so many rows.
+fn room_behind(full: usize, offset: usize, rows: usize) -> usize {
+    // Two rows more than there are: that of the bytes, and one for the end of the table's alignment. Many bytes need a row
+    // for each `LONGEST_ROW` of them.
+    let table = (rows + 3) * ROW;
+    let room = (full + BESIDE).saturating_sub(offset + table);
+    room - room / (LONGEST_ROW / ROW)
 }
 
 /// Fills a chunk's segment: `fill` is given each part's number and place, and the gaps between are zeroed.
@@ -190,11 +180,6 @@ pub(super) unsafe fn fill_parts(
     Ok(())
 }
 
-/// For [`cut`]: memory has no pages that count.
-fn anywhere(_: usize, end: usize) -> usize {
-    end
-}
-
 /// Bytes of a segment beside those of the pieces: for the table, and for gaps.
 const BESIDE: usize = 2 * PAGE;
 
@@ -204,7 +189,6 @@ const BESIDE: usize = 2 * PAGE;
 pub(super) struct Borrowed<F> {
     count: usize,
     get: F,
-    ramp: Ramp,
 }
 
 // SAFETY: see `new`.
@@ -217,15 +201,14 @@ impl<F: Fn(usize) -> Piece> Borrowed<F> {
     /// Several threads may call `get` at once, with numbers less than `count`. For as long as this exists, the pieces
     /// that it gives can be read, and are not written (for an upload); or can be written, and are not used otherwise (for
     /// a download).
-    pub(super) unsafe fn new(engine: &Engine, count: usize, get: F) -> Self {
-        Self { count, get, ramp: Ramp::new(&engine.settings) }
+    pub(super) unsafe fn new(count: usize, get: F) -> Self {
+        Self { count, get }
     }
 }
 
 impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
-    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        let most = self.ramp.next(cursor, room);
-        cut(self.count, &self.get, anywhere, most, cursor)
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        cut(self.count, &self.get, most, cursor)
     }
 
     fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
@@ -245,22 +228,14 @@ impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         chunk.parts.iter().try_for_each(|part| {
-            let (bytes, to) = (part.of(bytes)?, (self.get)(part.piece).host);
+            let (bytes, to) = (part.of(bytes)?, (self.get)(part.piece).host.cast::<MaybeUninit<u8>>());
             // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in one chunk.
-            unsafe { copy_out(bytes, to.add(part.from)) };
+            let target = unsafe { std::slice::from_raw_parts_mut(to.add(part.from), bytes.len()) };
+            // Past the caches: the memory is read later, if at all.
+            stores::stream(bytes, target);
             Ok(())
         })
     }
-}
-
-/// Copies bytes out of a segment, past the caches: the memory that they go to is read later, if at all.
-///
-/// # Safety
-/// As many bytes can be written at `to`, and no other thread uses them.
-unsafe fn copy_out(from: &[u8], to: *mut u8) {
-    // SAFETY: the caller's promise.
-    let target = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), from.len()) };
-    stores::stream(from, target);
 }
 
 /// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
@@ -274,99 +249,59 @@ fn announce(at: *const u8, len: usize) {
     }
 }
 
-// --- owned -----------------------------------------------------------------------------------------------------------
-
-/// What a handle gives back when its job is over.
-pub(super) trait Values: Send + Sync {
-    type Back;
-
-    /// # Safety
-    /// The job is over, without an error. Called at most once, as is `rescue`.
-    unsafe fn take(&self) -> Result<Self::Back>;
-
-    /// What can be given back though the job has failed or was cancelled.
-    ///
-    /// # Safety
-    /// The job is over. Called at most once, as is `take`.
-    unsafe fn rescue(&self) -> Option<Self::Back> {
-        None
-    }
-}
-
-impl Values for () {
-    type Back = ();
-
-    unsafe fn take(&self) -> Result<()> {
-        Ok(())
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::chunk::table_at;
     use super::*;
 
     proptest! {
-        /// Each byte of each piece is in one part, and in one stretch that leads to its place; a chunk fits its segment.
+        /// Each byte of each piece is in one part, and in one stretch that leads to its place. Parts do not overlap. Only
+        /// neighbours on the device are one stretch, and the table fits behind all of them.
         #[test]
         fn chunks_have_all_bytes_of_all_pieces(
-            lens in prop::collection::vec(0_usize..20_000, 1..40),
-            gaps in prop::collection::vec(0_u64..3, 40),
-            full in PAGE..60_000,
+            places in prop::collection::vec((0_u64..3, 0_u64..100_000, 0_usize..40_000), 1..60),
+            gaps in prop::collection::vec(prop::option::of(0_u64..3), 60),
+            full in PAGE..200_000,
         ) {
-            let (mut pieces, mut device) = (Vec::new(), 0);
-            for (n, len) in lens.into_iter().enumerate() {
-                device += gaps[n];
-                pieces.push(Piece { host: std::ptr::null_mut(), len, device, memory: 0 });
-                device += len as u64;
+            let mut pieces: Vec<Piece> = Vec::new();
+            for (&(memory, device, len), gap) in places.iter().zip(gaps) {
+                let host = std::ptr::null_mut();
+                let behind = pieces.last().zip(gap);
+                let behind = behind.map(|(last, gap)| (last.memory, last.device + last.len as u64 + gap));
+                let (memory, device) = behind.unwrap_or((memory, device));
+                pieces.push(Piece { host, len, device, memory, at: 0 });
             }
             let left = pieces.iter().map(|piece| piece.len as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
             let mut seen = vec![0; pieces.len()];
             while cursor.left > 0 {
-                let chunk = cut(pieces.len(), |n| pieces[n], anywhere, full, &mut cursor);
+                let chunk = cut(pieces.len(), |n| pieces[n], full, &mut cursor);
                 prop_assert!(chunk.bytes > 0 && chunk.bytes <= full);
                 prop_assert_eq!(chunk.parts.iter().map(|part| part.len).sum::<usize>(), chunk.bytes);
                 prop_assert_eq!(chunk.stretches.iter().map(|stretch| stretch.len).sum::<usize>(), chunk.bytes);
                 let mut end = 0;
+                // Of each stretch its allocation, and where it ends.
+                let mut ends: Vec<Option<(u64, u64)>> = vec![None; chunk.stretches.len()];
                 for part in &chunk.parts {
                     prop_assert_eq!(part.from, seen[part.piece], "in order, without a gap");
-                    prop_assert!(part.offset >= end);
+                    prop_assert!(part.len > 0 && part.offset >= end);
                     (seen[part.piece], end) = (part.from + part.len, part.offset + part.len);
-                    let has = |stretch: &&Stretch| part.offset >= stretch.offset && end <= stretch.offset + stretch.len;
-                    let stretch = chunk.stretches.iter().find(has).unwrap();
-                    let place = stretch.place.0 + (part.offset - stretch.offset) as u64;
-                    prop_assert_eq!(place, pieces[part.piece].device + part.from as u64);
+                    let has = |stretch: &Stretch| part.offset >= stretch.offset && end <= stretch.offset + stretch.len;
+                    let n = chunk.stretches.iter().position(has).unwrap();
+                    let stretch = &chunk.stretches[n];
+                    let Piece { device, memory, .. } = pieces[part.piece];
+                    let device = device + part.from as u64;
+                    prop_assert_eq!(stretch.place.0 + (part.offset - stretch.offset) as u64, device);
+                    prop_assert!(ends[n].is_none_or(|end| end == (memory, device)));
+                    ends[n] = Some((memory, device + part.len as u64));
                 }
-                prop_assert!(end <= full + BESIDE);
+                prop_assert!(chunk.stretches.iter().all(|s| s.place.0 % WIDTH == s.offset as u64 % WIDTH));
+                let rows: usize = chunk.stretches.iter().map(|stretch| stretch.rows().count()).sum();
+                prop_assert!(table_at(end) + rows * ROW <= full + BESIDE);
             }
             prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.len == seen));
         }
-    }
-
-    /// The lengths of the chunks of a call with so many bytes.
-    fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {
-        let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };
-        let mut lens = Vec::new();
-        while cursor.left > 0 {
-            lens.push(ramp.next(&cursor, None).min(cursor.left as usize));
-            cursor.chunks += 1;
-            cursor.left -= lens.last().map_or(0, |len| *len as u64);
-        }
-        lens
-    }
-
-    /// In KiB: those that eight threads fill are short at both ends, so that all have some; others nearly never.
-    #[test]
-    fn chunks_that_no_thread_fills_are_long_at_once() {
-        const MOST: usize = 4 << 20;
-        let filled = chunks(Ramp { most: MOST, least: 256 << 10, hands: 9 }, 16 << 20);
-        assert!(filled.len() > 16 && filled.iter().all(|len| *len < MOST / 4), "{filled:?}");
-        let unfilled = chunks(Ramp { most: MOST, least: MOST / 4, hands: 1 }, 16 << 20);
-        assert_eq!(
-            unfilled.iter().map(|len| len >> 10).collect::<Vec<_>>(),
-            [1024, 4096, 4096, 3584, 1792, 1024, 768]
-        );
     }
 }

@@ -10,21 +10,23 @@
 //! the file share a chunk; what lies between them is read and left out of the copies.
 
 use std::borrow::Cow;
-use std::cell::UnsafeCell;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, Part, Stretch};
 use super::engine::Engine;
 use super::file::FileSource;
-use super::job::Plan;
-use super::pieces::{Piece as Place, Ramp, Survey, Values, cut, fill_parts};
-use super::source::{Fill, Sink, Source, read_error, write_error};
+use super::job::{Plan, Values};
+use super::pieces::{Piece as Place, Survey, cut, fill_parts};
+use super::source::{self, Fill, Sink, Source, read_error, shrunk, write_error};
+use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::device::DevicePtr;
 use crate::device::memory::DeviceSlice;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SubmitError};
 use crate::foreign::{self, Owned};
+use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
 
@@ -62,24 +64,21 @@ impl Piece {
 
 /// See the module's page.
 pub(super) struct Ranges {
+    /// What errors and events call the source, file or sink.
+    pub(super) name: Cow<'static, str>,
     pieces: Vec<Piece>,
     /// The end of the range that reaches furthest.
     end: u64,
-    ramp: Ramp,
-}
-
-/// The error of a source that has become shorter than `len` bytes since a transfer of it began.
-pub(super) fn shrunk(what: String, end: u64, len: u64) -> Error {
-    let text = format!(
-        "it ends there, not at {len}: it has become shorter since its length was taken; load it again while no process \
-         writes to it"
-    );
-    Error::Read { what, offset: end, kind: std::io::ErrorKind::UnexpectedEof, text }
 }
 
 impl Ranges {
     /// Looks at pieces, in any order. Those that overlap are allowed.
-    pub(super) fn new(engine: &Engine, mut pieces: Vec<Piece>, survey: &mut Survey) -> Result<Self> {
+    pub(super) fn new(
+        engine: &Engine,
+        name: Cow<'static, str>,
+        mut pieces: Vec<Piece>,
+        survey: &mut Survey,
+    ) -> Result<Self> {
         if pieces.is_empty() {
             return Err(Error::empty());
         }
@@ -102,12 +101,12 @@ impl Ranges {
         }
         joined.shrink_to_fit();
         let end = joined.iter().map(Piece::end).max().unwrap_or(0);
-        Ok(Self { pieces: joined, end, ramp: Ramp::new(&engine.settings) })
+        Ok(Self { name, pieces: joined, end })
     }
 
     /// # Errors
     /// [`Error::Argument`] if a piece leaves these bounds.
-    pub(super) fn within(self, start: u64, end: u64) -> Result<Self> {
+    pub(super) fn within(self, Range { start, end }: Range<u64>) -> Result<Self> {
         let first = self.pieces.first().map_or(start, |piece| piece.at);
         if first >= start && self.end <= end {
             return Ok(self);
@@ -118,9 +117,8 @@ impl Ranges {
 
     /// A piece as the layout knows it. It has no address on the host.
     fn get(&self, n: usize) -> Place {
-        let Piece { device, .. } = &self.pieces[n];
-        let (len, memory) = (device.len(), device.allocation_number());
-        Place { host: std::ptr::null_mut(), len, device: device.address(), memory }
+        let Piece { device, at } = &self.pieces[n];
+        Place { at: *at, ..Place::new(std::ptr::null_mut(), device.len(), device) }
     }
 
     /// The offset of a place among the pieces; where none follows, the end of all.
@@ -145,14 +143,8 @@ impl Ranges {
         Chunk { at: self.offset(chunk.start), landed_to: self.landed_to(chunk.end), ..chunk }
     }
 
-    fn cut(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        let bytes = self.ramp.next(cursor, room);
-        // A piece is cut on a page of the source: of files that are read or written past the page cache, whole ones are.
-        let on_page = |n: usize, end: usize| {
-            let at = self.pieces[n].at;
-            ((at + end as u64) / PAGE as u64 * PAGE as u64).saturating_sub(at) as usize
-        };
-        self.placed(cut(self.pieces.len(), |n| self.get(n), on_page, bytes, cursor))
+    fn cut(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        self.placed(cut(self.pieces.len(), |n| self.get(n), most, cursor))
     }
 }
 
@@ -162,69 +154,119 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
 
-/// A value that a job reads or writes, until its handle takes it back.
-pub(super) struct Kept<T: Send + 'static>(UnsafeCell<Option<Owned<T>>>);
+/// What a transfer reads from or writes to, on the host's side.
+pub(super) trait Storage: Send + Sync + 'static {
+    /// What the program gave.
+    type Value;
 
-// SAFETY: shared while the job runs, by workers that only read the cell; taken by one thread when the job is over.
-unsafe impl<T: Send + Sync + 'static> Sync for Kept<T> {}
+    fn into_value(self) -> Self::Value;
 
-impl<T: Send + 'static> Kept<T> {
-    pub(super) fn new(value: T) -> Arc<Self> {
-        Arc::new(Self(UnsafeCell::new(Some(Owned::new(value)))))
+    /// What errors and events call it.
+    fn name(&self) -> Cow<'static, str>;
+
+    /// What no piece may leave.
+    fn bounds(&self) -> Result<Range<u64>> {
+        Ok(0..u64::MAX)
     }
 
-    /// # Safety
-    /// The job is not over, or its handle has not taken the value.
-    unsafe fn get(&self) -> Result<&T> {
-        // SAFETY: the caller's promise: no thread changes the cell.
-        unsafe { &*self.0.get() }.as_deref().ok_or(Error::Closed)
+    /// See [`Plan::may_block`].
+    fn may_block(&self) -> bool;
+
+    /// Cuts off the next chunk. By default each range's part is read or written by itself.
+    fn cut(ranges: &Ranges, cursor: &mut Cursor, most: usize) -> Chunk {
+        ranges.cut(cursor, most)
+    }
+
+    /// Reads the bytes of a chunk into its segment.
+    fn read(&self, _ranges: &Ranges, _chunk: &Chunk, _segment: &mut PinnedBuf) -> Result<()> {
+        Err(Error::Internal("bytes were read from a sink"))
+    }
+
+    /// Writes the bytes of a chunk from its segment.
+    fn write(&self, _ranges: &Ranges, _chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
+        Err(Error::Internal("bytes were written to a source"))
     }
 }
 
-impl<T: Send + Sync + 'static> Values for Kept<T> {
-    type Back = T;
+/// Ranges of a source, file or sink, as the plan of one job.
+pub(super) struct Blob<S: Storage> {
+    /// Taken by the handle when the job is over. A worker that reads or writes has a share meanwhile.
+    storage: Mutex<Option<Arc<Owned<S>>>>,
+    ranges: Ranges,
+}
 
-    unsafe fn take(&self) -> Result<T> {
-        // SAFETY: the caller's promise.
-        unsafe { self.rescue() }.ok_or(Error::Closed)
+impl<S: Storage> Blob<S> {
+    pub(super) fn new(storage: S, ranges: Ranges) -> Arc<Self> {
+        Arc::new(Self { storage: Mutex::new(Some(Arc::new(Owned::new(storage)))), ranges })
     }
 
-    unsafe fn rescue(&self) -> Option<T> {
-        // SAFETY: the caller's promise: no other thread uses the cell. No device reads or writes the value.
-        unsafe { &mut *self.0.get() }.take().map(Owned::into_inner)
+    fn storage(&self) -> Result<Arc<Owned<S>>> {
+        self.storage.lock().clone().ok_or(Error::Closed)
     }
 }
 
-// --- sources ---------------------------------------------------------------------------------------------------------
-
-/// A source on its way to the device.
-pub(super) struct FromSource<S: Source> {
-    pub(super) source: Arc<Kept<S>>,
-    pub(super) name: Cow<'static, str>,
-    pub(super) ranges: Ranges,
-}
-
-impl<S: Source> Plan for FromSource<S> {
+impl<S: Storage> Plan for Blob<S> {
     fn may_block(&self) -> bool {
-        // SAFETY: the job is not over.
-        unsafe { self.source.get() }.is_ok_and(|source| source.may_block(KEY))
+        self.storage().is_ok_and(|storage| storage.may_block())
     }
 
-    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        self.ranges.cut(cursor, room)
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        S::cut(&self.ranges, cursor, most)
     }
 
     fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        // SAFETY: a chunk was taken, so the job is not over.
-        let source = unsafe { self.source.get() }?;
+        self.storage()?.read(&self.ranges, chunk, segment)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        self.storage()?.write(&self.ranges, chunk, bytes)
+    }
+}
+
+impl<S: Storage> Values for Blob<S> {
+    type Back = S::Value;
+
+    fn back(&self, outcome: Result<()>) -> Result<S::Value, SubmitError<S::Value>> {
+        let storage = self.storage.lock().take();
+        // The job is over, so no worker has a share.
+        let value = storage.and_then(Arc::into_inner).map(|storage| storage.into_inner().into_value());
+        match (outcome, value) {
+            (Ok(()), Some(value)) => Ok(value),
+            (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),
+        }
+    }
+}
+
+pub(super) struct FromSource<S>(pub(super) S);
+
+impl<S: Source> Storage for FromSource<S> {
+    type Value = S;
+
+    fn into_value(self) -> S {
+        self.0
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        source::name("the source", || self.0.name().into_owned())
+    }
+
+    fn bounds(&self) -> Result<Range<u64>> {
+        source::length(&self.0).map(|len| 0..len)
+    }
+
+    fn may_block(&self) -> bool {
+        self.0.may_block(KEY)
+    }
+
+    fn read(&self, ranges: &Ranges, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
         let fill = |n: usize, into: &mut _| {
-            let offset = self.ranges.part_at(&chunk.parts[n]);
+            let offset = ranges.part_at(&chunk.parts[n]);
             let mut fill = Fill::new(into);
-            let filled = guarded(|| source.fill(offset, &mut fill));
+            let filled = guarded(|| self.0.fill(offset, &mut fill));
             let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
-            filled.map_err(|error| read_error(&self.name, end, &error))?;
+            filled.map_err(|error| read_error(&ranges.name, end, &error))?;
             if left > 0 {
-                return Err(shrunk(self.name.clone().into_owned(), end, self.ranges.end));
+                return Err(shrunk(ranges.name.clone().into_owned(), end, ranges.end));
             }
             Ok(())
         };
@@ -233,60 +275,65 @@ impl<S: Source> Plan for FromSource<S> {
     }
 }
 
-// --- sinks -----------------------------------------------------------------------------------------------------------
+pub(super) struct ToSink<S>(pub(super) S);
 
-/// A sink that bytes from the device go to.
-pub(super) struct ToSink<S: Sink> {
-    pub(super) sink: Arc<Kept<S>>,
-    pub(super) name: Cow<'static, str>,
-    pub(super) ranges: Ranges,
-}
+impl<S: Sink> Storage for ToSink<S> {
+    type Value = S;
 
-impl<S: Sink> Plan for ToSink<S> {
+    fn into_value(self) -> S {
+        self.0
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        source::name("the target", || self.0.name().into_owned())
+    }
+
     fn may_block(&self) -> bool {
-        // SAFETY: the job is not over.
-        unsafe { self.sink.get() }.is_ok_and(|sink| sink.may_block(KEY))
+        self.0.may_block(KEY)
     }
 
-    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        self.ranges.cut(cursor, room)
-    }
-
-    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        // SAFETY: a chunk was taken and has not ended, so the job is not over.
-        let sink = unsafe { self.sink.get() }?;
+    fn write(&self, ranges: &Ranges, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         chunk.parts.iter().try_for_each(|part| {
-            let (offset, bytes) = (self.ranges.part_at(part), part.of(bytes)?);
-            guarded(|| sink.put(offset, bytes))
-                .map_err(|error| write_error(&self.name, sink.lies_at(offset, KEY), &error))
+            let (offset, bytes) = (ranges.part_at(part), part.of(bytes)?);
+            guarded(|| self.0.put(offset, bytes))
+                .map_err(|error| write_error(&ranges.name, self.0.lies_at(offset, KEY), &error))
         })
     }
 }
 
-// --- files -----------------------------------------------------------------------------------------------------------
+/// A file, and where what is read of it counts.
+pub(super) struct FromFile(pub(super) FileSource, pub(super) Arc<Counters>);
 
-/// A file on its way to the device.
-pub(super) struct FromFile {
-    pub(super) file: Arc<Kept<FileSource>>,
-    pub(super) ranges: Ranges,
-    pub(super) engine: std::sync::Weak<Engine>,
-}
+impl Storage for FromFile {
+    type Value = FileSource;
 
-impl Plan for FromFile {
+    fn into_value(self) -> FileSource {
+        self.0
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        self.0.name().to_owned().into()
+    }
+
+    fn bounds(&self) -> Result<Range<u64>> {
+        Ok(self.0.start()..self.0.end())
+    }
+
     fn may_block(&self) -> bool {
         true
     }
 
-    fn next(&self, cursor: &mut Cursor, room: Option<usize>) -> Chunk {
-        let (start, pieces) = (cursor.at, &self.ranges.pieces);
-        let at = self.ranges.offset(start);
-        let len = (self.ranges.ramp.next(cursor, room) / PAGE * PAGE).max(PAGE) as u64;
+    /// A stretch of the file with all ranges in it, which is read at once.
+    fn cut(ranges: &Ranges, cursor: &mut Cursor, most: usize) -> Chunk {
+        let start = cursor.at;
+        let at = ranges.offset(start);
+        let len = (most / PAGE * PAGE).max(PAGE) as u64;
         // The next chunk starts on a page.
         let most = (at - at % PAGE as u64).saturating_add(len);
         let (mut cut, mut end, mut bytes) = (start, at, 0);
         // The file's bytes lie in the segment from where they are within a page on.
         let (lead, mut stretches) = (at % PAGE as u64, Vec::new());
-        while let Some(piece) = pieces.get(cut.piece) {
+        while let Some(piece) = ranges.pieces.get(cut.piece) {
             let from = piece.at + cut.from as u64;
             // A range that overlaps another has chunks of its own.
             if bytes > 0 && (from < end || from >= most || from > end.saturating_add(GAP)) {
@@ -304,17 +351,15 @@ impl Plan for FromFile {
             }
             cut = Cut { piece: cut.piece + 1, from: 0 };
         }
-        let chunk = self.ranges.placed(cursor.cut_off(cut, bytes));
+        let chunk = ranges.placed(cursor.cut_off(cut, bytes));
         Chunk { stretches, ..chunk }
     }
 
-    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        // SAFETY: a chunk was taken, so the job is not over.
-        let file = unsafe { self.file.get() }?;
-        let engine = self.engine.upgrade().ok_or(Error::Closed)?;
+    fn read(&self, _: &Ranges, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        let Self(file, counters) = self;
         let start = chunk.stretches.first().map_or(0, |first| first.offset);
         let end = chunk.stretches.last().map_or(start, |last| last.offset + last.len);
         segment.clear();
-        file.fill(chunk.at, end - start, segment, &engine.counters)
+        file.fill(chunk.at, end - start, segment, counters)
     }
 }

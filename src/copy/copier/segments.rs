@@ -6,13 +6,9 @@
 //! chunks itself have segments that do not count, since the caller may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
-//! Otherwise it asks again from time to time.
-//!
-//! Where the pool is cut up by buffers that others hold for long, it may never have a range of a segment's length again.
-//! So a copier without any segment takes the longest range that there is, and waits for the shortest that is of use
-//! ([`LEAST`]). One with segments takes a short one at each such time: what has them may be blocked. A chunk is no longer
-//! than its segment has room for. A short segment returns to the pool behind its chunk: the next one is to be longer, if it
-//! can.
+//! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where the
+//! pool is cut up. One with segments takes a short one at each such time, too: what has them may be blocked. A short
+//! segment returns to the pool behind its chunk: the next one is to be longer, if it can.
 
 use std::future::Future as _;
 use std::pin::Pin;

@@ -247,3 +247,12 @@ pub(crate) fn read_error(what: &str, offset: u64, error: &io::Error) -> Error {
 pub(super) fn write_error(what: &str, offset: u64, error: &io::Error) -> Error {
     Error::Write { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
 }
+
+/// The error of a source that has become shorter than `len` bytes since a transfer of it began.
+pub(super) fn shrunk(what: String, end: u64, len: u64) -> Error {
+    let text = format!(
+        "it ends there, not at {len}: it has become shorter since its length was taken; load it again while no process \
+         writes to it"
+    );
+    Error::Read { what, offset: end, kind: io::ErrorKind::UnexpectedEof, text }
+}

@@ -7,8 +7,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::job::{Job, Progress};
-use super::pieces::Values;
+use super::job::{Job, Progress, Values};
 use super::{Copier, may_wait};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
@@ -75,11 +74,11 @@ impl<T> Transfer<T> {
     /// of the call.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of
-    /// [`Error::Transfer`] where a source, sink or slice is copied; [`Error::Timeout`] after the transfer's deadline
-    /// ([`Copier::with_timeout`]); [`Error::Cancelled`] after a [`cancel`](Self::cancel)
-    /// that came in time; [`Error::Unsupported`] on a thread of the crate (in a waker, a source or a sink), where the
-    /// wait could never end: the transfer goes on then; [`Error::Forked`].
+    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of [`Error::Transfer`] where a source,
+    /// sink or slice is copied; [`Error::Timeout`] after the transfer's deadline ([`Copier::with_timeout`]);
+    /// [`Error::Cancelled`] after a [`cancel`](Self::cancel) that came in time; [`Error::Unsupported`] on a thread of the
+    /// crate (in a waker, a source or a sink), where the wait could never end: a transfer that was started goes on then;
+    /// [`Error::Forked`].
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match self.finish() {
             Ok(()) => self.take(),
@@ -222,14 +221,9 @@ impl<T> Transfer<T> {
         if let Err(error) = crate::os::check_fork() {
             return Err(SubmitError { error, buffer: None });
         }
-        let (Some(outcome), Some(values)) = (self.job.outcome(), self.values.take()) else {
-            return Err(SubmitError { error: polled(), buffer: None });
-        };
-        match outcome {
-            // SAFETY: the job is over, and the handle gives the values up.
-            Ok(()) => unsafe { values.take() }.map_err(|error| SubmitError { error, buffer: None }),
-            // SAFETY: as above.
-            Err(error) => Err(SubmitError { error, buffer: unsafe { values.rescue() } }),
+        match (self.job.outcome(), self.values.take()) {
+            (Some(outcome), Some(values)) => values.back(outcome),
+            _ => Err(SubmitError { error: polled(), buffer: None }),
         }
     }
 }

@@ -90,49 +90,21 @@ struct Owned {
 }
 
 /// See the module's page.
-pub(super) struct Worker<'a> {
-    engine: &'a Arc<Engine>,
+pub(super) struct Worker {
+    engine: Arc<Engine>,
     owned: Vec<Owned>,
     /// The direction that it turns to next.
     next: Direction,
 }
 
-/// What the one worker of a copier without threads owns between two calls, and where it turns to next.
-#[derive(Default)]
-pub(super) struct Holdings(Vec<Owned>, Direction);
-
-/// What to do when nothing has changed.
-#[derive(Default)]
-struct Pause {
-    since: Option<Instant>,
-}
-
-impl<'a> Worker<'a> {
-    pub(super) fn new(engine: &'a Arc<Engine>) -> Self {
+impl Worker {
+    pub(super) fn new(engine: Arc<Engine>) -> Self {
         Self { engine, owned: Vec::new(), next: Direction::Up }
-    }
-
-    /// The worker that has these.
-    pub(super) fn with(engine: &'a Arc<Engine>, Holdings(owned, next): Holdings) -> Self {
-        Self { engine, owned, next }
-    }
-
-    pub(super) fn into_holdings(mut self) -> Holdings {
-        Holdings(std::mem::take(&mut self.owned), self.next)
-    }
-
-    /// Does what can be done without waiting. Whether anything has changed.
-    pub(super) fn pass(&mut self) -> bool {
-        let mut changed = self.turn();
-        while self.take_any() {
-            changed = true;
-        }
-        self.drain() | changed
     }
 
     /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
     /// the long steps, so the chunks are looked at between the two.
-    fn round(&mut self) -> bool {
+    pub(super) fn round(&mut self) -> bool {
         let mut changed = self.turn();
         if self.take_any() {
             changed = true;
@@ -145,11 +117,20 @@ impl<'a> Worker<'a> {
 
     /// The life of a thread of the copier.
     pub(super) fn serve(&mut self) {
-        let mut pause = Pause::default();
+        // Since when nothing has changed.
+        let mut still = None;
         while !crate::os::forked() {
-            let changed = self.round();
-            let again = || !self.owned.is_empty() || self.engine.scheduler.has_work();
-            if !pause.after(changed, again) && self.park() {
+            if self.round() {
+                still = None;
+            } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
+                let waited = still.get_or_insert_with(Instant::now).elapsed();
+                if waited < SPIN {
+                    std::hint::spin_loop();
+                    crate::sync::yield_now();
+                } else {
+                    std::thread::sleep(if waited < 100 * SPIN { PAUSE } else { LONG_PAUSE });
+                }
+            } else if self.park() {
                 return;
             }
         }
@@ -212,13 +193,13 @@ impl<'a> Worker<'a> {
     /// directions of the link are busy. A job that has to wait until the worker owns less keeps its turn meanwhile: else
     /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
-        let scheduler = &self.engine.scheduler;
-        let Some(first) = scheduler.first(self.next) else { return false };
+        let engine = self.engine.clone();
+        let Some(first) = engine.scheduler.first(self.next) else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
             false if self.has_to_wait(&first) => None,
-            false => scheduler.without_segment(self.next).filter(|other| self.take(other)),
+            false => engine.scheduler.without_segment(self.next).filter(|other| self.take(other)),
         };
         let Some(job) = taken else { return false };
         self.next = job.direction.other();
@@ -344,35 +325,13 @@ impl<'a> Worker<'a> {
     }
 }
 
-impl Drop for Worker<'_> {
+impl Drop for Worker {
     fn drop(&mut self) {
         if crate::os::forked() {
             std::mem::forget(std::mem::take(&mut self.owned));
             return;
         }
-        // By a panic only: a worker that returns owns no chunk.
+        // By a panic, or with the last handle of a copier without threads: a thread that returns owns no chunk.
         self.abandon();
-    }
-}
-
-impl Pause {
-    /// After a look at everything: rests before the next one, unless something has changed. `false`: there is nothing to
-    /// look at `again`.
-    fn after(&mut self, changed: bool, again: impl FnOnce() -> bool) -> bool {
-        if changed {
-            self.since = None;
-            return true;
-        }
-        if !again() {
-            return false;
-        }
-        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
-        if waited < SPIN {
-            std::hint::spin_loop();
-            crate::sync::yield_now();
-        } else {
-            std::thread::sleep(if waited < 100 * SPIN { PAUSE } else { LONG_PAUSE });
-        }
-        true
     }
 }

@@ -1,15 +1,14 @@
 //! The threads of a copier: starting them, giving them jobs, waiting for jobs.
 //!
-//! A copier of a stepped device has no threads. There one worker moves chunks on whichever thread calls, and between two
-//! calls its chunks are kept here.
+//! A copier of a stepped device has no threads. There one worker moves chunks on whichever thread calls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::chunk::LEAST;
 use super::engine::Engine;
 use super::job::Job;
-use super::pieces::LEAST;
-use super::worker::{Holdings, Worker};
+use super::worker::Worker;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
@@ -26,13 +25,14 @@ pub(super) struct Workers {
     pub(super) engine: Arc<Engine>,
     /// Threads that were started.
     started: Mutex<usize>,
-    /// What the one worker of a copier without threads has. `None`: a thread is that worker now.
-    inline: Mutex<Option<Holdings>>,
+    /// The one worker of a copier without threads. `None`: a thread is that worker now.
+    inline: Mutex<Option<Worker>>,
 }
 
 impl Workers {
     pub(super) fn new(engine: Arc<Engine>) -> Self {
-        Self { engine, started: Mutex::new(0), inline: Mutex::new(Some(Holdings::default())) }
+        let inline = Mutex::new(Some(Worker::new(engine.clone())));
+        Self { engine, started: Mutex::new(0), inline }
     }
 
     /// Whether the copier has no threads, since its device is a stepped one.
@@ -50,7 +50,9 @@ impl Workers {
                 crate::sync::enter(crate::sync::Own::Copier);
                 crate::os::sleep_precisely();
                 engine.device.context().driver().enter_thread();
-                foreign::live("a thread of a copier panicked: it goes on", || Worker::new(&engine).serve());
+                foreign::live("a thread of a copier panicked: it goes on", || {
+                    Worker::new(engine.clone()).serve()
+                });
             });
             match spawned {
                 Ok(_) => *started += 1,
@@ -92,24 +94,23 @@ impl Workers {
         if !self.is_inline() {
             return false;
         }
-        let Some(mut worker) = self.enter() else { return false };
-        let mut any = false;
-        while worker.pass() {
-            any = true;
-        }
-        self.leave(worker);
-        any
+        self.as_worker(|worker| {
+            let mut any = false;
+            while worker.round() {
+                any = true;
+            }
+            any
+        })
+        .unwrap_or(false)
     }
 
-    /// The one worker. `None`: another thread is it now.
-    fn enter(&self) -> Option<Worker<'_>> {
-        let holdings = self.inline.lock().take()?;
-        Some(Worker::with(&self.engine, holdings))
-    }
-
-    fn leave(&self, worker: Worker<'_>) {
+    /// Runs the one worker on this thread. `None`: another thread is it now.
+    fn as_worker<R>(&self, run: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        let mut worker = self.inline.lock().take()?;
+        let said = run(&mut worker);
         self.engine.segments.rest();
-        *self.inline.lock() = Some(worker.into_holdings());
+        *self.inline.lock() = Some(worker);
+        Some(said)
     }
 
     /// Waits until `until` holds of a job: the device moves only when it is told to step. Where nothing is left to step,
@@ -127,10 +128,7 @@ impl Workers {
             still = if self.inline.lock().is_some() { still + 1 } else { 0 };
             if still > STILL {
                 job.fail(Error::Timeout(Duration::ZERO.into()));
-                if let Some(mut worker) = self.enter() {
-                    worker.abandon();
-                    self.leave(worker);
-                }
+                self.as_worker(Worker::abandon);
             }
             match still > YIELDS {
                 true => std::thread::sleep(PAUSE),

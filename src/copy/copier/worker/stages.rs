@@ -2,7 +2,7 @@
 
 use super::*;
 
-impl Worker<'_> {
+impl Worker {
     /// Moves a chunk on, if it can be.
     pub(super) fn step(&mut self, n: usize, stage: Stage) -> Step {
         match stage {
@@ -110,7 +110,7 @@ impl Worker<'_> {
     /// Submits the copies of a chunk: between the host and the slot, or the places on the device.
     fn copy(&mut self, n: usize, mut host: Host, mut slot: Option<Slot>) -> Step {
         let Owned { job, chunk, packed, .. } = &self.owned[n];
-        let (direction, engine) = (job.direction, self.engine);
+        let (direction, engine) = (job.direction, &self.engine);
         if !engine.may_send(direction, job.priority, chunk.bytes) {
             if direction == Direction::Down {
                 return Step::Same(Stage::Collected(host, slot));
