@@ -179,8 +179,8 @@ impl Context {
         self.worker.send(move || destroy(&*driver, &holds, event));
     }
 
-    /// Takes an event that may be recorded and never seen complete, or that a capture has. It is not used again, and
-    /// destroyed when nothing of the device is in use any more.
+    /// Takes an event of a timeline that has ended, which may be recorded and was never seen complete, or which a capture
+    /// had. It is not used again, and destroyed when nothing of the device is in use any more.
     pub(crate) fn set_aside(&self, event: EventHandle) {
         self.aside.lock().push(event);
     }

@@ -184,8 +184,8 @@ impl Timeline {
         if state.lost.is_none() && state.events.front() == Some(&(seq, event)) {
             state.events.pop_front();
             state.unpublished = state.unpublished.max(seq);
-            drop(state);
-            self.context.set_aside(event);
+            let open = state.open;
+            state.aside.push((open, event));
         }
     }
 
@@ -211,7 +211,11 @@ impl Timeline {
             self.completed.store(seq, Ordering::Release);
             state.take_wakes(&mut after, |t| t <= seq);
         }
+        let (free, aside): (Vec<_>, _) =
+            std::mem::take(&mut state.aside).into_iter().partition(|(open, _)| *open <= seq);
+        state.aside = aside;
         drop(state);
+        free.into_iter().for_each(|(_, event)| self.context.recycle(event));
         after.run();
         true
     }
@@ -234,6 +238,7 @@ impl Timeline {
             self.given_up.store(true, Ordering::Release);
         }
         let events = std::mem::take(&mut state.events);
+        let aside = std::mem::take(&mut state.aside);
         self.accounting.fetch_add(1, Ordering::Relaxed);
         state.quarantine(self.is_dead(), &mut after);
         if !after.lost.is_empty() {
@@ -242,6 +247,7 @@ impl Timeline {
         }
         state.take_wakes(&mut after, |_| true);
         drop(state);
+        aside.into_iter().for_each(|(_, event)| self.context.set_aside(event));
         // As in `keep_back`: a lost device uses no events any more. On a device that is alive they may still be
         // recorded, so they are neither used again nor destroyed.
         if self.is_dead() {
@@ -356,8 +362,8 @@ impl Drop for Recording<'_> {
             return timeline.keep_back(event);
         }
         state.unpublished = state.unpublished.max(seq);
-        drop(state);
-        timeline.context.set_aside(event);
+        let open = state.open;
+        state.aside.push((open, event));
     }
 }
 

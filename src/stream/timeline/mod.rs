@@ -17,8 +17,8 @@
 //!
 //! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
 //! recording fails, the entries wait for a later event, which covers them as well. The driver may have recorded the
-//! failed one all the same, so that one is put aside until the device closes. If no event can be made, the entries are
-//! quarantined.
+//! failed one all the same, so that one is put aside until the later event is complete. If no event can be made, the
+//! entries are quarantined.
 //!
 //! # Asking the driver
 //!
@@ -184,6 +184,9 @@ struct TimelineState {
     claims: Slab<Claim>,
     /// Published events in the order of their publication, each with the highest sequence number that it covers.
     events: VecDeque<(u64, EventHandle)>,
+    /// Events that may be recorded and never seen complete, or that a capture had, each with the number that was open
+    /// then. They are free again when an event of that number or a later one is complete.
+    aside: Vec<(u64, EventHandle)>,
     /// Threads and tasks that wait, by numbers of which none is used twice.
     waiting: BTreeMap<u64, Waiting>,
     next_wait: u64,
@@ -461,6 +464,8 @@ impl Drop for Timeline {
             return std::mem::forget((keep_alive, waiting));
         }
         self.reaper.forget(self.number);
+        let aside = std::mem::take(&mut self.state.get_mut().aside);
+        aside.into_iter().for_each(|(_, event)| self.context.set_aside(event));
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
         if !self.state.get_mut().is_idle() {

@@ -516,3 +516,19 @@ fn a_task_that_waits_no_more_is_let_go_of() {
     assert!(!waits() && !stream.timeline().is_idle());
     settle(&node, &device);
 }
+
+#[test]
+fn an_event_whose_recording_failed_is_used_again_after_a_later_one() {
+    let (node, device, stream) = stepped();
+    for _ in 0..100 {
+        drop(stream.hold(()).unwrap());
+        fail(&node, Call::Record, Failure::Transient);
+        // The first fails, and the second covers what the first should have.
+        stream.timeline().close();
+        stream.timeline().close();
+        settle(&node, &device);
+        assert_eq!(stream.timeline().look().in_flight, 0);
+    }
+    let made = node.trace().iter().filter(|call| **call == Call::CreateEvent).count();
+    assert!(made <= 8, "{made} events were made");
+}
