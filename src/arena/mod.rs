@@ -140,6 +140,8 @@ pub(crate) struct Arena {
     /// The run of one segment that became idle last. It may be in use since then, or gone, and its number another run's.
     idle_last: Option<u32>,
     windows: Slab<Window>,
+    /// Where the last search for a window looked: the state of a generator.
+    place: u64,
     /// Segments that are given out and lie in windows, by class.
     watched: Vec<u32>,
     /// Segments of the runs of each class.
@@ -176,6 +178,7 @@ impl Arena {
             idle: BTreeSet::new(),
             idle_last: None,
             windows: Slab::new(),
+            place: 0,
             watched: vec![0; CLASSES],
             carved: vec![0; CLASSES],
             eager: false,

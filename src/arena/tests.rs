@@ -616,6 +616,24 @@ fn quarantined_segments_divide_an_extent() {
 }
 
 #[test]
+fn a_large_pool_is_searched_at_some_places_and_wholly_where_these_have_no_window() {
+    let mut arena = arena(&[2048]);
+    let held: Vec<_> = (0..2048).map(|_| take(&mut arena, PAGE - 32, 4096).unwrap()).collect();
+    let found: BTreeSet<_> = (0..16).map(|_| arena.choose_window(2, 1, &[]).unwrap().first).collect();
+    assert!(found.len() > 8, "{found:?}");
+    assert_eq!(arena.choose_window(2, 1, &[range(0, 1000), range(1002, 2048)]), Some(range(1000, 1002)));
+    for descriptor in held {
+        // SAFETY: it is out, so alive.
+        let first = arena.runs[unsafe { descriptor.as_ref() }.run() as usize].first;
+        if !(1000..1002).contains(&first) {
+            quarantine(&mut arena, descriptor);
+        }
+    }
+    assert_eq!(arena.choose_window(2, 1, &[]), Some(range(1000, 1002)));
+    assert_eq!(arena.choose_window(3, 1, &[]), None);
+}
+
+#[test]
 fn regions_with_the_smallest_part_out_are_replaced_first() {
     // Three regions with an extent each, the last of which has a quarantined segment. Segments are given the shortest free
     // run that has room for them.

@@ -20,6 +20,10 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::*;
 
+/// In a pool of more runs than these together, a search for a window compares so many ranges at so many places.
+const COMPARED: usize = 128;
+const PLACES: usize = 4;
+
 /// Names a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct WindowId(pub(super) usize);
@@ -64,47 +68,95 @@ struct Item {
 
 impl Arena {
     /// Chooses the range that is likely to be free soonest, of at least `need` pages of which the first is aligned to
-    /// `align` pages: that with the fewest bytes out. `None`: windows, quarantined segments and the ranges to `avoid` leave
-    /// no such range.
-    pub(crate) fn choose_window(&self, need: usize, align: usize, avoid: &[PageRange]) -> Option<PageRange> {
+    /// `align` pages: that with the fewest bytes out, among those that are compared. These are all, or in a large pool some
+    /// at a few places, which differ from search to search: a search holds up all threads. `None`: windows, quarantined
+    /// segments and the ranges to `avoid` leave no such range.
+    pub(crate) fn choose_window(
+        &mut self,
+        need: usize,
+        align: usize,
+        avoid: &[PageRange],
+    ) -> Option<PageRange> {
         let need = u32::try_from(need).ok()?;
-        let mut best: Option<(usize, PageRange)> = None;
-        for (number, e) in self.extents.iter().filter(|(_, e)| e.pages >= need) {
-            let (extent, base) = (number as u32, e.base.as_ptr().addr() / PAGE);
-            let (mut items, mut sum, mut at) = (VecDeque::<Item>::new(), 0, 0);
-            while at < e.pages {
-                let item = self.item(e, at);
-                at = item.end;
-                if !item.open || avoid.iter().any(|range| range.meets(extent, item.first, item.end)) {
-                    items.clear();
-                    sum = 0;
-                    continue;
-                }
-                let (last, end) = (item.gap.then_some(item.first), item.end);
-                sum += item.out;
-                items.push_back(item);
-                // The last page from which on there are as many.
-                let Some(start) = end.checked_sub(need) else { continue };
-                let start = ((base + start as usize) / align * align).checked_sub(base);
-                let Some(start) = start.map(|start| start as u32) else { continue };
-                while items.front().is_some_and(|item| item.end <= start) {
-                    sum -= items.pop_front().map_or(0, |item| item.out);
-                }
-                let Some(head) = items.front().filter(|head| head.first <= start) else { continue };
-                // Of free pages at the edges only those that are needed.
-                let first = if head.gap { start } else { head.first };
-                let begin = (base + first as usize).next_multiple_of(align) - base;
-                let end = last.map_or(end, |last| last.max(begin as u32 + need));
-                // Of equal ones the last: large segments are taken from the high end.
-                let fewer = |(least, range): (usize, PageRange)| {
-                    (sum, end - first) <= (least, range.end - range.first)
-                };
-                if best.is_none_or(fewer) {
-                    best = Some((sum, PageRange { extent, first, end }));
-                }
+        let mut best = None;
+        if self.runs.len() > PLACES * COMPARED {
+            for _ in 0..PLACES {
+                // A linear congruential generator, by Knuth.
+                self.place = self.place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let run = self.runs.get((self.place >> 33) as usize % self.runs.len());
+                let Some(&Run { extent, first, .. }) = run else { continue };
+                self.compare(extent, first, (need, align), avoid, COMPARED, &mut best);
+            }
+        }
+        if best.is_none() {
+            for (extent, _) in &self.extents {
+                self.compare(extent as u32, 0, (need, align), avoid, usize::MAX, &mut best);
             }
         }
         best.map(|found| found.1)
+    }
+
+    /// Compares `most` ranges of an extent, from the run or the free pages on that begin at a page, with the best one so
+    /// far.
+    fn compare(
+        &self,
+        extent: u32,
+        from: u32,
+        (need, align): (u32, usize),
+        avoid: &[PageRange],
+        mut most: usize,
+        best: &mut Option<(usize, PageRange)>,
+    ) {
+        let e = &self.extents[extent as usize];
+        let base = e.base.as_ptr().addr() / PAGE;
+        let (mut items, mut sum, mut at) = (VecDeque::<Item>::new(), 0, from);
+        // Alignments are powers of two.
+        let mask = !(align - 1);
+        while at < e.pages && most > 0 {
+            let item = self.item(e, at);
+            at = item.end;
+            if !item.open || avoid.iter().any(|range| range.meets(extent, item.first, item.end)) {
+                items.clear();
+                sum = 0;
+                continue;
+            }
+            let (last, end) = (item.gap.then_some(item.first), item.end);
+            sum += item.out;
+            items.push_back(item);
+            // The last page from which on there are as many.
+            let Some(start) = end.checked_sub(need) else { continue };
+            let start = ((base + start as usize) & mask).checked_sub(base);
+            let Some(start) = start.map(|start| start as u32) else { continue };
+            while items.front().is_some_and(|item| item.end <= start) {
+                sum -= items.pop_front().map_or(0, |item| item.out);
+            }
+            let Some(head) = items.front().filter(|head| head.first <= start) else { continue };
+            most -= 1;
+            if best.is_some_and(|best| best.0 < sum) {
+                continue;
+            }
+            // Of free pages at the edges only those that are needed.
+            let first = if head.gap { start } else { head.first };
+            let begin = ((base + first as usize + align - 1) & mask) - base;
+            let end = last.map_or(end, |last| last.max(begin as u32 + need));
+            // Of equal ones the last: large segments are taken from the high end.
+            let fewer =
+                |(least, range): (usize, PageRange)| (sum, end - first) <= (least, range.end - range.first);
+            if best.is_none_or(fewer) {
+                *best = Some((sum, PageRange { extent, first, end }));
+            }
+        }
+    }
+
+    /// Where the run or the free pages begin that a page lies in. It looks from the high end, where most windows are: of
+    /// equal ranges the last is chosen.
+    fn item_start(&self, e: &ArenaExtent, page: u32) -> u32 {
+        let mut at = e.pages;
+        while at > page {
+            let entry = e.map[at as usize - 1];
+            at -= if entry & FREE != 0 { free_len(entry) } else { self.runs[entry as usize].pages };
+        }
+        at
     }
 
     /// The run or the free pages that begin at a page.
@@ -145,13 +197,13 @@ impl Arena {
         let window = Window { ranges: ranges.clone(), need, align, out: 0, complete: false };
         let id = WindowId(self.windows.insert(window));
         for PageRange { extent, first, end } in ranges {
-            let mut at = 0;
+            let mut at = self.item_start(&self.extents[extent as usize], first);
             while at < end {
                 let entry = self.extents[extent as usize].map[at as usize];
                 let next =
                     at + if entry & FREE != 0 { free_len(entry) } else { self.runs[entry as usize].pages };
                 let (from, to) = (at.max(first), next.min(end));
-                if entry & FREE == 0 && at >= first {
+                if entry & FREE == 0 {
                     self.mark(entry, id);
                 } else if entry & FREE != 0 && from < to {
                     self.remove_free(extent, at, next - at);
@@ -234,7 +286,7 @@ impl Arena {
     pub(crate) fn can_withhold(&self, ranges: &[PageRange]) -> bool {
         ranges.iter().all(|range| {
             let e = &self.extents[range.extent as usize];
-            let mut at = 0;
+            let mut at = self.item_start(e, range.first);
             while at < range.end {
                 let item = self.item(e, at);
                 let crosses = |edge: u32| item.first < edge && edge < item.end;

@@ -89,8 +89,9 @@ impl CentralPool {
 mod tests {
 
     use super::*;
+    use crate::central::tests::{got, release};
     use crate::central::transfer::tests::{BYTES, CACHE, central};
-    use crate::central::{ReclaimLevel, Take, WaitOutcome, Wake};
+    use crate::central::{WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
     use crate::sync::thread;
@@ -105,13 +106,8 @@ mod tests {
     /// A central pool with one segment out, and one cached by this thread.
     fn cached() -> std::sync::Arc<CentralPool> {
         let central = central(0);
-        let take = || match central.try_take(central.place(4096, 64).unwrap(), ReclaimLevel::Idle).unwrap() {
-            Take::Got(fresh) => fresh.into_segment(),
-            Take::Empty => panic!("the memory should be enough"),
-        };
-        let (_out, back) = (take(), take());
-        // SAFETY: this test owns it, and nothing uses it.
-        unsafe { back.release() };
+        let (_out, back) = (got(&central, 4096), got(&central, 4096));
+        release(back);
         assert_eq!(central.cache().unwrap().cached(class()), 1);
         assert_eq!(class().stride() as u64, STRIDE);
         central.check(|_, _| ()).unwrap();

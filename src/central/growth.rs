@@ -23,18 +23,12 @@ use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
 
+use super::queue::Growth;
 use super::{CentralPool, Core, Wake, Want, sum};
 use crate::amount::beside;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
-
-/// A plan: the regions `going` (with their bytes) are unpinned first, then `bytes` bytes are pinned.
-#[derive(Debug)]
-pub(crate) struct Growth {
-    pub(super) going: Vec<(RegionId, usize)>,
-    pub(super) bytes: usize,
-}
 
 /// When requests that were [served late](CentralPool::served_late) have lost so much time within a window, another region
 /// is pinned, which takes about as long. (With less memory than eight threads of a server used, they lost a third of the
@@ -316,25 +310,17 @@ impl Core {
     /// be room for a region for it. After a growth that failed also the one that needs least, since the failed one may have
     /// been for any.
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
-        let head = self.queue.head()?;
+        let head = self.queue.head().filter(|_| self.step > 0)?;
         let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
-        if self.step == 0 {
-            return None;
-        }
         let (failed, least_of_head) = (self.growth_failure.is_some(), least(head));
         let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
-        if may_move && (!failed || self.never(head).is_some()) || self.room_beside() >= least_of_head {
+        let room = self.room_beside();
+        if may_move && (!failed || self.never(head).is_some()) || room >= least_of_head {
             return Some((head, !moved));
         }
-        let (room, mut at) = (self.room_beside(), None);
-        while let Some((size, key)) = self.queue.after(at) {
-            let wants = self.queue.wants(key);
-            if room >= least(wants) {
-                return Some((wants, false));
-            }
-            at = Some((size, usize::MAX));
-        }
-        None
+        // Nothing needs less than a page.
+        let mut others = self.queue.firsts().take_while(|_| room > 0).map(|key| self.queue.wants(key));
+        others.find(|wants| room >= least(wants)).map(|wants| (wants, false))
     }
 
     /// Whether the last growth failed for a reason that may pass.

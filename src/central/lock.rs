@@ -57,7 +57,7 @@ impl CentralPool {
 }
 
 impl Locked<'_> {
-    /// The core for a check, which leaves it as it is.
+    /// The core for a check, or for a look that changes nothing that a waiter could have: the queue is not served.
     pub(super) fn as_is(&mut self) -> &mut Core {
         &mut self.core
     }

@@ -614,9 +614,8 @@ impl Core {
     }
 
     /// Takes a segment for a placement. Where none is free, idle runs are dissolved first; what this frees is first for
-    /// those that wait.
+    /// those that wait. Under a lock nothing was freed before that, or [`Core::serve`] was called since.
     fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
-        self.serve();
         let mut taken = self.arena.take(placement);
         if taken.is_none() && self.arena.release_idle() {
             self.serve();

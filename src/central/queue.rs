@@ -12,8 +12,9 @@
 //!
 //! # Costs
 //!
-//! Waiters are found by their tickets, and by what they need: each in a tree. So a join, a grant and a leave take
-//! logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at the waiters.
+//! Waiters are found by their tickets, and by what they need: in a tree, and in a tree for each size. So a join, a grant
+//! and a leave take logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at
+//! the waiters.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
 //! The guard of the lock makes them after the unlock.
@@ -21,17 +22,16 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::ops::Bound;
 use std::ptr::NonNull;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use super::CentralPool;
-use super::growth::Growth;
 use crate::arena::{Arena, PageRange};
 use crate::error::Error;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
+use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement};
 use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
@@ -54,6 +54,13 @@ pub(crate) struct Grant {
 
 // SAFETY: a grant is the ownership of a segment, and the segment's descriptor is Sync.
 unsafe impl Send for Grant {}
+
+/// A plan: the regions `going` (with their bytes) are unpinned first, then `bytes` bytes are pinned.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    pub(super) going: Vec<(RegionId, usize)>,
+    pub(super) bytes: usize,
+}
 
 /// What the caller does once the lock is released: above all, how it wakes a waiter.
 #[derive(Debug)]
@@ -95,7 +102,7 @@ pub(crate) enum WaitOutcome<G = Grant> {
 /// What a waiter needs. Waiters of one size are served in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Size {
-    Class(u8),
+    Class(Class),
     /// The pages that a single buffer needs, and their alignment.
     Pages(u32, usize),
     /// Several buffers: a number that requests for the same sizes share.
@@ -105,7 +112,7 @@ pub(super) enum Size {
 impl Size {
     fn of(wants: &[Want]) -> Self {
         match wants {
-            [Want { placement: Placement::Class(class), .. }] => Self::Class(class.index() as u8),
+            [Want { placement: Placement::Class(class), .. }] => Self::Class(*class),
             [want] => {
                 let (pages, align) = want.placement.fresh_pages();
                 Self::Pages(u32::try_from(pages).unwrap_or(u32::MAX), align)
@@ -146,17 +153,13 @@ struct Waiter {
 pub(crate) struct WaitQueue {
     /// Those that wait.
     waiting: BTreeMap<Ticket, Waiter>,
-    /// The same by size.
-    sizes: BTreeSet<(Size, Ticket)>,
-    /// Those that may choose a window and have none: not those behind another of the same class.
-    unplaced: BTreeSet<Ticket>,
+    /// Their tickets, by size. No set is empty.
+    sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
     ended: BTreeMap<Ticket, WaitOutcome>,
     next: Ticket,
     /// Waiters of lower tickets were told of as waiting for long.
     told: Ticket,
-    /// How many requests for one segment of a class wait, by class.
-    awaited: Vec<u32>,
     /// How long each wait that has ended took, with any outcome.
     waited: Histogram,
 }
@@ -165,12 +168,10 @@ impl WaitQueue {
     pub(crate) fn new() -> Self {
         Self {
             waiting: BTreeMap::new(),
-            sizes: BTreeSet::new(),
-            unplaced: BTreeSet::new(),
+            sizes: BTreeMap::new(),
             ended: BTreeMap::new(),
             next: 0,
             told: 0,
-            awaited: vec![0; CLASSES],
             waited: Histogram::default(),
         }
     }
@@ -190,24 +191,18 @@ impl WaitQueue {
     }
 
     /// How many requests for one segment of a class wait.
-    pub(crate) fn awaited(&self, class: Class) -> u32 {
-        self.awaited[class.index()]
+    pub(crate) fn awaited(&self, class: Class) -> usize {
+        self.sizes.get(&Size::Class(class)).map_or(0, BTreeSet::len)
     }
 
     /// Adds a waiter at the end.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> Ticket {
         let (ticket, size, since) = (self.next, Size::of(&wants), Instant::now());
         self.next += 1;
-        if let Size::Class(class) = size {
-            self.awaited[usize::from(class)] += 1;
-        }
         let (wake, given_up) = (Some(wake), Vec::new());
         let waiter = Waiter { wants, size, wake, replaced: false, moves: 0, given_up, since };
         self.waiting.insert(ticket, waiter);
-        self.sizes.insert((size, ticket));
-        if self.leads(size, ticket) {
-            self.unplaced.insert(ticket);
-        }
+        self.sizes.entry(size).or_default().insert(ticket);
         ticket
     }
 
@@ -219,18 +214,14 @@ impl WaitQueue {
         self.waiting.get_mut(&ticket).map(change);
     }
 
-    /// Whether a waiter is not behind another of the same class.
-    pub(super) fn is_first(&self, ticket: Ticket) -> bool {
-        self.leads(self.size(ticket), ticket)
-    }
-
-    fn leads(&self, size: Size, ticket: Ticket) -> bool {
-        !matches!(size, Size::Class(_)) || self.first(size) == Some(ticket)
-    }
-
     /// The first waiter of a size.
     pub(super) fn first(&self, size: Size) -> Option<Ticket> {
-        self.sizes.range((size, 0)..=(size, Ticket::MAX)).next().map(|found| found.1)
+        self.sizes.get(&size)?.first().copied()
+    }
+
+    /// The first waiter of each size.
+    pub(super) fn firsts(&self) -> impl Iterator<Item = Ticket> + '_ {
+        self.sizes.values().filter_map(|tickets| tickets.first().copied())
     }
 
     /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. Any other
@@ -291,52 +282,39 @@ impl WaitQueue {
         Some((first.1.since, &first.1.wants))
     }
 
-    /// The waiter behind a place, in the order of sizes: its place.
-    pub(super) fn after(&self, place: Option<(Size, Ticket)>) -> Option<(Size, Ticket)> {
-        let behind = place.map_or(Bound::Unbounded, Bound::Excluded);
-        self.sizes.range((behind, Bound::Unbounded)).next().copied()
-    }
-
-    /// Takes a waiter out of the queue. Of several for the same class the next may choose a window from now on.
-    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Wake> {
+    /// Takes a waiter out of the queue: its size and its wake. Of several for the same class the next may choose a window
+    /// from now on. `None`: it does not wait.
+    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<(Size, Option<Wake>)> {
         let waiter = self.waiting.remove(&ticket)?;
         self.waited.record(waiter.since.elapsed());
-        self.unplaced.remove(&ticket);
-        self.sizes.remove(&(waiter.size, ticket));
-        if let Size::Class(class) = waiter.size {
-            self.awaited[usize::from(class)] -= 1;
-            if let Some(next) = self.first(waiter.size).filter(|next| *next > ticket) {
-                self.unplaced.insert(next);
-            }
+        let tickets = self.sizes.get_mut(&waiter.size)?;
+        tickets.remove(&ticket);
+        if tickets.is_empty() {
+            self.sizes.remove(&waiter.size);
         }
-        waiter.wake
+        Some((waiter.size, waiter.wake))
     }
 
-    /// Ends a wait. Returns the wake that follows.
-    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<Wake> {
-        let wake = self.remove(ticket);
+    /// Ends a wait. Returns the size of the waiter, and the wake that follows.
+    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<(Size, Option<Wake>)> {
+        let removed = self.remove(ticket)?;
         self.ended.insert(ticket, outcome);
-        wake
+        Some(removed)
     }
 
     // --- windows -----------------------------------------------------------------------------------------------------
 
-    /// The first waiters that may choose a window and have none, up to `most` of them.
-    pub(super) fn unplaced(&self, most: usize) -> Vec<Ticket> {
-        self.unplaced.iter().take(most).copied().collect()
-    }
-
-    pub(super) fn any_unplaced(&self) -> bool {
-        !self.unplaced.is_empty()
-    }
-
-    /// Notes that a waiter has a window, or has none any more.
-    pub(super) fn set_placed(&mut self, ticket: Ticket, placed: bool) {
-        if placed {
-            self.unplaced.remove(&ticket);
-        } else {
-            self.unplaced.insert(ticket);
-        }
+    /// The first waiters of each size that may choose a window and have none, up to `most` of them: not those behind
+    /// another of the same class.
+    pub(super) fn unplaced(
+        &self,
+        most: usize,
+        placed: impl Fn(Ticket) -> bool + Copy,
+    ) -> impl Iterator<Item = Ticket> {
+        self.sizes.iter().flat_map(move |(size, tickets)| {
+            let leading = if matches!(size, Size::Class(_)) { 1 } else { usize::MAX };
+            tickets.iter().copied().take(leading).filter(move |ticket| !placed(*ticket)).take(most)
+        })
     }
 
     /// How often a waiter's window was exchanged, and the ranges that it gave up.
@@ -354,24 +332,16 @@ impl WaitQueue {
 
     /// The first waiter that what is free outside of windows can probably serve, but for the sizes in `not`.
     pub(super) fn next(&self, arena: &Arena, not: &[Size]) -> Option<Ticket> {
-        let largest = arena.largest_free_pages();
-        let mut best: Option<Ticket> = None;
-        let mut from = (Size::Class(0), 0);
-        while let Some(&(size, ticket)) = self.sizes.range(from..).next() {
-            from = (size, Ticket::MAX);
-            let could = match size {
-                // These come in the order of their pages.
-                Size::Pages(pages, _) if pages as usize > largest => {
-                    from = (Size::Several(0), 0);
-                    false
-                }
-                _ => self.wants(ticket).iter().all(|want| arena.could_take(want.placement)),
-            };
-            if could && best.is_none_or(|best| ticket < best) && !not.contains(&size) {
-                best = Some(ticket);
-            }
-        }
-        best
+        let largest = u32::try_from(arena.largest_free_pages()).unwrap_or(u32::MAX);
+        let short = self.sizes.range(..=Size::Pages(largest, usize::MAX));
+        let able = short.chain(self.sizes.range(Size::Several(0)..)).filter(|(size, tickets)| match size {
+            Size::Class(class) => arena.could_take(Placement::Class(*class)),
+            Size::Pages(..) => true,
+            Size::Several(_) => tickets
+                .first()
+                .is_some_and(|first| self.wants(*first).iter().all(|want| arena.could_take(want.placement))),
+        });
+        able.filter(|(size, _)| !not.contains(size)).filter_map(|(_, tickets)| tickets.first().copied()).min()
     }
 }
 
@@ -396,15 +366,15 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
 /// Takes a segment for each of `wants`, or none at all. Where that is not possible, idle runs are dissolved first.
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
     let taken = take_now(arena, wants);
-    let taken = if taken.is_none() && arena.release_idle() { take_now(arena, wants) } else { taken }?;
-    Some(wants.iter().zip(taken).map(|(want, descriptor)| Grant { descriptor, len: want.len }).collect())
+    if taken.is_none() && arena.release_idle() { take_now(arena, wants) } else { taken }
 }
 
 /// [`take_all`] without dissolving idle runs. Takes the longest segments first, and cuts no run that is longer than
 /// several need. (A longer one takes pages that another of the wants may need.)
-fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
+fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
+    let grant = |want: &Want, descriptor| Grant { descriptor, len: want.len };
     if let [want] = wants {
-        return Some(vec![arena.take(want.placement)?]);
+        return Some(vec![grant(want, arena.take(want.placement)?)]);
     }
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|i| match wants[*i].placement {
@@ -421,7 +391,7 @@ fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>
     }
     let mut taken: Vec<_> = order.into_iter().zip(taken).collect();
     taken.sort_unstable_by_key(|(i, _)| *i);
-    Some(taken.into_iter().map(|(_, descriptor)| descriptor).collect())
+    Some(taken.into_iter().map(|(i, descriptor)| grant(&wants[i], descriptor)).collect())
 }
 
 /// Whether what is free outside of windows serves all of `wants`. Takes it, and gives it back.
@@ -497,19 +467,20 @@ mod tests {
         let small = [(); 3].map(|()| join(&mut queue, &[want(SMALL)]));
         let large = [(); 2].map(|()| join(&mut queue, &[want(4 * PAGE)]));
         let several = join(&mut queue, &[want(SMALL), want(SMALL)]);
-        assert_eq!(small.map(|key| queue.is_first(key)), [true, false, false]);
-        assert_eq!(queue.unplaced(9), [small[0], large[0], large[1], several]);
-        assert_eq!(queue.unplaced(2), [small[0], large[0]]);
-        queue.set_placed(small[0], true);
-        assert_eq!(queue.unplaced(9), [large[0], large[1], several]);
+        let unplaced = |queue: &WaitQueue, most: usize, placed: usize| {
+            queue.unplaced(most, move |key| key == placed).collect::<Vec<_>>()
+        };
+        assert_eq!(unplaced(&queue, 9, usize::MAX), [small[0], large[0], large[1], several]);
+        assert_eq!(unplaced(&queue, 1, usize::MAX), [small[0], large[0], several]);
+        assert_eq!(unplaced(&queue, 9, small[0]), [large[0], large[1], several]);
         let _ = queue.finish(small[0], WaitOutcome::Failed(Error::Closed));
-        assert_eq!(queue.unplaced(9), [small[1], large[0], large[1], several]);
+        assert_eq!(unplaced(&queue, 9, usize::MAX), [small[1], large[0], large[1], several]);
         let _ = queue.remove(small[2]);
         assert_eq!(queue.first(queue.size(small[1])), Some(small[1]));
         for key in [small[1], large[0], large[1], several] {
             let _ = queue.remove(key);
         }
-        assert!(!queue.any_unplaced() && queue.is_empty());
+        assert!(queue.is_empty() && queue.firsts().next().is_none());
     }
 
     #[test]

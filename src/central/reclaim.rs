@@ -103,6 +103,7 @@ impl CentralPool {
             let Some(class) = most_spare(&held) else { break };
             // SAFETY: segments in a thread cache are free and alive, and this takes them off their list.
             unsafe { core.arena.give_chain(held.revoke(class)) };
+            core.serve();
         }
         let half = (share - held.rooms()) / 2;
         held.grant(class, (half / stride).clamp(LEAST_CACHED, MOST_CACHED) as u32);
@@ -135,6 +136,7 @@ impl CentralPool {
     ) -> Option<NonNull<Descriptor>> {
         // What comes back is first for those that wait.
         if self.reclaim_idle(core, mine, Some(placement)) {
+            core.serve();
             if let Some(descriptor) = core.take(placement) {
                 return Some(descriptor);
             }
@@ -144,6 +146,7 @@ impl CentralPool {
         }
         if let Placement::Class(class) = placement {
             if self.reclaim_half(core, class) {
+                core.serve();
                 if let Some(descriptor) = core.take(placement) {
                     return Some(descriptor);
                 }
@@ -151,6 +154,7 @@ impl CentralPool {
         }
         let any = level == ReclaimLevel::All && self.any_cached(core);
         if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
+            core.serve();
             return core.take(placement);
         }
         None

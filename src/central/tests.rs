@@ -27,19 +27,23 @@ pub(super) fn small(len: usize) -> Want {
     Want { len, placement: Placement::of(len, 64).unwrap() }
 }
 
+/// A central pool with extents of so many pages, each of which is a region.
+pub(super) fn with_extents(config: CentralConfig, extents: &[usize]) -> Arc<CentralPool> {
+    let central = CentralPool::new(config, None);
+    for (i, pages) in extents.iter().enumerate() {
+        let base = NonNull::new(std::ptr::without_provenance_mut((i + 1) << 22)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { central.add_extent(RegionId(i as u64), base, pages * PAGE, true) };
+    }
+    central
+}
+
 /// A central pool with regions of 1 MiB each, which may hold `capacity` bytes. Its region 0 is the helper's.
 fn with_regions(regions: usize, capacity: usize) -> Arc<CentralPool> {
-    let central = central(0);
+    let central = with_extents(central(0).config.clone(), &vec![256; regions]);
     {
         let mut core = central.core.lock();
-        for i in 1..regions {
-            let base = NonNull::new(std::ptr::without_provenance_mut((2 * i + 1) * MIB)).unwrap();
-            // SAFETY: the arena only does arithmetic on it.
-            unsafe { core.arena.add_extent(RegionId(i as u64), base, MIB, true) };
-        }
-        core.capacity = capacity;
-        core.extent = 4 * MIB;
-        core.step = 2 * PAGE;
+        (core.capacity, core.extent, core.step) = (capacity, 4 * MIB, 2 * PAGE);
     }
     central
 }
@@ -246,7 +250,7 @@ fn nothing_is_planned_while_memory_is_being_pinned() {
 
 #[test]
 fn idle_regions_make_way_newest_first() {
-    let going = |growth: &super::growth::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
+    let going = |growth: &super::queue::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
     let long = [pages(512)];
     // Two regions have to go, of three.
     let central = with_regions(3, 3 * MIB);
@@ -316,15 +320,14 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
 fn classes_are_listed_once_they_were_used() {
     let central = central(0);
     assert!(central.snapshot_by_class().1.is_empty());
-    let Take::Got(fresh) = central.try_take(small(100_000), ReclaimLevel::Idle).unwrap() else { panic!() };
+    let fresh = got(&central, 100_000);
     let counts = |central: &CentralPool| {
         let (_, classes) = central.snapshot_by_class();
         classes.iter().map(|c| (c.class, c.takes, c.puts, c.out, c.free > 0)).collect::<Vec<_>>()
     };
     let class = Class::of(100_000);
     assert_eq!(counts(&central), [(class, 1, 0, 1, false)]);
-    // SAFETY: this test owns it, and nothing uses it.
-    unsafe { fresh.into_segment().release() };
+    release(fresh);
     central.core.lock().arena.release_idle();
     assert_eq!(counts(&central), [(class, 1, 1, 0, false)], "it has no memory any more");
 }
@@ -333,10 +336,7 @@ fn classes_are_listed_once_they_were_used() {
 /// and the others are out.
 fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>) {
     let config = CentralConfig { thread_cache: 4 * MIB, timeless, ..central(0).config.clone() };
-    let central = CentralPool::new(config, None);
-    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
-    // SAFETY: the arena only does arithmetic on it.
-    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
+    let central = with_extents(config, &[256]);
     let mut out = Vec::new();
     while let Take::Got(fresh) = central.try_take(small(len), ReclaimLevel::All).unwrap() {
         out.push(fresh);
@@ -347,14 +347,14 @@ fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>)
     (central, out)
 }
 
-fn got(central: &CentralPool, len: usize) -> Fresh {
+pub(super) fn got(central: &CentralPool, len: usize) -> Fresh {
     match central.try_take(small(len), ReclaimLevel::Idle).unwrap() {
         Take::Got(fresh) => fresh,
         Take::Empty => panic!("the memory should be enough"),
     }
 }
 
-fn release(fresh: Fresh) {
+pub(super) fn release(fresh: Fresh) {
     // SAFETY: the test owns it, and nothing uses it.
     unsafe { fresh.into_segment().release() };
 }
@@ -532,10 +532,7 @@ fn snapshots_count_what_there_is() {
 #[test]
 fn a_failed_growth_ends_waits_though_segments_may_come_back() {
     let config = CentralConfig { capacity: 4 * MIB, ..central(0).config.clone() };
-    let central = CentralPool::new(config, None);
-    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
-    // SAFETY: the arena only does arithmetic on it.
-    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
+    let central = with_extents(config, &[256]);
     {
         let mut core = central.core.lock();
         (core.extent, core.step, core.growing) = (4 * MIB, 2 * PAGE, MIB);
@@ -648,30 +645,12 @@ fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
 /// What busy threads have cached is theirs, unless the request can be served in no other way.
 #[test]
 fn a_pool_that_may_grow_leaves_busy_caches_alone() {
-    let config = CentralConfig { thread_cache: MIB, timeless: false, ..central(0).config.clone() };
-    let central = CentralPool::new(config, None);
-    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
-    // SAFETY: the arena only does arithmetic on it.
-    unsafe { central.add_extent(RegionId(0), base, MIB, true) };
-    let mut out = Vec::new();
-    while let Take::Got(fresh) = central.try_take(small(100_000), ReclaimLevel::Idle).unwrap() {
-        out.push(fresh);
-    }
-    // SAFETY: this test owns it, and nothing uses it.
-    unsafe { out.pop().unwrap().into_segment().release() };
-    let class = Class::of(100_000).unwrap();
-    let cached = || central.cache().unwrap().cached(class);
-    assert_eq!(cached(), 1);
-    std::thread::scope(|scope| {
-        let other = scope.spawn(|| {
-            let take = |level| matches!(central.try_take(small(100_000), level).unwrap(), Take::Got(_));
-            (take(ReclaimLevel::Idle), take(ReclaimLevel::Half))
-        });
-        assert_eq!(other.join().unwrap(), (false, true));
-    });
-    assert_eq!(cached(), 0);
-    // SAFETY: as above.
-    out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+    let (central, _out) = all_out_but_one(100_000, false);
+    let takes = |level| matches!(central.try_take(small(100_000), level).unwrap(), Take::Got(_));
+    assert!(!elsewhere(|| takes(ReclaimLevel::Idle)));
+    assert_eq!(cached(&central, 100_000), 1);
+    assert!(elsewhere(|| takes(ReclaimLevel::Half)));
+    assert_eq!(cached(&central, 100_000), 0);
 }
 
 /// How many segments of each size a thread's cache has room for.
@@ -681,12 +660,8 @@ fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     let config = CentralConfig {
         capacity: 1024 * MIB,
         thread_cache: CACHE,
-        transfer_cache: 0,
         largest: 512 * MIB,
-        step: 0,
-        timeless: true,
-        serves: Vec::new(),
-        track: false,
+        ..central(0).config.clone()
     };
     let central = CentralPool::new(config, None);
     let cache = central.cache().unwrap();

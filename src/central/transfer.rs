@@ -132,13 +132,12 @@ impl CentralPool {
 
 #[cfg(all(test, not(loom)))]
 pub(super) mod tests {
-    use std::ptr::NonNull;
     use std::sync::Arc;
 
     use super::list_of;
-    use crate::central::{CentralConfig, CentralPool, Fresh, ReclaimLevel, Take};
-    use crate::region::RegionId;
-    use crate::segment::Class;
+    use crate::central::tests::{got, release, with_extents};
+    use crate::central::{CentralConfig, CentralPool};
+    use crate::segment::{Class, PAGE};
 
     pub(in crate::central) const BYTES: usize = 1 << 20;
 
@@ -147,43 +146,23 @@ pub(super) mod tests {
 
     /// A central pool with 1 MiB.
     pub(in crate::central) fn central(transfer_cache: usize) -> Arc<CentralPool> {
-        let central = CentralPool::new(
-            CentralConfig {
-                capacity: BYTES,
-                thread_cache: CACHE,
-                transfer_cache,
-                largest: BYTES - 32,
-                step: 0,
-                timeless: true,
-                serves: Vec::new(),
-                track: false,
-            },
-            None,
-        );
-        let base = NonNull::new(std::ptr::without_provenance_mut(BYTES)).unwrap();
-        // SAFETY: the arena only does arithmetic on it.
-        unsafe { central.add_extent(RegionId(0), base, BYTES, true) };
-        central
-    }
-
-    fn take(central: &CentralPool, len: usize) -> Fresh {
-        let want = central.place(len, 64).unwrap();
-        let class = Class::of(len).unwrap();
-        if let Some(descriptor) = central.hit(class, len) {
-            // SAFETY: taken just now, of this class.
-            return unsafe { Fresh::of_descriptor(central, descriptor, len, list_of(class)) };
-        }
-        match central.try_take(want, ReclaimLevel::Idle).unwrap() {
-            Take::Got(fresh) => fresh,
-            Take::Empty => panic!("the memory should be enough"),
-        }
+        let config = CentralConfig {
+            capacity: BYTES,
+            thread_cache: CACHE,
+            transfer_cache,
+            largest: BYTES - 32,
+            step: 0,
+            timeless: true,
+            serves: Vec::new(),
+            track: false,
+        };
+        with_extents(config, &[BYTES / PAGE])
     }
 
     /// Takes `count` segments and returns them all. What a thread cache cannot hold goes to the transfer cache.
     fn burst(central: &CentralPool, len: usize, count: usize) {
-        let out: Vec<Fresh> = (0..count).map(|_| take(central, len)).collect();
-        // SAFETY: this test owns them, and nothing uses them.
-        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        let out: Vec<_> = (0..count).map(|_| got(central, len)).collect();
+        out.into_iter().for_each(release);
         central.check(|_, _| ()).unwrap();
     }
 

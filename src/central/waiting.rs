@@ -85,9 +85,9 @@ pub(super) struct Closed {
 
 impl Closed {
     fn holds(&self, address: usize) -> bool {
-        let mut ranges =
-            self.ranges.iter().map(|r| [&r[0], &r[1]].map(|at| at.load(Ordering::Relaxed) as usize));
-        ranges.any(|[first, end]| first <= address && address < end)
+        let ranges = self.ranges.iter().map(|r| [&r[0], &r[1]].map(|at| at.load(Ordering::Relaxed) as usize));
+        // Behind the last range there are zeros.
+        ranges.take_while(|range| range[1] > 0).any(|[first, end]| first <= address && address < end)
     }
 
     fn bits(&self, class: Class) -> u64 {
@@ -149,8 +149,6 @@ pub(super) struct Windows {
     none_for: Option<usize>,
     /// A waiter may find a window, or needs its class closed.
     wanted: bool,
-    /// A window ended: what was free in it may serve others.
-    ended: bool,
     /// A waiter came for which no memory was being pinned.
     uncovered: bool,
     /// When windows are looked at next, and whether that is planned.
@@ -168,7 +166,6 @@ impl Default for Windows {
             list: Vec::new(),
             none_for: None,
             wanted: false,
-            ended: false,
             uncovered: false,
             patience: PATIENCE,
             planned: false,
@@ -225,19 +222,16 @@ impl CentralPool {
         let key = core.queue.join(wants, wake);
         core.arena.set_eager(true);
         core.windows.uncovered |= !covered || core.growing == 0;
-        let (size, first) = (core.queue.size(key), core.queue.is_first(key));
+        let size = core.queue.size(key);
         core.windows.wanted |= match size {
-            Size::Class(_) => first,
+            Size::Class(_) => core.queue.first(size) == Some(key),
             _ => {
                 let none = !several && core.windows.none_for.is_some_and(|none| need >= none);
                 core.windows.list.len() < MOST_WINDOWS && !none
             }
         };
-        // What came back since the request was tried, or was kept for a class, is for those first that have waited longer.
-        core.serve();
-        if first && core.queue.waits(key) {
-            core.grant(key);
-        }
+        // The unlock serves it, if what came back since the request was tried, or was kept for a class, is not for one
+        // that has waited longer.
         drop(core);
         Ok(key)
     }
@@ -260,39 +254,40 @@ impl CentralPool {
 
     /// Serves the queue, and chooses windows, after a change. Returns the wakes that follow.
     pub(super) fn turn(&self, core: &mut Core) -> Vec<Wake> {
-        loop {
-            core.windows.ended = false;
+        core.serve();
+        // What windows that ended meanwhile had may serve others.
+        while self.settle(core) {
             core.serve();
-            self.settle(core);
-            if !core.windows.ended {
-                // At the end: what is due from here on is due for the next call.
-                if let Some(pause) = core.pause_of_growth() {
-                    core.wakes.push(Wake::Retry(core.me.clone(), pause));
-                }
-                return std::mem::take(&mut core.wakes);
-            }
         }
+        // At the end: what is due from here on is due for the next call.
+        if let Some(pause) = core.pause_of_growth() {
+            core.wakes.push(Wake::Retry(core.me.clone(), pause));
+        }
+        std::mem::take(&mut core.wakes)
     }
 
-    /// Opens classes, closes others, and chooses windows, as the queue needs it.
-    fn settle(&self, core: &mut Core) {
+    /// Opens classes, closes others, and chooses windows, as the queue needs it. Whether windows were chosen.
+    fn settle(&self, core: &mut Core) -> bool {
         if core.queue.is_empty() {
             core.arena.set_eager(false);
             core.windows.patience = PATIENCE;
             (core.windows.uncovered, core.windows.wanted, core.windows.none_for) = (false, false, None);
-            return self.reopen(core);
+            self.reopen(core);
+            return false;
         }
         if core.growing > 0 && !core.windows.uncovered {
-            return;
-        }
-        if core.windows.wanted {
-            self.arrange(core, &[]);
-        } else {
-            self.reopen(core);
+            return false;
         }
         if !core.timeless {
             core.plan_look();
         }
+        let chosen = core.windows.wanted;
+        if chosen {
+            self.arrange(core, &[]);
+        } else {
+            self.reopen(core);
+        }
+        chosen
     }
 
     /// Without a clock: a request that is not in the queue is a tick. After many of them windows are looked at, before
@@ -355,13 +350,11 @@ impl CentralPool {
         if core.windows.list.len() != core.arena.window_count() {
             return Err(format!("{} windows have no owner", core.arena.window_count()));
         }
-        let mut at = None;
-        while let Some((size, ticket)) = core.queue.after(at) {
+        for ticket in core.queue.firsts().collect::<Vec<_>>() {
             let wants = core.queue.wants(ticket).to_vec();
             if serves_all(&mut core.arena, &wants) {
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
-            at = Some((size, Ticket::MAX));
         }
         if core.growing > 0 && !core.windows.uncovered {
             return Ok(());
@@ -421,7 +414,7 @@ impl CentralPool {
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
         // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
-        let (outcome, replaced) = self.lock().queue.look(key, wake);
+        let (outcome, replaced) = self.lock().as_is().queue.look(key, wake);
         drop(replaced);
         match outcome {
             WaitOutcome::Waiting => WaitOutcome::Waiting,
@@ -625,7 +618,7 @@ impl Core {
                 continue;
             }
             if self.grow_for_head() {
-                break;
+                continue;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
             let (quarantined, capacity) = (self.quarantined, self.capacity);
@@ -642,34 +635,29 @@ impl Core {
     }
 
     /// Ends every wait for which `verdict` has an error. A verdict is about what is asked for, so of requests of one size
-    /// for a single buffer the first stands for all.
+    /// the first stands for all.
     pub(super) fn fail(&mut self, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
-        let mut at = None;
-        while let Some((size, key)) = self.queue.after(at) {
-            at = Some((size, key));
-            if let Some(error) = verdict(self, self.queue.wants(key)) {
+        for first in self.queue.firsts().collect::<Vec<_>>() {
+            let (size, mut next) = (self.queue.size(first), Some(first));
+            while let Some(key) = next {
+                let Some(error) = verdict(self, self.queue.wants(key)) else { break };
                 self.end(key, WaitOutcome::Failed(error));
-            } else if self.queue.wants(key).len() == 1 {
-                at = Some((size, Ticket::MAX));
+                next = self.queue.first(size);
             }
         }
     }
 
     /// Ends a wait, and what was withheld for it.
     fn end(&mut self, key: Ticket, outcome: WaitOutcome) {
-        let size = self.queue.size(key);
-        let wake = self.queue.finish(key, outcome);
-        self.wakes.extend(wake);
-        self.pass_on(key, size);
+        if let Some((size, wake)) = self.queue.finish(key, outcome) {
+            self.wakes.extend(wake);
+            self.pass_on(key, size);
+        }
     }
 
     /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
     fn leave(&mut self, key: Ticket) -> (WaitOutcome, Option<Wake>) {
-        if !self.queue.waits(key) {
-            return self.queue.look(key, None);
-        }
-        let size = self.queue.size(key);
-        let wake = self.queue.remove(key);
+        let Some((size, wake)) = self.queue.remove(key) else { return self.queue.look(key, None) };
         self.pass_on(key, size);
         (WaitOutcome::Waiting, wake)
     }
@@ -682,13 +670,12 @@ impl Core {
                 let since = self.time();
                 let window = &mut self.windows.list[at];
                 (window.owner, window.since) = (heir, since);
-                self.queue.set_placed(heir, true);
             }
             (Some(at), None) => self.end_window(at),
             // The next waiter of the class may have no window.
             (None, _) => {
                 let room = self.windows.list.len() < MOST_WINDOWS && self.windows.none_for.is_none();
-                self.windows.wanted |= room && self.queue.any_unplaced();
+                self.windows.wanted = self.windows.wanted || room && self.any_unplaced();
             }
         }
     }
@@ -701,9 +688,13 @@ impl Core {
     }
 
     fn note_ended(&mut self) {
-        self.windows.ended = true;
         self.windows.none_for = None;
-        self.windows.wanted |= self.queue.any_unplaced();
+        self.windows.wanted |= self.any_unplaced();
+    }
+
+    /// Whether a waiter that may choose a window has none.
+    fn any_unplaced(&self) -> bool {
+        self.queue.unplaced(1, |key| self.windows.of(key).is_some()).next().is_some()
     }
 
     /// Notes that there may be windows, or needs for them, that there were not.
@@ -715,7 +706,6 @@ impl Core {
     /// Ends what is withheld for a waiter, which chooses anew.
     pub(super) fn displace(&mut self, key: Ticket) {
         if let Some(at) = self.windows.place(key) {
-            self.queue.set_placed(key, false);
             self.end_window(at);
         }
     }
@@ -734,7 +724,6 @@ impl Core {
         let id = self.arena.withhold(ranges, need, align);
         let (out, since) = (self.arena.out_of(id), self.time());
         self.windows.list.push(Window { owner, id, replaces, out, since });
-        self.queue.set_placed(owner, true);
     }
 
     /// The time by which windows are given up.
@@ -763,7 +752,7 @@ impl Core {
     /// # Safety
     /// The descriptor is of this class, alive, free, in no list, and owned by the caller.
     pub(super) unsafe fn hand_over(&mut self, descriptor: NonNull<Descriptor>, class: Class) -> bool {
-        let Some(key) = self.queue.first(Size::Class(class.index() as u8)) else { return false };
+        let Some(key) = self.queue.first(Size::Class(class)) else { return false };
         // SAFETY: this function's contract.
         let lies_in = unsafe { self.arena.window_of(descriptor) };
         let own = self.windows.of(key).map(|window| window.id);
@@ -798,7 +787,6 @@ impl Core {
         let Some(at) = self.windows.place(key) else { return false };
         let (window, wanted) = (self.windows.list.swap_remove(at), self.windows.wanted);
         let ranges = self.arena.release_window(window.id);
-        self.queue.set_placed(key, false);
         let mut any = false;
         let heir = loop {
             let size = self.queue.size(key);
@@ -843,7 +831,10 @@ impl Core {
                 self.replace(key);
             }
         }
-        for key in self.queue.unplaced(MOST_WINDOWS) {
+        let placed = |key: Ticket| self.windows.of(key).is_some();
+        let mut unplaced: Vec<_> = self.queue.unplaced(MOST_WINDOWS, placed).collect();
+        unplaced.sort_unstable();
+        for key in unplaced.into_iter().take(MOST_WINDOWS) {
             let left = self.ranges_left();
             if left == 0 {
                 break;

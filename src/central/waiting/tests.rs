@@ -1,6 +1,6 @@
 use super::super::queue::Grant;
-use super::super::tests::{pages, small};
-use super::super::{CentralConfig, ReclaimLevel, Segment, Take, transfer};
+use super::super::tests::{got, pages, small, with_extents};
+use super::super::{CentralConfig, Segment, transfer};
 use super::*;
 use crate::freelist::list_of;
 use crate::region::RegionId;
@@ -11,13 +11,7 @@ use crate::sync::thread;
 fn pool(extents: &[usize], timeless: bool) -> Arc<CentralPool> {
     let (capacity, largest) = (extents.iter().sum::<usize>() * PAGE, (4 << 20) - 32);
     let config = transfer::tests::central(0).config.clone();
-    let central = CentralPool::new(CentralConfig { capacity, largest, timeless, ..config }, None);
-    for (i, pages) in extents.iter().enumerate() {
-        let base = NonNull::new(std::ptr::without_provenance_mut((i + 1) << 22)).unwrap();
-        // SAFETY: the arena only does arithmetic on it.
-        unsafe { central.add_extent(RegionId(i as u64), base, pages * PAGE, true) };
-    }
-    central
+    with_extents(CentralConfig { capacity, largest, timeless, ..config }, extents)
 }
 
 /// Takes a segment past the thread cache.
@@ -95,11 +89,7 @@ fn a_segment_outside_of_all_windows_may_be_cached() {
 fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
     let central = transfer::tests::central(0);
     let class = Class::of(4096).unwrap();
-    let taken = [(); 3].map(|()| match central.try_take(small(4096), ReclaimLevel::Idle).unwrap() {
-        Take::Got(fresh) => fresh.into_segment(),
-        Take::Empty => panic!("the memory should be enough"),
-    });
-    let [first, second, third] = taken.map(|segment| segment.into_descriptor());
+    let [first, second, third] = [(); 3].map(|()| got(&central, 4096).into_segment().into_descriptor());
     let kept = |descriptor| {
         let mut held = central.gate.enter(central.cache().unwrap()).unwrap();
         // SAFETY: out, and no waiter has a right to it.
