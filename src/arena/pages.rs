@@ -182,36 +182,45 @@ impl Arena {
         }
     }
 
-    /// Whether a placement could be served if every segment that is not quarantined came back, by itself. `false` is
-    /// certain as long as no extent is added. Only the runs that have a quarantined segment are looked at.
-    pub(crate) fn could_hold(&self, placement: Placement) -> bool {
-        let (need, align) = placement.fresh_pages();
-        self.extents.iter().any(|(_, e)| {
+    /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back, and
+    /// nothing else was served. `false` is certain as long as no extent is added. Only the runs that have a quarantined
+    /// segment are looked at.
+    pub(crate) fn could_hold(&self, placement: Placement, count: usize) -> bool {
+        let mut found = 0;
+        for (_, e) in &self.extents {
             let page = e.base.as_ptr().addr() / PAGE;
-            let fits = |from: u32, end: u32| {
-                (page + from as usize).next_multiple_of(align) + need <= page + end as usize
-            };
             let mut stuck: Vec<&Run> = e.stuck.iter().map(|number| &self.runs[*number as usize]).collect();
             stuck.sort_unstable_by_key(|run| run.first);
             let mut from = 0;
             for run in stuck {
-                let class = run.class.map(Placement::Class) == Some(placement);
-                if fits(from, run.first) || class && self.unstuck(run) {
-                    return true;
+                found += fitting(placement, page + from as usize, page + run.first as usize);
+                if run.class.map(Placement::Class) == Some(placement) {
+                    found += (0..run.count).filter(|n| !Self::is_stuck(self.descriptor(run, *n))).count();
                 }
                 from = run.first + run.pages;
             }
-            fits(from, e.pages)
-        })
-    }
-
-    /// Whether a run has a segment of its class that is not quarantined.
-    fn unstuck(&self, run: &Run) -> bool {
-        (0..run.count).any(|n| !Self::is_stuck(self.descriptor(run, n)))
+            found += fitting(placement, page + from as usize, page + e.pages as usize);
+            if found >= count {
+                return true;
+            }
+        }
+        found >= count
     }
 
     fn is_stuck(descriptor: NonNull<Descriptor>) -> bool {
         // SAFETY: the descriptors of a run are alive as long as the run, and the caller has the run.
         unsafe { descriptor.as_ref() }.word().state() == state::QUARANTINED
+    }
+}
+
+/// How many segments of a placement fit at most between two pages, which are counted from address 0.
+fn fitting(placement: Placement, from: usize, end: usize) -> usize {
+    let (need, align) = placement.fresh_pages();
+    match placement {
+        Placement::Class(class) => (end - from) * PAGE / class.stride(),
+        Placement::Pages { .. } => {
+            let rest = end.checked_sub(from.next_multiple_of(align) + need);
+            rest.map_or(0, |rest| 1 + rest / need.next_multiple_of(align))
+        }
     }
 }

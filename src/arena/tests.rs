@@ -163,17 +163,19 @@ fn a_quarantined_segment_keeps_its_run() {
     let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
     let mut arena = arena(&[64]);
     let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
-    assert!(arena.could_hold(pages(64)));
+    assert!(arena.could_hold(pages(64), 1));
     quarantine(&mut arena, stuck);
-    assert!(!arena.could_hold(pages(64)) && arena.could_hold(pages(59)) && !arena.could_hold(pages(60)));
+    assert!(
+        !arena.could_hold(pages(64), 1) && arena.could_hold(pages(59), 1) && !arena.could_hold(pages(60), 1)
+    );
     // A run as long as the arena: of its class a segment is left, and of others none.
     let mut arena = self::arena(&[1]);
     let held: Vec<_> = std::iter::from_fn(|| take(&mut arena, 1000, 64)).collect();
     let class = |len| Placement::Class(Class::of(len).unwrap());
     held[1..].iter().for_each(|segment| _ = quarantine(&mut arena, *segment));
-    assert!(arena.could_hold(class(1000)) && !arena.could_hold(class(2000)));
+    assert!(arena.could_hold(class(1000), 1) && !arena.could_hold(class(2000), 1));
     quarantine(&mut arena, held[0]);
-    assert!(!arena.could_hold(class(1000)));
+    assert!(!arena.could_hold(class(1000), 1));
 }
 
 /// The first run of a class is a page, or what one segment needs, and each further one doubles what the class has.
@@ -495,7 +497,7 @@ proptest! {
         for i in &lost {
             quarantine(&mut arena, held[*i]);
         }
-        let known = arena.could_hold(placement);
+        let known = arena.could_hold(placement, 1);
         back.iter().for_each(|i| give(&mut arena, held[*i]));
         let served = arena.take(placement);
         let served = served.or_else(|| { arena.release_idle(); arena.take(placement) });

@@ -702,3 +702,12 @@ fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     assert_eq!((room(small), room(last) > 0), (0, true));
     let _ = central.core.lock().queue.remove(key);
 }
+
+/// Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place holds.
+#[test]
+fn regions_make_way_for_buffers_that_fit_into_them_one_by_one_only() {
+    let central = with_regions(4, 4 * MIB);
+    let mut core = central.lock();
+    assert!(core.never(&[pages(129); 4]).is_none() && core.plan(&[pages(129); 4], true).is_none());
+    assert!(core.never(&[pages(129); 5]).is_some() && core.plan(&[pages(129); 5], true).is_some());
+}

@@ -575,14 +575,22 @@ pub(crate) struct LongWait {
 }
 
 impl Core {
-    /// The first want that no extent can hold, even if every segment that is not quarantined comes back; of several that
-    /// the extents cannot hold together, the first.
+    /// The first want that the extents cannot hold, with those of the same placement, even if every segment that is not
+    /// quarantined comes back; of several that the extents cannot hold together, the first.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
         let together = sum(wants.iter().map(|w| w.placement.bytes()));
         if together > self.arena.bytes().total.saturating_sub(self.quarantined) {
             return wants.first();
         }
-        wants.iter().find(|want| !self.arena.could_hold(want.placement))
+        let mut alike: Vec<(&Want, usize)> = Vec::new();
+        for want in wants {
+            match alike.iter_mut().find(|(first, _)| first.placement == want.placement) {
+                Some((_, count)) => *count += 1,
+                None => alike.push((want, 1)),
+            }
+        }
+        let never = |(want, count): &(&Want, usize)| !self.arena.could_hold(want.placement, *count);
+        alike.into_iter().find(never).map(|(want, _)| want)
     }
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served.
@@ -834,7 +842,7 @@ impl Core {
         let placed = |key: Ticket| self.windows.of(key).is_some();
         let mut unplaced: Vec<_> = self.queue.unplaced(MOST_WINDOWS, placed).collect();
         unplaced.sort_unstable();
-        for key in unplaced.into_iter().take(MOST_WINDOWS) {
+        for key in unplaced {
             let left = self.ranges_left();
             if left == 0 {
                 break;
@@ -847,7 +855,12 @@ impl Core {
                 self.replace(key);
                 continue;
             }
-            let wants = self.queue.wants(key).to_vec();
+            let wants = self.queue.wants(key);
+            let is_too_long = |none| wants.len() == 1 && window_pages(wants).0 >= none;
+            if self.windows.none_for.is_some_and(is_too_long) {
+                continue;
+            }
+            let wants = wants.to_vec();
             let Some(ranges) = self.ranges_for(&wants, &[], left) else { continue };
             self.withhold(key, ranges, false);
             let complete = |window: &Window| self.arena.is_complete(window.id);

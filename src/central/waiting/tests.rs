@@ -1,6 +1,6 @@
 use super::super::queue::Grant;
 use super::super::tests::{got, pages, small, with_extents};
-use super::super::{CentralConfig, Segment, transfer};
+use super::super::{CentralConfig, ReclaimLevel, Segment, Take, transfer};
 use super::*;
 use crate::freelist::list_of;
 use crate::region::RegionId;
@@ -468,7 +468,7 @@ fn a_request_for_several_buffers_keeps_no_other_of_its_size_waiting() {
 #[test]
 fn what_is_given_back_at_once_was_never_in_use() {
     let central = pool(&[64], true);
-    let got = central.try_take_all(&[pages(60), pages(10)], crate::central::ReclaimLevel::All).unwrap();
+    let got = central.try_take_all(&[pages(60), pages(10)], ReclaimLevel::All).unwrap();
     assert!(got.is_none());
     assert_eq!(central.take_peak(), 0);
     let held = out(&central, pages(10));
@@ -478,4 +478,37 @@ fn what_is_given_back_at_once_was_never_in_use() {
     back(&central, held);
     drop(granted(&central, key));
     assert_eq!(central.take_peak(), 60 * PAGE);
+}
+
+#[test]
+fn a_small_request_behind_many_that_can_have_no_window_has_one() {
+    for large in [8, 9] {
+        let central = pool(&[256, 128], true);
+        let _kept = out(&central, pages(256));
+        let rest: Vec<_> = (0..128).map(|_| out(&central, pages(1))).collect();
+        for _ in 0..large {
+            join(&central, &[pages(256)]);
+        }
+        assert_eq!(windows(&central), 1);
+        let small = join(&central, &[pages(2)]);
+        let mut rest = rest;
+        // Each page that comes back is taken by another request.
+        for n in 0..4000 {
+            let at = n * 37 % rest.len();
+            let page = rest.swap_remove(at);
+            back(&central, page);
+            if !central.waits(small) {
+                break;
+            }
+            match central.try_take(pages(1), ReclaimLevel::All).unwrap() {
+                Take::Got(fresh) => {
+                    let segment = fresh.into_segment();
+                    let len = segment.len();
+                    rest.push(Grant { descriptor: segment.into_descriptor(), len });
+                }
+                Take::Empty => {}
+            }
+        }
+        assert!(!central.waits(small), "{large} large ones");
+    }
 }
