@@ -204,10 +204,9 @@ impl CudarcStream {
     ///
     /// # Errors
     /// Each carries the buffer back. As for [`Stream::upload`], with [`Error::Capturing`] also where the slice's own
-    /// stream is captured. [`Error::Mismatch`] for a slice of another stream where nothing would keep the order,
-    /// [`Error::Mismatch`] for a slice of another context, what the driver says where one stream cannot be made to
-    /// wait for the other, and an error that cudarc's context has on record ([`CudaContext::check_err`]), which would
-    /// break the order.
+    /// stream is captured. [`Error::Mismatch`] for a slice of another context, or of another stream where nothing would
+    /// keep the order, what the driver says where one stream cannot be made to wait for the other, and an error that
+    /// cudarc's context has on record ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: AnyBitPattern>(
         &self,
         src: B,
@@ -343,13 +342,11 @@ impl CudarcStream {
     }
 
     /// The error for a slice of another stream, between which and this one cudarc keeps no order.
-    #[cold]
     fn unordered(&self) -> Error {
         let (of, with) = ("another stream".into(), self.ours.device().name().into());
-        let remedy = "cudarc does not keep the order between the two (event tracking is off, or was when the slice \
-                      was made; there is no stream but the default one; the slice is the default stream's of another \
-                      CudaContext, or a per-thread default stream's), so nothing would order the slice's next use, or \
-                      its end, after the copy; copy on the slice's own stream";
+        let remedy = "cudarc keeps no order between the two (event tracking is off, or was when the slice was made, or \
+                      a default stream is among them), so the slice could be used or freed before the copy ends; copy \
+                      on the slice's own stream";
         Error::Mismatch { what: "a cudarc slice", of, with, remedy }
     }
 

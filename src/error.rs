@@ -187,8 +187,8 @@ pub enum Error {
     /// The pool has no room for this request now, and the call does not wait. [`Pool::stuck`](crate::Pool::stuck) lists
     /// what is out.
     #[error(
-        "the pool has no room for {} now (capacity {}); wait, return buffers, or raise the capacity; {_0}{}",
-        beside(.0.requested, .0.capacity), beside(.0.capacity, .0.requested), growth(_0)
+        "the pool has no room for {} now (capacity {}); {}, or raise the capacity; {_0}{}",
+        beside(.0.requested, .0.capacity), beside(.0.capacity, .0.requested), remedy(_0), growth(_0)
     )]
     Exhausted(Box<Shortage>),
     /// As many requests wait for the pool's memory as it allows to wait
@@ -360,8 +360,10 @@ pub struct Shortage {
     pub capacity: usize,
     /// Requests that wait, this one not counted.
     pub waiting: usize,
-    /// Why the pool did not grow, where it tried last and failed, or has no room to.
+    /// Why the pool did not grow, where it tried last and failed.
     pub growth: Option<Box<Error>>,
+    /// Of memory that was to be adopted: the bytes that the capacity has left for more memory.
+    pub room: Option<usize>,
 }
 
 impl fmt::Display for Shortage {
@@ -604,6 +606,15 @@ fn outlook(class: ErrorClass) -> &'static str {
         ErrorClass::Transient => "; the call may succeed later",
         ErrorClass::DeviceLost => "; the device is lost until the process ends, open another one",
         ErrorClass::DriverShutdown => "; the driver is shutting down",
+    }
+}
+
+fn remedy(shortage: &Shortage) -> String {
+    match shortage.room {
+        None => "wait, return buffers".into(),
+        Some(room) => {
+            format!("{} are left for memory to adopt; trim the pool", beside(room, shortage.requested))
+        }
     }
 }
 

@@ -25,8 +25,7 @@ use stable_deref_trait::StableDeref;
 
 use super::queue::Growth;
 use super::{CentralPool, Core, Wake, Want, sum};
-use crate::amount::beside;
-use crate::error::{Error, ErrorClass, Result, SubmitError};
+use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
@@ -163,8 +162,8 @@ impl CentralPool {
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] if the capacity has no room for it, [`Error::Closed`], [`Error::Forked`], and what the
-    /// region thread answers. The error carries the memory back.
+    /// [`Error::Exhausted`] if the capacity has no room for it now, [`Error::Impossible`] if never, [`Error::Closed`],
+    /// [`Error::Forked`], and what the region thread answers. The error carries the memory back.
     pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -181,15 +180,13 @@ impl CentralPool {
             let mut core = self.lock();
             let room = core.room();
             if len > room {
+                let (quarantined, capacity) = (core.quarantined, self.config.capacity);
+                let error = if len > capacity.saturating_sub(quarantined) {
+                    Error::Impossible { len, quarantined, capacity }
+                } else {
+                    Error::Exhausted(Box::new(Shortage { room: Some(room), ..core.shortage(len) }))
+                };
                 drop(core);
-                let (asked, room) = (beside(len, room), beside(room, len));
-                let why = format!(
-                    "{asked} to adopt are more than the {room} that the capacity has left; trim the pool"
-                );
-                let mut error = self.exhausted(len);
-                if let Error::Exhausted(shortage) = &mut error {
-                    shortage.growth = Some(Error::Argument(why).into());
-                }
                 return Err(adoptee.refused(error));
             }
             core.growing += len;

@@ -557,7 +557,7 @@ fn memory_of_the_caller_may_take_all_the_room_there_is() {
     let error = pool.adopt(more).unwrap_err().error;
     let Error::Exhausted(shortage) = &error else { panic!("{error}") };
     assert_eq!((shortage.requested, shortage.capacity), (PAGE, MIB));
-    assert!(error.to_string().contains("more than the 0 bytes that the capacity has left"), "{error}");
+    assert!(error.to_string().contains("; 0 bytes are left for memory to adopt; trim the pool"), "{error}");
 }
 
 #[test]

@@ -990,7 +990,7 @@ impl Core {
     }
 
     /// What there is for a request of `len` bytes that is not served.
-    fn shortage(&self, len: usize) -> Shortage {
+    pub(super) fn shortage(&self, len: usize) -> Shortage {
         let bytes = self.arena.bytes();
         Shortage {
             requested: len,

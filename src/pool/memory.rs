@@ -84,10 +84,11 @@ impl Pool {
     ///
     /// # Errors
     /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument),
-    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::Closed`](crate::Error::Closed),
-    /// [`Error::Forked`](crate::Error::Forked); [`Error::MemLock`](crate::Error::MemLock) and
-    /// [`Error::Device`](crate::Error::Device) with the driver's refusal. CUDA refuses memory that is registered
-    /// already, memory of its own, and shared mappings of files on file systems whose pages it cannot pin for writing.
+    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::Impossible`](crate::Error::Impossible) for more than the
+    /// whole capacity, [`Error::Closed`](crate::Error::Closed), [`Error::Forked`](crate::Error::Forked);
+    /// [`Error::MemLock`](crate::Error::MemLock) and [`Error::Device`](crate::Error::Device) with the driver's refusal.
+    /// CUDA refuses memory that is registered already, memory of its own, and shared mappings of files on file systems
+    /// whose pages it cannot pin for writing.
     pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,

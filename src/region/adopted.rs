@@ -132,7 +132,7 @@ impl Regions {
         }
         let pieces: Vec<_> = extents.iter().map(|e| (e.offset, e.len, e.is_pinned())).collect();
         let source = RegionSource::Adopted(Owned::new(adoptee.memory));
-        let info = self.add(adoptee.base, len, extents, source, &context);
+        let info = self.add(adoptee.base, len, extents, source, None, &context);
         for (offset, len, pinned) in pieces {
             // SAFETY: within the region.
             serve(info.id, unsafe { info.base.add(offset) }, len, pinned);

@@ -127,23 +127,23 @@ impl Regions {
         // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is unmapped by
         // `finish`, after the toucher was dropped.
         let toucher = unsafe { Toucher::start(base, len, if is_inline { 0 } else { threads }, huge, node) };
-        let id = self.add(base, len, Vec::new(), RegionSource::Mapped, context).id;
+        let id = self.add(base, len, Vec::new(), RegionSource::Mapped, node, context).id;
         Ok(Supply::Mapped { id, base, toucher })
     }
 
-    /// Adds a region. Extents may follow.
+    /// Adds a region, whose pages are asked of `node`. Extents may follow.
     pub(super) fn add(
         &self,
         base: NonNull<u8>,
         len: usize,
         extents: Vec<Extent>,
         source: RegionSource,
+        node: Option<u32>,
         context: &Arc<Context>,
     ) -> RegionInfo {
         let mut progress = self.progress.lock();
         progress.last_id += 1;
         let id = RegionId(progress.last_id);
-        let node = self.options.node.filter(|_| matches!(source, RegionSource::Mapped));
         let context = context.clone();
         let region = Region { id, base, len, extents, node, ready: 0, whole: false, source, context };
         let info = region.info();
@@ -199,7 +199,7 @@ impl Regions {
             Supply::Driver(kind) => {
                 let (allocated, took) = paced(|| self.allocate(&context, len, *kind));
                 let (start, source, pinned) = allocated?;
-                (self.add(start, len, Vec::new(), source, &context).id, start, pinned, took)
+                (self.add(start, len, Vec::new(), source, None, &context).id, start, pinned, took)
             }
         };
         {
@@ -355,29 +355,46 @@ impl Regions {
             for context in contexts.into_values() {
                 let regions = regions.clone();
                 // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(&context, pause));
+                context.clone().worker().send(move || regions.pin_again(&context, pause, None));
             }
         });
     }
 
-    /// Pins one extent of a device's that went unpinned, and leaves the others to other jobs.
-    fn pin_again(self: &Arc<Self>, context: &Arc<Context>, pause: Duration) {
+    /// Pins one extent of a device's that went unpinned, and leaves the others to other jobs. Regions up to `refused` have
+    /// been tried: the driver may pin that one later.
+    fn pin_again(self: &Arc<Self>, context: &Arc<Context>, pause: Duration, refused: Option<RegionId>) {
         let next = {
             let progress = self.progress.lock();
-            let mut of_device = progress.regions.iter().filter(|region| region.context.id() == context.id());
-            of_device.find_map(Region::unpinned)
+            // In the order of their numbers.
+            let of_device = progress.regions.iter().filter(|region| region.context.id() == context.id());
+            let mut left = of_device.filter(|region| Some(region.id) > refused);
+            left.find_map(|region| Some((region.id, region.unpinned()?)))
         };
-        let Some((start, Extent { len, pinned: mark, .. }, is_adopted)) = next else { return };
+        let Some((id, (start, Extent { len, pinned: mark, .. }, is_adopted))) = next else {
+            if refused.is_some() {
+                self.pin_again_after((pause * 2).min(MOST_AGAIN));
+            }
+            return;
+        };
+        let (regions, device) = (self.clone(), context.clone());
+        let go_on = move |refused| {
+            device.clone().worker().send(move || regions.pin_again(&device, pause, refused));
+        };
         // SAFETY: it is mapped: a region goes by a later job of this thread, which looks at the mark.
         let (pinned, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
         match pinned {
             // Counted once, when the extent was made.
             Err(error) if error.class() == ErrorClass::Transient => {
-                return self.pin_again_after((pause * 2).min(MOST_AGAIN));
+                return go_on(Some(id));
             }
             pinned => {
-                if context.noting(pinned).is_err() {
-                    return;
+                if let Err(error) = context.noting(pinned) {
+                    foreign::warn!(
+                        target: "pinpool::region::unpinned", device = context.name(), bytes = len, %error,
+                        "memory that is not pinned cannot be: it is not tried again"
+                    );
+                    self.give_up(id, start);
+                    return go_on(refused);
                 }
             }
         }
@@ -391,13 +408,21 @@ impl Regions {
             target: "pinpool::region::unpinned", device = context.name(), bytes = len,
             "memory that was not pinned is pinned after all"
         );
-        let (regions, device) = (self.clone(), context.clone());
-        context.worker().send(move || regions.pin_again(&device, pause));
+        go_on(refused);
+    }
+
+    /// Has the extent of a region that starts there not tried again.
+    fn give_up(&self, id: RegionId, start: NonNull<u8>) {
+        let mut progress = self.progress.lock();
+        let Some(region) = progress.regions.iter_mut().find(|region| region.id == id) else { return };
+        let offset = start.as_ptr().addr() - region.base.as_ptr().addr();
+        let extents = region.extents.iter_mut().filter(|extent| extent.offset == offset);
+        extents.for_each(|extent| extent.hopeless = true);
     }
 }
 
 impl Region {
-    /// The first extent that went unpinned and that the driver may pin where it is, with its first byte, and whether the
+    /// The first extent that went unpinned and that the driver may yet pin where it is, with its first byte, and whether the
     /// program's value holds it.
     pub(super) fn unpinned(&self) -> Option<(NonNull<u8>, Extent, bool)> {
         let is_open = match self.source {
@@ -406,7 +431,7 @@ impl Region {
             // The caller's thread hands its extents over.
             RegionSource::Adopted(_) => self.whole,
         };
-        let extent = self.extents.iter().find(|extent| is_open && !extent.is_pinned())?;
+        let extent = self.extents.iter().find(|extent| is_open && !extent.hopeless && !extent.is_pinned())?;
         // SAFETY: within the region.
         Some((unsafe { self.base.add(extent.offset) }, extent.clone(), self.is_adopted()))
     }

@@ -12,7 +12,7 @@
 //! # Memory that went unpinned
 //!
 //! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where they
-//! are again, after a pause that doubles, until it is told that this never works. Buffers may be out meanwhile: pinning
+//! are again, after a pause that doubles, each until it is told that this never works. Buffers may be out meanwhile: pinning
 //! changes neither address nor contents. (Not on a device without threads, where each call is the program's.)
 //!
 //! # Pauses
@@ -243,11 +243,13 @@ struct Extent {
     /// Changed, and read for unpinning, on the region thread only, so that relaxed accesses do: a region may go while an
     /// extent of it is being pinned.
     pinned: Arc<AtomicBool>,
+    /// It went unpinned, and the driver has refused for good to pin it.
+    hopeless: bool,
 }
 
 impl Extent {
     fn new(offset: usize, len: usize, pinned: bool) -> Self {
-        Self { offset, len, pinned: Arc::new(AtomicBool::new(pinned)) }
+        Self { offset, len, pinned: Arc::new(AtomicBool::new(pinned)), hopeless: false }
     }
 
     fn is_pinned(&self) -> bool {

@@ -37,7 +37,7 @@ const BUFFERS_LISTED: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// The program has it: as a `PinnedBuf`, a token, or a stream-ready buffer that was free. A buffer that is shared
+    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. A buffer that is shared
     /// by `Arc` and lent to a device is in this state, and has entries in [`awaited`](StuckBuffer::awaited).
     CheckedOut,
     /// A device may still use it, and the program has the handle of the copy or hold.
@@ -111,7 +111,7 @@ pub struct StuckBuffer {
     /// Its state.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
-    /// shared buffer that several streams have.
+    /// shared buffer that several streams have. Of these, streams that have it for less than the threshold may be missing.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
@@ -156,6 +156,7 @@ pub(super) fn find(
     let mut found: HashMap<usize, (Instant, StuckBuffer)> =
         recorded.map(|segment| (segment.descriptor, (segment.since, StuckBuffer::new(segment)))).collect();
     let now = Instant::now();
+    let is_old = |since: Instant| now.saturating_duration_since(since) >= threshold;
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
@@ -166,6 +167,10 @@ pub(super) fn find(
                 }
                 let (word, since) = (segment.descriptor(), since.unwrap_or(now));
                 let descriptor = std::ptr::from_ref(word).addr();
+                // Most are young. The timeline is locked meanwhile, so nothing is done for them.
+                if !is_old(since) && !found.contains_key(&descriptor) {
+                    return;
+                }
                 let (state, granted) = (word.word().state(), segment.granted());
                 let unrecorded = OutSegment { descriptor, state, granted, since, entry: None };
                 let (first, buffer) =

@@ -232,8 +232,10 @@ pub fn adopting_refused(on: &Subject) {
     let Error::Exhausted(shortage) = &refused.error else { panic!("{}", refused.error) };
     assert_eq!((shortage.requested, shortage.capacity), (7 * PAGE, 8 * PAGE));
     assert_eq!(refused.error.class(), ErrorClass::Transient);
-    let told = format!("{} KiB to adopt are more than the {} KiB", 7 * PAGE / 1024, 6 * PAGE / 1024);
+    let told = format!("; {} KiB are left for memory to adopt; trim the pool, or raise", 6 * PAGE / 1024);
     assert!(refused.error.to_string().contains(&told), "{}", refused.error);
+    let impossible = pool.adopt(MmapMut::map_anon(9 * PAGE).unwrap()).unwrap_err().error;
+    assert!(matches!(impossible, Error::Impossible { .. }), "{impossible}");
     let large = refused.buffer.unwrap();
     assert_eq!(large.as_ptr(), at);
     assert_eq!((pool.stats(), pool.pinning().wanted), before);

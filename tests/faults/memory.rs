@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use memmap2::MmapMut;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{
     Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, Result, StableDeref, SubmitError, Unpinned,
@@ -378,6 +379,36 @@ fn plain_memory_takes_its_place_only_where_that_is_allowed() {
     assert_eq!(node.live(0), HostUsage::default());
     assert_eq!(pool.trim(0), 2 * PAGE + info.len);
     pool.check().unwrap();
+}
+
+/// Of two extents that went unpinned the driver then refuses the first for good.
+#[test]
+fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
+    let node = node(false);
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 * PAGE).initial(0).extent(2 * PAGE);
+    let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
+    // Both are refused before the memory is adopted, and so before either is tried again.
+    for failure in [Failure::Transient, Failure::Transient, Failure::Argument] {
+        node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
+    }
+    let info = pool.adopt(MmapMut::map_anon(4 * PAGE).unwrap()).unwrap();
+    assert_eq!((info.len, info.pinned), (4 * PAGE, 0));
+    let since = Instant::now();
+    while pool.stats().pinned_bytes != 2 * PAGE {
+        assert!(since.elapsed() < HANG, "{:?}", pool.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
+    pool.check().unwrap();
+    assert_eq!(pool.trim(0), 4 * PAGE);
+    drop((pool, device));
+    let since = Instant::now();
+    while node.live(0) != HostUsage::default() {
+        assert!(since.elapsed() < HANG, "{:?}", node.live(0));
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]

@@ -195,9 +195,11 @@ pub unsafe extern "C" fn pinpool_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64) -> pinpool_status {
     status(|| {
-        // SAFETY: the caller promises a pool or null.
-        let Some(opened) = (unsafe { pool.as_ref() }) else { return Ok(()) };
-        let shutdown = opened.pool.shutdown(Duration::from_millis(timeout_ms));
+        if pool.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller promises a pool.
+        let shutdown = unsafe { known(pool) }?.pool.shutdown(Duration::from_millis(timeout_ms));
         if !shutdown.drained {
             return Err(Fault::open(shutdown.outstanding));
         }
@@ -285,8 +287,8 @@ pub unsafe extern "C" fn pinpool_hold(
     address: *const c_void,
     stream: *mut c_void,
 ) -> pinpool_status {
-    // SAFETY: the caller's promises.
-    status(|| unsafe { hold(known(pool)?, address, None, stream) })
+    // SAFETY: the caller's promises; without a name it is the first device.
+    unsafe { pinpool_hold_on(pool, address, std::ptr::null(), stream) }
 }
 
 /// Like `pinpool_hold`, for a stream of the pool's device with that name (`"cuda:1"`).
@@ -300,8 +302,35 @@ pub unsafe extern "C" fn pinpool_hold_on(
     device: *const c_char,
     stream: *mut c_void,
 ) -> pinpool_status {
-    // SAFETY: the caller's promises.
-    status(|| unsafe { hold(known(pool)?, address, text(device, "device")?, stream) })
+    status(|| {
+        // SAFETY: the caller's promises.
+        let (opened, device) = unsafe { (known(pool)?, text(device, "device")?) };
+        let buf = opened.blocks.with(address.addr(), |_, block| block.buf.clone())?;
+        let is_it = |opened: &Device| device.is_none_or(|name| opened.name() == name);
+        let index = opened.devices.iter().position(is_it);
+        let index = index.ok_or_else(|| Fault::argument("the device is none of those of the pool"))?;
+        let adopt = || {
+            // SAFETY: the caller's promise.
+            unsafe { adopt(&opened.devices[index], stream) }
+        };
+        // Under a handle that is known this may be another stream than it was. The holds on the former are over, as the
+        // caller promises, and the event of this one is recorded on what has the handle.
+        let stream = opened.blocks.stream(index, stream.addr(), adopt)?;
+        match stream.hold_patiently(buf) {
+            Ok(held) => {
+                if opened.blocks.held() {
+                    // A look at the stream. What it says of this hold makes no difference.
+                    let _ = held.is_done();
+                }
+            }
+            Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(buf), .. }) => {
+                stream.hold_captured(buf).map_err(|refused| refused.error)?;
+                opened.blocks.held();
+            }
+            Err(refused) => return Err(refused.error.into()),
+        }
+        Ok(())
+    })
 }
 
 /// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
@@ -435,6 +464,10 @@ fn given<T>(place: *mut T, refusal: &str) -> Result<(), Fault> {
 /// # Safety
 /// `pool` is null or a pool, which is not closed during the call.
 unsafe fn known<'a>(pool: *mut pinpool_pool) -> Result<&'a pinpool_pool, Fault> {
+    // In the child of a fork another thread may have had a lock of the pool's, and is not there.
+    if pinpool::forked() {
+        return Err(Error::Forked.into());
+    }
     // SAFETY: the caller's promise.
     unsafe { pool.as_ref() }.ok_or_else(|| Fault::argument("the pool is null; pinpool_open makes one"))
 }
@@ -484,36 +517,4 @@ unsafe fn adopt(device: &Device, stream: *mut c_void) -> Result<Stream, Error> {
             Err(Error::Unsupported(format!("{name} has no streams that a program in C could name")))
         }
     }
-}
-
-/// # Safety
-/// As for [`pinpool_hold`].
-unsafe fn hold(
-    opened: &pinpool_pool,
-    address: *const c_void,
-    device: Option<&str>,
-    raw: *mut c_void,
-) -> Result<(), Fault> {
-    let buf = opened.blocks.with(address.addr(), |_, block| block.buf.clone())?;
-    let is_it = |opened: &Device| device.is_none_or(|name| opened.name() == name);
-    let index = opened.devices.iter().position(is_it);
-    let index = index.ok_or_else(|| Fault::argument("the device is none of those of the pool"))?;
-    // Under a handle that is known this may be another stream than it was. The holds on the former are over, as the caller
-    // promises, and the event of this one is recorded on what has the handle.
-    // SAFETY: the caller's promise.
-    let stream = opened.blocks.stream(index, raw.addr(), || unsafe { adopt(&opened.devices[index], raw) })?;
-    match stream.hold_patiently(buf) {
-        Ok(held) => {
-            if opened.blocks.held() {
-                // A look at the stream. What it says of this hold makes no difference.
-                let _ = held.is_done();
-            }
-        }
-        Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(buf), .. }) => {
-            stream.hold_captured(buf).map_err(|refused| refused.error)?;
-            opened.blocks.held();
-        }
-        Err(refused) => return Err(refused.error.into()),
-    }
-    Ok(())
 }

@@ -80,8 +80,6 @@ std::thread_local! {
 
 /// Makes a call for C: no panic leaves it, and its error becomes the thread's last.
 pub(super) fn status(call: impl FnOnce() -> Result<(), Fault>) -> pinpool_status {
-    // In the child of a fork another thread may have had a lock of the pool's, and is not there.
-    let call = || if pinpool::forked() { Err(Error::Forked.into()) } else { call() };
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => PINPOOL_OK,
         Ok(Err(fault)) => {

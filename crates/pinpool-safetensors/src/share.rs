@@ -26,7 +26,7 @@ use super::load::{DeviceTensor, Driver, Watch};
 /// share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are being copied.
 ///
 /// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of the
-/// first tensor that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the copier
+/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. The load has ended when the last tensor comes out: the copier
 /// has then given back all memory that it used for it, and no further call is needed.
 ///
 /// ```
@@ -55,9 +55,40 @@ use super::load::{DeviceTensor, Driver, Watch};
 /// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors may
 /// then be wrong; [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink), which
 /// ends nothing; [`Error::Forked`].
-#[derive(Clone)]
 #[must_use = "dropping it cancels the load"]
-pub struct Load(Arc<Shared>);
+pub struct Load {
+    shared: Arc<Shared>,
+    /// Whether this handle's iteration has given the error. Relaxed: the error itself is read under the lock.
+    told: AtomicBool,
+}
+
+impl Clone for Load {
+    fn clone(&self) -> Self {
+        Self { shared: self.shared.clone(), told: AtomicBool::new(false) }
+    }
+}
+
+/// What a wait is for.
+#[derive(Clone, Copy)]
+enum Wanted<'a> {
+    /// The tensor at this place in the load's order.
+    Place(usize),
+    /// The next that nobody has taken, for the handle that has this mark.
+    Next(&'a AtomicBool),
+}
+
+impl Wanted<'_> {
+    /// Whether the handle's iteration has given the load's error before. It has from now on.
+    fn is_told(self) -> bool {
+        matches!(self, Self::Next(told) if told.swap(true, Ordering::Relaxed))
+    }
+
+    /// What there is to say in the child of a fork, where a lock may have been taken for ever: the error, once for a
+    /// handle's iteration. `None`: this is no such child.
+    fn forked(self) -> Option<Option<Result<DeviceTensor>>> {
+        pinpool::forked().then(|| (!self.is_told()).then_some(Err(Error::Forked)))
+    }
+}
 
 struct Shared {
     files: Arc<Files>,
@@ -71,8 +102,6 @@ struct Shared {
     moved: Condvar,
     /// The driver's waker, for tasks.
     waker: Waker,
-    /// In the child of a fork: whether an iteration was told. Relaxed: a child has one thread.
-    told: AtomicBool,
 }
 
 struct State {
@@ -85,18 +114,15 @@ struct State {
     /// How far the load had come when it ended, and the error that it ended with.
     over: Option<Progress>,
     error: Option<Error>,
-    /// Whether an iteration has given the error.
-    told: bool,
     /// Tasks that wait: those that the driver wakes, and those that found it taken.
     tasks: Vec<Arc<Waker>>,
     missed: Vec<Arc<Waker>>,
 }
 
 impl State {
-    /// The tensor at a place in the load's order; `None`: the next that nobody has taken. An outer `None`: it is to be
-    /// waited for.
-    fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
-        let Some(place) = wanted else {
+    /// The tensor that is wanted. An outer `None`: it is to be waited for.
+    fn found(&mut self, wanted: Wanted<'_>) -> Option<Option<Result<DeviceTensor>>> {
+        let Wanted::Place(place) = wanted else {
             if let Some((_, tensor)) = self.arrived.pop_first() {
                 return Some(Some(Ok(tensor)));
             }
@@ -105,8 +131,7 @@ impl State {
                 return Some(Some(tensor));
             }
             self.over?;
-            let is_told = std::mem::replace(&mut self.told, true);
-            return Some(self.error.clone().filter(|_| !is_told).map(Err));
+            return Some(self.error.clone().filter(|_| !wanted.is_told()).map(Err));
         };
         if place < self.out {
             return Some(self.arrived.remove(&place).map(Ok));
@@ -190,13 +215,6 @@ fn ended(mut progress: Progress) -> Progress {
 }
 
 impl Shared {
-    /// What there is to say in the child of a fork, where a lock may have been taken for ever: the error, once for an
-    /// iteration. `None`: this is no such child.
-    fn forked(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
-        let is_told = || wanted.is_none() && self.told.swap(true, Ordering::Relaxed);
-        pinpool::forked().then(|| (!is_told()).then_some(Err(Error::Forked)))
-    }
-
     /// The place of a tensor in the load's order.
     fn place(&self, name: &str) -> Option<usize> {
         let (shard, tensor) = self.files.place(name)?;
@@ -204,9 +222,9 @@ impl Shared {
         parts.find_map(|(_, first, chosen)| Some(first + chosen.binary_search(&tensor).ok()?))
     }
 
-    fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
-        if let Some(told) = self.forked(wanted) {
-            return told;
+    fn wait(&self, wanted: Wanted<'_>) -> Option<Result<DeviceTensor>> {
+        if let Some(forked) = wanted.forked() {
+            return forked;
         }
         loop {
             let mut state = self.state.lock();
@@ -225,9 +243,9 @@ impl Shared {
         }
     }
 
-    fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
-        if let Some(told) = self.forked(wanted) {
-            return Poll::Ready(told);
+    fn poll(&self, cx: &Context<'_>, wanted: Wanted<'_>) -> Poll<Option<Result<DeviceTensor>>> {
+        if let Some(forked) = wanted.forked() {
+            return Poll::Ready(forked);
         }
         if let Some(found) = self.state.lock().found(wanted) {
             return Poll::Ready(found);
@@ -264,11 +282,10 @@ impl Load {
             out: 0,
             arrived: BTreeMap::new(),
             error: None,
-            told: false,
             tasks: Vec::new(),
             missed: Vec::new(),
         };
-        Self(Arc::new_cyclic(|shared| Shared {
+        let shared = Arc::new_cyclic(|shared| Shared {
             files,
             parts,
             count,
@@ -276,8 +293,8 @@ impl Load {
             state: Mutex::new(state),
             moved: Condvar::new(),
             waker: Waker::from(Arc::new(WakesTasks(shared.clone()))),
-            told: AtomicBool::new(false),
-        }))
+        });
+        Self { shared, told: AtomicBool::new(false) }
     }
 
     /// The next tensor that nobody has taken, for a task, which is not blocked. `None`: there are no more.
@@ -285,13 +302,13 @@ impl Load {
     /// # Errors
     /// See [`Load`].
     pub async fn next_tensor(&self) -> Option<Result<DeviceTensor>> {
-        poll_fn(|cx| self.0.poll(cx, None)).await
+        poll_fn(|cx| self.shared.poll(cx, Wanted::Next(&self.told))).await
     }
 
     /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread meanwhile. Dropped,
     /// it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
-        std::iter::from_fn(|| self.0.wait(None))
+        std::iter::from_fn(|| self.shared.wait(Wanted::Next(&self.told)))
     }
 
     /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was taken.
@@ -300,7 +317,7 @@ impl Load {
     /// Of a tensor that is not on the device when the load ends: what the load has ended with (see [`Load`]), for each of
     /// them.
     pub fn take(&self, name: &str) -> Result<Option<DeviceTensor>> {
-        self.0.place(name).and_then(|place| self.0.wait(Some(place))).transpose()
+        self.shared.place(name).and_then(|place| self.shared.wait(Wanted::Place(place))).transpose()
     }
 
     /// The same for a task, which is not blocked, on any runtime. A future that is dropped has taken nothing.
@@ -308,8 +325,8 @@ impl Load {
     /// # Errors
     /// As for [`take`](Self::take).
     pub async fn take_async(&self, name: &str) -> Result<Option<DeviceTensor>> {
-        let Some(place) = self.0.place(name) else { return Ok(None) };
-        poll_fn(|cx| self.0.poll(cx, Some(place))).await.transpose()
+        let Some(place) = self.shared.place(name) else { return Ok(None) };
+        poll_fn(|cx| self.shared.poll(cx, Wanted::Place(place))).await.transpose()
     }
 
     /// The number of tensors that can still be taken: 0 behind an error, but for those that had come out before.
@@ -318,8 +335,8 @@ impl Load {
         if pinpool::forked() {
             return 0;
         }
-        let state = self.0.state.lock();
-        state.arrived.len() + if state.over.is_some() { 0 } else { self.0.count - state.out }
+        let state = self.shared.state.lock();
+        state.arrived.len() + if state.over.is_some() { 0 } else { self.shared.count - state.out }
     }
 
     /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
@@ -327,10 +344,10 @@ impl Load {
     /// tensor.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let mut progress = self.0.watch.progress();
+        let mut progress = self.shared.watch.progress();
         if !pinpool::forked() {
-            let over = self.0.state.lock().over;
-            (progress.over, progress.elapsed) = (false, self.0.watch.since.elapsed());
+            let over = self.shared.state.lock().over;
+            (progress.over, progress.elapsed) = (false, self.shared.watch.since.elapsed());
             progress = over.unwrap_or(progress);
         }
         progress
@@ -339,7 +356,7 @@ impl Load {
     /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
     /// [`Error::Cancelled`].
     pub fn cancel(&self) {
-        self.0.watch.cancel();
+        self.shared.watch.cancel();
     }
 }
 

@@ -184,8 +184,10 @@ static void forks(const char *device) {
     CHECK(pinpool_alloc(pool, 100, 0, 0, &block) == PINPOOL_OK);
     pid_t child = fork();
     if (child == 0) {
-        void *other = NULL;
-        int right = pinpool_free(pool, block) == PINPOOL_FORKED && pinpool_alloc(pool, 1, 0, 0, &other) == PINPOOL_FORKED &&
+        void *other = block;
+        pinpool_pool *opened = pool;
+        int right = pinpool_free(pool, NULL) == PINPOOL_OK && pinpool_close(NULL, 0) == PINPOOL_OK &&
+                    pinpool_open(NULL, &opened) == PINPOOL_FORKED && !opened && pinpool_free(pool, block) == PINPOOL_FORKED && pinpool_alloc(pool, 1, 0, 0, &other) == PINPOOL_FORKED && !other &&
                     pinpool_close(pool, 0) == PINPOOL_FORKED && strstr(pinpool_last_error(), "fork");
         /* By way of another program: to valgrind the memory of threads that a child does not have looks leaked. */
         execlp(right ? "true" : "false", "answer", (char *)NULL);

@@ -224,7 +224,14 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
         assert!(said.iter().any(Result::is_err), "{said:?}");
         assert!(said.iter().filter_map(|said| said.as_ref().err()).all(bad), "{said:?}");
         assert!(load.take("head").is_err(), "the same again");
-        drop(load);
+        for handle in [load.clone(), load.clone(), load] {
+            assert_eq!(
+                handle.blocking().filter(Result::is_err).count(),
+                1,
+                "each handle ends with the error"
+            );
+            assert!(handle.blocking().next().is_none(), "and gives it once");
+        }
         rig.all_is_back();
     }
     // Dropped with its tensors on the way.
