@@ -268,7 +268,8 @@ impl Tier {
                     .clone();
                 pages.push((bytes, self.pages(layers.clone(), *place)?));
             }
-            // No call of this waits: the copier's threads do the work, in the order of the calls.
+            // No call of this waits: the copier's threads take the chunks in the order of the calls, and
+            // complete them in any order.
             load.0.push(self.copier.upload_pages(pages)?);
             Ok(())
         });

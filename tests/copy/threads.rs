@@ -7,7 +7,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Fill, Priority, Source, Transfer};
+use pinpool::copier::{Fill, Piece, Priority, Sink, Source, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, Pool, Stream, Unpinned};
 
@@ -277,6 +277,88 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
             s.all_back();
         }
     });
+}
+
+/// A megabyte, of which each part is read or written when a call of the program's has returned.
+struct Calls<F>(F);
+
+impl<F: Fn() -> std::io::Result<()> + Send + Sync + 'static> Source for Calls<F> {
+    fn len(&self) -> u64 {
+        1 << 20
+    }
+
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+        (self.0)()?;
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+impl<F: Fn() -> std::io::Result<()> + Send + Sync + 'static> Sink for Calls<F> {
+    fn put(&self, _: u64, _: &[u8]) -> std::io::Result<()> {
+        (self.0)()
+    }
+}
+
+/// One thread and one segment are left for transfers that cannot block, for which a source or sink may wait.
+#[test]
+fn sources_and_sinks_wait_for_another_transfer() {
+    for (threads, share, upload) in [
+        (2, 4 << 20, true),
+        (8, 4 << 20, true),
+        (8, 4 << 20, false),
+        (8, 130 << 10, true),
+        (8, 70 << 10, false),
+    ] {
+        ends(&format!("{threads} threads, a share of {share}, upload: {upload}"), move || {
+            let s = setup(HostConfig::new(), |copier| copier.threads(threads).chunk(16 << 10).share(share));
+            let (slice, there) = (bytes(1, 512 << 10), Arc::new(AtomicBool::new(false)));
+            let urgent = s.copier.with_priority(Priority::Foreground);
+            for copier in [&s.copier, &urgent] {
+                there.store(false, Ordering::Relaxed);
+                let (calls, seen) = (Arc::new(AtomicUsize::new(0)), there.clone());
+                let called = calls.clone();
+                let waits = Calls(move || {
+                    called.fetch_add(1, Ordering::Relaxed);
+                    while !seen.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    Ok(())
+                });
+                let place = s.memory.slice(1 << 20..2 << 20).unwrap();
+                let (up, down) = match upload {
+                    true => (Some(urgent.upload(waits, place).unwrap()), None),
+                    false => (None, Some(urgent.download(place, waits).unwrap())),
+                };
+                while calls.load(Ordering::Relaxed) == 0 {
+                    std::thread::yield_now();
+                }
+                // Until all have called that will.
+                std::thread::sleep(Duration::from_millis(20));
+                assert!(calls.load(Ordering::Relaxed) <= threads);
+                copier.upload_slice(&slice, s.memory.slice(..512 << 10).unwrap()).unwrap();
+                there.store(true, Ordering::Relaxed);
+                up.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+                down.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+                assert!(s.copier.download_vec(s.memory.slice(..512 << 10).unwrap()).unwrap() == slice);
+            }
+            s.all_back();
+        });
+    }
+}
+
+/// Nothing of the pool is in use when a caller hears of the only chunk's error.
+#[test]
+fn a_failed_source_leaves_nothing_in_use() {
+    let s = setup(HostConfig::new(), |copier| copier.threads(1));
+    for _ in 0..20 {
+        let fails = Calls(|| Err(std::io::Error::other("no more")));
+        let one = vec![Piece { at: 0, device: s.range(0) }];
+        let said = s.copier.upload_ranges(fails, one).unwrap().wait();
+        let Err(failed) = said else { panic!("it fails") };
+        assert!(matches!(failed.error, Error::Read { .. }), "{}", failed.error);
+        assert_eq!(in_use(&s.pool), 0);
+    }
 }
 
 /// Two threads drive one stepped device.

@@ -58,7 +58,9 @@ impl CopierBuilder {
     }
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
-    /// processors, at most 8. A stepped device has none.
+    /// processors, at most 8. With the first transfer of a source, sink or file that may block, one more starts, so that
+    /// one is free for other transfers while those wait. A single thread stays alone, and a stepped device has none: there
+    /// such a call holds up all transfers, and must not wait for one of the same copier.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

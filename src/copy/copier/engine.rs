@@ -44,6 +44,10 @@ impl Takes for Arc<Job> {
         Job::may_take(self)
     }
 
+    fn may_block(&self) -> bool {
+        self.may_block
+    }
+
     fn needs_none(&self) -> bool {
         !self.needs_segment
     }
@@ -90,6 +94,9 @@ pub(super) struct Engine {
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Arc<Counters>,
+    /// Workers that have a place for jobs that may block. Relaxed throughout: it publishes nothing. A worker that gives
+    /// its place back looks for work after that, so one that was refused may sleep.
+    blocking: AtomicUsize,
     /// Foreground copies in flight. Relaxed throughout: a hint for copies that come later.
     urgent: AtomicUsize,
     /// When the next bulk copy may go, by the rate.
@@ -115,6 +122,7 @@ impl Engine {
             scheduler: Scheduler::new(),
             spreaders,
             counters: Arc::default(),
+            blocking: AtomicUsize::new(0),
             urgent: AtomicUsize::new(0),
             next: Mutex::new(Instant::now()),
             lanes,
@@ -249,6 +257,38 @@ impl Engine {
     pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
         let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
         lanes.chain(self.spreaders.iter().flatten().map(Spreader::stream))
+    }
+
+    /// How many workers may have chunks of jobs that may block. Where there are several threads, there is one more when
+    /// there are such jobs.
+    fn places(&self) -> usize {
+        // A copier without threads has one worker.
+        self.settings.threads.max(1)
+    }
+
+    /// Whether there is a place for jobs that may block.
+    pub(super) fn has_place(&self) -> bool {
+        self.places_taken() < self.places()
+    }
+
+    pub(super) fn places_taken(&self) -> usize {
+        self.blocking.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn take_place(&self) -> bool {
+        let more = |taken: usize| (taken < self.places()).then_some(taken + 1);
+        self.blocking.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    pub(super) fn give_place(&self) {
+        self.blocking.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// There may be no work left: then nothing of the pool stays in use.
+    pub(super) fn rest(&self) {
+        if !self.scheduler.has_work(true) {
+            self.segments.rest();
+        }
     }
 
     /// Lets all that is on the device go on. Whether anything has changed.

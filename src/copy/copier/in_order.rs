@@ -1,8 +1,8 @@
 //! Bytes in order: from a reader to the device, and from the device to a writer.
 //!
 //! The caller's thread fills or empties one segment while the copy of another one is in flight. Both are beside the
-//! copier's share. A call that has a segment goes on with it where the pool has no second one, and waits in the pool's
-//! queue only while it has none.
+//! copier's share. A call that has a segment goes on with it where the pool has no second one to spare, and waits in the
+//! pool's queue only while it has none.
 //!
 //! Reader and writer are code of the program's. They may panic: then the drop of [`InOrder`] waits until nothing is in
 //! flight. They may wait for other transfers of the copier, so a copy counts against the copier's depth only until any
@@ -147,12 +147,12 @@ impl<'a> InOrder<'a> {
         engine.settings.chunk.min(engine.segments.room(buf)).min(self.memory.len() - self.begun)
     }
 
-    /// Another segment. `None`: the pool has none now, and one of the call's own comes back.
+    /// Another segment. `None`: there is none to spare now, and one of the call's own comes back.
     fn segment(&self) -> Result<Option<PinnedBuf>> {
         let engine = self.copier.engine();
         let got = match self.sent.is_empty() {
             true => engine.segments.wait(self.deadline).map(Some),
-            false => engine.segments.try_any(),
+            false => engine.segments.second(),
         };
         got.map_err(|error| match error {
             Error::Timeout(_) => self.late("a segment of the pool", Some(engine.segments.shortage())),
@@ -221,6 +221,8 @@ impl<'a> InOrder<'a> {
     }
 
     fn end(mut self, said: Result<()>) -> Result<u64> {
+        // In a child that was forked by the reader or the writer, a thread of the parent may have locked what is left.
+        crate::os::check_fork()?;
         // A reader that fails cancels the upload, as the drop does.
         if !matches!(said, Err(Error::Read { .. })) {
             self.finish(&said);

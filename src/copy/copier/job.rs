@@ -454,7 +454,7 @@ impl Job {
                 "what is read, a call of which has not returned"
             }
             JobState { active: 1.., .. } => "chunks that are under way",
-            _ => "a segment of the pool, or the transfers before it",
+            _ => "a segment of the pool, a thread of the copier, or the transfers before it",
         };
         let done = state.done;
         drop(state);

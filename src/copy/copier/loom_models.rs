@@ -23,6 +23,10 @@ impl Takes for Counted {
         self.0.load(Ordering::SeqCst) > 0
     }
 
+    fn may_block(&self) -> bool {
+        false
+    }
+
     fn needs_none(&self) -> bool {
         false
     }
@@ -51,10 +55,10 @@ impl Counted {
 fn serve(scheduler: &Scheduler<Counted>) -> u64 {
     let mut taken = 0;
     loop {
-        while let Some(job) = scheduler.first(Direction::Up) {
+        while let Some(job) = scheduler.first(Direction::Up, true) {
             taken += u64::from(job.take());
         }
-        if !scheduler.park(None) {
+        if !scheduler.park(None, true) {
             return taken;
         }
     }
@@ -87,7 +91,7 @@ fn loom_copier_a_poked_worker_looks_again() {
             let (scheduler, made) = (scheduler.clone(), made.clone());
             loom::thread::spawn(move || {
                 while made.load(Ordering::SeqCst) == 0 {
-                    let _ = scheduler.park(None);
+                    let _ = scheduler.park(None, true);
                 }
             })
         };
@@ -107,9 +111,9 @@ fn loom_copier_a_sleeper_is_woken() {
             loom::thread::spawn(move || {
                 let mut taken = 0;
                 while taken < 1 {
-                    match scheduler.first(Direction::Up) {
+                    match scheduler.first(Direction::Up, true) {
                         Some(job) => taken += u64::from(Counted::take(&job)),
-                        None => _ = scheduler.park(None),
+                        None => _ = scheduler.park(None, true),
                     }
                 }
             })

@@ -203,7 +203,7 @@ pub fn may_wait() -> Result<()> {
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
 /// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the share,
 /// an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use two segments each at
-/// most.
+/// most, and one while the pool or the share has no further one.
 ///
 /// # The end
 /// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.

@@ -2,7 +2,8 @@
 //!
 //! Jobs wait by priority and direction, and there in the order in which they were started. A worker that looks for work
 //! gets the first job of which a chunk can be taken. Of jobs of one priority it gets one in the direction that it asks
-//! for, if there is one. Workers ask for both directions by turns, since the link carries both at once. Where there is no
+//! for, if there is one. Workers ask for both directions by turns, since the link carries both at once. Jobs that may block
+//! wait in queues of their own, so that a worker which must not block finds the others behind them. Where there is no
 //! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come
 //! one by one is started anew for each.
 //!
@@ -22,6 +23,8 @@ use crate::sync::thread::{self, Thread};
 pub(super) trait Takes {
     /// Whether a chunk of it can be taken. Once `false`, it stays so until the job is started anew.
     fn may_take(&self) -> bool;
+    /// Whether its work may block the worker that takes a chunk.
+    fn may_block(&self) -> bool;
     /// Whether its chunks are taken by workers without a segment.
     fn needs_none(&self) -> bool;
     fn priority(&self) -> Priority;
@@ -40,7 +43,8 @@ pub(super) struct Scheduler<J> {
 #[derive(Debug)]
 struct SchedulerState<J> {
     /// Of the foreground, then bulk ones; by direction.
-    jobs: [[VecDeque<J>; 2]; 2],
+    jobs: [[Queues<J>; 2]; 2],
+    next_job: u64,
     sleepers: Vec<(u64, Thread)>,
     next_sleeper: u64,
     /// No worker slept when one was to look around: the next one does not park.
@@ -48,10 +52,37 @@ struct SchedulerState<J> {
     closed: bool,
 }
 
+/// Jobs of one priority and direction, each with its number in the order of their starts.
+#[derive(Debug)]
+struct Queues<J> {
+    steady: VecDeque<(u64, J)>,
+    /// Jobs that may block.
+    blocking: VecDeque<(u64, J)>,
+}
+
+impl<J: Takes + Clone> Queues<J> {
+    fn new() -> Self {
+        Self { steady: VecDeque::new(), blocking: VecDeque::new() }
+    }
+
+    /// The first job of which a chunk can be taken, by a worker that may block or may not.
+    fn first(&mut self, may_block: bool) -> Option<J> {
+        for jobs in [&mut self.steady, &mut self.blocking] {
+            while jobs.front().is_some_and(|(_, job)| !job.may_take()) {
+                jobs.pop_front();
+            }
+        }
+        let blocking = self.blocking.front().filter(|_| may_block);
+        let first = self.steady.front().into_iter().chain(blocking).min_by_key(|(number, _)| *number);
+        first.map(|(_, job)| job.clone())
+    }
+}
+
 impl<J: Takes + Clone> Scheduler<J> {
     pub(super) fn new() -> Self {
-        let (jobs, sleepers) = (Default::default(), Vec::new());
-        let state = SchedulerState { jobs, sleepers, next_sleeper: 0, poked: false, closed: false };
+        let jobs = [(); 2].map(|()| [Queues::new(), Queues::new()]);
+        let (sleepers, next_job, next_sleeper) = (Vec::new(), 0, 0);
+        let state = SchedulerState { jobs, next_job, sleepers, next_sleeper, poked: false, closed: false };
         Self { state: Mutex::new(state) }
     }
 
@@ -59,33 +90,39 @@ impl<J: Takes + Clone> Scheduler<J> {
     pub(super) fn add(&self, job: J, workers: usize) {
         let mut state = self.state.lock();
         let (rank, direction) = (usize::from(job.priority() == Priority::Bulk), job.direction());
-        state.jobs[rank][direction as usize].push_back(job);
+        state.next_job += 1;
+        let number = state.next_job;
+        let queues = &mut state.jobs[rank][direction as usize];
+        let jobs = if job.may_block() { &mut queues.blocking } else { &mut queues.steady };
+        jobs.push_back((number, job));
         let awake = state.sleepers.len().saturating_sub(workers);
         let sleepers = state.sleepers.split_off(awake);
         drop(state);
         sleepers.iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken. Of one priority, one in this direction first.
-    pub(super) fn first(&self, direction: Direction) -> Option<J> {
-        self.state.lock().first(direction)
+    /// The first job of which a chunk can be taken, by a worker that may block or may not. Of one priority, one in this
+    /// direction first.
+    pub(super) fn first(&self, direction: Direction, may_block: bool) -> Option<J> {
+        self.state.lock().first(direction, may_block)
     }
 
     /// A job of which a chunk can be taken by a worker for which there is no segment now, if there is one among the first.
+    /// It does not block.
     pub(super) fn without_segment(&self, direction: Direction) -> Option<J> {
         let state = self.state.lock();
-        let near = |jobs: &[VecDeque<J>; 2]| {
+        let near = |jobs: &[Queues<J>; 2]| {
             let ways = [direction, direction.other()].into_iter();
-            ways.flat_map(|way| jobs[way as usize].iter().take(NEAR))
-                .find(|job| job.may_take() && job.needs_none())
-                .cloned()
+            ways.flat_map(|way| jobs[way as usize].steady.iter().take(NEAR))
+                .find(|(_, job)| job.may_take() && job.needs_none())
+                .map(|(_, job)| job.clone())
         };
         state.jobs.iter().find_map(near)
     }
 
-    /// Whether there is a chunk to be taken, now or when a segment is free.
-    pub(super) fn has_work(&self) -> bool {
-        self.state.lock().has_work()
+    /// Whether there is a chunk to be taken, now or when a segment is free, by a worker that may block or may not.
+    pub(super) fn has_work(&self, may_block: bool) -> bool {
+        self.state.lock().has_work(may_block)
     }
 
     /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else the
@@ -98,10 +135,11 @@ impl<J: Takes + Clone> Scheduler<J> {
         sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
     }
 
-    /// Parks this thread until there may be work, or until the deadline. `false`: there is no work, and there will be none.
-    pub(super) fn park(&self, deadline: Option<Instant>) -> bool {
+    /// Parks this thread until there may be work for it, or until the deadline. `false`: there is none, and none is to
+    /// come.
+    pub(super) fn park(&self, deadline: Option<Instant>, may_block: bool) -> bool {
         let mut state = self.state.lock();
-        if state.has_work() || std::mem::take(&mut state.poked) {
+        if state.has_work(may_block) || std::mem::take(&mut state.poked) {
             return true;
         }
         if state.closed {
@@ -127,22 +165,18 @@ impl<J: Takes + Clone> Scheduler<J> {
 }
 
 impl<J: Takes + Clone> SchedulerState<J> {
-    fn first(&mut self, direction: Direction) -> Option<J> {
+    fn first(&mut self, direction: Direction, may_block: bool) -> Option<J> {
         for jobs in &mut self.jobs {
             for way in [direction, direction.other()] {
-                let jobs = &mut jobs[way as usize];
-                while jobs.front().is_some_and(|job| !job.may_take()) {
-                    jobs.pop_front();
-                }
-                if let Some(job) = jobs.front() {
-                    return Some(job.clone());
+                if let Some(job) = jobs[way as usize].first(may_block) {
+                    return Some(job);
                 }
             }
         }
         None
     }
 
-    fn has_work(&mut self) -> bool {
-        self.first(Direction::Up).is_some()
+    fn has_work(&mut self, may_block: bool) -> bool {
+        self.first(Direction::Up, may_block).is_some()
     }
 }

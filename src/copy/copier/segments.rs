@@ -27,11 +27,14 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Bytes of a segment at least: the chunk has a page.
 const LEAST: usize = PAGE + BESIDE;
 
-/// How many of so many segments transfers of a priority use.
-fn usable(segments: usize, priority: Priority) -> usize {
+/// How many of so many segments transfers of a priority use. Those that may block leave one to the others of any
+/// priority, if there are two.
+fn usable(segments: usize, priority: Priority, may_block: bool) -> usize {
+    let bulk = segments - (segments / 8).max(usize::from(segments > 3));
     match priority {
+        _ if may_block => (bulk - 1).max(1),
         Priority::Foreground => segments,
-        Priority::Bulk => segments - (segments / 8).max(usize::from(segments > 3)),
+        Priority::Bulk => bulk,
     }
 }
 
@@ -76,9 +79,9 @@ impl Segments {
     }
 
     /// A segment. `None`: not now. The copier waits in the pool's queue if it has none.
-    pub(super) fn take(&self, priority: Priority) -> Result<Option<PinnedBuf>> {
+    pub(super) fn take(&self, priority: Priority, may_block: bool) -> Result<Option<PinnedBuf>> {
         let mut state = self.state.lock();
-        if state.used >= usable(self.most, priority) {
+        if state.used >= usable(self.most, priority, may_block) {
             return Ok(None);
         }
         if let Some(buf) = state.free.pop() {
@@ -147,9 +150,15 @@ impl Segments {
         }
     }
 
-    /// A segment of any length, if the pool has one now.
-    pub(super) fn try_any(&self) -> Result<Option<PinnedBuf>> {
-        self.longest(LEAST)
+    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first one
+    /// is not seen complete: only one of full length, with a segment left in the share and in the pool for the other.
+    pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
+        let (used, usable) = (self.state.lock().used, usable(self.most, Priority::Bulk, true));
+        if used >= usable {
+            return Ok(None);
+        }
+        let Some(second) = self.longest(self.len)? else { return Ok(None) };
+        Ok(self.longest(LEAST)?.map(|_left| second))
     }
 
     /// The longest segment that the pool has now and that is no shorter than `least`.
@@ -167,7 +176,7 @@ impl Segments {
 
     /// Waits for a segment that does not count.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> Result<PinnedBuf> {
-        if let Some(buf) = self.try_any()? {
+        if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
         }
         let short = self.pool.wait_for_copier(Self::request(LEAST), deadline)?;

@@ -16,7 +16,9 @@
 //! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
 //! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
 //! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may
-//! block: a worker that is about to call one owns chunks of that job only.
+//! block: a worker that is about to call one owns chunks of that job only. Of several threads one is always free for the
+//! other jobs: a worker that has chunks of a job that may block has one of the engine's places, and there is one place less
+//! than threads.
 
 mod stages;
 
@@ -93,13 +95,15 @@ struct Owned {
 pub(super) struct Worker {
     engine: Arc<Engine>,
     owned: Vec<Owned>,
+    /// It has one of the engine's places for jobs that may block.
+    has_place: bool,
     /// The direction that it turns to next.
     next: Direction,
 }
 
 impl Worker {
     pub(super) fn new(engine: Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), next: Direction::Up }
+        Self { engine, owned: Vec::new(), has_place: false, next: Direction::Up }
     }
 
     /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
@@ -112,7 +116,26 @@ impl Worker {
                 self.turn();
             }
         }
-        self.drain() | changed
+        changed |= self.drain();
+        if !self.owned.iter().any(|owned| owned.job.may_block) {
+            self.give_place();
+        }
+        changed
+    }
+
+    fn may_block(&self) -> bool {
+        self.has_place || self.engine.has_place()
+    }
+
+    fn take_place(&mut self) -> bool {
+        self.has_place = self.has_place || self.engine.take_place();
+        self.has_place
+    }
+
+    fn give_place(&mut self) {
+        if std::mem::take(&mut self.has_place) {
+            self.engine.give_place();
+        }
     }
 
     /// The life of a thread of the copier.
@@ -122,7 +145,7 @@ impl Worker {
         while !crate::os::forked() {
             if self.round() {
                 still = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work() {
+            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.may_block()) {
                 let waited = still.get_or_insert_with(Instant::now).elapsed();
                 if waited < SPIN {
                     std::hint::spin_loop();
@@ -140,9 +163,7 @@ impl Worker {
     fn end(&self, job: &Job, chunk: &Chunk, end: End) {
         Counters::add(&self.engine.counters.chunks, 1);
         // Before a caller can hear of the end: nothing of the pool is in use without work.
-        if !self.engine.scheduler.has_work() {
-            self.engine.segments.rest();
-        }
+        self.engine.rest();
         job.end(chunk, end);
     }
 
@@ -151,7 +172,7 @@ impl Worker {
         self.engine.segments.rest();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
-        !self.engine.scheduler.park(deadline)
+        !self.engine.scheduler.park(deadline, self.may_block())
     }
 
     /// Whether the worker may take another chunk of this job.
@@ -194,16 +215,28 @@ impl Worker {
     /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
-        let Some(first) = engine.scheduler.first(self.next) else { return false };
+        let Some(first) = engine.scheduler.first(self.next, self.may_block()) else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
             false if self.has_to_wait(&first) => None,
-            false => engine.scheduler.without_segment(self.next).filter(|other| self.take(other)),
+            false => {
+                let next = self.next;
+                let steady = self.is_held_up(&first).then(|| engine.scheduler.first(next, false));
+                let steady = steady.flatten().filter(|other| self.take(other));
+                let without = || engine.scheduler.without_segment(next);
+                steady.or_else(|| without().filter(|other| self.take(other)))
+            }
         };
         let Some(job) = taken else { return false };
         self.next = job.direction.other();
         true
+    }
+
+    /// Whether a job that could not be taken may have to wait for calls that block, in other workers. Where there are none,
+    /// it keeps its turn, and others leave it a segment.
+    fn is_held_up(&self, job: &Job) -> bool {
+        job.may_block && self.engine.places_taken() > usize::from(self.has_place)
     }
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
@@ -211,8 +244,11 @@ impl Worker {
         if !job.may_take() || !self.has_room(job) || self.has_to_wait(job) {
             return false;
         }
+        if job.may_block && !self.take_place() {
+            return false;
+        }
         let segments = &self.engine.segments;
-        let got = if job.needs_segment { segments.take(job.priority) } else { Ok(None) };
+        let got = if job.needs_segment { segments.take(job.priority, job.may_block) } else { Ok(None) };
         let segment = match got {
             Ok(segment) => segment,
             Err(error) => {
@@ -226,6 +262,7 @@ impl Worker {
         }
         let Some(chunk) = job.take(segment.as_ref().map(|buf| segments.room(buf))) else {
             segment.into_iter().for_each(|buf| segments.give(buf));
+            self.engine.rest();
             return false;
         };
         self.prepare(job, chunk, segment);
@@ -243,7 +280,7 @@ impl Worker {
     fn prepare(&mut self, job: &Arc<Job>, mut chunk: Chunk, mut segment: Option<PinnedBuf>) {
         let (direction, room) = (job.direction, self.ring_room(job));
         if direction == Direction::Up {
-            self.may_block(job);
+            self.leave_to_others(job);
         }
         let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
             // SAFETY: the chunk was taken and is not prepared yet.
@@ -276,14 +313,17 @@ impl Worker {
                 let (job, staged) = (job.clone(), matches!(host, Host::Segment(_)));
                 self.owned.push(Owned { job, chunk, packed, staged, stage: Some(Stage::Ready(host)) });
             }
-            Err(error) => job.end(&chunk, End::Failed(error)),
+            Err(error) => {
+                self.engine.rest();
+                job.end(&chunk, End::Failed(error));
+            }
         }
     }
 
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
     /// not for a while.
-    fn may_block(&self, job: &Job) {
-        if job.may_block && self.engine.scheduler.has_work() {
+    fn leave_to_others(&self, job: &Job) {
+        if job.may_block && self.engine.scheduler.has_work(self.engine.has_place()) {
             self.engine.scheduler.poke();
         }
     }
@@ -301,7 +341,7 @@ impl Worker {
         let is_due = |owned: &Owned| matches!(owned.stage, Some(Stage::Landed(_)));
         let Some(n) = self.owned.iter().position(is_due) else { return false };
         let Owned { job, chunk, stage: Some(Stage::Landed(buf)), .. } = &self.owned[n] else { return false };
-        self.may_block(job);
+        self.leave_to_others(job);
         // SAFETY: the chunk was taken and has not ended.
         let drain = || unsafe { job.plan() }.drain(chunk, buf);
         let said = foreign::survive("the work of a transfer panicked: the transfer fails", drain)
@@ -333,5 +373,6 @@ impl Drop for Worker {
         }
         // By a panic, or with the last handle of a copier without threads: a thread that returns owns no chunk.
         self.abandon();
+        self.give_place();
     }
 }

@@ -42,8 +42,12 @@ impl Workers {
 
     /// Starts the threads that are missing. One is enough.
     pub(super) fn start(&self) -> Result<()> {
+        self.start_to(self.engine.settings.threads)
+    }
+
+    fn start_to(&self, threads: usize) -> Result<()> {
         let mut started = self.started.lock();
-        while *started < self.engine.settings.threads {
+        while *started < threads {
             let engine = self.engine.clone();
             let name = format!("pinpool-copy-{}", engine.device.name());
             let spawned = crate::os::thread::spawn(name, move || {
@@ -72,6 +76,10 @@ impl Workers {
     pub(super) fn add(&self, job: &Arc<Job>) {
         if job.is_over() {
             return;
+        }
+        if job.may_block && self.engine.settings.threads > 1 {
+            // One that is free while all others are blocked. Where it cannot be started, they hold other jobs up.
+            let _ = self.start_to(self.engine.settings.threads + 1);
         }
         let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
         self.engine.scheduler.add(job.clone(), chunks);

@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use std::io;
 use std::time::{Duration, Instant};
 
-use pinpool::Error;
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::host::HostConfig;
+use pinpool::{Error, Request};
 
 use super::{Rig, Whole, pattern};
 
@@ -109,6 +109,37 @@ impl<F: FnMut()> io::Read for Reads<'_, F> {
         self.0.take().iter_mut().for_each(|call| call());
         self.1.read(into)
     }
+}
+
+/// A call does not take the last two segments of the pool: its reader may wait for a transfer that needs the second one.
+#[test]
+fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
+    struct Second<F: FnMut()>(usize, F);
+    impl<F: FnMut()> io::Read for Second<F> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.0 += 1;
+            if self.0 == 2 {
+                (self.1)();
+            }
+            into.fill(7);
+            Ok(into.len())
+        }
+    }
+    // The first copy is not complete when the second segment is filled.
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 2 << 20);
+    let copier = rig.copier();
+    let (bytes, memory) = (pattern(500_000, 4), [0, 1].map(|_| rig.device.alloc(500_000).unwrap()));
+    rig.pool.wait_pinned(None).unwrap();
+    let segment = Request::new(copier.chunk() + (12 << 10)).align(4096);
+    let mut whole: Vec<_> = std::iter::from_fn(|| rig.pool.try_checkout(segment).ok()).collect();
+    let _rest = rig.emptied();
+    whole.truncate(whole.len() - 2);
+    let beside = || {
+        let load = copier.upload(bytes.clone(), &memory[0]).unwrap();
+        assert!(load.wait_timeout(HANG).is_ok(), "the call has both");
+    };
+    copier.upload_read(&mut Second(0, beside), &memory[1]).unwrap();
+    assert!(copier.download_vec(&memory[0]).unwrap() == bytes);
 }
 
 /// The reader may be waiting for one of the other transfers.
