@@ -361,7 +361,9 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     copier.upload_file(source, &memory).unwrap().wait().unwrap();
     let (read, stats) = (cold::read_bytes() - before, copier.stats());
     assert!(copier.download_vec(&memory).unwrap() == bytes);
-    assert_eq!(cold::cached_pages(file.as_file()), warm);
+    // The kernel may take some of these pages for other files meanwhile.
+    let cached = cold::cached_pages(file.as_file());
+    assert!((warm - warm / 16..=warm).contains(&cached), "{cached} pages are cached, {warm} were");
     let cold_bytes = bytes.len() as u64 - (warm * 4096) as u64;
     assert!(
         read <= cold_bytes + (1 << 20),
