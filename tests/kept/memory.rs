@@ -240,7 +240,7 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
         // What does not fit is refused, as it was.
         let large = MmapMut::map_anon(17 * PAGE).unwrap();
         let refused = pool.adopt(large).unwrap_err();
-        assert!(matches!(refused.error, Error::Exhausted(_)) && refused.buffer.is_some());
+        assert!(matches!(refused.error, Error::Impossible { .. }) && refused.buffer.is_some());
     });
 }
 

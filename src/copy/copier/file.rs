@@ -311,6 +311,10 @@ impl FileSource {
         let opened = &*self.opened()?;
         let lead = (at % PAGE as u64) as usize;
         let (start, end) = (at - lead as u64, lead + len);
+        // The bytes before `at` are nobody's.
+        let count = |counter: &AtomicU64, before: usize, now: usize| {
+            Counters::add(counter, now.max(lead) - before.max(lead));
+        };
         while buf.len() < end {
             let (is_cached, until) = self.stretch(opened, start, buf.len(), end);
             let is_direct = match self.reading {
@@ -319,13 +323,17 @@ impl FileSource {
                 Reading::Direct => true,
             };
             if let Some(direct) = if is_direct { self.direct(opened, counters) } else { None } {
-                if let Err(error) = read_on(direct, start, until, PAGE, buf, &counters.direct) {
+                let before = buf.len();
+                if let Err(error) = read_on(direct, start, until, PAGE, buf) {
                     self.direct_refused(&error, counters);
                 }
+                count(&counters.direct, before, buf.len());
             }
             // What is left, which is all of it or what the other way could not read.
             let counter = if is_cached == Some(true) { &counters.cached } else { &counters.buffered };
-            let read = read_on(&opened.file, start, until, 1, buf, counter);
+            let before = buf.len();
+            let read = read_on(&opened.file, start, until, 1, buf);
+            count(counter, before, buf.len());
             let there = (start + buf.len() as u64).max(at);
             read.map_err(|error| read_error(&self.name, there, &error))?;
             if buf.len() < until {
@@ -358,14 +366,7 @@ impl FileSource {
 
 /// Reads on, until the buffer has `until` bytes, the file ends or an error comes. The buffer's first byte is the file's at
 /// `start`. Each read begins and ends on a multiple of `unit`.
-fn read_on(
-    file: &File,
-    start: u64,
-    until: usize,
-    unit: usize,
-    buf: &mut PinnedBuf,
-    counter: &AtomicU64,
-) -> io::Result<()> {
+fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedBuf) -> io::Result<()> {
     while buf.len() < until && buf.len() % unit == 0 {
         let have = buf.len();
         let left = until - have;
@@ -374,7 +375,6 @@ fn read_on(
         if read == 0 {
             break;
         }
-        Counters::add(counter, read);
         // SAFETY: the kernel has just put so many bytes at the front of the spare capacity.
         unsafe { buf.set_len(have + read) };
     }
