@@ -184,7 +184,8 @@ impl Sampler {
         }
         let now = Instant::now();
         // Where no subscriber takes the level, not even the labels are looked at.
-        let to = Receivers { events: self.to.events && foreign::listens(metrics::LEVEL), ..self.to };
+        let mut to = self.to;
+        to.events = to.events && foreign::listens(metrics::LEVEL);
         let mut devices: BTreeMap<u64, Device> = BTreeMap::new();
         self.pools.retain_mut(|watched| {
             let Some(pool) = watched.pool.upgrade() else {
