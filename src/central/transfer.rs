@@ -39,6 +39,10 @@ impl CentralPool {
         if let Some(descriptor) = held.take(class, len) {
             return Some(descriptor);
         }
+        // A class without a list has no room either.
+        if held.room(class) == 0 {
+            return None;
+        }
         held.take_batch(class, &self.transfers[list_of(class)]);
         held.take(class, len)
     }
