@@ -80,7 +80,7 @@ use lock::CoreLock;
 use queue::Grant;
 use queue::WaitQueue;
 pub(crate) use queue::{WaitOutcome, Wake, Want};
-pub(crate) use raw::{Fresh, Segment};
+pub(crate) use raw::{Fresh, Segment, tag};
 pub(crate) use reclaim::ReclaimLevel;
 pub(crate) use waiting::LongWait;
 use waiting::{Closed, Windows};

@@ -29,7 +29,7 @@ const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
 #[inline(always)]
-fn tag(len: usize, list: usize) -> u64 {
+pub(crate) fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
 
@@ -80,6 +80,15 @@ impl Fresh {
     ) -> Self {
         // SAFETY: this function's contract.
         unsafe { Self::of_list(central, Grant { descriptor, len }, list) }
+    }
+
+    /// [`Fresh::of_descriptor`] with the [tag] of the length and the list.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    pub(crate) unsafe fn of_tag(central: &CentralPool, descriptor: NonNull<Descriptor>, tag: u64) -> Self {
+        Self(Segment { central: NonNull::from(central), descriptor, tag })
     }
 
     #[inline(always)]

@@ -204,17 +204,17 @@ impl Pool {
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
         let Request { len, align, tag } = request;
-        let (descriptor, list) = match self.hit_descriptor(request) {
-            Some(found) => found,
+        let (descriptor, tag) = match self.hit_descriptor(request) {
+            Some((descriptor, list)) => (descriptor, central::tag(len, list)),
             None => {
                 let origin = CheckoutSite { tag, site: Some(Location::caller()) };
                 let descriptor = self.checkout_slow(len, align, origin, limit)?;
                 // SAFETY: `checkout_slow` has taken it just now, so it is alive.
-                (descriptor, unsafe { descriptor.as_ref() }.list())
+                (descriptor, central::tag(len, unsafe { descriptor.as_ref() }.list()))
             }
         };
-        // SAFETY: it was taken from this central pool just now, for this request, and this is its list.
-        Ok(unsafe { Fresh::of_descriptor(&self.0.central, descriptor, len, list) }.into())
+        // SAFETY: it was taken from this central pool just now, for this request, and its list is in the tag.
+        Ok(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
     }
 
     /// Step 1 of the module's page: a segment of this thread's cache.
