@@ -97,7 +97,7 @@ impl Store {
         let Placement::Class(class) = want.placement else { unreachable!() };
         if let Some(descriptor) = self.central.hit(class, LEN) {
             // SAFETY: taken just now, of this class.
-            let fresh = unsafe { Fresh::of_descriptor(&self.central, descriptor, LEN, list_of(class)) };
+            let fresh = unsafe { Fresh::of_tag(&self.central, descriptor, tag(LEN, list_of(class))) };
             return Some(self.out(fresh));
         }
         match self.central.try_take(want, ReclaimLevel::All) {

@@ -28,6 +28,7 @@ pub(crate) struct Segment {
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
+/// A segment's requested bytes and the index of its list, in one word.
 #[inline(always)]
 pub(crate) fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
@@ -52,40 +53,14 @@ impl Fresh {
         // SAFETY: granted, so alive.
         let list = unsafe { grant.descriptor.as_ref() }.list();
         // SAFETY: this function's contract, and the list is the descriptor's.
-        unsafe { Self::of_list(central, grant, list) }
-    }
-
-    /// # Safety
-    /// As for [`Fresh::new`], and `list` is the descriptor's.
-    #[inline(always)]
-    pub(super) unsafe fn of_list(central: &CentralPool, grant: Grant, list: usize) -> Self {
-        Self(Segment {
-            central: NonNull::from(central),
-            descriptor: grant.descriptor,
-            tag: tag(grant.len, list),
-        })
+        unsafe { Self::of_tag(central, grant.descriptor, tag(grant.len, list)) }
     }
 
     /// Makes a segment of a descriptor that [`CentralPool::hit`] or [`Segment::into_descriptor`] gave.
     ///
     /// # Safety
-    /// The descriptor is of a segment of this central pool, which was taken for this length, and is used once. No byte of
-    /// the segment counts as written. `list` is the descriptor's.
-    #[inline(always)]
-    pub(crate) unsafe fn of_descriptor(
-        central: &CentralPool,
-        descriptor: NonNull<Descriptor>,
-        len: usize,
-        list: usize,
-    ) -> Self {
-        // SAFETY: this function's contract.
-        unsafe { Self::of_list(central, Grant { descriptor, len }, list) }
-    }
-
-    /// [`Fresh::of_descriptor`] with the [tag] of the length and the list.
-    ///
-    /// # Safety
-    /// As there.
+    /// The descriptor is of a segment of this central pool, and is used once. No byte of the segment counts as written.
+    /// The [tag] is that of the length that the segment was taken for and of the descriptor's list.
     #[inline(always)]
     pub(crate) unsafe fn of_tag(central: &CentralPool, descriptor: NonNull<Descriptor>, tag: u64) -> Self {
         Self(Segment { central: NonNull::from(central), descriptor, tag })

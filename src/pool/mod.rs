@@ -203,33 +203,32 @@ impl Pool {
     #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
-        let Request { len, align, tag } = request;
         let (descriptor, tag) = match self.hit_descriptor(request) {
-            Some((descriptor, list)) => (descriptor, central::tag(len, list)),
+            Some(hit) => hit,
             None => {
-                let origin = CheckoutSite { tag, site: Some(Location::caller()) };
-                let descriptor = self.checkout_slow(len, align, origin, limit)?;
+                let origin = CheckoutSite { tag: request.tag, site: Some(Location::caller()) };
+                let descriptor = self.checkout_slow(request.len, request.align, origin, limit)?;
                 // SAFETY: `checkout_slow` has taken it just now, so it is alive.
-                (descriptor, central::tag(len, unsafe { descriptor.as_ref() }.list()))
+                (descriptor, central::tag(request.len, unsafe { descriptor.as_ref() }.list()))
             }
         };
         // SAFETY: it was taken from this central pool just now, for this request, and its list is in the tag.
         Ok(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
     }
 
-    /// Step 1 of the module's page: a segment of this thread's cache.
+    /// Step 1 of the module's page: a segment of this thread's cache, and its tag.
     #[inline(always)]
-    fn hit_descriptor(&self, request: Request) -> Option<(NonNull<Descriptor>, usize)> {
+    fn hit_descriptor(&self, request: Request) -> Option<(NonNull<Descriptor>, u64)> {
         let class = request.cached_class()?;
-        Some((self.0.central.hit(class, request.len)?, list_of(class)))
+        Some((self.0.central.hit(class, request.len)?, central::tag(request.len, list_of(class))))
     }
 
     /// Step 1 as a buffer.
     #[allow(unsafe_code)]
     fn hit(&self, request: Request) -> Option<PinnedBuf> {
-        let (descriptor, list) = self.hit_descriptor(request)?;
-        // SAFETY: it was taken from this central pool just now, for this request, and this is its list.
-        Some(unsafe { Fresh::of_descriptor(&self.0.central, descriptor, request.len, list) }.into())
+        let (descriptor, tag) = self.hit_descriptor(request)?;
+        // SAFETY: it was taken from this central pool just now, and the tag is its own.
+        Some(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
     }
 
     /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory

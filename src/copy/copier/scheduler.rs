@@ -4,8 +4,7 @@
 //! gets the first job of which a chunk can be taken. Of jobs of one priority it gets one in the direction that it asks
 //! for, if there is one. Workers ask for both directions by turns, since the link carries both at once. Jobs that may block
 //! wait in queues of their own, so that a worker which must not block finds the others behind them. Where there is no
-//! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth. A job whose chunks come
-//! one by one is started anew for each.
+//! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
 //! is nothing to do; so a job that starts later finds the worker in the list, and wakes it. A poke, by which a worker
@@ -21,7 +20,7 @@ use crate::sync::thread::{self, Thread};
 
 /// What the scheduler knows of a job.
 pub(super) trait Takes {
-    /// Whether a chunk of it can be taken. Once `false`, it stays so until the job is started anew.
+    /// Whether a chunk of it can be taken. Once `false`, it stays so.
     fn may_take(&self) -> bool;
     /// Whether its work may block the worker that takes a chunk.
     fn may_block(&self) -> bool;

@@ -2,8 +2,8 @@
 //!
 //! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the free
 //! ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are four:
-//! bulk chunks may keep theirs for as long as the rate wants. Calls whose caller fills or drains the
-//! chunks itself have segments that do not count, since the caller may wait for another transfer meanwhile.
+//! bulk chunks may keep theirs for as long as the rate wants. The
+//! segments of a reader or a writer (`in_order`) do not count, since it may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
 //! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where the
