@@ -89,10 +89,16 @@ const ROWS: &[Row] = &[
         work: quarantined,
     },
     Row {
-        name: "5 MiB wait for ever (0: without): a thousand checkouts of 4 KiB",
+        name: "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 4 KiB",
         ends: &[0, 1],
-        gate: Gate::Times(1.0 / 0.9),
-        work: beside,
+        gate: Gate::Times(1.0 / 0.95),
+        work: |waiters| beside([4096, MIB - 32], 0)[waiters],
+    },
+    Row {
+        name: "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 1 MiB",
+        ends: &[0, 1],
+        gate: Gate::Times(1.0 / 0.5),
+        work: |waiters| beside([4096, MIB - 32], 1)[waiters],
     },
     Row {
         name: "16 threads: 4 MiB in a pool full of small ones (over its longest hold)",
@@ -304,19 +310,24 @@ fn quarantined(n: usize) -> Duration {
 
 // --- beside a large request ------------------------------------------------------------------------------------------
 
-/// A thousand pairs of checkout and return of 4 KiB while a request for 5 MiB waits for ever (1), or without it (0).
-fn beside(waiters: usize) -> Duration {
+/// A thousand pairs of checkout and return of each length, of which `which` is given, without a request that waits and
+/// with one for 5 MiB that waits for ever. Every other MiB of the pool is held: the request's window has free segments of
+/// 1 MiB, and some that are out.
+fn beside(lens: [usize; 2], which: usize) -> [Duration; 2] {
     // Both ends by turns, once: they take microseconds, and a processor's clock changes.
-    static BOTH: std::sync::OnceLock<[Duration; 2]> = std::sync::OnceLock::new();
-    let both = || {
-        let pools = [pool(8 * MIB), pool(8 * MIB)];
-        let _held = pools.each_ref().map(|pool| pool.checkout(4 * MIB - 32).expect("room"));
-        pools.iter().for_each(|pool| drop(pool.checkout(4096).expect("room")));
+    static ALL: std::sync::OnceLock<[[Duration; 2]; 2]> = std::sync::OnceLock::new();
+    let measure = |len: usize| {
+        let pools = [pool(24 * MIB), pool(24 * MIB)];
+        let _held = pools.each_ref().map(|pool| {
+            let all: Vec<_> = (0..24).map_while(|_| pool.try_checkout(MIB - 32).ok()).collect();
+            all.into_iter().step_by(2).collect::<Vec<_>>()
+        });
+        pools.iter().for_each(|pool| drop(pool.checkout(len).expect("room")));
         let _waiting = wait(&pools[1], (5 * MIB).into());
         let run = |pool: &Pool, n: usize| {
             let since = Instant::now();
             for _ in 0..n {
-                drop(black_box(pool.checkout(4096).expect("room")));
+                drop(black_box(pool.checkout(len).expect("room")));
             }
             since.elapsed() / (n / 1000) as u32
         };
@@ -330,7 +341,7 @@ fn beside(waiters: usize) -> Duration {
         }
         best
     };
-    BOTH.get_or_init(both)[waiters]
+    ALL.get_or_init(|| lens.map(measure))[which]
 }
 
 /// How long a request of 4 MiB waits in a pool that `threads` threads keep full of small buffers, each held for up to
