@@ -15,7 +15,7 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::amount::{Beside, amount, beside};
+use crate::amount::{Amount, amount};
 use crate::escape::text as shown;
 
 /// A result whose error is this crate's [`Error`], unless another is named.
@@ -99,7 +99,7 @@ pub enum Error {
     /// gives. See [`PoolBuilder::capacity`](crate::PoolBuilder::capacity) and [`extent`](crate::PoolBuilder::extent).
     #[error(
         "{} are more than one segment can hold ({}; it needs 32 bytes more than it holds); raise the capacity, \
-         configure larger extents, or split the request", beside(*len, *largest), beside(*largest, *len)
+         configure larger extents, or split the request", amount(*len), amount(*largest)
     )]
     TooLong {
         /// Bytes asked for.
@@ -119,7 +119,7 @@ pub enum Error {
     /// memory, a stream, a registered value. Copies between devices are not made, with or without peer access.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
-        if of == with { format!("another opening of {}", shown(of)) } else { shown(of).to_string() }, shown(with)
+        if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
     )]
     Mismatch {
         /// What cannot be used there.
@@ -186,10 +186,7 @@ pub enum Error {
     },
     /// The pool has no room for this request now, and the call does not wait. [`Pool::stuck`](crate::Pool::stuck) lists
     /// what is out.
-    #[error(
-        "the pool has no room for {} now (capacity {}); {}, or raise the capacity; {_0}{}",
-        beside(.0.requested, .0.capacity), beside(.0.capacity, .0.requested), remedy(_0), growth(_0)
-    )]
+    #[error("no room now in the {_0}; {}, or raise the capacity", remedy(_0))]
     Exhausted(Box<Shortage>),
     /// As many requests wait for the pool's memory as it allows to wait
     /// ([`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting)), so this one did not join them. A
@@ -209,7 +206,7 @@ pub enum Error {
     /// quarantined bytes are in the way.
     #[error(
         "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
-        beside(*len, *capacity), beside(*capacity, *len), of_which_quarantined(*quarantined)
+        amount(*len), amount(*capacity), of_which_quarantined(*quarantined)
     )]
     Impossible {
         /// Bytes asked for.
@@ -225,7 +222,7 @@ pub enum Error {
     /// The transfer was cancelled before its end, and its target is incomplete.
     #[error(
         "the transfer of {} was cancelled after {} of {}; start it again for all of it",
-        shown(what), Beside(*done, *total), Beside(*total, *done)
+        shown(what), Amount(*done), Amount(*total)
     )]
     Cancelled {
         /// The file, or the name of another source or target.
@@ -368,18 +365,22 @@ pub struct Shortage {
 
 impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pool, requested, free, largest, withheld, withheld_for, waiting, .. } = self;
-        let (asked, free, largest) = (amount(*requested), amount(*free), amount(*largest));
-        write!(f, "pool {}: {asked} asked for, {free} free, {largest} in one piece", shown(pool))?;
-        if *withheld > 0 {
-            let (withheld, asked) = (amount(*withheld), amount(*withheld_for));
+        let [asked, free, largest] = [self.requested, self.free, self.largest].map(amount);
+        let (pool, capacity) = (shown(&self.pool), amount(self.capacity));
+        write!(
+            f,
+            "pool {pool}: {asked} asked for, {free} free, {largest} in one piece, capacity {capacity}"
+        )?;
+        if self.withheld > 0 {
+            let [withheld, asked] = [self.withheld, self.withheld_for].map(amount);
             write!(f, ", {withheld} withheld for a request of {asked} that waits")?;
         }
-        match waiting {
-            0 => Ok(()),
-            1 => write!(f, ", 1 other request waits"),
-            n => write!(f, ", {n} other requests wait"),
+        match self.waiting {
+            0 => {}
+            1 => write!(f, ", 1 other request waits")?,
+            n => write!(f, ", {n} other requests wait")?,
         }
+        self.growth.iter().try_for_each(|error| write!(f, "; growing failed: {error}"))
     }
 }
 
@@ -409,8 +410,7 @@ impl fmt::Display for Waited {
             write!(f, ": {}", shown(transfer))?;
         }
         let Some(shortage) = &self.shortage else { return Ok(()) };
-        write!(f, " (capacity {}; {shortage}{}", amount(shortage.capacity), growth(shortage))?;
-        write!(f, "); wait longer, return buffers, or raise the capacity")
+        write!(f, " ({shortage}); wait longer, return buffers, or raise the capacity")
     }
 }
 
@@ -430,14 +430,14 @@ impl Error {
     pub(crate) fn wrong_memory(of: &str, with: &str) -> Self {
         let remedy =
             "copy on a stream or a copier of the memory's own device; between devices, by way of the host";
-        Self::Mismatch { what: "device memory", of: of.to_owned(), with: with.to_owned(), remedy }
+        Self::Mismatch { what: "device memory", of: of.into(), with: with.into(), remedy }
     }
 
     #[cold]
     pub(crate) fn wrong_stream(of: &str, with: &str) -> Self {
         let remedy =
             "only streams and transfers of one device are ordered behind each other; wait on the host";
-        Self::Mismatch { what: "a stream", of: of.to_owned(), with: with.to_owned(), remedy }
+        Self::Mismatch { what: "a stream", of: of.into(), with: with.into(), remedy }
     }
 
     #[cold]
@@ -445,7 +445,7 @@ impl Error {
     pub(crate) fn wrong_context(with: &str) -> Self {
         let remedy =
             "adopt it with the device of its own context (adopt_context in the module cuda or acl gives it)";
-        Self::Mismatch { what: "a stream", of: "another context".into(), with: with.to_owned(), remedy }
+        Self::Mismatch { what: "a stream", of: "another context".into(), with: with.into(), remedy }
     }
 
     /// [`TooSmall`](Self::TooSmall), unless so many bytes fit.
@@ -613,13 +613,9 @@ fn remedy(shortage: &Shortage) -> String {
     match shortage.room {
         None => "wait, return buffers".into(),
         Some(room) => {
-            format!("{} are left for memory to adopt; trim the pool", beside(room, shortage.requested))
+            format!("{} are left for memory to adopt; trim the pool", amount(room))
         }
     }
-}
-
-fn growth(shortage: &Shortage) -> String {
-    shortage.growth.as_ref().map_or_else(String::new, |error| format!("; growing failed: {error}"))
 }
 
 fn of_which_quarantined(bytes: usize) -> String {

@@ -28,8 +28,8 @@
 //!   But a wake waits for no event and for no drop: a subscriber may run tasks of its own until they are done.
 //! - [`Owned`] holds a value of the program's. Its drop goes through this module wherever the value is dropped.
 //! - Clippy denies the macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) in the
-//!   whole library but here, and locks without a deferral in the whole library but in `locks` (`clippy.toml`). A test
-//!   looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`.
+//!   whole library but here, and locks without a deferral in the whole library but in `locks` (`clippy.toml`).
+//!   `.ci/layers` looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
@@ -53,7 +53,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Waker;
 
-use tracing::field::DisplayValue;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 
 const WAKER_PANICKED: &str = "a waker panicked: its task may not be polled again";
@@ -69,7 +68,7 @@ struct ThreadState {
     /// What was put off, in order. The queues have no destructor, so that the thread's last destructors can still use
     /// them; they are empty whenever no deferral is active and nothing runs.
     wakes: DeferredQueue,
-    later: DeferredQueue,
+    others: DeferredQueue,
 }
 
 /// Each of these catches its panics.
@@ -88,7 +87,7 @@ impl ThreadState {
     /// Whether any work was put off.
     #[inline]
     fn has_any(&self) -> bool {
-        !self.wakes.borrow().is_empty() || !self.later.borrow().is_empty()
+        !self.wakes.borrow().is_empty() || !self.others.borrow().is_empty()
     }
 }
 
@@ -99,7 +98,7 @@ std::thread_local! {
             waking: Cell::new(false),
             running: Cell::new(false),
             wakes: queue(),
-            later: queue(),
+            others: queue(),
         }
     };
 }
@@ -154,7 +153,7 @@ pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
 /// Whether work was put off that would run if the innermost deferral ended.
 pub(crate) fn is_work_due() -> bool {
     STATE.with(|state| {
-        let (wakes, others) = (!state.wakes.borrow().is_empty(), !state.later.borrow().is_empty());
+        let (wakes, others) = (!state.wakes.borrow().is_empty(), !state.others.borrow().is_empty());
         state.deferrals.get() == 1 && !state.waking.get() && (wakes || others && !state.running.get())
     })
 }
@@ -177,49 +176,26 @@ fn run_deferred(state: &ThreadState) {
             // As above.
             return;
         }
-        let next = state.later.borrow_mut().pop_front();
+        let next = state.others.borrow_mut().pop_front();
         let Some(work) = next else { break };
         state.running.set(true);
         work();
         state.running.set(false);
     }
     if !state.waking.get() {
-        shrink(&state.later);
+        shrink(&state.others);
     }
 }
 
-/// Runs a waker: now; or later, if this thread puts foreign code off or runs another waker.
-fn wake_later(wake: impl FnOnce() + 'static) {
-    if cfg!(loom) {
-        return wake();
-    }
-    STATE.with(|state| {
-        if state.deferrals.get() > 0 || state.waking.get() {
-            return state.wakes.borrow_mut().push_back(Box::new(wake));
-        }
-        state.waking.set(true);
-        wake();
-        state.waking.set(false);
-        if state.has_any() {
-            run_deferred(state);
-        }
-    });
-}
-
-/// Runs foreign code whose result nothing waits for: now; or later, if this thread puts it off or runs such code
-/// already.
-fn later(work: impl FnOnce() + 'static) {
+/// Runs foreign code whose result nothing waits for: now; or later, if this thread puts it off, or a frame further out
+/// runs such code already.
+fn later(queue: fn(&ThreadState) -> &DeferredQueue, work: impl FnOnce() + 'static) {
     if cfg!(loom) {
         return work();
     }
     STATE.with(|state| {
-        if state.deferrals.get() > 0 || state.waking.get() || state.running.get() {
-            return state.later.borrow_mut().push_back(Box::new(work));
-        }
-        state.running.set(true);
-        work();
-        state.running.set(false);
-        if state.has_any() {
+        queue(state).borrow_mut().push_back(Box::new(work));
+        if state.deferrals.get() == 0 {
             run_deferred(state);
         }
     });
@@ -261,14 +237,10 @@ pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Opt
 pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
     /// The pause between two attempts: code that panics again at once must not use up a processor.
     const RETRY_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
-    if survive(panicked, &mut run).is_some() {
-        return;
-    }
-    loop {
+    let mut ended = survive(panicked, &mut run);
+    while ended.is_none() {
         std::thread::sleep(RETRY_PAUSE);
-        if guard(&mut run).is_some() {
-            return;
-        }
+        ended = guard(&mut run);
     }
 }
 
@@ -287,20 +259,26 @@ impl Task {
     }
 
     pub(crate) fn wake(self) {
-        wake_later(move || {
-            if let Some(waker) = self.0 {
-                _ = call(WAKER_PANICKED, || waker.into_inner().wake());
-            }
-        });
+        later(
+            |state| &state.wakes,
+            move || {
+                if let Some(waker) = self.0 {
+                    _ = call(WAKER_PANICKED, || waker.into_inner().wake());
+                }
+            },
+        );
     }
 
     /// Wakes a task that other threads may wake too.
     pub(crate) fn wake_shared(self: Arc<Self>) {
-        wake_later(move || {
-            if let Some(waker) = &self.0 {
-                _ = call(WAKER_PANICKED, || waker.wake_by_ref());
-            }
-        });
+        later(
+            |state| &state.wakes,
+            move || {
+                if let Some(waker) = &self.0 {
+                    _ = call(WAKER_PANICKED, || waker.wake_by_ref());
+                }
+            },
+        );
     }
 }
 
@@ -309,9 +287,8 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     if !std::mem::needs_drop::<T>() {
         return;
     }
-    let release = move || _ = call(DROP_PANICKED, || release(value));
     // Unlike wakes, a drop does not wait for its turn: the caller may rely on the value being dropped.
-    when_allowed(release);
+    when_allowed(move || _ = call(DROP_PANICKED, || release(value)));
 }
 
 /// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which is
@@ -326,7 +303,7 @@ fn release<T>(value: T) {
 /// Runs a job of the crate's that may call foreign code and that nothing waits for: now; or later, if this thread puts
 /// such code off.
 pub(crate) fn when_allowed(job: impl FnOnce() + 'static) {
-    if may_call() { job() } else { later(job) }
+    if may_call() { job() } else { later(|state| &state.others, job) }
 }
 
 /// A value of the program's. Its drop, wherever it happens, is foreign code and goes through [`discard`].
@@ -339,9 +316,7 @@ impl<T: Send + 'static> Owned<T> {
     pub(crate) fn new(value: T) -> Self {
         Self(ManuallyDrop::new(value))
     }
-}
 
-impl<T: Send + 'static> Owned<T> {
     /// Gives the value back to the program.
     #[allow(unsafe_code)]
     pub(crate) fn into_inner(self) -> T {
@@ -391,7 +366,7 @@ pub(crate) fn listens(level: tracing::Level) -> bool {
 /// Sends an event to the subscriber, now or later. The event owns its fields.
 pub(crate) fn tell(event: impl FnOnce() + 'static) {
     // The panic hook has reported a panic. No event reports it too, since that would go to the same subscriber.
-    later(move || _ = guard(event));
+    later(|state| &state.others, move || _ = guard(event));
 }
 
 /// Sends an event to the subscriber now, for events whose fields are borrowed. Must not be called where foreign code
@@ -399,45 +374,6 @@ pub(crate) fn tell(event: impl FnOnce() + 'static) {
 pub(crate) fn tell_now(event: impl FnOnce()) {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     _ = guard(event);
-}
-
-/// A field of an event, and the owned form that the event keeps until it is sent.
-pub(crate) trait Field {
-    type Kept: tracing::Value + Send + 'static;
-    fn keep(self) -> Self::Kept;
-}
-
-impl Field for &str {
-    type Kept = String;
-    fn keep(self) -> String {
-        self.to_owned()
-    }
-}
-
-macro_rules! plain_fields {
-    ($($type:ty),*) => {
-        $(impl Field for $type {
-            type Kept = $type;
-            fn keep(self) -> $type {
-                self
-            }
-        })*
-    };
-}
-plain_fields!(bool, u32, u64, usize, i32, i64, f64, String);
-
-impl<F: Field> Field for Option<F> {
-    type Kept = Option<F::Kept>;
-    fn keep(self) -> Self::Kept {
-        self.map(Field::keep)
-    }
-}
-
-impl<T: fmt::Display> Field for DisplayValue<T> {
-    type Kept = DisplayValue<String>;
-    fn keep(self) -> Self::Kept {
-        tracing::field::display(self.to_string())
-    }
 }
 
 /// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: like
@@ -454,10 +390,10 @@ macro_rules! event {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display(format!("{:?}", $value)))] $($rest)+)
     };
     (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = $value:expr, $($rest:tt)+) => {
-        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $crate::foreign::Field::keep($value))] $($rest)+)
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $value.to_owned())] $($rest)+)
     };
     (@ $level:ident $target:literal [$($kept:tt)*] $name:ident, $($rest:tt)+) => {
-        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $crate::foreign::Field::keep($name))] $($rest)+)
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $name.to_owned())] $($rest)+)
     };
     (@ $level:ident $target:literal [$(($name:ident, $kept:expr))*] $message:literal $(, $arg:expr)* $(,)?) => {
         if $crate::foreign::listens(tracing::Level::$level) {

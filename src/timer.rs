@@ -41,11 +41,8 @@ pub(crate) fn after(time: Duration, work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Runs `work` at a time. `None` in the child of a fork, which does not have the thread.
-pub(crate) fn at_time(at: Instant, work: impl FnOnce() + Send + 'static) -> Option<Planned> {
-    if crate::os::forked() {
-        return None;
-    }
+/// Runs `work` at a time.
+pub(crate) fn at_time(at: Instant, work: impl FnOnce() + Send + 'static) -> Planned {
     let mut timer = TIMER.lock();
     let number = timer.next;
     timer.next += 1;
@@ -56,7 +53,7 @@ pub(crate) fn at_time(at: Instant, work: impl FnOnce() + Send + 'static) -> Opti
     } else if first {
         CHANGED.notify_one();
     }
-    Some(Planned(at, number))
+    Planned(at, number)
 }
 
 /// Drops work that has not begun.

@@ -219,7 +219,6 @@ impl PinnedBuf {
     /// pinned.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let (context, central) = (device.context(), self.segment.central());
-        crate::os::check_fork()?;
         central.config().check_serves(BUFFER, context)?;
         context.alive()?;
         let at = self.segment.base();

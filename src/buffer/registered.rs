@@ -245,7 +245,6 @@ impl<T: Send + Sync + 'static> Registered<T> {
     /// memory; [`Error::Forked`]; the driver's error.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
-        crate::os::check_fork()?;
         self.check_family(context)?;
         context.alive()?;
         context.noting(context.driver().device_address(self.0.range.base))

@@ -468,9 +468,6 @@ impl CentralPool {
             let (time, shortage) = (since.elapsed(), Some(Box::new(shortage)));
             Error::Timeout(Waited { time, transfer: None, shortage })
         };
-        if crate::os::forked() {
-            return Err(late(Shortage { requested: len, ..Shortage::default() }));
-        }
         let mut core = self.lock();
         if core.queue.waits(key) {
             core.displace(key);

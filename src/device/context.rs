@@ -139,8 +139,9 @@ impl Context {
         self.poison.get()
     }
 
-    /// An error if the device is lost.
+    /// An error if the device is lost, and in the child of a fork.
     pub(crate) fn alive(&self) -> Result<()> {
+        crate::os::check_fork()?;
         self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
     }
 
@@ -188,12 +189,16 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if crate::os::forked() {
+            // Both are the parent's, and end in no child.
+            return std::mem::forget((self.driver.clone(), self.worker.clone()));
+        }
         let mut events = std::mem::take(self.events.get_mut());
         events.append(self.aside.get_mut());
         // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
         // called.
         let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
-        if ended || events.is_empty() || crate::os::forked() {
+        if ended || events.is_empty() {
             return;
         }
         let (driver, holds) = (self.driver.clone(), self.holds.clone());

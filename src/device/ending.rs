@@ -10,7 +10,6 @@ use std::sync::{Arc, OnceLock};
 
 use super::holds::Last;
 pub(crate) use crate::foreign::KeepAlive;
-use crate::os;
 
 /// What a driver drops when it ends.
 #[derive(Debug)]
@@ -58,15 +57,6 @@ impl Ending {
         if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {
             last.iter().for_each(Last::leaked);
             crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
-        }
-    }
-}
-
-impl Drop for Ending {
-    fn drop(&mut self) {
-        if os::forked() {
-            // They belong to the parent.
-            std::mem::forget((self.keep_alive.take(), self.last.take()));
         }
     }
 }

@@ -160,9 +160,6 @@ impl Holds {
 
     /// Adds something that keeps the device open for as long as it says so.
     pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
-        if crate::os::forked() {
-            return;
-        }
         // The tenants that have ended are dropped after the lock is released.
         let ended: Vec<_> = {
             let mut tenants = self.tenants.lock();
@@ -216,9 +213,6 @@ impl Last {
 
 impl Drop for Last {
     fn drop(&mut self) {
-        if crate::os::forked() {
-            return;
-        }
         // Under the lock: a thread in `wait` then sees everything that was done before.
         *self.0.drivers.lock() -= 1;
         self.0.news.notify_all();

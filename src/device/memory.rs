@@ -194,7 +194,6 @@ impl DeviceSlice {
     ) -> std::result::Result<Self, (Error, O)> {
         let ptr = DevicePtr(address);
         let checked = match (address, len) {
-            _ if crate::os::forked() => Err(Error::Forked),
             (_, 0) => Err(Error::empty()),
             (0, _) => Err(super::address::AddressFault::Null.of(context.name(), address, len)),
             _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),

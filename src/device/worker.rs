@@ -108,14 +108,6 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
-    fn drop(&mut self) {
-        if crate::os::forked() {
-            std::mem::forget(self.jobs.take());
-        }
-    }
-}
-
 const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
 
 /// Jobs catch the panics of the foreign code that they call, so a panic here is a mistake of the crate's. The thread

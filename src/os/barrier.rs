@@ -56,16 +56,3 @@ pub(crate) fn die(why: &str) -> ! {
     eprint!("{text}");
     std::process::abort()
 }
-
-#[cfg(all(test, target_os = "linux", not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_barrier_works_once_registered() {
-        if membarrier_register() {
-            assert!(membarrier());
-            assert!(membarrier_register(), "registering twice is harmless");
-        }
-    }
-}

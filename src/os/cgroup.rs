@@ -4,7 +4,7 @@
 //! pinning does not fail at a limit: the kernel ends a process of the group. The tightest limit may be at any level above
 //! the process's own; a container's mounts decide which levels it sees.
 //!
-//! The command's checks use this file too. It reads files below a root, which a test replaces.
+//! The command's checks use this file too, and their tests try it: it reads files below a root, which a test replaces.
 
 use std::fs;
 use std::path::Path;
@@ -29,9 +29,9 @@ pub struct ControlGroup {
 pub struct ControlGroups {
     /// 1 or 2.
     pub version: u32,
-    /// Where the hierarchy is mounted.
+    /// Where the hierarchy is mounted, by the convention that all distributions and container runtimes follow.
     #[allow(dead_code, reason = "the command's checks read it")]
-    pub point: String,
+    pub point: &'static str,
     /// From this process's own group upward. A mount point without limits is the root of all groups, and left out.
     pub groups: Vec<ControlGroup>,
 }
@@ -48,23 +48,15 @@ impl ControlGroups {
     /// be read.
     pub fn read(root: &Path) -> Option<Self> {
         let own = text(root, "/proc/self/cgroup")?;
-        let mounts = text(root, "/proc/self/mountinfo").unwrap_or_default();
-        let (version, path, mounted, usual) = match group(&own, "memory") {
-            Some(path) => (1, path, mount(&mounts, "cgroup", "memory"), "/sys/fs/cgroup/memory"),
-            None => (2, group(&own, "")?, mount(&mounts, "cgroup2", ""), "/sys/fs/cgroup"),
+        let (version, path) = match group(&own, "memory") {
+            Some(path) => (1, path),
+            None => (2, group(&own, "")?),
         };
-        let (top, point) = mounted.unwrap_or_else(|| ("/".into(), usual.into()));
-        // If the hierarchy is mounted from this process's group on, the mount point is the group itself. The same is
-        // assumed if the process is outside of what its namespace shows (the kernel then writes /..). What is mounted may
-        // also be the group of others.
-        let is_outside = [&path, &top].iter().any(|path| path.split('/').any(|part| part == ".."));
-        let inner = match Path::new(&path).strip_prefix(&top) {
-            _ if is_outside => Path::new(""),
-            Ok(inner) => inner,
-            Err(_) => return None,
-        };
-        let first = point.trim_end_matches('/');
-        let dirs = inner.ancestors().map(|part| format!("{first}/{}", part.display()));
+        let point = if version == 1 { "/sys/fs/cgroup/memory" } else { "/sys/fs/cgroup" };
+        // A container without a namespace of its own has only its group mounted, and not the folders above it. Of a
+        // process outside of what its namespace shows the kernel writes `/..`.
+        let inner = if path.split('/').any(|part| part == "..") { "" } else { path.trim_start_matches('/') };
+        let dirs = Path::new(inner).ancestors().map(|part| format!("{point}/{}", part.display()));
         let groups =
             dirs.filter_map(|dir| one(root, version, dir.trim_end_matches('/').to_owned())).collect();
         Some(Self { version, point, groups })
@@ -137,121 +129,4 @@ pub fn group(text: &str, controller: &str) -> Option<String> {
         let (controllers, path) = (parts.next()?, parts.next()?);
         controllers.split(',').any(|name| name == controller).then(|| path.to_owned())
     })
-}
-
-/// The first mount of a file system `kind` that has `option` among the file system's options: the folder inside the
-/// file system that is mounted, and the mount point. A line of `/proc/self/mountinfo`: `36 35 98:0 /root /point rw
-/// shared:1 - kind source options`.
-pub fn mount(text: &str, kind: &str, option: &str) -> Option<(String, String)> {
-    text.lines().find_map(|line| {
-        let (front, back) = line.split_once(" - ")?;
-        let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
-        let wanted = back.next()? == kind
-            && (option.is_empty() || back.nth(1).unwrap_or_default().split(',').any(|word| word == option));
-        if wanted { Some((unescape(front.next()?), unescape(front.next()?))) } else { None }
-    })
-}
-
-/// Decodes a path, in which the kernel writes white space and backslashes as three octal digits behind a backslash.
-fn unescape(text: &str) -> String {
-    let mut parts = text.split('\\');
-    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
-    for part in parts {
-        let code = part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        bytes.push(code.unwrap_or(b'\\'));
-        bytes.extend_from_slice(&part.as_bytes()[if code.is_some() { 3 } else { 0 }..]);
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: u64 = 1 << 20;
-
-    /// A machine's files in a folder that goes with the value.
-    struct Machine(std::path::PathBuf);
-
-    impl Machine {
-        fn new(name: &str, files: &[(&str, &str)]) -> Self {
-            let root = std::env::temp_dir().join(format!("pinpool-cgroup-{}-{name}", std::process::id()));
-            for (path, text) in files {
-                let path = root.join(path);
-                fs::create_dir_all(path.parent().unwrap()).unwrap();
-                fs::write(path, text).unwrap();
-            }
-            Self(root)
-        }
-    }
-
-    impl Drop for Machine {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
-    }
-
-    #[test]
-    fn groups_of_both_versions_tell_what_they_leave() {
-        let meminfo = ("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    2097152 kB\n");
-        let old = Machine::new(
-            "v1",
-            &[
-                meminfo,
-                ("proc/self/cgroup", "4:cpu,memory:/outer/inner\n0::/\n"),
-                ("proc/self/mountinfo", "36 35 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"),
-                ("sys/fs/cgroup/memory/outer/inner/memory.usage_in_bytes", "104857600\n"),
-                ("sys/fs/cgroup/memory/outer/inner/memory.limit_in_bytes", "9223372036854771712\n"),
-                ("sys/fs/cgroup/memory/outer/memory.usage_in_bytes", "209715200\n"),
-                ("sys/fs/cgroup/memory/outer/memory.limit_in_bytes", "268435456\n"),
-                (
-                    "sys/fs/cgroup/memory/outer/memory.stat",
-                    "total_inactive_file 52428800\ntotal_active_file 1048576\n",
-                ),
-            ],
-        );
-        assert_eq!(available(&old.0), [Some(2048 * MIB), Some(106 * MIB)]);
-        let groups = ControlGroups::read(&old.0).unwrap();
-        let (left, tightest) = groups.tightest().unwrap();
-        assert_eq!((left, &*tightest.path), (107 * MIB, "/sys/fs/cgroup/memory/outer"));
-        assert_eq!((groups.version, groups.limit_file()), (1, "memory.limit_in_bytes"));
-
-        let new = Machine::new(
-            "v2",
-            &[
-                meminfo,
-                ("proc/self/cgroup", "0::/a/b\n"),
-                ("sys/fs/cgroup/a/b/memory.current", "104857600\n"),
-                ("sys/fs/cgroup/a/b/memory.max", "209715200\n"),
-                ("sys/fs/cgroup/a/b/memory.high", "157286400\n"),
-                ("sys/fs/cgroup/a/b/memory.stat", "active_file 10485760\nslab_reclaimable 1048576\n"),
-                ("sys/fs/cgroup/a/memory.current", "104857600\n"),
-                ("sys/fs/cgroup/a/memory.max", "max\n"),
-            ],
-        );
-        assert_eq!(available(&new.0), [Some(2048 * MIB), Some(50 * MIB)], "memory.high is tighter");
-        let groups = ControlGroups::read(&new.0).unwrap();
-        let (left, tightest) = groups.tightest().unwrap();
-        assert_eq!((left, &*tightest.path), (111 * MIB, "/sys/fs/cgroup/a/b"));
-
-        let none = Machine::new("none", &[meminfo, ("proc/self/cgroup", "3:cpu:/\n")]);
-        assert_eq!(available(&none.0), [Some(2048 * MIB), None]);
-        assert_eq!(available(Path::new("/nowhere")), [None, None]);
-    }
-
-    #[test]
-    fn a_group_of_others_that_is_mounted_is_not_ones_own() {
-        let left = |own: &str| {
-            let files = [
-                ("proc/self/cgroup", &*format!("0::{own}\n")),
-                ("proc/self/mountinfo", "36 35 0:30 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup rw\n"),
-                ("sys/fs/cgroup/memory.current", "104857600\n"),
-                ("sys/fs/cgroup/memory.max", "104857600\n"),
-            ];
-            let machine = Machine::new("others", &files);
-            ControlGroups::read(&machine.0)?.tightest().map(|(left, _)| left)
-        };
-        assert_eq!(["/docker/abc", "/../abc"].map(left), [Some(0), Some(0)]);
-        assert_eq!(["/user.slice/shell", "/docker/abcd"].map(left), [None, None]);
-    }
 }

@@ -56,34 +56,26 @@ mod linux {
         }
     }
 
-    /// By which calls the system tells what the page cache has of a file.
-    #[derive(Clone, Copy, Debug)]
-    pub(crate) struct Questions {
-        cachestat: bool,
-        mincore: bool,
-    }
-
-    /// By which calls the system tells what the page cache has of a file. The answer holds as long as the file is open.
-    pub(crate) fn questions(file: &File) -> Questions {
-        // SAFETY: asks for a number.
-        let user = unsafe { libc::geteuid() };
-        let mincore = user == 0 || file.metadata().is_ok_and(|metadata| metadata.uid() == user);
-        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
-        Questions { cachestat: !is_overlay(file), mincore }
-    }
-
     /// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
-    pub(crate) fn cached(file: &File, by: Questions, at: u64, len: usize) -> Option<Cached> {
+    pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
         let page = crate::os::page_size() as u64;
         let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
         let (first, last) = (at / page, (end - 1) / page);
-        let counted = if by.cachestat { cachestat(file, at, len as u64) } else { None };
-        let cached = counted.or_else(|| if by.mincore { mincore(file, first, last) } else { None })?;
+        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
+        let counted = if is_overlay(file) { None } else { cachestat(file, at, len as u64) };
+        let cached = counted.or_else(|| if is_own(file) { mincore(file, first, last) } else { None })?;
         Some(match cached {
             0 => Cached::Nothing,
             cached if cached > last - first => Cached::All,
             _ => Cached::Part,
         })
+    }
+
+    /// Whether the file is this user's, or this user is root.
+    fn is_own(file: &File) -> bool {
+        // SAFETY: asks for a number.
+        let user = unsafe { libc::geteuid() };
+        user == 0 || file.metadata().is_ok_and(|metadata| metadata.uid() == user)
     }
 
     fn is_overlay(file: &File) -> bool {
@@ -172,12 +164,7 @@ mod linux {
     /// Opens the same file once more, by the calling thread's own table of files. A thread that has left the process's
     /// table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
     fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
-        let other = options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))?;
-        let (it, is) = (file.metadata()?, other.metadata()?);
-        match (it.dev(), it.ino()) == (is.dev(), is.ino()) {
-            true => Ok(other),
-            false => Err(io::Error::other("another file was found under its number")),
-        }
+        options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))
     }
 
     /// The same file, opened for reading past the page cache. Reads through it start and end on whole pages, in the
@@ -191,13 +178,9 @@ mod linux {
 mod other {
     use super::{Cached, File, MaybeUninit, io};
 
-    #[derive(Clone, Copy, Debug)]
-    pub(crate) struct Questions;
-
     absent! {
         read_at(&File, &mut [MaybeUninit<u8>], u64) -> io::Result<usize> = Err(io::ErrorKind::Unsupported.into());
-        questions(&File) -> Questions = Questions;
-        cached(&File, Questions, u64, usize) -> Option<Cached> = None;
+        cached(&File, u64, usize) -> Option<Cached> = None;
         write_all_at(&File, &[u8], u64) -> io::Result<()> = Err(io::ErrorKind::Unsupported.into());
         appends(&File) -> bool = false;
         is_direct(&File) -> bool = false;
@@ -213,27 +196,10 @@ mod tests {
 
     use super::*;
 
-    fn text(read: &[MaybeUninit<u8>]) -> &[u8] {
-        // SAFETY: the tests pass what was just read.
-        unsafe { std::slice::from_raw_parts(read.as_ptr().cast(), read.len()) }
-    }
-
-    #[test]
-    fn reads_at_offsets_up_to_the_end() {
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(b"hello, world").unwrap();
-        let mut into = [MaybeUninit::uninit(); 8];
-        assert_eq!(read_at(&file, &mut into, 7).unwrap(), 5);
-        assert_eq!(text(&into[..5]), b"world");
-        assert_eq!(read_at(&file, &mut into, 12).unwrap(), 0);
-        assert!(read_at(&file, &mut into, u64::MAX).is_err());
-    }
-
     #[test]
     fn both_questions_have_one_answer_and_no_effect() {
         let mut file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.write_all(&vec![7; 300 * 4096 + 5]).unwrap();
-        let by = questions(&file);
         let ask = |first: u64, last: u64| {
             let asked = mincore(&file, first, last);
             let counted = cachestat(&file, first * 4096, (last - first + 1) * 4096);
@@ -241,13 +207,10 @@ mod tests {
             asked
         };
         assert_eq!((ask(0, 300), ask(7, 7)), (Some(301), Some(1)));
-        assert_eq!(cached(&file, by, 5, 300 * 4096), Some(Cached::All));
-        assert_eq!(cached(&file, by, 300 * 4096, 3 * 4096), Some(Cached::Part), "it ends before");
-        assert_eq!(
-            (cached(&file, by, 400 * 4096, 1), cached(&file, by, 0, 0)),
-            (Some(Cached::Nothing), None)
-        );
-        assert_eq!(cached(&file, by, u64::MAX, 1), None);
+        assert_eq!(cached(&file, 5, 300 * 4096), Some(Cached::All));
+        assert_eq!(cached(&file, 300 * 4096, 3 * 4096), Some(Cached::Part), "it ends before");
+        assert_eq!((cached(&file, 400 * 4096, 1), cached(&file, 0, 0)), (Some(Cached::Nothing), None));
+        assert_eq!(cached(&file, u64::MAX, 1), None);
         file.sync_all().unwrap();
         // SAFETY: advice about a file that is open.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
@@ -256,23 +219,11 @@ mod tests {
             return;
         }
         for _ in 0..3 {
-            assert_eq!(cached(&file, by, 0, 300 * 4096), Some(Cached::Nothing));
+            assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Nothing));
             assert_eq!(ask(0, 300), Some(0), "what was asked for is not read ahead");
         }
         assert_eq!(read_at(&file, &mut [MaybeUninit::uninit(); 8], 200 * 4096).unwrap(), 8);
-        assert_eq!(cached(&file, by, 0, 300 * 4096), Some(Cached::Part));
-    }
-
-    #[test]
-    fn a_file_is_opened_again() {
-        let mut file = tempfile::tempfile().unwrap();
-        assert!(!is_direct(&file) && !appends(&file));
-        file.write_all(&[7; 3 * 4096]).unwrap();
-        // Some file systems refuse this; others read the same bytes.
-        if let Ok(direct) = reopen_direct(&file) {
-            assert_eq!(direct.metadata().unwrap().len(), 3 * 4096);
-            assert!(is_direct(&direct) && !is_direct(&reopen(&direct).unwrap()));
-        }
+        assert_eq!(cached(&file, 0, 300 * 4096), Some(Cached::Part));
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! 1. *Public calls* that could lock, wait or reach a driver. They return [`Error::Forked`], or what there is without
 //!    a lock. The check is in the public function, or in the one function that all its paths begin with.
 //! 2. *Drops* of values that a program can hold, and of what such a value owns at last. They leave everything as it is.
+//!    A device's context leaks its driver and its region thread, so the drops of these do not ask.
 //!
 //! What is called from these alone does not ask, and neither does a thread of the crate. Debug builds find a check that
 //! is missing: there [`crate::locks`] asserts that no lock is taken in a child. A program that forks inside of code

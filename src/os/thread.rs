@@ -15,7 +15,7 @@
 
 use std::io;
 use std::sync::Once;
-use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+use std::thread::{Builder, JoinHandle};
 
 /// Starts a thread of the crate's.
 ///
@@ -29,20 +29,6 @@ pub(crate) fn spawn<T: Send + 'static>(
     let _blocked = Blocked::now();
     #[allow(clippy::disallowed_methods, reason = "this is the one place")]
     Builder::new().name(name.into()).spawn(run)
-}
-
-/// [`spawn`] for a thread that borrows.
-///
-/// # Errors
-/// As for [`spawn`].
-pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
-    scope: &'scope Scope<'scope, '_>,
-    name: impl Into<String>,
-    run: impl FnOnce() -> T + Send + 'scope,
-) -> io::Result<ScopedJoinHandle<'scope, T>> {
-    stay_loaded();
-    let _blocked = Blocked::now();
-    Builder::new().name(name.into()).spawn_scoped(scope, run)
 }
 
 /// Makes the system keep the library that contains the crate when the program unloads it.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use super::name::Name;
 use super::{Pool, PoolInner, WeakPool};
-use crate::amount::{amount, beside};
+use crate::amount::amount;
 use crate::arena::MAX_EXTENT;
 use crate::central::{CentralConfig, CentralPool};
 use crate::config::PoolBuilder;
@@ -28,7 +28,6 @@ impl PoolBuilder {
     /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
-        crate::os::check_fork()?;
         let (config, options, initial) = self.plan()?;
         self.devices[0].context().alive()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -74,11 +73,8 @@ impl PoolBuilder {
         let wrong = |text: String| Err(Error::Argument(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
-            return wrong(format!(
-                "a capacity of {} is less than one page ({})",
-                beside(self.capacity, page),
-                beside(page, self.capacity)
-            ));
+            let (capacity, page) = (amount(self.capacity), amount(page));
+            return wrong(format!("a capacity of {capacity} is less than one page ({page})"));
         }
         let region = down(self.region.unwrap_or((capacity / 8).clamp(256 << 20, 1 << 30))).min(capacity);
         let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
@@ -89,7 +85,6 @@ impl PoolBuilder {
         }
         let initial = match self.initial {
             Some(bytes) if down(bytes) > capacity => {
-                // Both may read alike, so the difference is told.
                 let (bytes, more, capacity) = (amount(bytes), amount(bytes - capacity), amount(capacity));
                 return wrong(format!(
                     "{bytes} to start with are {more} more than the capacity of {capacity}"

@@ -84,7 +84,7 @@ struct Alarm {
     /// The task that polled last.
     task: Arc<Mutex<Option<Task>>>,
     /// The timer's work.
-    planned: Option<Planned>,
+    planned: Planned,
 }
 
 impl Alarm {
@@ -101,7 +101,7 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        self.planned.take().into_iter().for_each(crate::timer::cancel);
+        crate::timer::cancel(self.planned);
     }
 }
 

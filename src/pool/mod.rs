@@ -540,9 +540,6 @@ impl Pool {
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
     /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        if crate::os::forked() {
-            return false;
-        }
         let stepped = self.stepped();
         let look = |d: &Device| if stepped { d.listing().advance() } else { d.listing().glance() };
         self.0.devices.iter().fold(false, |any, d| look(d) | any)

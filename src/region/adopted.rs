@@ -15,7 +15,7 @@ use stable_deref_trait::StableDeref;
 
 use super::make::{RegionSource, page, unpin};
 use super::{Extent, RegionId, RegionInfo, Regions};
-use crate::amount::beside;
+use crate::amount::amount;
 use crate::device::context::Context;
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign::Owned;
@@ -44,7 +44,7 @@ where
         {
             Some((len, base)) if len > 0 => Ok(Self { memory, base, len }),
             _ => {
-                let (len, page) = (beside(have, page), beside(page, have));
+                let (len, page) = (amount(have), amount(page));
                 let error = Error::Argument(format!(
                     "{len} of memory to adopt have no whole page of {page} in them; give a larger piece, or one that \
                      starts on a page"

@@ -213,6 +213,7 @@ pub(crate) fn report(
     all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
     let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
+    let growth = long.and_then(|wait| wait.growth.as_ref()).map(ToString::to_string);
     crate::foreign::warn!(
         target: "pinpool::pool::stuck",
         pool,
@@ -220,7 +221,7 @@ pub(crate) fn report(
         requested = long.map(|wait| wait.bytes),
         requested_buffers = long.map(|wait| wait.buffers),
         waiting = long.map(|wait| wait.waiting),
-        growth = long.and_then(|wait| wait.growth.as_ref()).map(tracing::field::display),
+        growth = growth.map(tracing::field::display),
         buffers = all.len(),
         bytes,
         hint = (!central.tracks()).then_some(UNTRACKED),
@@ -246,7 +247,7 @@ pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
         requested = buffer.requested,
         age_seconds = buffer.age.as_secs_f64(),
         exact = buffer.exact,
-        device = at.map(|at| &*at.device),
+        device = at.map(|at| at.device.to_string()),
         stream = at.map(|at| at.stream),
         seq = at.map(|at| at.seq),
         completed = at.map(|at| at.completed),

@@ -59,23 +59,22 @@ fn the_end_of_a_pool_and_of_a_transfer_are_no_mistakes_of_the_call() {
     assert_eq!((errors.closed, errors.total()), (1, 1), "{errors:?}");
 }
 
-/// A size in KiB or MiB that is rounded to what another one of the message is would say that both are the same.
+/// A size that is rounded to what another one of the message is would say that both are the same.
 #[test]
-fn sizes_that_would_read_alike_are_told_in_bytes() {
+fn sizes_that_are_rounded_have_their_bytes_too() {
     let pair = Pair::new();
-    says(pair.pool.checkout(1 << 20).unwrap_err(), &["1048576 bytes", "1048544 bytes", "32 bytes more"]);
+    says(pair.pool.checkout(1 << 20).unwrap_err(), &["1 MiB", "1048544 bytes", "32 bytes more"]);
     let held = pair.pool.checkout(LEN).unwrap();
-    says(pair.pool.try_checkout((1 << 20) - 32).unwrap_err(), &["1048544 bytes", "1048576 bytes"]);
+    says(pair.pool.try_checkout((1 << 20) - 32).unwrap_err(), &["1048544 bytes", "1 MiB"]);
     drop(held);
-    for (a, b) in
-        [(5_000_001, 5_000_000), ((1 << 30) + 1, 1 << 30), (1 << 20, (1 << 20) - 32), (65_535, 65_536)]
-    {
-        let both = [format!("{a} bytes"), format!("{b} bytes")];
-        let both = both.each_ref().map(String::as_str);
+    for (a, b, both) in [
+        (5_000_001, 5_000_000, ["4.8 MiB (5000001 bytes)", "4.8 MiB (5000000 bytes)"]),
+        ((1 << 30) + 1, 1 << 30, ["1.0 GiB (1073741825 bytes)", "1 GiB"]),
+        (65_535, 65_536, ["64.0 KiB (65535 bytes)", "64 KiB"]),
+    ] {
         says(Error::TooLong { len: a, largest: b }, &both);
         says(Error::Cancelled { what: "x".into(), done: a as u64, total: b as u64 }, &both);
     }
-    // Those that do not read alike are told in the usual units.
     says(Error::TooLong { len: 3 << 20, largest: (2 << 20) - 32 }, &["3 MiB", "2.0 MiB"]);
 }
 

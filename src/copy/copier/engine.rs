@@ -107,7 +107,6 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
-        crate::os::check_fork()?;
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
             let urgent = device.urgent_stream()?;

@@ -21,9 +21,7 @@ use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::locks::Mutex;
-use crate::os::file::{
-    Cached, Questions, appends, cached, is_direct, questions, read_at, reopen, reopen_direct, write_all_at,
-};
+use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen, reopen_direct, write_all_at};
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
@@ -62,13 +60,11 @@ struct Opened {
     file: Arc<File>,
     /// For reading past the cache, if that can be had.
     direct: OnceLock<Option<Arc<File>>>,
-    /// How the page cache is asked about it.
-    questions: OnceLock<Questions>,
 }
 
 impl Opened {
     fn new(file: Arc<File>, direct: OnceLock<Option<Arc<File>>>) -> Arc<Self> {
-        Arc::new(Self { file, direct, questions: OnceLock::new() })
+        Arc::new(Self { file, direct })
     }
 }
 
@@ -348,8 +344,7 @@ impl FileSource {
     /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts
     /// and is told. `start` is the file's offset of the buffer's first byte.
     fn stretch(&self, opened: &Opened, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
-        let by = *opened.questions.get_or_init(|| questions(&opened.file));
-        let ask = |from: usize, to: usize| cached(&opened.file, by, start + from as u64, to - from);
+        let ask = |from: usize, to: usize| cached(&opened.file, start + from as u64, to - from);
         let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
         if told != Some(Cached::Part) {
             return (told.map(|told| told == Cached::All), end);

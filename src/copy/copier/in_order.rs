@@ -119,7 +119,7 @@ impl<'a> InOrder<'a> {
             }
         }
         buf.truncate(have);
-        crate::os::check_fork().map(|()| ended)
+        Ok(ended)
     }
 
     fn write_to(&mut self, writer: &mut impl Write) -> Result<()> {
@@ -136,7 +136,6 @@ impl<'a> InOrder<'a> {
             }
             let (at, buf) = self.land()?;
             writer.write_all(&buf).map_err(|error| write_error(self.name, at as u64, &error))?;
-            crate::os::check_fork()?;
             spare = Some(buf);
         }
     }
@@ -221,8 +220,6 @@ impl<'a> InOrder<'a> {
     }
 
     fn end(mut self, said: Result<()>) -> Result<u64> {
-        // In a child that was forked by the reader or the writer, a thread of the parent may have locked what is left.
-        crate::os::check_fork()?;
         // A reader that fails cancels the upload, as the drop does.
         if !matches!(said, Err(Error::Read { .. })) {
             self.finish(&said);
@@ -243,11 +240,6 @@ impl<'a> InOrder<'a> {
 
 impl Drop for InOrder<'_> {
     fn drop(&mut self) {
-        if crate::os::forked() {
-            // The parent's.
-            std::mem::forget((std::mem::take(&mut self.sent), self.trace.take()));
-            return;
-        }
         // By a panic of the reader or the writer, or after the end, when nothing is left.
         let (what, done, total) = (self.name.into(), self.done as u64, self.memory.len() as u64);
         self.finish(&Err(Error::Cancelled { what, done, total }));

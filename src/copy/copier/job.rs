@@ -435,11 +435,11 @@ impl Job {
         });
         let mut state = self.state.lock();
         if state.over.is_none() {
-            state.alarm = alarm;
+            state.alarm = Some(alarm);
             return;
         }
         drop(state);
-        alarm.into_iter().for_each(crate::timer::cancel);
+        crate::timer::cancel(alarm);
     }
 
     /// The deadline has passed: no further chunk is taken. Chunks under way go on to their end.

@@ -208,7 +208,6 @@ impl Copier {
 
     /// Before a call.
     pub(super) fn alive(&self) -> Result<()> {
-        crate::os::check_fork()?;
         self.device().context().alive()
     }
 

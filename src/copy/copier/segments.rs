@@ -214,12 +214,3 @@ impl Segments {
         drop(left);
     }
 }
-
-impl Drop for Segments {
-    fn drop(&mut self) {
-        if crate::os::forked() {
-            // The parent's.
-            std::mem::forget(std::mem::take(self.state.get_mut()));
-        }
-    }
-}

@@ -94,7 +94,7 @@ impl<T> Transfer<T> {
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
         let since = Instant::now();
         let timeout = if may_wait().is_ok() { timeout } else { Duration::ZERO };
-        if crate::os::forked() || self.until(since.checked_add(timeout), Job::is_over) {
+        if self.is_over() || self.until(since.checked_add(timeout), Job::is_over) {
             return Ok(self.take());
         }
         Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
@@ -146,20 +146,16 @@ impl<T> Transfer<T> {
 
     /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
     pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
-        if crate::os::forked() {
-            return Poll::Ready(false);
-        }
-        let landed = |job: &Job| job.progress().landed_to >= offset;
+        let looked = |progress: Progress| match progress.landed_to >= offset {
+            true => Poll::Ready(true),
+            false if progress.over => Poll::Ready(false),
+            false => Poll::Pending,
+        };
         // The waker first: what changes after the look wakes the task.
-        if !landed(&self.job) && !self.job.is_over() {
+        if looked(self.progress()).is_pending() {
             self.job.wake_later(&mut self.waker, cx.waker());
         }
-        let over = self.job.is_over();
-        match landed(&self.job) {
-            true => Poll::Ready(true),
-            false if over => Poll::Ready(false),
-            false => Poll::Pending,
-        }
+        looked(self.progress())
     }
 
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
@@ -190,7 +186,7 @@ impl<T> Transfer<T> {
     /// possible. Waiting tells when it is over. What is on the device then is undefined, but for the bytes before
     /// [`Progress::landed_to`].
     pub fn cancel(&self) {
-        if !crate::os::forked() {
+        if !self.is_over() {
             self.job.cancel();
         }
     }
@@ -233,15 +229,14 @@ impl<T> Future for Transfer<T> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        if crate::os::forked() {
-            return Poll::Ready(this.take());
+        if !this.is_over() {
+            this.copier.workers.advance();
         }
-        this.copier.workers.advance();
         // The waker first: what changes after the look wakes the task.
-        if !this.job.is_over() {
+        if !this.is_over() {
             this.job.wake_later(&mut this.waker, cx.waker());
         }
-        if this.job.is_over() { Poll::Ready(this.take()) } else { Poll::Pending }
+        if this.is_over() { Poll::Ready(this.take()) } else { Poll::Pending }
     }
 }
 
@@ -295,7 +290,7 @@ pub struct Canceller {
 impl Canceller {
     /// As [`Transfer::cancel`].
     pub fn cancel(&self) {
-        if let Some(job) = self.job.upgrade().filter(|_| !crate::os::forked()) {
+        if let Some(job) = self.job.upgrade().filter(|_| !self.progress().over) {
             job.cancel();
         }
     }

@@ -142,7 +142,7 @@ impl Worker {
     pub(super) fn serve(&mut self) {
         // Since when nothing has changed.
         let mut still = None;
-        while !crate::os::forked() {
+        loop {
             if self.round() {
                 still = None;
             } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.may_block()) {
@@ -367,10 +367,6 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if crate::os::forked() {
-            std::mem::forget(std::mem::take(&mut self.owned));
-            return;
-        }
         // By a panic, or with the last handle of a copier without threads: a thread that returns owns no chunk.
         self.abandon();
         self.give_place();

@@ -125,7 +125,7 @@ impl Workers {
     /// nothing will change any more, and the job fails.
     fn step_until(&self, job: &Job, until: impl Fn(&Job) -> bool) {
         let mut still = 0;
-        while !crate::os::forked() && !until(job) {
+        while !until(job) {
             let stepped =
                 self.engine.device.context().driver().stepped().is_some_and(|stepped| stepped.step());
             if self.advance() || stepped {

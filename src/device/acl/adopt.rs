@@ -42,14 +42,15 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     let api = AclApi::get(&name)?;
     gate::watch_exit();
     let theirs = FoundContext { context, on_device: false };
-    let (ordinal, found) = on_other_thread(&name, || {
+    let own = name.clone();
+    let (ordinal, found) = on_other_thread(&name, move || {
         // Captured as a whole: only the whole struct may be sent to the thread.
         let theirs = { theirs };
-        let _current = AclCurrent::enter(api, &name, theirs.context, exit::pass())?;
+        let _current = AclCurrent::enter(api, &own, theirs.context, exit::pass())?;
         let mut ordinal = -1;
         // SAFETY: writes a number.
-        check(api, &name, "aclrtGetDevice", unsafe { api.get_device.call(&raw mut ordinal) })?;
-        Ok((ordinal, FoundContext::current(api, &name)?))
+        check(api, &own, "aclrtGetDevice", unsafe { api.get_device.call(&raw mut ordinal) })?;
+        Ok((ordinal, FoundContext::current(api, &own)?))
     })?;
     let known = u32::try_from(ordinal).map_err(|_| Error::Unavailable {
         device: name.to_string(),

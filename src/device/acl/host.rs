@@ -42,7 +42,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::locks::{Mutex, RwLock};
+use crate::locks::Mutex;
 
 use super::api::{AclContext, MallocAttribute, MallocConfig};
 use super::error::{AclCode, host_memory_limits};
@@ -75,7 +75,7 @@ enum MemorySource {
 }
 
 /// All page-locked memory, by its first byte. No two entries overlap.
-static LOCKED: RwLock<BTreeMap<usize, LockedMemory>> = RwLock::new(BTreeMap::new());
+static LOCKED: Mutex<BTreeMap<usize, LockedMemory>> = Mutex::new(BTreeMap::new());
 
 /// The drivers of devices that are open, to be drained before host memory is freed.
 static OPEN_DEVICES: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
@@ -110,7 +110,7 @@ pub(super) fn is_default(context: AclContext) -> bool {
 
 /// The page-locked memory that a range lies in: its first byte, and what it is.
 fn locked(at: usize, len: usize) -> Option<(usize, LockedMemory)> {
-    let all = LOCKED.read();
+    let all = LOCKED.lock();
     let (&start, &found) = all.range(..=at).next_back()?;
     let left = found.len.checked_sub(at - start)?;
     (len <= left).then_some((start, found))
@@ -125,7 +125,7 @@ pub(super) fn is_locked(at: *const u8, len: usize) -> bool {
 pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
     let (at, end) = (at.addr(), at.addr() + len);
     let mut cuts = Vec::new();
-    for (&start, found) in LOCKED.read().range(..end) {
+    for (&start, found) in LOCKED.lock().range(..end) {
         let (from, to) = match found.source {
             MemorySource::Allocated { .. } => (start, start + found.len),
             MemorySource::Registered { from, to, .. } => (from, to),
@@ -144,7 +144,7 @@ impl Acl {
         if !self.host.pads.load(Ordering::Relaxed) {
             let at = self.host_malloc(len)?;
             if at.as_ptr().addr() % page == 0 {
-                LOCKED.write().insert(
+                LOCKED.lock().insert(
                     at.as_ptr().addr(),
                     LockedMemory {
                         len,
@@ -165,7 +165,7 @@ impl Acl {
         // SAFETY: `front` is less than a page, and the allocation has a page more than was asked for.
         let base = unsafe { at.add(front) };
         let source = MemorySource::Allocated { at: at.as_ptr().expose_provenance() };
-        LOCKED.write().insert(base.as_ptr().addr(), LockedMemory { len, source });
+        LOCKED.lock().insert(base.as_ptr().addr(), LockedMemory { len, source });
         Ok(base)
     }
 
@@ -200,7 +200,7 @@ impl Acl {
     /// # Safety
     /// Allocated once, freed once, and not in use.
     pub(super) unsafe fn host_free(&self, base: NonNull<u8>) -> Result<()> {
-        let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
+        let found = LOCKED.lock().get(&base.as_ptr().addr()).copied();
         let Some(LockedMemory { source: MemorySource::Allocated { at }, .. }) = found else {
             return Err(Error::Unsupported(format!(
                 "{}: no memory of aclrtMallocHost starts there",
@@ -209,13 +209,13 @@ impl Acl {
         };
         self.drain_all()?;
         // Before the call: another thread may be given the same addresses at once.
-        let entry = LOCKED.write().remove(&base.as_ptr().addr());
+        let entry = LOCKED.lock().remove(&base.as_ptr().addr());
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(at)).unwrap_or(base);
         // SAFETY: the caller's promise, and `start` is the address that the library gave.
         let freed = unsafe { self.host_free_at(start) };
         if let (Err(_), Some(entry)) = (&freed, entry) {
             // The memory stays, and stays page-locked.
-            LOCKED.write().insert(base.as_ptr().addr(), entry);
+            LOCKED.lock().insert(base.as_ptr().addr(), entry);
         }
         freed
     }
@@ -278,7 +278,7 @@ impl Acl {
             MemorySource::Registered { from: a, to: b, .. } => a < to && from < b,
             MemorySource::Allocated { .. } => *at < to && from < *at + found.len,
         };
-        if LOCKED.read().iter().any(|(at, found)| overlaps(at, found)) {
+        if LOCKED.lock().iter().any(|(at, found)| overlaps(at, found)) {
             return Err(Error::Unsupported(format!(
                 "{}: a page of {REGISTER_PAGE} bytes under this memory is page-locked already, and Ascend registers whole pages, \
                  once: register it once and share the value (Arc), start it on a page of its own, or copy by way of a pool's \
@@ -306,14 +306,14 @@ impl Acl {
         }
         let device = (!device.is_null()).then(|| device.addr() as u64 + (start - from) as u64);
         let source = MemorySource::Registered { from, to, ordinal: self.ordinal, device };
-        LOCKED.write().insert(start, LockedMemory { len, source });
+        LOCKED.lock().insert(start, LockedMemory { len, source });
         Ok(())
     }
 
     /// # Safety
     /// Registered once, unregistered once, and no copy uses it.
     pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
-        let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
+        let found = LOCKED.lock().get(&base.as_ptr().addr()).copied();
         let (Some(unregister), Some(LockedMemory { source: MemorySource::Registered { from, .. }, .. })) =
             (self.api.host_unregister, found)
         else {
@@ -328,7 +328,7 @@ impl Acl {
         }
         // After the call: on an error the pages are still registered. The addresses are given to no other caller before
         // this returns.
-        LOCKED.write().remove(&base.as_ptr().addr());
+        LOCKED.lock().remove(&base.as_ptr().addr());
         Ok(())
     }
 

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 
-use crate::locks::RwLock;
+use crate::locks::Mutex;
 
 use super::Acl;
 use super::api::PointerAttributes;
@@ -40,7 +40,7 @@ struct AclAllocation {
 
 /// All allocations of all devices, by device and first byte. (The devices share one range of addresses, of which each
 /// has its own part.)
-static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), AclAllocation>> = RwLock::new(BTreeMap::new());
+static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), AclAllocation>> = Mutex::new(BTreeMap::new());
 
 impl Acl {
     pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
@@ -55,7 +55,7 @@ impl Acl {
         }
         let start = at.next_multiple_of(ALLOCATION_ALIGN);
         let allocation = AclAllocation { len, ordinal: self.ordinal, at };
-        ALLOCATIONS.write().insert((self.ordinal, start), allocation);
+        ALLOCATIONS.lock().insert((self.ordinal, start), allocation);
         Ok(DevicePtr(start))
     }
 
@@ -72,7 +72,7 @@ impl Acl {
 
     pub(super) fn memory_free(&self, ptr: DevicePtr) -> Result<()> {
         let _pass = self.alive()?;
-        let found = ALLOCATIONS.write().remove(&(self.ordinal, ptr.0));
+        let found = ALLOCATIONS.lock().remove(&(self.ordinal, ptr.0));
         let allocation = found.ok_or_else(|| {
             Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
         })?;
@@ -142,7 +142,7 @@ impl Acl {
 
 /// The crate's allocation that an address lies in, with its first byte.
 fn allocation(address: u64) -> Option<(u64, AclAllocation)> {
-    let all = ALLOCATIONS.read();
+    let all = ALLOCATIONS.lock();
     let covers = |start: u64, found: &AclAllocation| (start..start + found.len as u64).contains(&address);
     all.iter().find(|((_, start), found)| covers(*start, found)).map(|((_, start), found)| (*start, *found))
 }

@@ -154,12 +154,13 @@ unsafe impl Send for FoundContext {}
 impl FoundContext {
     /// The default context of a device, which is counted once more.
     fn default_of(api: &'static AclApi, name: &Arc<str>, ordinal: i32) -> Result<Self> {
-        on_other_thread(name, || {
+        let own = name.clone();
+        on_other_thread(name, move || {
             // SAFETY: the call takes a number.
-            check(api, name, "aclrtSetDevice", unsafe { api.set_device.call(ordinal) })?;
-            let found = Self::current(api, name);
+            check(api, &own, "aclrtSetDevice", unsafe { api.set_device.call(ordinal) })?;
+            let found = Self::current(api, &own);
             if found.is_err() {
-                reset(api, name, ordinal);
+                reset(api, &own, ordinal);
             }
             found
         })
@@ -178,13 +179,14 @@ impl FoundContext {
 }
 
 /// Runs something on a thread of its own, so that the current context of the caller's thread does not change.
-fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+fn on_other_thread<R: Send + 'static>(
+    name: &Arc<str>,
+    run: impl FnOnce() -> Result<R> + Send + 'static,
+) -> Result<R> {
     let unavailable = |why: String| Error::Unavailable { device: name.to_string(), why };
-    std::thread::scope(|scope| {
-        let thread = crate::os::thread::spawn_scoped(scope, format!("pinpool-{name}-open"), run);
-        let thread = thread.map_err(|error| unavailable(format!("no thread could be started: {error}")))?;
-        thread.join().unwrap_or_else(|_| Err(unavailable("the thread that opens it panicked".into())))
-    })
+    let thread = crate::os::thread::spawn(format!("pinpool-{name}-open"), run);
+    let thread = thread.map_err(|error| unavailable(format!("no thread could be started: {error}")))?;
+    thread.join().unwrap_or_else(|_| Err(unavailable("the thread that opens it panicked".into())))
 }
 
 /// Undoes one `aclrtSetDevice`, on one of the crate's threads. Whether it succeeded.
@@ -514,9 +516,6 @@ impl Driver for Acl {
 
 impl Drop for Acl {
     fn drop(&mut self) {
-        if crate::os::forked() {
-            return;
-        }
         // A lost device stays set, like everything else there.
         if self.lost.get().is_some() {
             return self.leaked();

@@ -550,9 +550,6 @@ impl Driver for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if crate::os::forked() {
-            return;
-        }
         let kernels = self.kernels.get().and_then(|loaded| loaded.as_ref().ok()).copied();
         if !self.primary && kernels.is_none() {
             return;

@@ -453,10 +453,6 @@ impl Stepped for HostDriver {
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
-        if os::forked() {
-            // Nothing is dropped: the streams' threads do not exist here, and may have held locks at the fork.
-            return std::mem::forget((self.last.take(), self.node.clone(), self.unit.clone()));
-        }
         self.unit.abandon(self.id);
     }
 }

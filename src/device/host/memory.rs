@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::amount::amount;
-use crate::locks::RwLock;
+use crate::locks::Mutex;
 
 use super::Refusal;
 use crate::device::address::AddressFault;
@@ -47,7 +47,7 @@ pub(super) struct HostAllocation {
     address: u64,
     layout: Layout,
     data: NonNull<u8>,
-    stripes: Box<[RwLock<()>]>,
+    stripes: Box<[Mutex<()>]>,
     freed: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ impl HostAllocation {
             // SAFETY: the layout has a size above zero.
             NonNull::new(unsafe { alloc_zeroed(layout) })?
         };
-        let stripes = (0..len.div_ceil(STRIPE)).map(|_| RwLock::new(())).collect();
+        let stripes = (0..len.div_ceil(STRIPE)).map(|_| Mutex::new(())).collect();
         Some(Self { address, layout, data, stripes, freed: AtomicBool::new(false) })
     }
 
@@ -83,7 +83,7 @@ impl HostAllocation {
     }
 
     /// Calls `f` for each part of the range that lies in one stripe: stripe, offset, length.
-    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&RwLock<()>, usize, usize)) {
+    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&Mutex<()>, usize, usize)) {
         // Unreachable, since every range was checked when it was submitted. The unsafe copies below depend on it.
         assert!(offset <= self.len() && len <= self.len() - offset, "range outside of its allocation");
         let (mut at, end) = (offset, offset + len);
@@ -101,8 +101,9 @@ impl HostAllocation {
     /// `to..to + len` is writable, nothing else uses it during the call, and it is not part of device memory.
     unsafe fn read(&self, offset: usize, to: *mut u8, len: usize) {
         self.pieces(offset, len, |stripe, at, n| {
-            let _shared = stripe.read();
-            // SAFETY: `pieces` keeps `at..at + n` within the allocation, whose writers the lock keeps out; the target
+            let _alone = stripe.lock();
+            // SAFETY: `pieces` keeps `at..at + n` within the allocation, whose other readers and writers the lock keeps
+            // out; the target
             // is the caller's promise.
             unsafe { std::ptr::copy_nonoverlapping(self.data.as_ptr().add(at), to.add(at - offset), n) }
         });
@@ -114,7 +115,7 @@ impl HostAllocation {
     /// `from..from + len` is initialised, nothing writes it during the call, and it is not part of device memory.
     unsafe fn write(&self, offset: usize, from: *const u8, len: usize) {
         self.pieces(offset, len, |stripe, at, n| {
-            let _alone = stripe.write();
+            let _alone = stripe.lock();
             // SAFETY: `pieces` keeps `at..at + n` within the allocation, whose other readers and writers the lock keeps
             // out; the source is the caller's promise.
             unsafe { std::ptr::copy_nonoverlapping(from.add(at - offset), self.data.as_ptr().add(at), n) }
@@ -200,18 +201,18 @@ struct Table {
 pub(super) struct HostMemory {
     ordinal: u32,
     capacity: usize,
-    table: RwLock<Table>,
+    table: Mutex<Table>,
 }
 
 impl HostMemory {
     pub(super) fn new(ordinal: u32, capacity: usize) -> Self {
         let table = Table { by_address: BTreeMap::new(), used: 0, next: space(ordinal).0 };
-        Self { ordinal, capacity, table: RwLock::new(table) }
+        Self { ordinal, capacity, table: Mutex::new(table) }
     }
 
     /// Number of allocations and their bytes.
     pub(super) fn usage(&self) -> (usize, usize) {
-        let table = self.table.read();
+        let table = self.table.lock();
         (table.by_address.len(), table.used)
     }
 
@@ -219,7 +220,7 @@ impl HostMemory {
         if len == 0 {
             return Err(Refusal::argument("0 bytes of device memory were asked for"));
         }
-        let mut table = self.table.write();
+        let mut table = self.table.lock();
         let left = self.capacity - table.used;
         if len > left {
             let [len, left, all] = [len, left, self.capacity].map(amount);
@@ -247,7 +248,7 @@ impl HostMemory {
 
     /// Whether a range of addresses is memory of this device. `Err(None)`: it is no device's.
     pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), Option<AddressFault>> {
-        let table = self.table.read();
+        let table = self.table.lock();
         let below = table.by_address.range(..=address).next_back();
         let here = below.filter(|(start, allocation)| address - *start < allocation.len() as u64);
         let Some((start, allocation)) = here else {
@@ -264,7 +265,7 @@ impl HostMemory {
 
     pub(super) fn free(&self, address: u64) -> Result<(), Refusal> {
         let freed = {
-            let mut table = self.table.write();
+            let mut table = self.table.lock();
             let freed = table.by_address.remove(&address);
             if let Some(allocation) = &freed {
                 allocation.freed.store(true, Ordering::Release);
@@ -281,7 +282,7 @@ impl HostMemory {
 
     /// Checks a range and finds the allocation that it lies in.
     pub(super) fn find(&self, address: u64, len: usize) -> Result<HostPlace, Refusal> {
-        let table = self.table.read();
+        let table = self.table.lock();
         let Some((_, allocation)) = table.by_address.range(..=address).next_back() else {
             return Err(self.no_such(address, "is outside of any allocation"));
         };
@@ -358,7 +359,7 @@ mod tests {
         memory.free(a).unwrap();
         let c = memory.allocate(10).unwrap();
         assert!(a < b && b < c);
-        memory.table.write().next = space(0).1 - 8192;
+        memory.table.lock().next = space(0).1 - 8192;
         assert_eq!(memory.allocate(10).unwrap(), a, "the lowest gap");
         let d = memory.allocate(10).unwrap();
         assert!(d > c);

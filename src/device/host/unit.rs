@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use crate::locks::{Mutex, RwLock};
+use crate::locks::Mutex;
 
 use super::event::HostEvents;
 use super::fault::Call;
@@ -49,7 +49,7 @@ pub(super) struct HostUnit {
     cause: Mutex<Arc<str>>,
     hung: AtomicBool,
     /// In the order of creation. A destroyed stream stays here until its queue is empty.
-    streams: RwLock<BTreeMap<u64, Arc<HostStream>>>,
+    streams: Mutex<BTreeMap<u64, Arc<HostStream>>>,
     /// The number of streams created and not destroyed.
     open: AtomicUsize,
     /// The number of streams ever created.
@@ -70,7 +70,7 @@ impl HostUnit {
             dying: Mutex::new(()),
             cause: Mutex::new(Arc::from("")),
             hung: AtomicBool::new(false),
-            streams: RwLock::default(),
+            streams: Mutex::default(),
             open: AtomicUsize::new(0),
             created: AtomicU64::new(0),
         })
@@ -129,7 +129,7 @@ impl HostUnit {
             dropped += stream.queued();
             stream.end(StreamEnd::Dead);
         }
-        self.streams.write().retain(|_, stream| !stream.is_destroyed());
+        self.streams.lock().retain(|_, stream| !stream.is_destroyed());
         self.state.store(DEAD, Ordering::SeqCst);
         crate::foreign::debug!(target: "pinpool::device", device = %self.name, cause, dropped, "host device died");
     }
@@ -150,12 +150,12 @@ impl HostUnit {
 
     /// All streams in the table, oldest first.
     pub(super) fn streams(&self) -> Vec<Arc<HostStream>> {
-        self.streams.read().values().cloned().collect()
+        self.streams.lock().values().cloned().collect()
     }
 
     /// The `nth` of the streams that were not destroyed.
     pub(super) fn nth_stream(&self, nth: usize) -> Option<Arc<HostStream>> {
-        self.streams.read().values().filter(|stream| !stream.is_destroyed()).nth(nth).cloned()
+        self.streams.lock().values().filter(|stream| !stream.is_destroyed()).nth(nth).cloned()
     }
 
     /// The streams whose next operation could run.
@@ -166,11 +166,11 @@ impl HostUnit {
     }
 
     pub(super) fn queued(&self) -> usize {
-        self.streams.read().values().map(|stream| stream.queued()).sum()
+        self.streams.lock().values().map(|stream| stream.queued()).sum()
     }
 
     pub(super) fn uses(&self, range: &Range<usize>) -> bool {
-        self.streams.read().values().any(|stream| stream.uses(range))
+        self.streams.lock().values().any(|stream| stream.uses(range))
     }
 
     /// The number of streams created and not destroyed.
@@ -181,7 +181,7 @@ impl HostUnit {
     pub(super) fn create_stream(self: &Arc<Self>, owner: u64) -> Result<u64> {
         let stream = HostStream::new(STREAMS.fetch_add(1, Ordering::Relaxed), owner);
         {
-            let mut streams = self.streams.write();
+            let mut streams = self.streams.lock();
             if self.is_alive() {
                 streams.insert(stream.id, Arc::clone(&stream));
             } else {
@@ -213,7 +213,7 @@ impl HostUnit {
 
     /// The stream of this handle.
     pub(super) fn find(&self, call: Call, handle: u64) -> Result<Arc<HostStream>> {
-        let stream = self.streams.read().get(&handle).cloned();
+        let stream = self.streams.lock().get(&handle).cloned();
         stream.ok_or_else(|| self.error(call, Refusal::unknown("stream", handle)))
     }
 
@@ -248,7 +248,7 @@ impl HostUnit {
     /// Ends the streams that a driver has left, since no caller can ask about their queued work any more.
     pub(super) fn abandon(&self, owner: u64) {
         let mut left = Vec::new();
-        self.streams.write().retain(|_, stream| {
+        self.streams.lock().retain(|_, stream| {
             let theirs = stream.owner == owner;
             if theirs {
                 left.push(Arc::clone(stream));
@@ -280,7 +280,7 @@ impl StreamDevice for HostUnit {
 
     fn forget(&self, stream: u64) {
         // A statement of its own: the stream is dropped after the lock is released.
-        let removed = self.streams.write().remove(&stream);
+        let removed = self.streams.lock().remove(&stream);
         drop(removed);
     }
 }

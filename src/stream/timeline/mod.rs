@@ -293,7 +293,6 @@ impl Timeline {
 
     /// An error if nothing can be submitted.
     pub(crate) fn usable(&self) -> Result<()> {
-        crate::os::check_fork()?;
         self.context.alive()?;
         self.state.lock().lost.clone().map_or(Ok(()), Err)
     }
@@ -341,11 +340,11 @@ impl Timeline {
 
     /// Whether the stream is being captured. Asks the driver about shared streams only.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
+        crate::os::check_fork()?;
         if !self.is_shared() {
             return Ok(false);
         }
         self.nameable()?;
-        crate::os::check_fork()?;
         self.context.alive()?;
         self.context.noting(self.context.driver().capturing(self.stream))
     }
@@ -364,9 +363,6 @@ impl Timeline {
         retained: Resource,
         memory: Option<Arc<dyn Retain>>,
     ) -> std::result::Result<Submission<'_>, (Error, Resource)> {
-        if crate::os::forked() {
-            return Err((Error::Forked, retained));
-        }
         if let Err(error) = self.context.alive().and_then(|()| self.nameable()) {
             return Err((error, retained));
         }

@@ -240,7 +240,7 @@ fn a_deadline_ends_every_transfer_that_finds_no_memory() {
         let text = waited.to_string();
         let shortage = waited.shortage.expect("it says what there was in the pool");
         assert_eq!((shortage.free, shortage.largest), (0, 0), "{name}: {text}");
-        for word in ["of 1.0 MiB of", "a segment", &shortage.pool] {
+        for word in ["of 1.0 MiB (", "a segment", &shortage.pool] {
             assert!(text.contains(word), "{name}: {text} lacks {word}");
         }
     });

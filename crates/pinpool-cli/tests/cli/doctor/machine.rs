@@ -53,7 +53,6 @@ impl Machine {
             .file("/proc/self/status", &status(0))
             .file("/proc/self/uid_map", "         0          0 4294967295\n")
             .file("/proc/self/cgroup", "0::/user.slice/session-1.scope\n")
-            .file("/proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n")
             .file("/proc/meminfo", &meminfo(60 * GIB))
             .file("/proc/sys/kernel/osrelease", "6.8.0-45-generic\n")
             .file(&format!("{THP}/enabled"), "always [madvise] never\n")

@@ -95,29 +95,20 @@ fn in_containers_the_limit_is_the_containers_flag() {
 }
 
 #[test]
-fn version_1_is_found_by_its_mount() {
+fn version_1_is_read_at_every_level_too() {
     let machine = Machine::healthy();
-    let mount = |root: &str, point: &str| {
-        format!(
-            "30 20 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
-             31 20 0:27 {root} {point} rw,nosuid master:5 - cgroup cgroup rw,memory\n"
-        )
-    };
     let files = [("memory.limit_in_bytes", "2147483648"), ("memory.usage_in_bytes", "1048576")];
     // A container without a namespace: the mount shows its group only.
-    machine
-        .file("/proc/self/cgroup", V1)
-        .file("/proc/self/mountinfo", &mount("/docker/1234", "/sys/fs/cgroup/memory"));
-    machine.group("/sys/fs/cgroup/memory", &files);
+    machine.file("/proc/self/cgroup", V1).group("/sys/fs/cgroup/memory", &files);
     machine.host("4GiB").is("cgroup", "fail", &["memory.limit_in_bytes of /sys/fs/cgroup/memory)"], &[]);
-    // The host: the whole tree, in an odd place. No limit is a large number.
-    machine.file("/proc/self/mountinfo", &mount("/", "/odd\\040place"));
-    machine.group("/odd place/docker/1234", &files);
-    machine.host("4GiB").is("cgroup", "fail", &["of /odd place/docker/1234)"], &[]);
-    machine.group("/odd place/docker/1234", &[("memory.limit_in_bytes", "9223372036854771712"), files[1]]);
+    // The host: the whole tree. No limit is a large number.
+    let none = [("memory.limit_in_bytes", "9223372036854771712"), files[1]];
+    machine.group("/sys/fs/cgroup/memory", &none).group("/sys/fs/cgroup/memory/docker/1234", &files);
+    machine.host("4GiB").is("cgroup", "fail", &["of /sys/fs/cgroup/memory/docker/1234)"], &[]);
+    machine.group("/sys/fs/cgroup/memory/docker/1234", &none);
     machine.host("4GiB").is("cgroup", "ok", &["no limit (cgroup v1)"], &[]);
-    machine.group("/odd place/docker", &files);
-    machine.host("4GiB").is("cgroup", "fail", &["of /odd place/docker)"], &[]);
+    machine.group("/sys/fs/cgroup/memory/docker", &files);
+    machine.host("4GiB").is("cgroup", "fail", &["of /sys/fs/cgroup/memory/docker)"], &[]);
 }
 
 #[test]
@@ -183,10 +174,7 @@ fn the_trial_takes_a_part_of_what_is_left() {
     is("24MiB", &["8 MiB", "64 MiB of memory are left"]);
     // Version 1.
     let machine = Machine::healthy();
-    machine.file("/proc/self/cgroup", V1).file(
-        "/proc/self/mountinfo",
-        "31 20 0:27 /docker/1234 /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory\n",
-    );
+    machine.file("/proc/self/cgroup", V1);
     let limit = |bytes: u64| {
         let files = [("memory.limit_in_bytes", &*bytes.to_string()), ("memory.usage_in_bytes", "1048576")];
         machine.group("/sys/fs/cgroup/memory", &files);

@@ -9,18 +9,17 @@ mod parser;
 
 use proptest::prelude::*;
 
-use groups::{group, mount, stat};
+use groups::{group, stat};
 use parser::*;
 
 /// Whole lines of the files that are parsed here.
-const SEEDS: [&str; 9] = [
+const SEEDS: [&str; 8] = [
     "MemAvailable:   23791564 kB",
     "Node 0 MemFree:        115120 kB",
     "Max locked memory         8388608              unlimited            bytes     ",
     "CapEff:\t000001fffeffffff",
     "0-3,8,10-11",
     "always [madvise] never",
-    "36 35 98:0 /mnt\\0401 /mnt2 rw,noatime master:1 - cgroup cgroup rw,memory",
     "4:cpu,memory:/a/b:c",
     "32.0 GT/s PCIe",
 ];
@@ -34,7 +33,7 @@ fn all(text: &str) {
         capability(text, bit);
     }
     for name in ["memory", ""] {
-        _ = (mount(text, "cgroup", name), group(text, name));
+        _ = group(text, name);
     }
     _ = (ranges(text), choice(text), transfers(text));
 }
@@ -67,14 +66,6 @@ proptest! {
     fn capabilities_are_bits(set in any::<u64>(), bit in 0..64_u32) {
         prop_assert_eq!(capability(&format!("CapEff:\t{set:016x}"), bit), Some(set >> bit & 1 == 1));
     }
-
-    #[test]
-    fn paths_are_unescaped(path in "[a-z \t\n\\\\/é]{1,40}") {
-        let special = |c: char| if " \t\n\\".contains(c) { format!("\\{:03o}", c as u32) } else { c.into() };
-        let escaped: String = path.chars().map(special).collect();
-        let text = format!("36 35 98:0 / {escaped} rw - cgroup2 cgroup rw");
-        prop_assert_eq!(mount(&text, "cgroup2", ""), Some(("/".to_owned(), path)));
-    }
 }
 
 #[test]
@@ -88,9 +79,7 @@ fn the_kernels_own_lines_are_read() {
     assert_eq!(ranges(SEEDS[4]), [0..=3, 8..=8, 10..=11]);
     assert_eq!(ranges("\n"), []);
     assert_eq!(choice(SEEDS[5]), Some("madvise"));
-    assert_eq!(mount(SEEDS[6], "cgroup", "memory"), Some(("/mnt 1".into(), "/mnt2".into())));
-    assert_eq!((mount(SEEDS[6], "cgroup", "cpu"), mount(SEEDS[6], "cgroup2", "")), (None, None));
-    assert_eq!(group(SEEDS[7], "memory"), Some("/a/b:c".into()));
+    assert_eq!(group(SEEDS[6], "memory"), Some("/a/b:c".into()));
     assert_eq!(group("1:name=x:/\n0::/u", ""), Some("/u".into()));
-    assert_eq!((transfers(SEEDS[8]), transfers("Unknown")), (Some(32.0), None));
+    assert_eq!((transfers(SEEDS[7]), transfers("Unknown")), (Some(32.0), None));
 }
