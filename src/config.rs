@@ -118,7 +118,7 @@ impl PoolBuilder {
     ///   times this setting at most, whichever way buffers flow; where each thread uses several sizes, far less, since a
     ///   batch is half of what the class has in a thread's cache.
     /// - **Within a cache**, a size class has room for half of the bytes that are left when a thread first uses it, for
-    ///   64 segments at most and two at least; a class of which two do not fit into half of the bytes is not cached. All of
+    ///   64 segments at most and two at least; a class of which two do not fit is not cached. All of
     ///   the bytes are for a class that is alone, so that the others have room for no more than a 16th of them. Several
     ///   classes share an eighth of the bytes, at least 8 MiB. Where two segments of another class do not fit, the classes
     ///   that have the most room lose it.

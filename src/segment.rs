@@ -47,7 +47,7 @@
 //!   segments in two pages.
 //! - The number of classes and the loss by rounding are written out in `docs/architecture.md`, `docs/operations.md` and
 //!   `README.md`. Strides, most often 4160, are written out in tests.
-//! - A list of a thread cache takes 32 bytes in each thread for each class, and its counts take 24 more.
+//! - A list of a thread cache takes 64 bytes in each thread for each class.
 //!
 //! `cargo test --all-features`, `.ci/loom models`, `.ci/instructions` and `.ci/fuzz 60 classes` cover such a change.
 //! `cargo bench --bench fragmentation` shows what it does to the bytes lost.

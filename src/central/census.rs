@@ -12,25 +12,8 @@ use std::time::{Duration, Instant};
 use super::{Books, CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
 use crate::freelist::{Descriptor, ThreadCache, listed};
 use crate::segment::{CLASSES, Class};
-use crate::telemetry::counters::{ClassTally, Histogram};
+use crate::telemetry::counters::{ClassStats, ClassTally, Histogram};
 use crate::telemetry::ledger::{CheckoutSite, LedgerEntry};
-
-/// Segments of one size class.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ClassCount {
-    /// `None`: the large and aligned segments, which have a run of their own.
-    pub(crate) class: Option<Class>,
-    /// Segments of runs that can be checked out.
-    pub(crate) free: u64,
-    /// Of these, those in thread caches and transfer caches.
-    pub(crate) cached: u64,
-    /// Checked out, in flight or quarantined.
-    pub(crate) out: u64,
-    /// Bytes of these.
-    pub(crate) out_bytes: usize,
-    pub(crate) takes: u64,
-    pub(crate) puts: u64,
-}
 
 /// A segment that is out, and that the ledger has or that is quarantined.
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +42,7 @@ impl CentralPool {
     }
 
     /// [`CentralPool::snapshot`], with the size classes that were ever used.
-    pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassCount>) {
+    pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassStats>) {
         let core = self.lock();
         let tally = core.tally();
         let classes = core.by_class(&tally);
@@ -207,9 +190,9 @@ impl Core {
         }
     }
 
-    /// The classes that were ever used. Of the segments that a class's runs were cut into, those are free that are not
+    /// The classes that were ever used, smallest first, and last the segments without one. Of the segments that a class's runs were cut into, those are free that are not
     /// out, and those cached that are neither out nor in the runs' lists.
-    fn by_class(&self, tally: &ClassTally) -> Vec<ClassCount> {
+    fn by_class(&self, tally: &ClassTally) -> Vec<ClassStats> {
         let mut cut = [(0, 0); CLASSES];
         self.arena.for_each_class(|class, segments, in_runs| {
             let (all, free) = &mut cut[class.index()];
@@ -221,12 +204,13 @@ impl Core {
             let out = ((takes.wrapping_sub(puts) as i64).max(0) as u64).min(segments);
             let (free, out_bytes) = (segments - out, out as usize * class.stride());
             let cached = free.saturating_sub(in_runs);
-            ClassCount { class: Some(class), free, cached, out, out_bytes, takes, puts }
+            let stride = Some(class.stride());
+            ClassStats { stride, free, cached, out, out_bytes, checkouts: takes, returns: puts }
         };
         let (takes, puts) = tally.of(None);
         let (out, out_bytes) = (takes.wrapping_sub(puts), tally.large_bytes());
-        let large = ClassCount { class: None, free: 0, cached: 0, out, out_bytes, takes, puts };
-        let used = |class: &ClassCount| class.takes > 0 || class.free > 0;
+        let large = ClassStats { out, out_bytes, checkouts: takes, returns: puts, ..ClassStats::default() };
+        let used = |class: &ClassStats| class.checkouts > 0 || class.free > 0;
         Class::all().map(of_class).chain([large]).filter(used).collect()
     }
 }

@@ -175,13 +175,10 @@ mod tests {
         const QUOTA: usize = 10 * STRIDE as usize;
         let central = central(QUOTA);
         let class = class();
-        // Four slots with room for two segments each: three in each of them are too many.
         let put = |count: u32| {
             let mut core = central.core.lock();
-            let mut take = || core.arena.take(Placement::Class(class)).unwrap().as_ptr();
-            let batch: Vec<_> = (0..count).map(|_| take()).collect();
-            drop(core);
-            assert!(central.transfers[list_of(class)].put(0, batch.into_iter()));
+            let mut take = || core.arena.take(Placement::Class(class)).unwrap();
+            (0..count).for_each(|_| central.transfers[list_of(class)].exceed(take()));
         };
         (0..3).for_each(|_| put(3));
         central.check(|_, _| ()).unwrap();

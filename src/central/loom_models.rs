@@ -424,7 +424,7 @@ fn loom_sums_hold() {
         let out: u64 = classes.iter().map(|class| class.out).sum();
         let bytes: usize = classes.iter().map(|class| class.out_bytes).sum();
         assert_eq!(bytes, s.out + s.quarantined, "the classes' bytes sum to the whole: {s:?}, {classes:?}");
-        let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.takes, p + c.puts));
+        let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.checkouts, p + c.returns));
         assert_eq!(sums, (s.takes, s.puts), "the classes' counts sum to the whole");
         assert_eq!(s.takes - s.puts, out, "takes less returns are out: {s:?}, {classes:?}");
         // Each call under way may be off by one, and may also move one segment to or from a transfer cache.

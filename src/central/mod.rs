@@ -514,9 +514,8 @@ impl CentralPool {
         let mut core = self.lock();
         let Core { arena, table, .. } = &mut *core;
         // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-        if table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) }) {
-            core.count_on(cache);
-        }
+        table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
+        core.count_on(cache);
     }
 
     // --- the end -----------------------------------------------------------------------------------------------------

@@ -95,9 +95,12 @@ impl CentralPool {
         if core.queue.awaited(class) > 0 {
             return 0;
         }
-        let (stride, share) = (class.stride(), self.share(held.rooms()));
-        if held.room(class) > 0 || list_of(class) == LISTS || LEAST_CACHED * stride > share / 2 {
+        if held.room(class) > 0 || list_of(class) == LISTS {
             return held.room(class);
+        }
+        let (stride, share) = (class.stride(), self.share(held.rooms()));
+        if LEAST_CACHED * stride > share {
+            return 0;
         }
         while held.rooms() + LEAST_CACHED * stride > share {
             let Some(class) = most_spare(&held) else { break };

@@ -40,7 +40,7 @@
 //!
 //! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where a
 //! few thread caches are enough, only these lose their permits ([`Gate::revoke`]). The mode stays as it is, and the
-//! owners of the other caches go on. [`CacheTable`] finds out which owners are idle: it compares what each owner has
+//! owners of the other caches go on. [`super::CacheTable`] finds out which owners are idle: it compares what each owner has
 //! counted with what that owner had counted at an earlier look.
 
 use std::ops::{Deref, DerefMut};
@@ -49,7 +49,7 @@ use std::sync::Arc;
 
 use super::descriptor::{Chain, Descriptor};
 use super::transfer::TransferCache;
-use super::{CacheTable, LISTS, list_of, listed};
+use super::{LISTS, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 
@@ -63,31 +63,26 @@ pub(crate) mod mode {
     pub(crate) const FENCED: u32 = 8;
 }
 
-/// One class's list in a thread cache.
+/// One class's list in a thread cache, in a cache line of its own.
 ///
 /// The fields are atomics so that a snapshot may read them at any time. Only the thread that holds the thread cache
 /// writes them, by a load and a store, both relaxed.
 ///
 /// # Invariant
-/// `came - went`, the number of segments in the list, is at most the class's room. That many places of the stack, from
-/// the second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is
-/// found without a subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the
-/// class is closed.
+/// `came - went`, the number of segments in the list, is at most `room`. That many places of the stack, from the second
+/// on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found without a
+/// subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the class is
+/// closed.
 #[derive(Debug, Default)]
-#[repr(align(32))]
+#[repr(C, align(64))]
 struct ClassList {
     stack: AtomicPtr<AtomicPtr<Descriptor>>,
     /// Segments that came into the list since the thread cache was made: returned or filled in.
     came: AtomicU64,
     /// Segments that went out of the list since then: taken or drained.
     went: AtomicU64,
-    /// Number of segments up to which a hit may return one: the room, or 0 while the class is closed.
+    /// Number of segments up to which a hit may return one.
     limit: AtomicU64,
-}
-
-/// The fields of a list that a hit does not need.
-#[derive(Debug, Default)]
-struct ClassCounts {
     /// The part of `came` that was filled in, and the part of `went` that was drained.
     filled: AtomicU64,
     drained: AtomicU64,
@@ -121,17 +116,12 @@ pub(crate) struct ThreadCache {
     permit: AtomicPtr<Gate>,
     /// 1 while the owner is inside, or tries to enter.
     busy: AtomicU32,
-    /// Spreads threads over the slots of a transfer cache.
-    number: u32,
     /// Sums of the requested lengths, in bytes, that were taken and returned here (wrapping). There are two, because
     /// the second change of a single sum would wait for the first.
     requested: AtomicU64,
     returned: AtomicU64,
-    class_counts: [ClassCounts; LISTS],
     /// The gate that the thread cache belongs to. It is only compared.
     home: *const Gate,
-    /// The bytes for which the lists have room. Only the holder of the cache uses it.
-    rooms: AtomicU64,
     /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
     /// ordered.
     #[cfg(all(test, loom))]
@@ -167,17 +157,10 @@ impl ClassList {
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room, or the
-    /// class is closed.
+    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room. (It is loaded last, as a part
+    /// of the comparison.) The caller counts what the segment is returned or filled in as.
     #[inline(always)]
-    fn push(&self, descriptor: NonNull<Descriptor>) -> bool {
-        self.push_below(descriptor, &self.limit)
-    }
-
-    /// [`ClassList::push`] up to `most` segments, which is at most the room. (It is loaded last, as a part of the
-    /// comparison.)
-    #[inline(always)]
-    fn push_below(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
+    fn push(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
         let count = came.wrapping_sub(self.went.load(Ordering::Relaxed));
         if count >= most.load(Ordering::Relaxed) {
@@ -199,32 +182,46 @@ impl ClassList {
         }
         // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not null; the caller
         // holds the thread cache.
-        let descriptor = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
+        let descriptor = unsafe {
+            let descriptor = self.place(count).load(Ordering::Relaxed);
+            std::hint::assert_unchecked(!descriptor.is_null());
+            NonNull::new_unchecked(descriptor)
+        };
         self.went.store(went.wrapping_add(1), Ordering::Relaxed);
         Some(descriptor)
     }
 
-    /// Frees the stack. The caller has taken over its descriptors.
+    /// Gives the list, which is empty, another room.
+    fn set_room(&self, room: u64) {
+        // SAFETY: the caller holds the thread cache, and the stack is replaced here.
+        unsafe { self.free() };
+        let places = if room == 0 { 0 } else { room + 1 };
+        let stack: Box<[AtomicPtr<Descriptor>]> = (0..places).map(|_| AtomicPtr::default()).collect();
+        self.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
+        self.room.store(room, Ordering::Relaxed);
+        self.limit.store(room, Ordering::Relaxed);
+    }
+
+    /// Frees the stack.
     ///
     /// # Safety
-    /// The class has this room, and the caller holds the thread cache.
-    unsafe fn free(&self, room: u64) {
-        let stack = self.stack.load(Ordering::Relaxed);
-        if !stack.is_null() {
-            self.stack.store(std::ptr::null_mut(), Ordering::Relaxed);
-            let places = std::ptr::slice_from_raw_parts_mut(stack, room as usize + 1);
-            // SAFETY: `grant` leaked this box with that many places, and no other thread has the cache.
-            drop(unsafe { Box::from_raw(places) });
+    /// No thread uses the list until it has got another stack.
+    unsafe fn free(&self) {
+        let room = self.room.load(Ordering::Relaxed) as usize;
+        if room > 0 {
+            let stack = std::ptr::slice_from_raw_parts_mut(self.stack.load(Ordering::Relaxed), room + 1);
+            // SAFETY: `set_room` leaked this box with that many places, and no thread uses it any more.
+            drop(unsafe { Box::from_raw(stack) });
         }
     }
 }
 
 impl Drop for ThreadCache {
     fn drop(&mut self) {
-        for (class_list, counts) in self.class_lists.iter().zip(&self.class_counts) {
+        for class_list in &self.class_lists {
             // SAFETY: no other thread has the thread cache any more. What it cached was reclaimed, or is freed with the
             // arena.
-            unsafe { class_list.free(counts.room.load(Ordering::Relaxed)) };
+            unsafe { class_list.free() };
         }
     }
 }
@@ -234,22 +231,18 @@ impl Drop for ThreadCache {
 pub(crate) struct CacheCounts {
     pub(crate) takes: u64,
     pub(crate) puts: u64,
-    pub(crate) cached: u64,
 }
 
 impl ThreadCache {
-    pub(super) fn new(number: usize, gate: &Gate) -> Self {
+    pub(super) fn new(gate: &Gate) -> Self {
         Self {
             // Relaxed: the mode changes under the central pool's lock, which the caller holds.
             permit: AtomicPtr::new(gate.permit(gate.mode.load(Ordering::Relaxed))),
             busy: AtomicU32::default(),
-            number: number as u32,
             requested: AtomicU64::default(),
             returned: AtomicU64::default(),
             class_lists: std::array::from_fn(|_| ClassList::default()),
-            class_counts: std::array::from_fn(|_| ClassCounts::default()),
             home: gate,
-            rooms: AtomicU64::default(),
             #[cfg(all(test, loom))]
             exclusive: crate::sync::UnsafeCell::new(()),
         }
@@ -268,32 +261,24 @@ impl ThreadCache {
     #[inline(always)]
     fn check(&self, list: usize) {
         if cfg!(debug_assertions) {
-            if let Some(counts) = self.class_counts.get(list) {
-                let (count, room) = (self.class_lists[list].count(), counts.room.load(Ordering::Relaxed));
-                debug_assert!(count <= room, "two threads used one list: {:?}", self.class_lists[list]);
-            }
+            let list = self.class_list(list);
+            assert!(list.count() <= list.room.load(Ordering::Relaxed), "two threads used one list: {list:?}");
         }
     }
 
-    /// What was counted for a class. Exact while no thread works on the list. Otherwise `takes` and `puts` are not less
-    /// than they were when the call began, and `cached` is no number to rely on.
+    /// What was counted for a class. Exact while no thread works on the list. Otherwise the counts are not less
+    /// than they were when the call began.
     ///
     /// The four counters belong together and are read one after the other. What the owner does between two of these
     /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
     /// the counters are read again: a reader that lost its processor in between would otherwise report nonsense.
     pub(crate) fn count(&self, class: Class) -> CacheCounts {
-        let list = list_of(class);
-        let (Some(class_list), Some(counts)) = (self.class_lists.get(list), self.class_counts.get(list))
-        else {
-            return CacheCounts::default();
-        };
+        let list = self.class_list(list_of(class));
         // Acquire: pairs with the releases in `note`. `filled` and `drained` are read first, so that they never exceed
         // `came` and `went`. The acquires also keep `came` before `went`, so that a take from this list whose return to
         // it is counted is counted, too.
-        let read = || {
-            [&counts.filled, &counts.drained, &class_list.came, &class_list.went]
-                .map(|n| n.load(Ordering::Acquire))
-        };
+        let counters = [&list.filled, &list.drained, &list.came, &list.went];
+        let read = || counters.map(|counter| counter.load(Ordering::Acquire));
         let mut seen = read();
         for _ in 0..COUNT_READS {
             let again = read();
@@ -303,11 +288,7 @@ impl ThreadCache {
             seen = again;
         }
         let [filled, drained, came, went] = seen;
-        CacheCounts {
-            takes: went.wrapping_sub(drained),
-            puts: came.wrapping_sub(filled),
-            cached: came.wrapping_sub(went),
-        }
+        CacheCounts { takes: went.wrapping_sub(drained), puts: came.wrapping_sub(filled) }
     }
 
     /// Whether the thread cache is one of this gate's.
@@ -329,9 +310,8 @@ impl ThreadCache {
     /// Number of segments in a class's list. Exact while no thread works on the list.
     pub(crate) fn cached(&self, class: Class) -> u64 {
         // The difference of the counters can exceed the room while the owner works, hence the minimum.
-        let list = list_of(class);
-        let counts = self.class_counts.get(list);
-        counts.map_or(0, |counts| self.class_list(list).count().min(counts.room.load(Ordering::Relaxed)))
+        let list = self.class_list(list_of(class));
+        list.count().min(list.room.load(Ordering::Relaxed))
     }
 
     /// Requested bytes that were taken here, less those that were returned here (wrapping). Only the sum over all
@@ -376,7 +356,7 @@ impl DerefMut for EnteredCache<'_> {
 impl Drop for EnteredCache<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        // Release: pairs with the acquire in `Gate::revoke_and_wait`, so that the cold side sees the lists as the owner
+        // Release: pairs with the acquire in `Gate::quiesce`, so that the cold side sees the lists as the owner
         // left them.
         self.0.cache.busy.store(0, Ordering::Release);
     }
@@ -391,10 +371,9 @@ impl HeldCache<'_> {
         self.cache.class_list(list)
     }
 
-    /// A class's list and its counts. `None` for a class without a list.
-    fn both(&self, class: Class) -> Option<(&ClassList, &ClassCounts)> {
-        let list = list_of(class);
-        self.cache.class_counts.get(list).map(|counts| (self.class_list(list), counts))
+    /// A class's list. (That of a class without one has no room.)
+    fn list(&self, class: Class) -> &ClassList {
+        self.class_list(list_of(class))
     }
 
     /// Takes a segment and counts it as checked out.
@@ -419,7 +398,8 @@ impl HeldCache<'_> {
         requested: usize,
         list: usize,
     ) -> bool {
-        if !self.class_list(list).push(descriptor) {
+        let class_list = self.class_list(list);
+        if !class_list.push(descriptor, &class_list.limit) {
             return false;
         }
         self.cache.check(list);
@@ -440,8 +420,8 @@ impl HeldCache<'_> {
         descriptor: NonNull<Descriptor>,
         requested: usize,
     ) -> bool {
-        let Some((class_list, counts)) = self.both(class) else { return false };
-        if !class_list.push_below(descriptor, &counts.room) {
+        let class_list = self.list(class);
+        if !class_list.push(descriptor, &class_list.room) {
             return false;
         }
         // SAFETY: as in `put`.
@@ -452,50 +432,34 @@ impl HeldCache<'_> {
 
     /// Sends the returns of a class to the slow path from now on. For the cold side, which has shut the owner out.
     pub(crate) fn close(&mut self, class: Class) {
-        if let Some((class_list, _)) = self.both(class) {
-            class_list.limit.store(0, Ordering::Relaxed);
-        }
+        self.list(class).limit.store(0, Ordering::Relaxed);
     }
 
     /// Reopens a class after [`HeldCache::close`].
     pub(crate) fn open(&mut self, class: Class) {
-        if let Some((class_list, counts)) = self.both(class) {
-            class_list.limit.store(counts.room.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
+        let class_list = self.list(class);
+        class_list.limit.store(class_list.room.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Number of segments of this class that the thread cache may hold.
     pub(crate) fn room(&self, class: Class) -> u32 {
-        let counts = self.cache.class_counts.get(list_of(class));
-        counts.map_or(0, |counts| counts.room.load(Ordering::Relaxed) as u32)
+        self.list(class).room.load(Ordering::Relaxed) as u32
     }
 
     /// The bytes for which the thread cache has room, of all classes.
     pub(crate) fn rooms(&self) -> usize {
-        self.cache.rooms.load(Ordering::Relaxed) as usize
+        listed().map(|class| self.room(class) as usize * class.stride()).sum()
     }
 
-    /// Lets the thread cache hold this many segments of a class that it has no room for yet.
+    /// Lets the thread cache hold this many segments of a class that has a list and no room yet.
     pub(crate) fn grant(&mut self, class: Class, room: u32) {
-        let Some((class_list, counts)) = self.both(class) else { return };
-        let stack: Box<[AtomicPtr<Descriptor>]> =
-            (0..=room).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
-        class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
-        add(&self.cache.rooms, u64::from(room) * class.stride() as u64);
-        counts.room.store(room.into(), Ordering::Relaxed);
-        class_list.limit.store(room.into(), Ordering::Relaxed);
+        self.list(class).set_room(room.into());
     }
 
     /// Takes the room of a class away. Returns what its list held.
     pub(crate) fn revoke(&mut self, class: Class) -> Chain {
         let chain = self.drain(class, u32::MAX);
-        let Some((class_list, counts)) = self.both(class) else { return chain };
-        let room = counts.room.load(Ordering::Relaxed);
-        class_list.limit.store(0, Ordering::Relaxed);
-        counts.room.store(0, Ordering::Relaxed);
-        add(&self.cache.rooms, (room * class.stride() as u64).wrapping_neg());
-        // SAFETY: the list is empty, and this was its room.
-        unsafe { class_list.free(room) };
+        self.list(class).set_room(0);
         chain
     }
 
@@ -503,14 +467,14 @@ impl HeldCache<'_> {
     /// for.
     #[must_use = "dropping a chain loses its segments"]
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
-        let Some((class_list, counts)) = self.both(class) else { return chain };
+        let class_list = self.list(class);
         while let Some(descriptor) = chain.pop() {
-            if !class_list.push_below(descriptor, &counts.room) {
+            if !class_list.push(descriptor, &class_list.room) {
                 // SAFETY: just popped from a chain, so alive, free and in no list.
                 unsafe { chain.push(descriptor) };
                 break;
             }
-            note(&counts.filled, 1);
+            note(&class_list.filled, 1);
         }
         chain
     }
@@ -518,50 +482,41 @@ impl HeldCache<'_> {
     /// Takes up to `count` segments from the list, without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
         let mut chain = Chain::new();
-        let Some((class_list, counts)) = self.both(class) else { return chain };
+        let class_list = self.list(class);
         while chain.len() < count {
             let Some(descriptor) = class_list.pop() else { break };
-            note(&counts.drained, 1);
+            note(&class_list.drained, 1);
             // SAFETY: it was in the list, so it is alive and free, and now it is in no list.
             unsafe { chain.push(descriptor) };
         }
         chain
     }
 
-    /// Moves up to `count` segments, and at most a batch, from the top of the list to a transfer cache. Returns how many:
-    /// 0 if the transfer cache is full or the list is empty.
+    /// Moves up to `count` segments from the top of the list to a transfer cache. Returns how many: 0 if the transfer cache
+    /// is full or the list is empty.
     pub(crate) fn offload(&mut self, class: Class, count: u32, transfer: &TransferCache) -> u32 {
-        let Some((class_list, counts)) = self.both(class) else { return 0 };
-        let (have, count) = (class_list.count(), u64::from(count).min(transfer.room() as u64));
-        let from = have.saturating_sub(count);
-        // SAFETY: places up to the count, which is at most the room.
-        let batch = (from as usize..have as usize).map(|at| unsafe { class_list.place(at as u64 + 1) });
-        let batch = batch.map(|place| place.load(Ordering::Relaxed));
-        if from == have || !transfer.put(self.cache.number as usize, batch) {
-            return 0;
-        }
-        add(&class_list.went, have - from);
-        note(&counts.drained, have - from);
-        (have - from) as u32
+        let class_list = self.list(class);
+        let have = class_list.count() as usize;
+        // SAFETY: places up to the count, which is at most the room, so each holds a descriptor.
+        let at = |place: usize| unsafe {
+            NonNull::new_unchecked(class_list.place(place as u64 + 1).load(Ordering::Relaxed))
+        };
+        let moved = transfer.put((have.saturating_sub(count as usize)..have).rev().map(at)) as u64;
+        add(&class_list.went, moved);
+        note(&class_list.drained, moved);
+        moved as u32
     }
 
-    /// Moves a batch from a transfer cache into the list, or as much of one as the list has room for. Returns how many
-    /// segments came (0: there was no batch, or there is no room).
-    pub(crate) fn take_batch(&mut self, class: Class, transfer: &TransferCache) -> u32 {
-        let Some((class_list, counts)) = self.both(class) else { return 0 };
-        let have = class_list.count();
-        let room = counts.room.load(Ordering::Relaxed).saturating_sub(have) as u32;
-        if room == 0 {
-            return 0;
-        }
-        transfer.take(self.cache.number as usize, room, |batch| {
-            for (at, descriptor) in (have + 1..).zip(batch) {
-                // SAFETY: at most the room; the thread cache is held.
-                unsafe { class_list.place(at) }.store(descriptor.load(Ordering::Relaxed), Ordering::Relaxed);
-            }
-            add(&class_list.came, batch.len() as u64);
-            note(&counts.filled, batch.len() as u64);
-        })
+    /// Moves segments from a transfer cache into the list, up to half of its room.
+    pub(crate) fn take_batch(&mut self, class: Class, transfer: &TransferCache) {
+        let class_list = self.list(class);
+        let room = class_list.room.load(Ordering::Relaxed);
+        let most = room.div_ceil(2).min(room.saturating_sub(class_list.count()));
+        transfer.take(most as usize, |descriptor| {
+            let pushed = class_list.push(descriptor, &class_list.room);
+            debug_assert!(pushed, "the list has room for as many as it asks for");
+            note(&class_list.filled, 1);
+        });
     }
 
     /// Empties all lists. `sink` gets the segments of each class as a chain.
@@ -613,13 +568,13 @@ impl Gate {
     /// belongs to another pool, the owner is kept out now, or the owner has to come by [`Gate::enter`].
     #[inline(always)]
     pub(crate) fn enter_by_permit<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Pairs with the load of `busy` in `revoke_and_wait`. Relaxed: `light`, which pairs with the heavy fence there,
+        // Pairs with the load of `busy` in `quiesce`. Relaxed: `light`, which pairs with the heavy fence there,
         // orders this store before the load of the permit.
         cache.busy.store(1, Ordering::Relaxed);
         light();
         // Dropping it is the way out, also where the owner does not get in.
         let inside = EnteredCache(HeldCache { cache });
-        // Acquire: pairs with the release in `restore_permits`, so that the lists are as the cold side left them.
+        // Acquire: pairs with the release in `readmit`, so that the lists are as the cold side left them.
         if std::ptr::eq(cache.permit.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
@@ -644,59 +599,23 @@ impl Gate {
         let seen = self.mode.fetch_add(0, Ordering::AcqRel);
         #[cfg(not(pinpool_rmw))]
         let seen = {
-            // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce` and `revoke`.
+            // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce`.
             crate::sync::fence(Ordering::SeqCst);
-            // Acquire: pairs with the releases in `readmit` and `revoke`, as in `enter_by_permit`.
+            // Acquire: pairs with the release in `readmit`, as in `enter_by_permit`.
             self.mode.load(Ordering::Acquire)
         };
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
-    /// Shuts all owners out: sets `bits`, revokes all permits, and waits until no owner is inside. The caller holds the
-    /// central pool's lock. Owners stay out, and the cold side may hold the thread caches, until [`Gate::readmit`] has
-    /// cleared all bits but [`mode::FENCED`].
-    pub(crate) fn quiesce(&self, bits: u32, table: &CacheTable) {
+    /// Shuts the owners of these thread caches out: sets `bits`, revokes their permits, and waits until none of them is
+    /// inside. The caller holds the central pool's lock. They stay out, and the cold side may hold their thread caches,
+    /// until [`Gate::readmit`] has cleared all bits but [`mode::FENCED`].
+    pub(crate) fn quiesce(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
         // AcqRel: pairs with the read-modify-write in `enter` under `pinpool_rmw`; elsewhere the fence orders it.
-        self.mode.fetch_or(bits, Ordering::AcqRel);
-        self.revoke_and_wait(table.caches());
-    }
-
-    /// Clears `bits`, and admits owners again if no other bit is left. The caller holds the central pool's lock.
-    pub(crate) fn readmit(&self, bits: u32, table: &CacheTable) {
-        // Release: pairs with the acquires of the mode in `enter` and `mode`.
-        let left = self.mode.fetch_and(!bits, Ordering::Release) & !bits;
-        self.restore_permits(left, table.caches());
-    }
-
-    /// Runs `work` on some thread caches while other owners go on. The caller holds the central pool's lock.
-    ///
-    /// In [`mode::FENCED`] owners look at the mode, which is the same for all: then all owners are kept out.
-    pub(crate) fn revoke(&self, caches: &[Arc<ThreadCache>], mut work: impl FnMut(HeldCache<'_>)) {
-        // Relaxed: the bit never changes.
-        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
-        if fenced {
-            // AcqRel: as in `quiesce`.
-            self.mode.fetch_or(mode::INSPECT, Ordering::AcqRel);
-        }
-        self.revoke_and_wait(caches.iter());
-        caches.iter().for_each(|cache| work(HeldCache { cache }));
-        let left = if fenced {
-            // Release: as in `readmit`.
-            self.mode.fetch_and(!mode::INSPECT, Ordering::Release) & !mode::INSPECT
-        } else {
-            // Relaxed: the mode changes under the lock only.
-            self.mode.load(Ordering::Relaxed)
-        };
-        self.restore_permits(left, caches.iter());
-    }
-
-    /// Revokes the permits of these thread caches and waits until none of their owners is inside. A caller that sets
-    /// bits of the mode has set them before.
-    fn revoke_and_wait<'a>(&self, caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone) {
+        let mode = self.mode.fetch_or(bits, Ordering::AcqRel);
         // Relaxed: before the fence, which pairs with `light` in `enter_by_permit`.
-        caches.clone().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
-        // Relaxed: the bit never changes.
-        crate::sync::heavy(self.mode.load(Ordering::Relaxed) & mode::FENCED != 0);
+        caches.iter().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
+        crate::sync::heavy(mode & mode::FENCED != 0);
         for cache in caches {
             // Acquire: pairs with the release by which the owner leaves (the drop of `EnteredCache`).
             while cache.busy.load(Ordering::Acquire) != 0 {
@@ -705,12 +624,25 @@ impl Gate {
         }
     }
 
-    /// Gives these thread caches their permits again, unless the mode keeps owners out.
-    fn restore_permits<'a>(&self, mode: u32, caches: impl Iterator<Item = &'a Arc<ThreadCache>>) {
-        if mode == 0 {
+    /// Clears `bits`, and admits these owners again if no other bit is left. The caller holds the central pool's lock.
+    pub(crate) fn readmit(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
+        // Release: pairs with the acquires of the mode in `enter` and `mode`.
+        if self.mode.fetch_and(!bits, Ordering::Release) & !bits == 0 {
             // Release: pairs with the acquire in `enter_by_permit`.
-            caches.for_each(|cache| cache.permit.store(self.permit(0), Ordering::Release));
+            caches.iter().for_each(|cache| cache.permit.store(self.permit(0), Ordering::Release));
         }
+    }
+
+    /// Runs `work` on some thread caches while other owners go on. The caller holds the central pool's lock.
+    ///
+    /// In [`mode::FENCED`] owners look at the mode, which is the same for all: then all owners are kept out.
+    pub(crate) fn revoke(&self, caches: &[Arc<ThreadCache>], work: impl FnMut(HeldCache<'_>)) {
+        // Relaxed: the bit never changes.
+        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
+        let bits = if fenced { mode::INSPECT } else { 0 };
+        self.quiesce(bits, caches);
+        caches.iter().map(|cache| HeldCache::of(cache)).for_each(work);
+        self.readmit(bits, caches);
     }
 }
 

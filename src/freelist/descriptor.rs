@@ -1,6 +1,6 @@
 //! Segment descriptors: what the pool knows of one segment, in 32 bytes beside the pinned memory, never in it.
 //!
-//! A hit only reads a descriptor: where the memory is, and which list the segment belongs to. So different threads may
+//! A hit only reads a descriptor, for where the memory is. So different threads may
 //! own descriptors that lie in one cache line, and none of these threads slows another down.
 //!
 //! # The state word
@@ -46,7 +46,7 @@ use std::ptr::NonNull;
 
 use super::{LISTS, list_of};
 use crate::segment::Class;
-use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
 /// The states of a segment.
 pub(crate) mod state {
@@ -81,9 +81,6 @@ pub(crate) const LARGE: u8 = u8::MAX;
 
 const GENERATION: u64 = 1 << 24;
 
-/// A bit of `list`, with debug assertions only: the segment is out.
-const OUT: u32 = 1 << 31;
-
 /// A state word's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word(u64);
@@ -103,10 +100,6 @@ impl Word {
     pub(crate) fn with(self, state: u16) -> Self {
         Self(self.0 & !0xFFFF | u64::from(state))
     }
-    /// The word of the next flight: FLIGHT, in the next generation.
-    fn departed(self) -> Self {
-        Self(self.with(state::FLIGHT).0.wrapping_add(GENERATION))
-    }
 }
 
 /// What the pool knows of one segment.
@@ -119,9 +112,11 @@ pub(crate) struct Descriptor {
     link: AtomicPtr<Descriptor>,
     /// The run's index in the arena's table. Fixed.
     run: u32,
-    /// The index of the segment's list in a thread cache, [`super::LISTS`] for none, as while the ledger tracks the
-    /// segment's return. And the bit [`OUT`].
-    list: AtomicU32,
+    /// Whether the ledger tracks the segment's return.
+    tracked: AtomicBool,
+    /// Whether the segment is in no list.
+    #[cfg(debug_assertions)]
+    out: AtomicBool,
 }
 
 // SAFETY: `base` is only passed on as an address; the memory behind it belongs to the owner of the segment by the state
@@ -132,14 +127,15 @@ unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
     pub(crate) fn new(base: NonNull<u8>, class: Option<Class>, run: u32, generation: u64) -> Self {
-        let list = class.map_or(LISTS, list_of) as u32;
         let class = class.map_or(LARGE, |c| c.index() as u8);
         Self {
             word: AtomicU64::new(generation << 24 | u64::from(class) << 16),
             base,
             link: AtomicPtr::new(std::ptr::null_mut()),
             run,
-            list: AtomicU32::new(list),
+            tracked: AtomicBool::new(false),
+            #[cfg(debug_assertions)]
+            out: AtomicBool::new(false),
         }
     }
 
@@ -164,55 +160,56 @@ impl Descriptor {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
-    /// The index of the segment's list in a thread cache: at most [`super::LISTS`], which stands for none.
+    /// The index of the segment's list in a thread cache: [`super::LISTS`] for none, as while the ledger tracks its
+    /// return.
     pub(crate) fn list(&self) -> usize {
         // Relaxed, here and below: the field belongs to the segment's owner.
-        (self.list.load(Ordering::Relaxed) & !OUT) as usize
+        let tracked = self.tracked.load(Ordering::Relaxed);
+        self.class().filter(|_| !tracked).map_or(LISTS, list_of)
     }
 
     /// Sends the segment's return to the slow path: it has no list until [`Descriptor::untrack`]. For its owner.
     pub(crate) fn track(&self) {
-        self.set_list(LISTS);
+        self.tracked.store(true, Ordering::Relaxed);
     }
 
     /// Gives a segment its class's list again. For its owner.
     pub(crate) fn untrack(&self) {
-        self.set_list(self.class().map_or(LISTS, list_of));
-    }
-
-    fn set_list(&self, list: usize) {
-        let out = self.list.load(Ordering::Relaxed) & OUT;
-        self.list.store(list as u32 | out, Ordering::Relaxed);
+        self.tracked.store(false, Ordering::Relaxed);
     }
 
     /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out
     /// already.
-    ///
-    /// It uses a load and a store. A read-modify-write would order what surrounds it, and so hide from tests where the
-    /// surrounding code needs an order of its own.
     #[inline(always)]
     pub(crate) fn taken(&self) {
-        if cfg!(debug_assertions) {
-            let list = self.list.load(Ordering::Relaxed);
-            assert!(list & OUT == 0, "a segment is given out that is out already: {self:?}");
-            self.list.store(list | OUT, Ordering::Relaxed);
-        }
+        self.note_out(true);
     }
 
     /// Notes that the segment goes back to a list. With debug assertions it panics if the segment was not out.
     #[inline(always)]
     pub(crate) fn returned(&self) {
-        if cfg!(debug_assertions) {
-            let list = self.list.load(Ordering::Relaxed);
-            assert!(list & OUT != 0, "a segment is returned that is not out: {self:?}");
-            self.list.store(list & !OUT, Ordering::Relaxed);
+        self.note_out(false);
+    }
+
+    /// Uses a load and a store. A read-modify-write would order what surrounds it, and so hide from tests where the
+    /// surrounding code needs an order of its own.
+    #[inline(always)]
+    fn note_out(&self, out: bool) {
+        #[cfg(not(debug_assertions))]
+        let _ = out;
+        #[cfg(debug_assertions)]
+        {
+            let wrong = if out { "given out that is out" } else { "returned that is not out" };
+            assert!(self.out.load(Ordering::Relaxed) != out, "a segment is {wrong} already: {self:?}");
+            self.out.store(out, Ordering::Relaxed);
         }
     }
 
     /// Changes the state to FLIGHT, in the next generation. For the segment's owner. Release: as for
     /// [`Descriptor::set`].
     pub(crate) fn depart(&self) -> Word {
-        let word = Word(self.word.load(Ordering::Relaxed)).departed();
+        let flight = Word(self.word.load(Ordering::Relaxed)).with(state::FLIGHT);
+        let word = Word(flight.0.wrapping_add(GENERATION));
         self.word.store(word.0, Ordering::Release);
         word
     }
@@ -237,14 +234,6 @@ impl Descriptor {
             .compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire)
             .map(|_| to)
             .map_err(Word)
-    }
-
-    fn next(&self) -> *mut Self {
-        self.link.load(Ordering::Relaxed)
-    }
-
-    fn set_next(&self, next: *mut Self) {
-        self.link.store(next, Ordering::Relaxed);
     }
 }
 
@@ -283,7 +272,7 @@ impl Chain {
     /// The descriptor is alive, free, and in no list.
     pub(crate) unsafe fn push(&mut self, descriptor: NonNull<Descriptor>) {
         // SAFETY: alive by this function's contract.
-        unsafe { descriptor.as_ref() }.set_next(self.head);
+        unsafe { descriptor.as_ref() }.link.store(self.head, Ordering::Relaxed);
         self.head = descriptor.as_ptr();
         self.count += 1;
     }
@@ -292,7 +281,7 @@ impl Chain {
     pub(crate) fn pop(&mut self) -> Option<NonNull<Descriptor>> {
         let descriptor = NonNull::new(self.head)?;
         // SAFETY: descriptors in a chain are alive (the invariant).
-        self.head = unsafe { descriptor.as_ref() }.next();
+        self.head = unsafe { descriptor.as_ref() }.link.load(Ordering::Relaxed);
         self.count -= 1;
         Some(descriptor)
     }
@@ -313,7 +302,7 @@ impl Chain {
         // SAFETY: descriptors in a chain are alive (the invariant).
         let first = unsafe { self.head.as_ref() };
         // SAFETY: as above.
-        std::iter::successors(first, |descriptor| unsafe { descriptor.next().as_ref() })
+        std::iter::successors(first, |descriptor| unsafe { descriptor.link.load(Ordering::Relaxed).as_ref() })
     }
 }
 
@@ -350,20 +339,6 @@ mod tests {
         assert_eq!(descriptor.set(state::HOST), flight.with(state::HOST));
         let large = Descriptor::new(NonNull::dangling(), None, 0, 0);
         assert_eq!((large.class(), large.list(), large.word().class()), (None, LISTS, None));
-    }
-
-    #[test]
-    fn each_state_has_a_name() {
-        let names: Vec<&str> = (0..8).map(state::name).collect();
-        let (flight, claimed) = (state::FLIGHT as usize, state::CLAIMED as usize);
-        assert_eq!((names[state::HOST as usize], names[flight]), ("free or checked out", "in flight"));
-        assert_eq!(
-            (names[state::DETACHED as usize], names[claimed]),
-            ("in flight, handle dropped", "claimed")
-        );
-        let (completed, quarantined) = (state::COMPLETED as usize, state::QUARANTINED as usize);
-        assert_eq!((names[completed], names[quarantined]), ("completed", "quarantined"));
-        assert_eq!((names[1], names[7]), ("unknown", "unknown"));
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! Loom models of the parts without a lock: transfer caches, and thread caches with the gate that keeps their owners
-//! out.
+//! Loom models of thread caches with the gate that keeps their owners out.
 //!
 //! At its end each model looks for every segment: each must be in exactly one place. Besides, each segment has a cell.
 //! The thread that takes the segment writes to the cell, as the owner of a buffer would. Loom fails the model where two
@@ -54,22 +53,6 @@ impl Segments {
         number
     }
 
-    /// Takes a batch, or `most` of its segments, and writes to each. Returns their numbers.
-    fn take_batch(&self, transfer: &TransferCache, hint: usize, most: u32) -> Vec<usize> {
-        let mut found = Vec::new();
-        transfer.take(hint, most, |batch| {
-            let descriptors =
-                batch.iter().map(|descriptor| NonNull::new(descriptor.load(Ordering::Relaxed)).unwrap());
-            found.extend(descriptors.map(|descriptor| self.write(descriptor)));
-        });
-        found
-    }
-
-    /// A batch of the segments with these numbers.
-    fn batch<'a>(&'a self, numbers: &'a [usize]) -> impl ExactSizeIterator<Item = *mut Descriptor> + 'a {
-        numbers.iter().map(|&i| self.at(i).as_ptr())
-    }
-
     /// Takes a chain apart and writes to each segment. Returns their numbers.
     fn unlink(&self, mut chain: Chain) -> Vec<usize> {
         let count = chain.len();
@@ -82,105 +65,6 @@ impl Segments {
 
 fn class() -> Class {
     listed().next().unwrap()
-}
-
-/// A transfer cache of two slots, each with room for two segments.
-fn two_slots() -> Arc<TransferCache> {
-    let stride = class().stride();
-    Arc::new(TransferCache::new(4 * stride, stride))
-}
-
-#[test]
-fn loom_transfer_hands_over() {
-    model("transfer cache: two give, one takes", 3, || {
-        let segments = Segments::new(3);
-        let transfer = two_slots();
-        let give = |numbers: &'static [usize]| {
-            let (segments, transfer) = (segments.clone(), transfer.clone());
-            spawn(move || {
-                for &i in numbers {
-                    segments.write(segments.at(i));
-                }
-                step();
-                assert!(transfer.put(0, segments.batch(numbers)), "each batch has a slot");
-            })
-        };
-        let givers = [give(&[0, 1]), give(&[2])];
-        let mut found = Vec::new();
-        for _ in 0..2 {
-            step();
-            // A part of a batch, which leaves the other in its slot.
-            found.extend(segments.take_batch(&transfer, 1, 1));
-        }
-        for giver in givers {
-            giver.join().unwrap();
-        }
-        assert_eq!(transfer.count(), 3 - found.len());
-        found.extend(segments.unlink(transfer.drain()));
-        found.sort_unstable();
-        assert_eq!(found, [0, 1, 2]);
-    });
-}
-
-#[test]
-fn loom_transfer_recycles() {
-    model("transfer cache: two take and put back", 3, || {
-        let segments = Segments::new(3);
-        let transfer = two_slots();
-        assert!(transfer.put(0, segments.batch(&[0, 1])));
-        assert!(transfer.put(0, segments.batch(&[2])));
-        // Takes a batch, reverses it and puts it back. Keeps it where no slot looked empty. Both threads begin at the
-        // same slot, or they would never meet.
-        let turn = || {
-            let (segments, transfer) = (segments.clone(), transfer.clone());
-            move || {
-                let mut kept = Vec::new();
-                for _ in 0..2 {
-                    step();
-                    let mut numbers = segments.take_batch(&transfer, 0, u32::MAX);
-                    numbers.reverse();
-                    step();
-                    if !numbers.is_empty() && !transfer.put(0, segments.batch(&numbers)) {
-                        kept.extend(numbers.iter().map(|&i| segments.write(segments.at(i))));
-                    }
-                }
-                kept
-            }
-        };
-        let other = spawn(turn());
-        let mut found = turn()();
-        found.extend(other.join().unwrap());
-        found.extend(segments.unlink(transfer.drain()));
-        found.sort_unstable();
-        assert_eq!(found, [0, 1, 2]);
-    });
-}
-
-#[test]
-fn loom_transfer_drained() {
-    model("transfer cache: one takes and puts a part back, another drains", 3, || {
-        let segments = Segments::new(2);
-        let transfer = two_slots();
-        assert!(transfer.put(0, segments.batch(&[0, 1])));
-        let other = spawn({
-            let (segments, transfer) = (segments.clone(), transfer.clone());
-            move || {
-                let mut numbers = segments.take_batch(&transfer, 0, u32::MAX);
-                step();
-                if let Some(last) = numbers.pop() {
-                    assert!(transfer.put(0, segments.batch(&[last])), "no other thread puts a batch");
-                }
-                numbers
-            }
-        });
-        step();
-        let mut found = segments.unlink(transfer.drain());
-        found.extend(other.join().unwrap());
-        found.extend(segments.unlink(transfer.drain()));
-        assert_eq!(transfer.count(), 0);
-        found.sort_unstable();
-        assert_eq!(found, [0, 1]);
-    });
 }
 
 /// A gate, its thread caches, and, under the lock, the list that thread caches are filled from and drained to.

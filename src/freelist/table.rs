@@ -1,10 +1,9 @@
 //! The thread caches of a pool: which threads lease them, and which of these threads are idle.
 //!
-//! The table lives under the central pool's lock. A thread cache is made when a thread needs one and none is left over
-//! from a thread that has ended. Of the caches of ended threads a few stay in the table, for threads to come. The others
-//! leave it, and the central pool counts on what they had counted: so what the pool does for each cache goes with the
-//! threads that are alive.
+//! The table lives under the central pool's lock. A thread cache is in it from when its thread needs it until that thread
+//! ends: so what the pool does for each cache goes with the threads that are alive.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,64 +17,43 @@ use crate::segment::Class;
 /// idle.)
 const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
 
-/// The most thread caches that stay in the table for threads to come.
-const SPARE: usize = 4;
-
-/// A thread cache and its lease.
-#[derive(Debug)]
-struct TableRow {
-    cache: Arc<ThreadCache>,
-    leased: bool,
-    /// What the owner had counted at an earlier look, and when a look first found that.
-    seen: Option<((u64, u64), Instant)>,
-}
-
-/// The thread caches of a pool and the threads that lease them.
+/// The thread caches of a pool.
 #[derive(Debug, Default)]
 pub(crate) struct CacheTable {
-    rows: Vec<TableRow>,
-    /// The number of caches made so far.
-    made: usize,
+    caches: Vec<Arc<ThreadCache>>,
+    /// For each of them, what the owner had counted at an earlier look, and when a look first found that.
+    seen: Vec<Option<((u64, u64), Instant)>>,
+}
+
+impl Deref for CacheTable {
+    type Target = [Arc<ThreadCache>];
+    fn deref(&self) -> &Self::Target {
+        &self.caches
+    }
 }
 
 impl CacheTable {
-    /// Leases a thread cache to the calling thread: one that no thread leases, or a new one.
+    /// Makes a thread cache, and leases it to the calling thread.
     pub(crate) fn lease(&mut self, gate: &Gate) -> Arc<ThreadCache> {
-        if let Some(row) = self.rows.iter_mut().find(|row| !row.leased) {
-            row.leased = true;
-            return row.cache.clone();
-        }
-        let cache = Arc::new(ThreadCache::new(self.made, gate));
-        self.made += 1;
-        self.rows.push(TableRow { cache: cache.clone(), leased: true, seen: None });
+        let cache = Arc::new(ThreadCache::new(gate));
+        self.caches.push(cache.clone());
+        self.seen.push(None);
         cache
     }
 
     /// Ends a lease. The owner makes this call, on its own thread, and holds the central pool's lock. `sink` gets the
-    /// segments that were in the thread cache. `true`: the cache has left the table, and the caller counts on what it had
-    /// counted.
-    #[must_use = "the counts of a cache that has left the table are the caller's"]
-    pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) -> bool {
+    /// segments that were in the thread cache. The caller counts on what the cache had counted.
+    pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) {
         Self::mine(cache).drain_all(sink);
-        let spare = self.rows.iter().filter(|row| !row.leased).count();
-        let Some(at) = self.rows.iter().position(|row| Arc::ptr_eq(&row.cache, cache)) else { return false };
-        if spare >= SPARE {
-            self.rows.swap_remove(at);
-            return true;
+        if let Some(at) = self.caches.iter().position(|row| Arc::ptr_eq(row, cache)) {
+            self.caches.swap_remove(at);
+            self.seen.swap_remove(at);
         }
-        self.rows[at].leased = false;
-        false
-    }
-
-    /// The number of thread caches that are leased.
-    #[cfg(all(test, not(loom)))]
-    pub(super) fn leased(&self) -> usize {
-        self.rows.iter().filter(|row| row.leased).count()
     }
 
     /// All thread caches.
-    pub(crate) fn caches(&self) -> impl Iterator<Item = &Arc<ThreadCache>> + Clone {
-        self.rows.iter().map(|row| &row.cache)
+    pub(crate) fn caches(&self) -> std::slice::Iter<'_, Arc<ThreadCache>> {
+        self.caches.iter()
     }
 
     /// All thread caches, for the cold side to work on: after [`Gate::quiesce`] and before [`Gate::readmit`].
@@ -94,18 +72,20 @@ impl CacheTable {
     /// is no clock, and all owners count as idle.
     pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<ThreadCache>> {
         let mut idle = Vec::new();
-        for TableRow { cache, seen, .. } in &mut self.rows {
+        for (cache, seen) in self.caches.iter().zip(&mut self.seen) {
             let count = cache.tally();
-            let since = match seen {
-                Some((before, since)) if *before == count => Some(*since),
-                _ => None,
-            };
-            if now.is_none_or(|now| since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE)) {
-                if cache.any_cached() {
-                    idle.push(cache.clone());
+            let is_idle = match (now, *seen) {
+                (None, _) => true,
+                (Some(now), Some((before, since))) if before == count => {
+                    now.saturating_duration_since(since) >= IDLE
                 }
-            } else if let (None, Some(now)) = (since, now) {
-                *seen = Some((count, now));
+                (Some(now), _) => {
+                    *seen = Some((count, now));
+                    false
+                }
+            };
+            if is_idle && cache.any_cached() {
+                idle.push(cache.clone());
             }
         }
         idle

@@ -258,62 +258,84 @@ counts! {
     closed = Error::Closed,
 }
 
+/// The segments of one size class. Part of [`Snapshot`](super::Snapshot).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ClassStats {
+    /// Bytes from one segment to the next. `None`: segments without a class, which have pages of their own.
+    pub stride: Option<usize>,
+    /// Segments that are cut and can be checked out. (Segments without a class are cut when they are asked for.)
+    pub free: u64,
+    /// Of the free segments, those that are cached for the next checkouts.
+    pub cached: u64,
+    /// Segments that are checked out, in flight or quarantined.
+    pub out: u64,
+    /// Bytes of the segments that are out.
+    pub out_bytes: usize,
+    /// Segments checked out since the pool was built.
+    pub checkouts: u64,
+    /// Segments that came back since the pool was built.
+    pub returns: u64,
+}
+
 /// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
-/// the central pool's lock. Segments without a
-/// class (large or aligned ones, which have a run of their own) take the slow path always.
+/// the central pool's lock. Segments without a class (large or aligned ones, which have a run of their own) take the slow
+/// path always. All counts wrap, since a cache may have counted a return whose checkout the slow path counts.
 #[derive(Clone, Debug)]
 pub(crate) struct ClassTally {
-    takes: [u64; CLASSES + 1],
-    puts: [u64; CLASSES + 1],
+    /// Checkouts and returns of each class, and last of segments without one.
+    counts: [(u64, u64); CLASSES + 1],
     /// Bytes of segments without a class that are out.
-    large_bytes: usize,
+    large_bytes: u64,
 }
 
 impl ClassTally {
     pub(crate) fn new() -> Self {
-        Self { takes: [0; CLASSES + 1], puts: [0; CLASSES + 1], large_bytes: 0 }
+        Self { counts: [(0, 0); CLASSES + 1], large_bytes: 0 }
+    }
+
+    fn count(&mut self, class: Option<Class>, takes: u64, puts: u64) {
+        let (taken, put) = &mut self.counts[class.map_or(CLASSES, Class::index)];
+        (*taken, *put) = (taken.wrapping_add(takes), put.wrapping_add(puts));
     }
 
     pub(crate) fn took(&mut self, class: Option<Class>, granted: usize) {
-        self.takes[class.map_or(CLASSES, Class::index)] += 1;
+        self.count(class, 1, 0);
         if class.is_none() {
-            self.large_bytes += granted;
+            self.large_bytes = self.large_bytes.wrapping_add(granted as u64);
         }
     }
 
     pub(crate) fn gave(&mut self, class: Option<Class>, granted: usize) {
-        self.puts[class.map_or(CLASSES, Class::index)] += 1;
+        self.count(class, 0, 1);
         if class.is_none() {
-            self.large_bytes = self.large_bytes.saturating_sub(granted);
+            self.large_bytes = self.large_bytes.wrapping_sub(granted as u64);
         }
-    }
-
-    /// All checkouts and returns, and the bytes that are out (wrapping).
-    pub(crate) fn sums(&self) -> (u64, u64, u64) {
-        let sum = |counts: &[u64]| counts.iter().fold(0, |sum: u64, n| sum.wrapping_add(*n));
-        let out = Class::all().map(|class| {
-            let (takes, puts) = self.of(Some(class));
-            takes.wrapping_sub(puts).wrapping_mul(class.stride() as u64)
-        });
-        let out = out.fold(self.large_bytes as u64, u64::wrapping_add);
-        (sum(&self.takes), sum(&self.puts), out)
     }
 
     /// Counts on the checkouts and returns that a thread cache has counted.
     pub(crate) fn count_on(&mut self, class: Class, takes: u64, puts: u64) {
-        let at = class.index();
-        self.takes[at] = self.takes[at].wrapping_add(takes);
-        self.puts[at] = self.puts[at].wrapping_add(puts);
+        self.count(Some(class), takes, puts);
+    }
+
+    /// All checkouts and returns, and the bytes that are out.
+    pub(crate) fn sums(&self) -> (u64, u64, u64) {
+        let (mut all_takes, mut all_puts, mut out) = (0u64, 0u64, self.large_bytes);
+        for (at, (takes, puts)) in self.counts.iter().enumerate() {
+            (all_takes, all_puts) = (all_takes.wrapping_add(*takes), all_puts.wrapping_add(*puts));
+            let stride = Class::new(at).map_or(0, Class::stride) as u64;
+            out = out.wrapping_add(takes.wrapping_sub(*puts).wrapping_mul(stride));
+        }
+        (all_takes, all_puts, out)
     }
 
     /// Checkouts and returns of a class.
     pub(crate) fn of(&self, class: Option<Class>) -> (u64, u64) {
-        let at = class.map_or(CLASSES, Class::index);
-        (self.takes[at], self.puts[at])
+        self.counts[class.map_or(CLASSES, Class::index)]
     }
 
     pub(crate) fn large_bytes(&self) -> usize {
-        self.large_bytes
+        self.large_bytes as usize
     }
 }
 

@@ -12,8 +12,8 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use super::counters::{BOUNDS, Histogram};
-use super::snapshot::{ClassStats, DeviceStats, Snapshot};
+use super::counters::{BOUNDS, ClassStats, Histogram};
+use super::snapshot::{DeviceStats, Snapshot};
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";

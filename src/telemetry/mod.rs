@@ -88,10 +88,10 @@ pub(crate) mod stuck;
 
 use std::time::Duration;
 
-pub use counters::{Bucket, ErrorCounts, Histogram, RefusedCounts};
+pub use counters::{Bucket, ClassStats, ErrorCounts, Histogram, RefusedCounts};
 pub use metrics::{METRICS, Metric, MetricKind};
 pub use sampler::{Sampler, Sampling};
-pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};
+pub use snapshot::{DeviceStats, Snapshot, StreamStats};
 pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 
 use crate::pool::Pool;

@@ -15,9 +15,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::metrics::{self, DeviceSample, Key, PoolSample, Sample, StreamSample, Value};
-use super::snapshot::StreamStats;
+use super::snapshot::{DeviceStats, StreamStats};
 use super::stuck::{self, BufferState, Known, StuckBuffer};
-use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::{Pool, WeakPool};
@@ -186,14 +185,14 @@ impl Sampler {
         // Where no subscriber takes the level, not even the labels are looked at.
         let mut to = self.to;
         to.events = to.events && foreign::listens(metrics::LEVEL);
-        let mut devices: BTreeMap<u64, Device> = BTreeMap::new();
+        let mut devices: BTreeMap<u64, DeviceStats> = BTreeMap::new();
         self.pools.retain_mut(|watched| {
             let Some(pool) = watched.pool.upgrade() else {
                 watched.sent.send(Sample::default(), to);
                 return false;
             };
-            watched.poll(&pool, self.buffers_after, to);
-            devices.extend(pool.devices().iter().map(|device| (device.context().id(), device.clone())));
+            let stats = watched.poll(&pool, self.buffers_after, to);
+            devices.extend(pool.devices().iter().map(|device| device.context().id()).zip(stats));
             true
         });
         self.devices.retain(|id, watched| {
@@ -203,8 +202,8 @@ impl Sampler {
             }
             stays
         });
-        for (id, device) in devices {
-            self.devices.entry(id).or_default().poll(&device, now, self.streams_after, to);
+        for (id, stats) in devices {
+            self.devices.entry(id).or_default().poll(stats, now, self.streams_after, to);
         }
         !self.pools.is_empty()
     }
@@ -290,20 +289,24 @@ impl Sent {
 }
 
 impl WatchedPool {
-    fn poll(&mut self, pool: &Pool, stuck_after: Option<Duration>, to: Receivers) {
+    /// Returns the counts of the pool's devices.
+    fn poll(&mut self, pool: &Pool, stuck_after: Option<Duration>, to: Receivers) -> Vec<DeviceStats> {
         let mut stuck =
             stuck_after.map_or(Vec::new(), |after| stuck::find(after, pool.central(), pool.devices()));
         // Nothing keeps a quarantined buffer that could let go of it.
         stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
+        let mut snapshot = pool.snapshot();
+        let devices = std::mem::take(&mut snapshot.devices);
         let sample = PoolSample {
-            snapshot: pool.snapshot(),
+            snapshot,
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
             stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
             at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         };
         self.sent.send(Sample { pool: Some(&sample), device: None }, to);
+        devices
     }
 
     fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
@@ -325,8 +328,7 @@ impl WatchedPool {
 }
 
 impl WatchedDevice {
-    fn poll(&mut self, device: &Device, now: Instant, stuck_after: Option<Duration>, to: Receivers) {
-        let stats = device.stats();
+    fn poll(&mut self, stats: DeviceStats, now: Instant, stuck_after: Option<Duration>, to: Receivers) {
         self.sent.name.clone_from(&stats.name);
         let is_there = |number: &u64| stats.streams.binary_search_by_key(number, |s| s.stream).is_ok();
         self.streams.retain(|number, _| is_there(number));

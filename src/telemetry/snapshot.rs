@@ -4,7 +4,7 @@
 //! devices with their streams, and histograms. Both add up what was counted where it happened ([`super::counters`]),
 //! and neither stops a checkout.
 
-use super::counters::{ErrorCounts, Histogram};
+use super::counters::{ClassStats, ErrorCounts, Histogram};
 use crate::device::handle::Device;
 use crate::error::Error;
 use crate::pool::{Pool, PoolStats};
@@ -46,26 +46,6 @@ pub struct Snapshot {
     /// How long flights took on the pool's devices, from submitting to being seen complete: see
     /// [`DeviceStats::flight`].
     pub flight: Histogram,
-}
-
-/// The segments of one size class. Part of [`Snapshot`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ClassStats {
-    /// Bytes from one segment to the next. `None`: segments without a class, which have pages of their own.
-    pub stride: Option<usize>,
-    /// Segments that are cut and can be checked out. (Segments without a class are cut when they are asked for.)
-    pub free: u64,
-    /// Of the free segments, those that are cached for the next checkouts.
-    pub cached: u64,
-    /// Segments that are checked out, in flight or quarantined.
-    pub out: u64,
-    /// Bytes of the segments that are out.
-    pub out_bytes: usize,
-    /// Segments checked out since the pool was built.
-    pub checkouts: u64,
-    /// Segments that came back since the pool was built.
-    pub returns: u64,
 }
 
 /// A device's counts: [`Device::stats`].
@@ -124,24 +104,13 @@ impl Pool {
     /// has only what is counted without a lock, as [`stats`](Self::stats) has.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
-        let (mut waiting, mut holding) = (Histogram::default(), Histogram::default());
-        let mut classes: Vec<ClassStats> = Vec::new();
+        let (mut waiting, mut holding, mut classes) =
+            (Histogram::default(), Histogram::default(), Vec::new());
         let pool = self.stats_of(|central| {
-            let (snapshot, counts) = central.snapshot_by_class();
-            let parts = counts.into_iter().map(|count| ClassStats {
-                stride: count.class.map(|class| class.stride()),
-                free: count.free,
-                cached: count.cached,
-                out: count.out,
-                out_bytes: count.out_bytes,
-                checkouts: count.takes,
-                returns: count.puts,
-            });
-            classes.extend(parts);
-            (waiting, holding) = central.histograms();
+            let (snapshot, by_class) = central.snapshot_by_class();
+            (classes, (waiting, holding)) = (by_class, central.histograms());
             snapshot
         });
-        classes.sort_by_key(|class| class.stride.unwrap_or(usize::MAX));
         let devices: Vec<DeviceStats> = self.devices().iter().map(Device::stats).collect();
         let mut flight = Histogram::default();
         devices.iter().for_each(|device| flight.merge(&device.flight));

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::super::CacheTable;
 use super::*;
 
 /// A gate whose owners execute a fence of their own (`fenced`) or not, and a thread cache of it that this thread
@@ -45,32 +46,13 @@ fn a_room_bounds_a_list_and_takes_along_what_is_in_it() {
     assert_eq!(seen, [0, 1, 2, 3]);
     assert_eq!(runs(&held.drain(class, 1)), [3]);
     assert_eq!(runs(&held.revoke(class)), [0, 1, 2]);
-    assert_eq!((held.room(class), cache.any_cached()), (0, false));
+    assert_eq!((held.room(class), held.rooms(), cache.any_cached()), (0, 0, false));
     assert_eq!(held.fill(class, chain(&segments)).len(), 6, "there is no room any more");
     held.grant(class, 5);
+    assert_eq!(held.rooms(), 5 * class.stride());
     assert_eq!(runs(&held.fill(class, chain(&segments))), [5]);
     assert_eq!(held.revoke(class).len(), 5);
     assert_eq!(cache.count(class), CacheCounts::default(), "nothing was checked out");
-}
-
-#[test]
-fn the_bytes_of_all_rooms_are_known() {
-    let segments = segments(3);
-    let (_gate, _table, cache) = leased(false);
-    let mut held = CacheTable::mine(&cache);
-    let classes = [0, 3, 20].map(|index| Class::new(index).unwrap());
-    for (class, room) in [(0, 4), (1, 5), (2, 1), (0, 0), (1, 0), (1, 9), (2, 0), (2, 7), (1, 0), (2, 0)] {
-        match room {
-            0 => drop(held.revoke(classes[class])),
-            room => held.grant(classes[class], room),
-        }
-        if (class, room) == (1, 9) {
-            assert!(held.fill(classes[1], chain(&segments)).is_empty());
-        }
-        let sum: usize = classes.iter().map(|class| held.room(*class) as usize * class.stride()).sum();
-        assert_eq!(held.rooms(), sum);
-    }
-    assert_eq!(held.rooms(), 0);
 }
 
 #[test]
@@ -82,22 +64,24 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     assert!(held.fill(class, chain(&segments)).is_empty());
     let none = TransferCache::new(0, class.stride());
     assert_eq!(held.offload(class, 2, &none), 0, "the class has no quota");
-    let transfer = TransferCache::new(16 * class.stride(), class.stride());
-    assert_eq!(held.offload(class, 3, &transfer), 2, "a slot has room for two");
-    assert_eq!(cache.count(class), CacheCounts { takes: 0, puts: 0, cached: 4 });
+    let transfer = TransferCache::new(4 * class.stride(), class.stride());
+    assert_eq!((held.offload(class, 3, &transfer), held.offload(class, 3, &transfer)), (3, 1));
+    assert_eq!((cache.count(class), cache.cached(class)), (CacheCounts::default(), 2));
     let before = cache.tally();
     let taken = held.take(class, 100).unwrap();
     assert_ne!(cache.tally(), before);
-    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 3 });
-    assert_eq!(cache.requested(), 100);
+    assert_eq!(
+        (cache.count(class), cache.cached(class), cache.requested()),
+        (CacheCounts { takes: 1, puts: 0 }, 1, 100)
+    );
     let rest = held.revoke(class);
     held.grant(class, 4);
     assert!(held.fill(class, rest).is_empty());
-    assert_eq!(held.take_batch(class, &transfer), 1, "there is room for one of two");
-    let mut left = 0;
-    transfer.for_each(|_| left += 1);
-    assert_eq!((left, held.take_batch(class, &transfer)), (1, 0), "the other stays where it is");
-    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0, cached: 4 });
+    held.take_batch(class, &transfer);
+    assert_eq!((cache.cached(class), transfer.count()), (3, 2), "half of the room");
+    held.take_batch(class, &transfer);
+    assert_eq!((cache.cached(class), transfer.count()), (4, 1), "there is room for one of two");
+    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 0 });
     // SAFETY: it is alive and out, and its list is that of the class.
     assert!(!unsafe { held.put(taken, 100, 3) });
     let _ = held.drain(class, 1);
@@ -105,7 +89,7 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     // SAFETY: as above.
     assert!(unsafe { held.put(taken, 60, 3) });
     assert_ne!(cache.tally(), before);
-    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1, cached: 4 });
+    assert_eq!(cache.count(class), CacheCounts { takes: 1, puts: 1 });
     assert_eq!(cache.requested(), 40);
     // Of a closed class only the slow path puts segments into the list.
     let taken = held.take(class, 100).unwrap();
@@ -116,27 +100,6 @@ fn what_moves_without_a_checkout_is_not_counted_as_one() {
     // SAFETY: as above.
     assert!(unsafe { held.put(taken, 100, 3) });
     let _ = held.drain(class, u32::MAX);
-}
-
-#[test]
-fn of_the_caches_of_threads_that_have_ended_a_few_stay() {
-    let (segments, class) = (segments(1), Class::new(3).unwrap());
-    let (gate, mut table, first) = leased(false);
-    let mut caches = vec![first];
-    caches.extend((1..6).map(|_| table.lease(&gate)));
-    // Each thread looks at another slot of a transfer cache first.
-    assert!(caches.iter().map(|cache| cache.number).eq(0..6));
-    let mut held = CacheTable::mine(&caches[0]);
-    held.grant(class, 1);
-    assert!(held.fill(class, chain(&segments)).is_empty());
-    let mut drained = 0;
-    let mut give_up = |cache: &Arc<ThreadCache>| table.give_up(cache, |_, chain| drained += chain.len());
-    let left: Vec<bool> = caches.iter().map(&mut give_up).collect();
-    assert_eq!((left, drained), (vec![false, false, false, false, true, true], 1));
-    assert_eq!((table.leased(), table.caches().count()), (0, 4));
-    let again = table.lease(&gate);
-    assert!(caches[..4].iter().any(|cache| Arc::ptr_eq(cache, &again)));
-    assert_eq!((table.leased(), table.caches().count()), (1, 4));
 }
 
 #[test]
