@@ -16,7 +16,6 @@ struct Sums {
     held_slots: usize,
     free_pages: usize,
     held_pages: usize,
-    idle: usize,
     runs: usize,
     /// By class: segments that are out in windows, and segments of the runs.
     watched: Vec<u32>,
@@ -46,17 +45,17 @@ impl Arena {
         self.check_ranges()?;
         let mut cached = 0;
         for (i, e) in &self.extents {
-            let (mut at, mut was_free) = (0u32, None);
+            let (mut at, mut was_free) = (0u32, false);
             while at < e.pages {
                 let entry = e.map[at as usize];
                 let range = self.range_of(i as u32, at);
                 if entry & FREE != 0 {
                     let pages = free_len(entry);
                     self.check_free(i as u32, at, entry, range.map(|range| range.1))?;
-                    must(was_free != Some(range), || format!("extent {i}: two free runs meet at page {at}"))?;
-                    sums.free_pages += pages as usize;
-                    sums.held_pages += if range.is_some() { pages as usize } else { 0 };
-                    (at, was_free) = (at + pages, Some(range));
+                    let is_free = range.is_none();
+                    must(!(was_free && is_free), || format!("extent {i}: two free runs meet at page {at}"))?;
+                    *if is_free { &mut sums.free_pages } else { &mut sums.held_pages } += pages as usize;
+                    (at, was_free) = (at + pages, is_free);
                     continue;
                 }
                 let run = self
@@ -72,7 +71,7 @@ impl Arena {
                 })?;
                 cached += self.check_run(entry, run, outside, &mut visit)?;
                 self.add_run(entry, run, &mut sums)?;
-                (at, was_free) = (end, None);
+                (at, was_free) = (end, false);
             }
             sums.total += e.pages as usize * PAGE;
         }
@@ -83,7 +82,6 @@ impl Arena {
             held_slots: self.held_slot_bytes,
             free_pages: self.free_pages,
             held_pages: self.held_pages,
-            idle: self.idle.len(),
             runs: self.runs.len(),
             watched: self.watched.clone(),
             carved: self.carved.clone(),
@@ -91,9 +89,7 @@ impl Arena {
         };
         must(sums == counted, || format!("the sums are {sums:?}, counted as {counted:?}"))?;
         let free: usize = self.free.iter().map(|f| f.0 as usize).sum();
-        must(free == sums.free_pages - sums.held_pages, || {
-            "the set of free runs has others than the page maps".into()
-        })?;
+        must(free == sums.free_pages, || "the set of free runs has others than the page maps".into())?;
         must(cached == outside.len(), || {
             format!("{} segments are cached, and {cached} of them belong to the arena", outside.len())
         })
@@ -101,8 +97,9 @@ impl Arena {
 
     /// The window and the range of it that a page lies in.
     fn range_of(&self, extent: u32, page: u32) -> Option<(WindowId, PageRange)> {
-        let mut windows = self.windows.iter().map(|(id, _)| WindowId(id));
-        windows.find_map(|id| Some((id, self.range_at(id, extent, page)?)))
+        let mut ranges =
+            self.windows.iter().flat_map(|(id, window)| window.ranges.iter().map(move |range| (id, *range)));
+        ranges.find(|(_, range)| range.meets(extent, page, page + 1))
     }
 
     /// No two ranges overlap, and each lies in its extent.
@@ -191,7 +188,7 @@ impl Arena {
         sums.runs += 1;
         sums.cut += run.cut;
         if let Some(id) = run.window {
-            *sums.windows.entry(id.0).or_default() += Self::out(run).0;
+            *sums.windows.entry(id).or_default() += Self::out(run).0;
         }
         let Some(class) = run.class else { return Ok(()) };
         let known = self.partial[class.index()].contains(&(run.extent, run.first, number));
@@ -199,12 +196,8 @@ impl Arena {
         must(known == takes, || {
             format!("run {number} has {} free segments; in the set of its class: {known}", run.list.len())
         })?;
-        let is_idle = Self::is_idle(run);
-        must(is_idle == self.idle.contains(&number) && !(is_idle && run.window.is_some()), || {
-            format!("run {number} is in a wrong set: idle {is_idle}, {run:?}")
-        })?;
+        must(run.list.len() < run.count, || format!("run {number} is not in use: {run:?}"))?;
         let (bytes, out) = (run.list.len() as usize * class.stride(), Self::out(run).0);
-        sums.idle += usize::from(is_idle);
         sums.free_slots += bytes;
         sums.carved[class.index()] += run.count;
         if run.window.is_some() {

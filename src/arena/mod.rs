@@ -19,10 +19,8 @@
 //! the class's [`Shape`](crate::segment::Shape). So the first buffer of a class does not keep all the memory of a small
 //! pool, and a class that is used a lot has few runs.
 //!
-//! A run whose segments are all back is *idle*. The arena dissolves it at once if its class has another run to take from.
-//! It keeps the last one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not
-//! cut a run for each checkout. Of idle runs that hold a single segment it keeps one in all: many large free runs that
-//! only their own class may use would scatter the large segments of other classes.
+//! A run whose segments are all back is dissolved at once. So no class keeps memory in which nothing is in use, and what
+//! serves a class again and again without a new run is what thread caches hold.
 //!
 //! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run. Together they are below
 //! 1% of the memory for segments of 4 KiB and more. The arena never reads or writes the pinned memory itself.
@@ -40,8 +38,7 @@
 //! # Reading order
 //!
 //! This file (runs and segments), `pages` (extents and free runs), `windows` (runs that are withheld for a request that
-//! waits), `visit` (counting and listing what is out), `check`. Only the central pool calls the arena, and always under its
-//! lock.
+//! waits), `check`. Only the central pool calls the arena, and always under its lock.
 
 #![allow(unsafe_code)]
 
@@ -49,7 +46,6 @@ mod check;
 mod pages;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod visit;
 mod windows;
 
 use std::cell::Cell;
@@ -62,8 +58,7 @@ use crate::freelist::{Chain, Descriptor, state};
 use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
-use windows::Window;
-pub(crate) use windows::{PageRange, WindowId};
+pub(crate) use windows::{PageRange, Window, WindowId};
 
 /// The bit of a page-map entry at the edge of a free run. The bits below [`HELD`] are the run's length in pages.
 const FREE: u32 = 1 << 31;
@@ -135,23 +130,18 @@ pub(crate) struct Arena {
     free: BTreeSet<(u32, u32, u32)>,
     /// Runs outside of windows whose list is not empty, by class: extent, first page, run.
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
-    /// The idle runs.
-    idle: BTreeSet<u32>,
-    /// The run of one segment that became idle last. It may be in use since then, or gone, and its number another run's.
-    idle_last: Option<u32>,
-    windows: Slab<Window>,
+    /// What is withheld. The central pool keeps the owners, and counts its looks.
+    pub(crate) windows: Slab<Window>,
     /// Where the last search for a window looked: the state of a generator.
     place: u64,
     /// Segments that are given out and lie in windows, by class.
     watched: Vec<u32>,
     /// Segments of the runs of each class.
     carved: Vec<u32>,
-    /// Idle runs are dissolved at once.
-    eager: bool,
     total: usize,
     unpinned: usize,
     cut: usize,
-    /// Pages in free runs, and of these the pages in windows.
+    /// Pages in free runs outside of windows, and in windows.
     free_pages: usize,
     held_pages: usize,
     /// Bytes of the segments in the runs' lists, and of these the bytes in windows.
@@ -175,13 +165,10 @@ impl Arena {
             runs: Slab::new(),
             free: BTreeSet::new(),
             partial: (0..CLASSES).map(|_| BTreeSet::new()).collect(),
-            idle: BTreeSet::new(),
-            idle_last: None,
             windows: Slab::new(),
             place: 0,
             watched: vec![0; CLASSES],
             carved: vec![0; CLASSES],
-            eager: false,
             total: 0,
             unpinned: 0,
             cut: 0,
@@ -198,48 +185,48 @@ impl Arena {
         ArenaBytes {
             total: self.total,
             unpinned: self.unpinned,
-            free: self.free_pages * PAGE + self.free_slot_bytes,
+            free: self.free_bytes(),
             withheld: self.held_pages * PAGE + self.held_slot_bytes,
             cut: self.cut,
-            largest_free: self.free.last().map_or(0, |f| f.0 as usize * PAGE),
+            largest_free: self.largest_free_pages() * PAGE,
         }
+    }
+
+    fn free_bytes(&self) -> usize {
+        (self.free_pages + self.held_pages) * PAGE + self.free_slot_bytes
     }
 
     // --- runs --------------------------------------------------------------------------------------------------------
 
-    /// Makes a run of `pages` pages at page `first`, with descriptors of segments at the given offsets in bytes. The
-    /// new descriptors are in no list.
-    fn make_run(
-        &mut self,
-        extent: u32,
-        first: u32,
-        pages: u32,
-        descriptors: &mut dyn ExactSizeIterator<Item = (usize, Option<Class>)>,
-    ) -> u32 {
+    /// Makes a run of `pages` pages at page `first`, with descriptors of `count` segments of a class, or of a single
+    /// segment. The new descriptors are in no list.
+    fn make_run(&mut self, extent: u32, first: u32, pages: u32, class: Option<Class>, count: usize) -> u32 {
         let base = self.extents[extent as usize].base;
         // SAFETY: `first` is a page of the extent, whose mapping is as long as its map.
         let start = unsafe { base.add(first as usize * PAGE) };
         let entry = self.runs.vacant_entry();
         let number = entry.key() as u32;
         let generation = self.generation;
-        let table: Box<[Descriptor]> = descriptors
-            // SAFETY: the offsets are within the run's pages.
-            .map(|(offset, class)| Descriptor::new(unsafe { start.add(offset) }, class, number, generation))
-            .collect();
-        let count = table.len() as u32;
+        let stride = class.map_or(pages as usize * PAGE, Class::stride);
+        // SAFETY: the offsets are within the run's pages.
+        let at = |i: usize| unsafe { start.add(i * stride) };
+        let table: Box<[Descriptor]> =
+            (0..count).map(|i| Descriptor::new(at(i), class, number, generation)).collect();
+        let cut = pages as usize * PAGE - count * stride;
+        self.cut += cut;
         // From here on only raw pointers reach the table, until `drop_table` makes it a box again.
         let descriptors = NonNull::from(Box::leak(table)).cast();
         entry.insert(Run {
             extent,
             first,
             pages,
-            class: None,
+            class,
             descriptors,
-            count,
+            count: count as u32,
             list: Chain::new(),
             window: None,
             stuck: false,
-            cut: 0,
+            cut,
         });
         let e = &mut self.extents[extent as usize];
         e.map[first as usize] = number;
@@ -266,23 +253,14 @@ impl Arena {
             return None;
         }
         let (extent, first) = self.take_pages(pages as usize, 1, shape.segments == 1)?;
-        let mut descriptors = (0..segments).map(|i| (i * stride, Some(class)));
-        let number = self.make_run(extent, first, pages, &mut descriptors);
-        let run = &self.runs[number as usize];
-        let mut list = Chain::new();
+        let number = self.make_run(extent, first, pages, Some(class), segments);
         for i in (0..segments as u32).rev() {
-            // SAFETY: new descriptors, in no list.
-            unsafe { list.push(self.descriptor(run, i)) };
+            let run = &mut self.runs[number as usize];
+            // SAFETY: a new descriptor of the run's table, in no list.
+            unsafe { run.list.push(run.descriptors.add(i as usize)) };
         }
-        let used = segments * stride;
-        let run = &mut self.runs[number as usize];
-        run.class = Some(class);
-        run.list = list;
-        run.cut = pages as usize * PAGE - used;
-        self.cut += run.cut;
-        self.free_slot_bytes += used;
+        self.free_slot_bytes += segments * stride;
         self.carved[class.index()] += segments as u32;
-        self.idle.insert(number);
         self.partial[class.index()].insert((extent, first, number));
         Some(number)
     }
@@ -297,10 +275,12 @@ impl Arena {
             self.free_slot_bytes -= listed;
             self.held_slot_bytes -= if run.window.is_some() { listed } else { 0 };
             self.carved[class.index()] -= run.count;
-            self.idle.remove(&number);
         }
         self.cut -= run.cut;
-        self.give_pages(run.extent, run.first, run.pages, run.window);
+        match run.window {
+            Some(_) => self.insert_held(run.extent, run.first, run.pages),
+            None => self.give_pages(run.extent, run.first, run.pages),
+        }
         self.drop_table(&run);
     }
 
@@ -315,11 +295,6 @@ impl Arena {
         self.generation = self.generation.max(highest.map_or(0, |g| g + 1));
     }
 
-    /// Whether all segments of a run are back.
-    fn is_idle(run: &Run) -> bool {
-        run.list.len() == run.count
-    }
-
     /// Bytes of each segment of a run.
     fn segment_bytes(run: &Run) -> usize {
         run.class.map_or(run.pages as usize * PAGE, Class::stride)
@@ -331,26 +306,15 @@ impl Arena {
         (out, out as usize * Self::segment_bytes(run))
     }
 
-    /// Dissolves idle runs at once from now on, or keeps the last one of each class: while a request waits, no memory
-    /// is kept for a class.
-    pub(crate) fn set_eager(&mut self, eager: bool) {
-        self.eager = eager;
-        if eager {
-            self.release_idle();
-        }
-    }
-
     // --- segments ----------------------------------------------------------------------------------------------------
 
     /// Takes up to `count` segments of a class, neighbours where possible: from the class's run at the lowest address,
     /// or from a new run.
     pub(crate) fn take_batch(&mut self, class: Class, count: u32) -> Chain {
-        let chain = self.take_listed(class, count, self.carved[class.index()].max(1) as usize);
-        self.peak.set(self.peak.get().max(self.taken()));
-        chain
+        self.take_listed(class, count, self.carved[class.index()].max(1) as usize)
     }
 
-    /// [`Arena::take_batch`] without noting the peak. A new run has so many segments.
+    /// [`Arena::take_batch`] where a new run has so many segments.
     fn take_listed(&mut self, class: Class, count: u32, segments: usize) -> Chain {
         let number = match self.partial[class.index()].first() {
             Some(&(_, _, number)) => number,
@@ -360,9 +324,6 @@ impl Arena {
             },
         };
         let run = &mut self.runs[number as usize];
-        if Self::is_idle(run) {
-            self.idle.remove(&number);
-        }
         let chain = run.list.split(count);
         self.free_slot_bytes -= chain.len() as usize * class.stride();
         if run.list.is_empty() {
@@ -373,33 +334,24 @@ impl Arena {
 
     /// Bytes that were taken and did not come back.
     fn taken(&self) -> usize {
-        self.total - self.cut - self.free_pages * PAGE - self.free_slot_bytes
+        self.total - self.cut - self.free_bytes()
     }
 
-    /// The most bytes that were taken at a time since the call before, or ever.
+    /// Notes how many bytes are taken, for [`take_peak`](Self::take_peak).
+    pub(crate) fn note_peak(&self) {
+        self.peak.set(self.peak.get().max(self.taken()));
+    }
+
+    /// The most bytes that were [noted](Self::note_peak) since the call before, or ever.
     pub(crate) fn take_peak(&self) -> usize {
         self.peak.replace(self.taken())
-    }
-
-    /// The most bytes in use since the peak was taken.
-    pub(crate) fn peak(&self) -> usize {
-        self.peak.get()
-    }
-
-    /// Puts the peak back to what it was before segments were taken that nobody got.
-    pub(crate) fn set_peak(&self, bytes: usize) {
-        self.peak.set(bytes);
     }
 
     /// Takes one segment for a placement. `None`: no free memory fits.
     pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         match placement {
             Placement::Class(class) => self.take_batch(class, 1).pop(),
-            Placement::Pages { span, align } => {
-                let taken = self.take_alone(span, align);
-                self.peak.set(self.peak.get().max(self.taken()));
-                taken
-            }
+            Placement::Pages { span, align } => self.take_alone(span, align),
         }
     }
 
@@ -413,8 +365,7 @@ impl Arena {
     ) -> bool {
         let all = taken.len() + count;
         while taken.len() < all {
-            let left = all - taken.len();
-            let before = taken.len();
+            let (before, left) = (taken.len(), all - taken.len());
             match placement {
                 Placement::Class(class) => {
                     let mut chain = self.take_listed(class, left as u32, left);
@@ -426,7 +377,6 @@ impl Arena {
                 return false;
             }
         }
-        self.peak.set(self.peak.get().max(self.taken()));
         true
     }
 
@@ -434,7 +384,7 @@ impl Arena {
     fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Descriptor>> {
         let pages = span.div_ceil(PAGE);
         let (extent, first) = self.take_pages(pages, align, true)?;
-        let number = self.make_run(extent, first, pages as u32, &mut std::iter::once((0, None)));
+        let number = self.make_run(extent, first, pages as u32, None, 1);
         Some(self.runs[number as usize].descriptors)
     }
 
@@ -444,11 +394,7 @@ impl Arena {
     /// The descriptor is of this arena and alive.
     pub(crate) unsafe fn granted(&self, descriptor: NonNull<Descriptor>) -> usize {
         // SAFETY: alive by this function's contract.
-        let descriptor = unsafe { descriptor.as_ref() };
-        match descriptor.class() {
-            Some(class) => class.stride(),
-            None => self.runs[descriptor.run() as usize].pages as usize * PAGE,
-        }
+        Self::segment_bytes(&self.runs[unsafe { descriptor.as_ref() }.run() as usize])
     }
 
     /// Whether the segment's memory is pinned, and not plain memory in its place.
@@ -469,11 +415,12 @@ impl Arena {
     pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
         let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
+        let window = self.runs[number as usize].window;
+        if let Some(id) = window {
+            self.windows[id].out -= 1;
+            self.windows[id].looks = 0;
+        }
         let Some(class) = class else {
-            let window = self.runs[number as usize].window;
-            if let Some(id) = window {
-                self.windows[id.0].out -= 1;
-            }
             self.dissolve(number);
             return window;
         };
@@ -481,35 +428,16 @@ impl Arena {
         let run = &mut self.runs[number as usize];
         // SAFETY: alive, free and in no list by this function's contract.
         unsafe { run.list.push(descriptor) };
-        if let Some(window) = run.window {
+        if window.is_some() {
             self.held_slot_bytes += class.stride();
             self.watched[class.index()] -= 1;
-            self.windows[window.0].out -= 1;
-            if Self::is_idle(run) {
-                self.dissolve(number);
-            }
-            return Some(window);
-        }
-        if run.list.len() == 1 {
+        } else if run.list.len() == 1 {
             self.partial[class.index()].insert((run.extent, run.first, number));
         }
-        self.idled(number, class);
-        None
-    }
-
-    /// Notes that a class's run may have become idle, and dissolves it where no memory is kept for the class.
-    fn idled(&mut self, number: u32, class: Class) {
-        if Self::is_idle(&self.runs[number as usize]) {
-            self.idle.insert(number);
-            if self.eager || self.partial[class.index()].len() > 1 {
-                self.dissolve(number);
-            } else if class.shape().segments == 1 {
-                let before = self.idle_last.replace(number).filter(|before| *before != number);
-                if let Some(before) = before.filter(|before| self.idle.contains(before)) {
-                    self.dissolve(before);
-                }
-            }
+        if run.list.len() == run.count {
+            self.dissolve(number);
         }
+        window
     }
 
     /// Puts the segments of a chain back into their runs. They were cached, so none of them lies in a window.
@@ -524,20 +452,28 @@ impl Arena {
         }
     }
 
-    /// Dissolves all idle runs. `true` if there were any.
-    pub(crate) fn release_idle(&mut self) -> bool {
-        let idle = std::mem::take(&mut self.idle);
-        idle.iter().for_each(|number| self.dissolve(*number));
-        !idle.is_empty()
+    // --- looking -----------------------------------------------------------------------------------------------------
+
+    /// The descriptor at an address in the run of this number, and the bytes that its segment was given. `None`: the run
+    /// has no such descriptor.
+    pub(crate) fn descriptor_at(&self, run: u32, address: usize) -> Option<(&Descriptor, usize)> {
+        let run = self.runs.get(run as usize)?;
+        let index = address.checked_sub(run.descriptors.as_ptr().addr())? / size_of::<Descriptor>();
+        if index >= run.count as usize {
+            return None;
+        }
+        // SAFETY: the run's own descriptor, which is alive as long as the run.
+        let descriptor = unsafe { self.descriptor(run, index as u32).as_ref() };
+        Some((descriptor, Self::segment_bytes(run)))
     }
 
-    /// Bytes of the tables that lie beside the pinned memory.
-    #[cfg(all(test, not(loom)))]
-    pub(crate) fn table_bytes(&self) -> usize {
-        let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();
-        let descriptors: usize =
-            self.runs.iter().map(|(_, r)| r.count as usize * size_of::<Descriptor>()).sum();
-        maps + descriptors + self.runs.len() * size_of::<Run>()
+    /// Visits each run that has segments of a class: the class, how many there are, and how many of them are free.
+    pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
+        for (_, run) in &self.runs {
+            if let Some(class) = run.class {
+                visit(class, run.count.into(), run.list.len().into());
+            }
+        }
     }
 }
 

@@ -44,32 +44,24 @@ impl Arena {
         }
     }
 
-    /// Removes a region's extents, if no segment of them is given out. Their memory is the caller's again: base, length
-    /// in bytes, and whether it is pinned. `None` also for a region that is not here any more: of several callers that
-    /// remove one region only the first gets it.
-    pub(crate) fn retire(&mut self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
-        self.release_idle();
-        let whole = |e: &ArenaExtent| e.map[0] == FREE | e.pages;
-        if self.extents.iter().any(|(_, e)| e.region == region && !whole(e)) {
+    /// Removes a region's extents, if no segment of them is given out: their memory is the caller's again. Returns their
+    /// bytes. `None` also for a region that is not here any more: of several callers that remove one region only the first
+    /// gets it.
+    pub(crate) fn retire(&mut self, region: RegionId) -> Option<usize> {
+        let mine: Vec<_> = self.extents.iter().filter(|(_, e)| e.region == region).collect();
+        if mine.is_empty() || mine.iter().any(|(_, e)| e.map[0] != FREE | e.pages) {
             return None;
         }
-        let mine: Vec<usize> =
-            self.extents.iter().filter(|(_, e)| e.region == region).map(|(i, _)| i).collect();
-        if mine.is_empty() {
-            return None;
-        }
-        let out = mine.into_iter().map(|i| {
-            let e = self.extents.remove(i);
+        let mine: Vec<usize> = mine.into_iter().map(|(extent, _)| extent).collect();
+        let bytes = mine.into_iter().map(|extent| {
+            let e = self.extents.remove(extent);
             let len = e.pages as usize * PAGE;
-            self.free.remove(&(e.pages, i as u32, 0));
-            self.free_pages -= e.pages as usize;
+            self.remove_free(extent as u32, 0, e.pages);
             self.total -= len;
-            if !e.pinned {
-                self.unpinned -= len;
-            }
-            (e.base, len, e.pinned)
+            self.unpinned -= if e.pinned { 0 } else { len };
+            len
         });
-        Some(out.collect())
+        Some(bytes.sum())
     }
 
     /// The regions, each with its bytes and how many of them are in free runs.
@@ -90,7 +82,23 @@ impl Arena {
         list
     }
 
+    /// Bytes of all regions that have a quarantined segment.
+    pub(crate) fn stuck_regions(&self) -> usize {
+        let mut found: Vec<RegionId> = Vec::new();
+        for (_, e) in self.extents.iter().filter(|(_, e)| !e.stuck.is_empty()) {
+            if !found.contains(&e.region) {
+                found.push(e.region);
+            }
+        }
+        let extents = self.extents.iter().filter(|(_, e)| found.contains(&e.region));
+        extents.map(|(_, e)| e.pages as usize * PAGE).sum()
+    }
+
+    /// Adds a free run outside of windows. Nothing, if it has no pages.
     pub(super) fn insert_free(&mut self, extent: u32, first: u32, pages: u32) {
+        if pages == 0 {
+            return;
+        }
         let map = &mut self.extents[extent as usize].map;
         map[first as usize] = FREE | pages;
         map[(first + pages - 1) as usize] = FREE | pages;
@@ -103,83 +111,40 @@ impl Arena {
         self.free_pages -= pages as usize;
     }
 
-    /// The first aligned page of a free run, if `pages` pages from it on fit into the run. `align` is in pages.
-    pub(super) fn aligned_start(&self, run: (u32, u32, u32), pages: u32, align: usize) -> Option<u32> {
-        let (len, extent, first) = run;
-        let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
-        let skip = page.next_multiple_of(align) - page;
-        (skip + pages as usize <= len as usize).then(|| first + skip as u32)
-    }
-
-    /// The last aligned page of a free run from which on `pages` pages fit into the run. `align` is in pages.
-    fn last_start(&self, run: (u32, u32, u32), pages: u32, align: usize) -> Option<u32> {
-        let (len, extent, first) = run;
-        let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
-        let start = (page + len.checked_sub(pages)? as usize) / align * align;
-        Some(first + start.checked_sub(page)? as u32)
-    }
-
-    /// Takes `pages` pages from the smallest free run that fits: from its high end, or else from its low end. What lies
-    /// before and after them stays free. Returns the extent and the first page. `align` is in pages.
+    /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or the first ones. What
+    /// lies before and after them stays free. Returns the extent and the first page. `align` is in pages.
     pub(super) fn take_pages(&mut self, pages: usize, align: usize, high: bool) -> Option<(u32, u32)> {
         let pages = u32::try_from(pages).ok()?;
-        let start = |run| match high {
-            true => self.last_start(run, pages, align),
-            false => self.aligned_start(run, pages, align),
-        };
         let mut fitting = self.free.range((pages, 0, 0)..);
-        let (run, start) = fitting.find_map(|&run| start(run).map(|start| (run, start)))?;
-        let (len, extent, first) = run;
+        let ((len, extent, first), start) = fitting.find_map(|&(len, extent, first)| {
+            let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
+            let last = (page + (len - pages) as usize) / align * align;
+            let start = if high { first + last.checked_sub(page)? as u32 } else { first };
+            Some(((len, extent, first), start))
+        })?;
         self.remove_free(extent, first, len);
-        if start > first {
-            self.insert_free(extent, first, start - first);
-        }
-        if first + len > start + pages {
-            self.insert_free(extent, start + pages, first + len - start - pages);
-        }
+        self.insert_free(extent, first, start - first);
+        self.insert_free(extent, start + pages, first + len - start - pages);
         Some((extent, start))
     }
 
-    /// Frees pages, which lie in this window, and joins them with the free runs beside them. No free run crosses the edge
-    /// of a window's range.
-    pub(super) fn give_pages(
-        &mut self,
-        extent: u32,
-        mut first: u32,
-        mut pages: u32,
-        window: Option<WindowId>,
-    ) {
+    /// Frees pages outside of windows, and joins them with the free runs beside them.
+    pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
         let e = &self.extents[extent as usize];
-        let (from, end, held) = match window.and_then(|id| self.range_at(id, extent, first)) {
-            Some(range) => (range.first, range.end, HELD),
-            None => (0, e.pages, 0),
+        let free = |entry: Option<&u32>| {
+            entry.filter(|entry| **entry & (FREE | HELD) == FREE).map_or(0, |e| free_len(*e))
         };
-        let joins = |entry: &u32| entry & (FREE | HELD) == FREE | held;
-        let left = first.checked_sub(1).filter(|page| *page >= from).map(|page| e.map[page as usize]);
-        let right = Some(first + pages).filter(|page| *page < end).map(|page| e.map[page as usize]);
-        let [left, right] = [left, right].map(|entry| entry.filter(joins).map_or(0, free_len));
+        let left = free(first.checked_sub(1).and_then(|page| e.map.get(page as usize)));
+        let right = free(e.map.get((first + pages) as usize));
         if left > 0 {
-            self.take_free(extent, first - left, left, held);
+            self.remove_free(extent, first - left, left);
         }
         if right > 0 {
-            self.take_free(extent, first + pages, right, held);
+            self.remove_free(extent, first + pages, right);
         }
         first -= left;
         pages += left + right;
-        match window {
-            Some(id) => self.insert_held(id, extent, first, pages),
-            None => self.insert_free(extent, first, pages),
-        }
-    }
-
-    /// Takes a free run out of the books, in a window (`held` is [`HELD`]) or outside of one.
-    fn take_free(&mut self, extent: u32, first: u32, pages: u32, held: u32) {
-        if held == 0 {
-            self.remove_free(extent, first, pages);
-        } else {
-            self.free_pages -= pages as usize;
-            self.held_pages -= pages as usize;
-        }
+        self.insert_free(extent, first, pages);
     }
 
     /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back, and

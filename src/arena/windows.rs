@@ -13,10 +13,10 @@
 //!
 //! A range is made of whole runs, and of free pages between them and at its edges. A run in a window is *marked*: its
 //! class does not take from it, and it is dissolved when all of its segments are back. The free pages of a range are free
-//! runs that the set of free runs does not have; they are joined with each other, and never across an edge of the range.
-//! So no run is idle when a window ends.
+//! runs that the set of free runs does not have; they are joined when the window ends. Of a range
+//! for one segment each run has to come back: with fewer of them, a shorter range would have had fewer bytes out.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use super::*;
 
@@ -25,8 +25,7 @@ const COMPARED: usize = 128;
 const PLACES: usize = 4;
 
 /// Names a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct WindowId(pub(super) usize);
+pub(crate) type WindowId = usize;
 
 /// A range of pages of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,22 +37,33 @@ pub(crate) struct PageRange {
 
 impl PageRange {
     /// Whether pages of an extent, from `first` to before `end`, meet the range.
-    fn meets(self, extent: u32, first: u32, end: u32) -> bool {
+    pub(super) fn meets(self, extent: u32, first: u32, end: u32) -> bool {
         self.extent == extent && self.first < end && first < self.end
     }
 }
 
-/// See the head of this module.
+/// What is withheld for a request that waits: see the head of this module.
 #[derive(Debug)]
-pub(super) struct Window {
-    pub(super) ranges: Vec<PageRange>,
-    /// Pages that the request needs in one piece, and their alignment in pages.
-    need: u32,
-    align: usize,
+pub(crate) struct Window {
+    /// The number of the request.
+    pub(crate) owner: usize,
+    pub(crate) ranges: Vec<PageRange>,
+    /// The ranges are whole regions that are to be replaced.
+    pub(crate) replaces: bool,
     /// Segments in it that are given out.
-    pub(super) out: u32,
-    /// The pages that the request needs are free.
-    complete: bool,
+    pub(crate) out: u32,
+    /// How often the central pool has looked at it since a segment came back to it.
+    pub(crate) looks: u32,
+}
+
+impl Window {
+    pub(crate) fn new(owner: usize, ranges: Vec<PageRange>, replaces: bool) -> Self {
+        Self { owner, ranges, replaces, out: 0, looks: 0 }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.ranges.iter().map(|range| (range.end - range.first) as usize * PAGE).sum()
+    }
 }
 
 /// A run or free pages, as a search for a window sees them.
@@ -63,7 +73,8 @@ struct Item {
     out: usize,
     /// It may lie in a new window.
     open: bool,
-    gap: bool,
+    /// The run's number. `None`: free pages.
+    run: Option<u32>,
 }
 
 impl Arena {
@@ -113,14 +124,14 @@ impl Arena {
         // Alignments are powers of two.
         let mask = !(align - 1);
         while at < e.pages && most > 0 {
-            let item = self.item(e, at);
+            let item = self.item(extent, at);
             at = item.end;
             if !item.open || avoid.iter().any(|range| range.meets(extent, item.first, item.end)) {
                 items.clear();
                 sum = 0;
                 continue;
             }
-            let (last, end) = (item.gap.then_some(item.first), item.end);
+            let (last, end) = (item.run.is_none().then_some(item.first), item.end);
             sum += item.out;
             items.push_back(item);
             // The last page from which on there are as many.
@@ -136,7 +147,7 @@ impl Arena {
                 continue;
             }
             // Of free pages at the edges only those that are needed.
-            let first = if head.gap { start } else { head.first };
+            let first = if head.run.is_none() { start } else { head.first };
             let begin = ((base + first as usize + align - 1) & mask) - base;
             let end = last.map_or(end, |last| last.max(begin as u32 + need));
             // Of equal ones the last: large segments are taken from the high end.
@@ -150,7 +161,8 @@ impl Arena {
 
     /// Where the run or the free pages begin that a page lies in. It looks from the high end, where most windows are: of
     /// equal ranges the last is chosen.
-    fn item_start(&self, e: &ArenaExtent, page: u32) -> u32 {
+    fn item_start(&self, extent: u32, page: u32) -> u32 {
+        let e = &self.extents[extent as usize];
         let mut at = e.pages;
         while at > page {
             let entry = e.map[at as usize - 1];
@@ -160,15 +172,15 @@ impl Arena {
     }
 
     /// The run or the free pages that begin at a page.
-    fn item(&self, e: &ArenaExtent, first: u32) -> Item {
-        let entry = e.map[first as usize];
+    fn item(&self, extent: u32, first: u32) -> Item {
+        let entry = self.extents[extent as usize].map[first as usize];
         if entry & FREE != 0 {
             let end = first + free_len(entry);
-            return Item { first, end, out: 0, open: entry & HELD == 0, gap: true };
+            return Item { first, end, out: 0, open: entry & HELD == 0, run: None };
         }
         let run = &self.runs[entry as usize];
         let (end, out) = (first + run.pages, Self::out(run).1);
-        Item { first, end, out, open: run.window.is_none() && !run.stuck, gap: false }
+        Item { first, end, out, open: run.window.is_none() && !run.stuck, run: Some(entry) }
     }
 
     /// Notes that a segment was quarantined. Returns the window that it lies in, which can never be free as a whole any
@@ -188,31 +200,22 @@ impl Arena {
 
     // --- withholding -------------------------------------------------------------------------------------------------
 
-    /// Withholds ranges that were chosen just now, for a waiter that needs so many pages in one piece, so aligned. Nothing
-    /// in the ranges may be cached.
-    pub(crate) fn withhold(&mut self, ranges: Vec<PageRange>, need: usize, align: usize) -> WindowId {
-        // Without idle runs every run in a range has a segment out.
-        self.release_idle();
-        let need = u32::try_from(need).unwrap_or(u32::MAX);
-        let window = Window { ranges: ranges.clone(), need, align, out: 0, complete: false };
-        let id = WindowId(self.windows.insert(window));
+    /// Withholds the ranges of a window, which were chosen just now. Nothing in them may be cached.
+    pub(crate) fn withhold(&mut self, window: Window) -> WindowId {
+        let ranges = window.ranges.clone();
+        let id = self.windows.insert(Window { out: 0, ..window });
         for PageRange { extent, first, end } in ranges {
-            let mut at = self.item_start(&self.extents[extent as usize], first);
+            let mut at = self.item_start(extent, first);
             while at < end {
-                let entry = self.extents[extent as usize].map[at as usize];
-                let next =
-                    at + if entry & FREE != 0 { free_len(entry) } else { self.runs[entry as usize].pages };
-                let (from, to) = (at.max(first), next.min(end));
-                if entry & FREE == 0 {
-                    self.mark(entry, id);
-                } else if entry & FREE != 0 && from < to {
+                let Item { end: next, run, .. } = self.item(extent, at);
+                if let Some(run) = run {
+                    self.mark(run, id);
+                } else {
+                    let (from, to) = (at.max(first), next.min(end));
                     self.remove_free(extent, at, next - at);
-                    self.insert_held(id, extent, from, to - from);
-                    for (from, to) in [(at, from), (to, next)] {
-                        if from < to {
-                            self.insert_free(extent, from, to - from);
-                        }
-                    }
+                    self.insert_held(extent, from, to - from);
+                    self.insert_free(extent, at, from - at);
+                    self.insert_free(extent, to, next - to);
                 }
                 at = next;
             }
@@ -224,7 +227,7 @@ impl Arena {
     fn mark(&mut self, number: u32, id: WindowId) {
         let run = &mut self.runs[number as usize];
         run.window = Some(id);
-        self.windows[id.0].out += Self::out(run).0;
+        self.windows[id].out += Self::out(run).0;
         if let Some(class) = run.class {
             self.held_slot_bytes += run.list.len() as usize * class.stride();
             self.watched[class.index()] += Self::out(run).0;
@@ -232,72 +235,47 @@ impl Arena {
         }
     }
 
-    /// Ends a window: what is free in it serves everybody. Returns the ranges that it had.
-    pub(crate) fn release_window(&mut self, id: WindowId) -> Vec<PageRange> {
-        let ranges = self.windows.remove(id.0).ranges;
-        for &PageRange { extent, first, end } in &ranges {
-            let (mut free, mut at) = (Vec::new(), first);
+    /// Ends a window: what is free in it serves everybody.
+    pub(crate) fn release_window(&mut self, id: WindowId) -> Window {
+        let window = self.windows.remove(id);
+        for &PageRange { extent, first, end } in &window.ranges {
+            let mut at = first;
             while at < end {
-                let entry = self.extents[extent as usize].map[at as usize];
-                if entry & FREE != 0 {
-                    free.push((at, free_len(entry)));
-                    at += free_len(entry);
-                    continue;
+                let Item { end: next, run, .. } = self.item(extent, at);
+                if let Some(run) = run {
+                    self.unmark(run);
+                } else {
+                    self.held_pages -= (next - at) as usize;
+                    self.give_pages(extent, at, next - at);
                 }
-                let run = &mut self.runs[entry as usize];
-                run.window = None;
-                at += run.pages;
-                let Some(class) = run.class else { continue };
-                self.held_slot_bytes -= run.list.len() as usize * class.stride();
-                self.watched[class.index()] -= Self::out(run).0;
-                if !run.list.is_empty() {
-                    self.partial[class.index()].insert((run.extent, run.first, entry));
-                }
-            }
-            for (at, pages) in free {
-                self.free_pages -= pages as usize;
-                self.held_pages -= pages as usize;
-                self.give_pages(extent, at, pages, None);
+                at = next;
             }
         }
-        ranges
+        window
+    }
+
+    /// Takes a run out of its window.
+    fn unmark(&mut self, number: u32) {
+        let run = &mut self.runs[number as usize];
+        run.window = None;
+        if let Some(class) = run.class {
+            self.held_slot_bytes -= run.list.len() as usize * class.stride();
+            self.watched[class.index()] -= Self::out(run).0;
+            if !run.list.is_empty() {
+                self.partial[class.index()].insert((run.extent, run.first, number));
+            }
+        }
     }
 
     /// Adds a free run in a window.
-    pub(super) fn insert_held(&mut self, id: WindowId, extent: u32, first: u32, pages: u32) {
+    pub(super) fn insert_held(&mut self, extent: u32, first: u32, pages: u32) {
         let map = &mut self.extents[extent as usize].map;
         map[first as usize] = FREE | HELD | pages;
         map[(first + pages - 1) as usize] = FREE | HELD | pages;
-        self.free_pages += pages as usize;
         self.held_pages += pages as usize;
-        let Window { need, align, .. } = self.windows[id.0];
-        let fits = self.aligned_start((pages, extent, first), need, align).is_some();
-        self.windows[id.0].complete |= fits;
-    }
-
-    /// The range of a window that a page lies in.
-    pub(super) fn range_at(&self, id: WindowId, extent: u32, page: u32) -> Option<PageRange> {
-        self.windows[id.0].ranges.iter().find(|range| range.meets(extent, page, page + 1)).copied()
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
-
-    /// Whether ranges that a window had can be withheld again: no run that was cut since then crosses their edges.
-    pub(crate) fn can_withhold(&self, ranges: &[PageRange]) -> bool {
-        ranges.iter().all(|range| {
-            let e = &self.extents[range.extent as usize];
-            let mut at = self.item_start(e, range.first);
-            while at < range.end {
-                let item = self.item(e, at);
-                let crosses = |edge: u32| item.first < edge && edge < item.end;
-                if !item.gap && (crosses(range.first) || crosses(range.end)) {
-                    return false;
-                }
-                at = item.end;
-            }
-            true
-        })
-    }
 
     /// The window that a segment lies in.
     ///
@@ -306,31 +284,6 @@ impl Arena {
     pub(crate) unsafe fn window_of(&self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
         self.runs[unsafe { descriptor.as_ref() }.run() as usize].window
-    }
-
-    /// Number of windows.
-    pub(crate) fn window_count(&self) -> usize {
-        self.windows.len()
-    }
-
-    /// Whether the pages that a window's owner needs are free.
-    pub(crate) fn is_complete(&self, id: WindowId) -> bool {
-        self.windows[id.0].complete
-    }
-
-    /// Segments in a window that are given out.
-    pub(crate) fn out_of(&self, id: WindowId) -> u32 {
-        self.windows[id.0].out
-    }
-
-    /// The ranges of a window.
-    pub(crate) fn ranges(&self, id: WindowId) -> &[PageRange] {
-        &self.windows[id.0].ranges
-    }
-
-    /// The bytes of a window.
-    pub(crate) fn bytes_of(&self, id: WindowId) -> usize {
-        self.ranges(id).iter().map(|range| (range.end - range.first) as usize * PAGE).sum()
     }
 
     /// The addresses of the ranges of all windows: of each the first, and that behind the last.
@@ -345,29 +298,29 @@ impl Arena {
     /// regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would be
     /// needed.
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
-        let mut regions: BTreeMap<RegionId, (usize, usize, bool)> = BTreeMap::new();
-        for (extent, e) in &self.extents {
-            let (out, len, blocked) = regions.entry(e.region).or_default();
-            let in_extent = self.runs.iter().filter(|(_, run)| run.extent as usize == extent);
-            *out += in_extent.map(|(_, run)| Self::out(run).1).sum::<usize>();
-            *len += e.pages as usize * PAGE;
-            let mut windows = self.windows.iter().flat_map(|(_, window)| &window.ranges);
-            *blocked |= !e.stuck.is_empty() || windows.any(|range| range.extent as usize == extent);
+        let region_of = |extent: u32| self.extents[extent as usize].region;
+        let mut regions = self.regions();
+        regions.retain(|(region, ..)| {
+            let mut withheld = self.windows.iter().flat_map(|(_, window)| &window.ranges);
+            let is_stuck = self.extents.iter().any(|(_, e)| e.region == *region && !e.stuck.is_empty());
+            !is_stuck && withheld.all(|range| region_of(range.extent) != *region)
+        });
+        for (region, _, out) in &mut regions {
+            let inside = self.runs.iter().filter(|(_, run)| region_of(run.extent) == *region);
+            *out = inside.map(|(_, run)| Self::out(run).1).sum();
         }
-        let mut regions: Vec<_> = regions.into_iter().filter(|(_, (.., blocked))| !blocked).collect();
         // As a part of the region.
-        regions.sort_by(|(_, a), (_, b)| (a.0 as u128 * b.1 as u128).cmp(&(b.0 as u128 * a.1 as u128)));
+        regions.sort_by(|a, b| (a.2 as u128 * b.1 as u128).cmp(&(b.2 as u128 * a.1 as u128)));
         let (mut sum, mut ranges) = (0, Vec::new());
-        for (region, (_, len, _)) in regions {
+        for (region, len, _) in regions {
             if sum < bytes {
                 sum += len;
                 let extents = self.extents.iter().filter(|(_, e)| e.region == region);
-                let whole = |(extent, e): (usize, &ArenaExtent)| PageRange {
+                ranges.extend(extents.map(|(extent, e)| PageRange {
                     extent: extent as u32,
                     first: 0,
                     end: e.pages,
-                };
-                ranges.extend(extents.map(whole));
+                }));
             }
         }
         (sum >= bytes && ranges.len() <= most).then_some(ranges)
@@ -378,8 +331,7 @@ impl Arena {
         self.watched[class.index()]
     }
 
-    /// Whether a placement could probably be taken outside of windows. `false` is certain, as long as no idle run is
-    /// dissolved.
+    /// Whether a placement could probably be taken outside of windows. `false` is certain.
     pub(crate) fn could_take(&self, placement: Placement) -> bool {
         let listed = match placement {
             Placement::Class(class) => !self.partial[class.index()].is_empty(),

@@ -225,9 +225,9 @@ mod tests {
         assert!(violation(&central).starts_with("returns do not find the window at "));
         closed.set_ranges(central.core.lock().arena.window_addresses());
         central.check(|_, _| ()).unwrap();
-        central.core.lock().windows.list[0].owner = 77;
+        central.core.lock().arena.windows[0].owner = 77;
         assert!(violation(&central).ends_with("some of which do not wait, or have two"));
-        central.core.lock().windows.list[0].owner = large;
+        central.core.lock().arena.windows[0].owner = large;
         central.leave(large);
         central.check(|_, _| ()).unwrap();
         assert!(!central.waits(small), "it is served with what the first was to have");

@@ -261,7 +261,7 @@ impl CentralPool {
         if !core.queue.is_empty() {
             return None;
         }
-        let len = core.arena.retire(region)?.iter().map(|extent| extent.1).sum();
+        let len = core.arena.retire(region)?;
         core.leaving += len;
         Some(len)
     }
@@ -278,7 +278,6 @@ impl CentralPool {
     pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
         let mut core = self.lock();
         self.reclaim_all(&mut core);
-        core.arena.release_idle();
         core.arena.regions()
     }
 }
@@ -394,7 +393,6 @@ impl Core {
             if !may_move || self.growing > 0 || self.never(wants).is_none() {
                 return None;
             }
-            self.arena.release_idle();
             let mut idle = self.arena.regions();
             idle.retain(|(_, len, free)| len == free);
             idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));

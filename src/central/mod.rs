@@ -7,8 +7,8 @@
 //! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache (two atomic
 //!    operations; `transfer`);
 //! 3. *batch*: under the lock, a batch of neighbours from a run; the request gets one, and the thread cache the others;
-//! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, idle runs are dissolved,
-//!    and the request is tried again (`reclaim`);
+//! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, and the request is tried
+//!    again (`reclaim`);
 //! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
 //!    (`waiting`, `queue`), or to do without.
 //!
@@ -261,7 +261,7 @@ impl CentralPool {
             core: crossbeam::utils::CachePadded::new(CoreLock::new(Core {
                 arena: Arena::new(),
                 table: CacheTable::default(),
-                queue: WaitQueue::new(),
+                queue: WaitQueue::default(),
                 windows: Windows::default(),
                 books: Books::default(),
                 wakes: Vec::new(),
@@ -387,7 +387,7 @@ impl CentralPool {
                 return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
             }
         }
-        let mut taken = core.take(want.placement);
+        let mut taken = core.arena.take(want.placement);
         if taken.is_none() {
             taken = self.reclaim(&mut core, want.placement, cache, level);
         }
@@ -608,19 +608,9 @@ impl Core {
             (self.arena.granted(descriptor), descriptor.as_ref().class())
         };
         self.classes.took(class, granted);
+        self.arena.note_peak();
         self.books.requested = self.books.requested.wrapping_add(len as u64);
         Grant { descriptor, len }
-    }
-
-    /// Takes a segment for a placement. Where none is free, idle runs are dissolved first; what this frees is first for
-    /// those that wait. Under a lock nothing was freed before that, or [`Core::serve`] was called since.
-    fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
-        let mut taken = self.arena.take(placement);
-        if taken.is_none() && self.arena.release_idle() {
-            self.serve();
-            taken = self.arena.take(placement);
-        }
-        taken
     }
 
     /// Puts a segment back that was out, and serves the waiter that has a right to it.

@@ -69,8 +69,8 @@ pub(crate) enum Wake {
     Task(Task),
     /// Carries out the plan of a region for the head of the queue.
     Grow(Weak<CentralPool>, Growth),
-    /// Chooses windows anew after this time.
-    Choose(Weak<CentralPool>, Duration),
+    /// Looks at the queue and the windows after a time.
+    Look(Weak<CentralPool>),
     /// Tries the head's growth again after this time.
     Retry(Weak<CentralPool>, Duration),
 }
@@ -85,7 +85,7 @@ impl Wake {
                     central.carry_out(growth);
                 }
             }
-            Self::Choose(central, after) => CentralPool::choose_later(central, after),
+            Self::Look(central) => CentralPool::look_later(central),
             Self::Retry(central, after) => CentralPool::grow_later(central, after),
         }
     }
@@ -136,23 +136,23 @@ impl Size {
 pub(super) type Ticket = usize;
 
 #[derive(Debug)]
-struct Waiter {
-    wants: Vec<Want>,
+pub(super) struct Waiter {
+    pub(super) wants: Vec<Want>,
     size: Size,
     wake: Option<Wake>,
     /// Idle regions were replaced for it.
     replaced: bool,
-    /// How often its window was exchanged, and the ranges that it gave up.
-    moves: u32,
-    given_up: Vec<PageRange>,
+    /// How often it gave up a window, and which ranges.
+    pub(super) moves: u32,
+    pub(super) given_up: Vec<PageRange>,
     since: Instant,
 }
 
 /// See the head of this module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct WaitQueue {
     /// Those that wait.
-    waiting: BTreeMap<Ticket, Waiter>,
+    pub(super) waiting: BTreeMap<Ticket, Waiter>,
     /// Their tickets, by size. No set is empty.
     sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
@@ -165,17 +165,6 @@ pub(crate) struct WaitQueue {
 }
 
 impl WaitQueue {
-    pub(crate) fn new() -> Self {
-        Self {
-            waiting: BTreeMap::new(),
-            sizes: BTreeMap::new(),
-            ended: BTreeMap::new(),
-            next: 0,
-            told: 0,
-            waited: Histogram::default(),
-        }
-    }
-
     /// Whether no request waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
@@ -210,10 +199,6 @@ impl WaitQueue {
         &self.waiting[&ticket]
     }
 
-    fn change(&mut self, ticket: Ticket, change: impl FnOnce(&mut Waiter)) {
-        self.waiting.get_mut(&ticket).map(change);
-    }
-
     /// The first waiter of a size.
     pub(super) fn first(&self, size: Size) -> Option<Ticket> {
         self.sizes.get(&size)?.first().copied()
@@ -230,11 +215,10 @@ impl WaitQueue {
         if let Some(outcome) = self.ended.remove(&ticket) {
             return (outcome, wake);
         }
-        let mut wake = wake;
-        if wake.is_some() {
-            self.change(ticket, |waiter| std::mem::swap(&mut waiter.wake, &mut wake));
+        match self.waiting.get_mut(&ticket).filter(|_| wake.is_some()) {
+            Some(waiter) => (WaitOutcome::Waiting, std::mem::replace(&mut waiter.wake, wake)),
+            None => (WaitOutcome::Waiting, wake),
         }
-        (WaitOutcome::Waiting, wake)
     }
 
     /// Whether a waiter still waits.
@@ -259,7 +243,7 @@ impl WaitQueue {
 
     /// Notes that idle regions are replaced for a waiter.
     pub(super) fn note_replaced(&mut self, ticket: Ticket) {
-        self.change(ticket, |waiter| waiter.replaced = true);
+        self.waiting.get_mut(&ticket).into_iter().for_each(|waiter| waiter.replaced = true);
     }
 
     /// The waiter that came first.
@@ -317,17 +301,6 @@ impl WaitQueue {
         })
     }
 
-    /// How often a waiter's window was exchanged, and the ranges that it gave up.
-    pub(super) fn moves(&self, ticket: Ticket) -> (u32, &[PageRange]) {
-        let waiter = self.waiter(ticket);
-        (waiter.moves, &waiter.given_up)
-    }
-
-    /// Notes that a waiter's window is exchanged, and what it has given up by now.
-    pub(super) fn moved(&mut self, ticket: Ticket, given_up: Vec<PageRange>) {
-        self.change(ticket, |waiter| (waiter.moves, waiter.given_up) = (waiter.moves + 1, given_up));
-    }
-
     // --- who is next -------------------------------------------------------------------------------------------------
 
     /// The first waiter that what is free outside of windows can probably serve, but for the sizes in `not`.
@@ -363,15 +336,9 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
-/// Takes a segment for each of `wants`, or none at all. Where that is not possible, idle runs are dissolved first.
+/// Takes a segment for each of `wants`, or none at all. Takes the longest segments first, and cuts no run that is longer
+/// than several need. (A longer one takes pages that another of the wants may need.)
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
-    let taken = take_now(arena, wants);
-    if taken.is_none() && arena.release_idle() { take_now(arena, wants) } else { taken }
-}
-
-/// [`take_all`] without dissolving idle runs. Takes the longest segments first, and cuts no run that is longer than
-/// several need. (A longer one takes pages that another of the wants may need.)
-fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
     let grant = |want: &Want, descriptor| Grant { descriptor, len: want.len };
     if let [want] = wants {
         return Some(vec![grant(want, arena.take(want.placement)?)]);
@@ -381,12 +348,10 @@ fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
         Placement::Class(class) => (Reverse(class.stride().div_ceil(PAGE)), Reverse(1), class.index()),
         Placement::Pages { span, align } => (Reverse(span.div_ceil(PAGE)), Reverse(align), CLASSES),
     });
-    // What is given back at once was never in use.
-    let (peak, mut taken) = (arena.peak(), Vec::with_capacity(wants.len()));
+    let mut taken = Vec::with_capacity(wants.len());
     let mut alike = order.chunk_by(|a, b| wants[*a].placement == wants[*b].placement);
     if !alike.all(|alike| arena.take_several(wants[alike[0]].placement, alike.len(), &mut taken)) {
         give_all(arena, taken);
-        arena.set_peak(peak);
         return None;
     }
     let mut taken: Vec<_> = order.into_iter().zip(taken).collect();
@@ -396,10 +361,8 @@ fn take_now(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
 
 /// Whether what is free outside of windows serves all of `wants`. Takes it, and gives it back.
 pub(super) fn serves_all(arena: &mut Arena, wants: &[Want]) -> bool {
-    let peak = arena.peak();
     let Some(grants) = take_all(arena, wants) else { return false };
     give_all(arena, grants.into_iter().map(|grant| grant.descriptor).collect());
-    arena.set_peak(peak);
     true
 }
 
@@ -443,49 +406,8 @@ mod tests {
     }
 
     #[test]
-    fn the_first_that_can_be_served_is_next() {
-        let (arena, mut queue) = (arena(), WaitQueue::new());
-        let large = join(&mut queue, &[want(3 * PAGE - 32)]);
-        assert_eq!(queue.next(&arena, &[]), None, "all pages are in use");
-        let keys = [SMALL, 2 * SMALL, SMALL].map(|len| join(&mut queue, &[want(len)]));
-        assert_eq!(queue.next(&arena, &[]), Some(keys[0]));
-        let size = queue.size(keys[0]);
-        assert_eq!(queue.next(&arena, &[size]), None, "there is no page for the other class");
-        assert_eq!((queue.awaited(Class::of(SMALL).unwrap()), queue.len()), (2, 4));
-        let wake = queue.finish(keys[0], WaitOutcome::Granted(Vec::new()));
-        assert_eq!((wake.is_some(), queue.waited().count()), (true, 1));
-        assert_eq!(queue.next(&arena, &[]), Some(keys[2]));
-        let (outcome, _) = queue.look(keys[0], None);
-        assert!(matches!(outcome, WaitOutcome::Granted(grants) if grants.is_empty()));
-        assert!(queue.remove(large).is_some());
-        assert_eq!((queue.head(), queue.len(), queue.waited().count()), (Some(keys[1]), 2, 2));
-    }
-
-    #[test]
-    fn windows_are_for_the_first_of_a_class_and_for_each_large_request() {
-        let mut queue = WaitQueue::new();
-        let small = [(); 3].map(|()| join(&mut queue, &[want(SMALL)]));
-        let large = [(); 2].map(|()| join(&mut queue, &[want(4 * PAGE)]));
-        let several = join(&mut queue, &[want(SMALL), want(SMALL)]);
-        let unplaced = |queue: &WaitQueue, most: usize, placed: usize| {
-            queue.unplaced(most, move |key| key == placed).collect::<Vec<_>>()
-        };
-        assert_eq!(unplaced(&queue, 9, usize::MAX), [small[0], large[0], large[1], several]);
-        assert_eq!(unplaced(&queue, 1, usize::MAX), [small[0], large[0], several]);
-        assert_eq!(unplaced(&queue, 9, small[0]), [large[0], large[1], several]);
-        let _ = queue.finish(small[0], WaitOutcome::Failed(Error::Closed));
-        assert_eq!(unplaced(&queue, 9, usize::MAX), [small[1], large[0], large[1], several]);
-        let _ = queue.remove(small[2]);
-        assert_eq!(queue.first(queue.size(small[1])), Some(small[1]));
-        for key in [small[1], large[0], large[1], several] {
-            let _ = queue.remove(key);
-        }
-        assert!(queue.is_empty() && queue.firsts().next().is_none());
-    }
-
-    #[test]
     fn a_look_replaces_the_wake_of_what_waits() {
-        let mut queue = WaitQueue::new();
+        let mut queue = WaitQueue::default();
         let key = join(&mut queue, &[want(SMALL)]);
         let other = || Some(Wake::Thread(thread::current()));
         assert!(matches!(queue.look(key, None), (WaitOutcome::Waiting, None)));

@@ -140,7 +140,7 @@ impl CentralPool {
         // What comes back is first for those that wait.
         if self.reclaim_idle(core, mine, Some(placement)) {
             core.serve();
-            if let Some(descriptor) = core.take(placement) {
+            if let Some(descriptor) = core.arena.take(placement) {
                 return Some(descriptor);
             }
         }
@@ -150,7 +150,7 @@ impl CentralPool {
         if let Placement::Class(class) = placement {
             if self.reclaim_half(core, class) {
                 core.serve();
-                if let Some(descriptor) = core.take(placement) {
+                if let Some(descriptor) = core.arena.take(placement) {
                     return Some(descriptor);
                 }
             }
@@ -158,7 +158,7 @@ impl CentralPool {
         let any = level == ReclaimLevel::All && self.any_cached(core);
         if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
             core.serve();
-            return core.take(placement);
+            return core.arena.take(placement);
         }
         None
     }

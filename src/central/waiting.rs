@@ -13,8 +13,8 @@
 //! # Looks
 //!
 //! Returns do not look at everything that a new request would find: segments that are cached, and pages beside a window
-//! that make a longer range of it. So as long as a request waits, the timer
-//! looks at the queue after pauses that double, up to [`MOST_PATIENCE`], and takes all of these.
+//! that make a longer range of it. So as long as a request waits, the timer looks at the queue every 100 ms, and takes all
+//! of these.
 //!
 //! # Closed classes
 //!
@@ -31,9 +31,10 @@
 //!
 //! # Windows that do not empty
 //!
-//! A window to which nothing came back for `100 ms << moves` is given up for another, if there is one: some thread may
-//! keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last a window stays for longer
-//! than any buffer in it is kept. The next window may not overlap one that the waiter has given up, until all were tried.
+//! A window to which nothing came back during `1 << moves` looks is given up at the next one, for another if there is one:
+//! some thread may keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last a window
+//! stays for longer than any buffer in it is kept. The next window may not overlap one that the waiter has given up, until
+//! all were tried.
 //!
 //! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
 //! until all of them are free.
@@ -48,7 +49,7 @@ use std::time::{Duration, Instant};
 use super::growth::{growth_failure, least};
 use super::queue::{Size, Ticket, serves_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
-use crate::arena::{PageRange, WindowId};
+use crate::arena::{PageRange, Window, WindowId};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
 use crate::freelist::{Descriptor, listed};
@@ -58,12 +59,8 @@ use crate::sync::{self, AtomicU64, Ordering};
 /// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
-/// The time after which windows are first looked at, and the longest.
-const PATIENCE: Duration = Duration::from_millis(50);
-const MOST_PATIENCE: Duration = Duration::from_secs(1);
-/// How long a window stays to which nothing comes back, at first.
-const STAY: Duration = Duration::from_millis(100);
-/// Without a clock, windows are looked at again after so many requests on the slow path, as if [`STAY`] had passed.
+/// The time between two looks. Without a clock: so many requests on the slow path.
+const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
 /// Why a class is closed: requests wait for it; segments of it are given out in windows.
@@ -129,74 +126,21 @@ impl Closed {
     }
 }
 
-/// What is withheld for a waiter.
-#[derive(Debug)]
-pub(super) struct Window {
-    pub(super) owner: Ticket,
-    pub(super) id: WindowId,
-    /// Its ranges are whole regions that are to be replaced.
-    pub(super) replaces: bool,
-    /// How many of its segments were out when it was looked at last, and since when that is so.
-    out: u32,
-    since: Duration,
-}
-
-/// The windows, and what is known about others.
-#[derive(Debug)]
+/// What is known about windows, beside the windows themselves.
+#[derive(Debug, Default)]
 pub(super) struct Windows {
-    pub(super) list: Vec<Window>,
     /// A search for so many pages has found no window since the last one ended.
     none_for: Option<usize>,
     /// A waiter may find a window, or needs its class closed.
     wanted: bool,
+    /// A look is due: windows that did not empty are given up.
+    look: bool,
     /// A waiter came for which no memory was being pinned.
     uncovered: bool,
-    /// When windows are looked at next, and whether that is planned.
-    patience: Duration,
+    /// The next look is planned.
     planned: bool,
+    /// Requests on the slow path since the last look, where there is no clock.
     ticks: u32,
-    /// When windows were first looked at. Without a clock: a time that passes with each look.
-    begun: Instant,
-    passed: Duration,
-}
-
-impl Default for Windows {
-    fn default() -> Self {
-        Self {
-            list: Vec::new(),
-            none_for: None,
-            wanted: false,
-            uncovered: false,
-            patience: PATIENCE,
-            planned: false,
-            ticks: 0,
-            begun: Instant::now(),
-            passed: Duration::ZERO,
-        }
-    }
-}
-
-impl Windows {
-    /// The window of a waiter, or its place among them.
-    pub(super) fn of(&self, owner: Ticket) -> Option<&Window> {
-        self.list.iter().find(|window| window.owner == owner)
-    }
-
-    fn place(&self, owner: Ticket) -> Option<usize> {
-        self.list.iter().position(|window| window.owner == owner)
-    }
-
-    /// The waiters that have a window, in their order.
-    fn owners(&self) -> Vec<Ticket> {
-        let mut owners: Vec<Ticket> = self.list.iter().map(|window| window.owner).collect();
-        owners.sort_unstable();
-        owners
-    }
-
-    /// Whether a waiter's window is regions that are to be replaced.
-    pub(super) fn replaces(&self, owner: Ticket) -> bool {
-        self.of(owner).is_some_and(|window| window.replaces)
-    }
 }
 
 impl CentralPool {
@@ -220,14 +164,13 @@ impl CentralPool {
         core.stats.waits += 1;
         let (need, several) = (window_pages(&wants).0, wants.len() > 1);
         let key = core.queue.join(wants, wake);
-        core.arena.set_eager(true);
         core.windows.uncovered |= !covered || core.growing == 0;
         let size = core.queue.size(key);
         core.windows.wanted |= match size {
             Size::Class(_) => core.queue.first(size) == Some(key),
             _ => {
                 let none = !several && core.windows.none_for.is_some_and(|none| need >= none);
-                core.windows.list.len() < MOST_WINDOWS && !none
+                core.arena.windows.len() < MOST_WINDOWS && !none
             }
         };
         // The unlock serves it, if what came back since the request was tried, or was kept for a class, is not for one
@@ -269,9 +212,8 @@ impl CentralPool {
     /// Opens classes, closes others, and chooses windows, as the queue needs it. Whether windows were chosen.
     fn settle(&self, core: &mut Core) -> bool {
         if core.queue.is_empty() {
-            core.arena.set_eager(false);
-            core.windows.patience = PATIENCE;
-            (core.windows.uncovered, core.windows.wanted, core.windows.none_for) = (false, false, None);
+            let windows = &mut core.windows;
+            (windows.uncovered, windows.wanted, windows.look, windows.none_for) = (false, false, false, None);
             self.reopen(core);
             return false;
         }
@@ -283,47 +225,47 @@ impl CentralPool {
         }
         let chosen = core.windows.wanted;
         if chosen {
-            self.arrange(core, &[]);
+            self.arrange(core);
         } else {
             self.reopen(core);
         }
         chosen
     }
 
-    /// Without a clock: a request that is not in the queue is a tick. After many of them windows are looked at, before
-    /// the request is tried.
+    /// Without a clock: a request that is not in the queue is a tick. After many of them there is a look, before the
+    /// request is tried.
     pub(super) fn tick(&self, core: &mut Core) {
-        if !core.timeless || core.queue.is_empty() || core.growing > 0 && !core.windows.uncovered {
+        if core.queue.is_empty() {
             return;
         }
         core.windows.ticks += 1;
         if core.windows.ticks >= TICKS {
-            core.windows.ticks = 0;
-            core.windows.passed += STAY;
-            self.choose_again(core);
+            (core.windows.ticks, core.windows.look, core.windows.wanted) = (0, true, true);
+            core.wakes = self.turn(core);
         }
     }
 
-    /// Chooses windows for the waiters that have none, and other windows for those in `again`; closes the classes whose
-    /// returns must be looked at.
-    fn arrange(&self, core: &mut Core, again: &[Ticket]) {
+    /// Chooses windows for the waiters that have none, and at a look others for those that do not empty; closes the
+    /// classes whose returns must be looked at.
+    fn arrange(&self, core: &mut Core) {
         self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
-        core.windows.wanted = false;
         core.serve();
-        core.exchange(again);
+        if std::mem::take(&mut core.windows.look) {
+            core.look();
+        }
+        core.windows.wanted = false;
         core.choose();
         let closed = &self.closed_classes;
         for class in listed() {
             let bits = core.closes(class);
             if bits != 0 {
                 core.table.quiet().for_each(|mut held| held.close(class));
-                closed.set(class, bits);
             }
+            closed.set(class, bits);
         }
         closed.set_ranges(core.arena.window_addresses());
         self.gate.readmit(mode::INSPECT, &core.table);
-        self.reopen(core);
     }
 
     /// Opens the classes that need not be closed any more.
@@ -342,13 +284,10 @@ impl CentralPool {
         core: &mut Core,
         cached: impl Fn(Class) -> bool,
     ) -> std::result::Result<(), String> {
-        let owners = core.windows.owners();
+        let owners = core.owners();
         let unique = owners.windows(2).all(|pair| pair[0] < pair[1]);
         if !unique || owners.iter().any(|owner| !core.queue.waits(*owner)) {
             return Err(format!("windows belong to {owners:?}, some of which do not wait, or have two"));
-        }
-        if core.windows.list.len() != core.arena.window_count() {
-            return Err(format!("{} windows have no owner", core.arena.window_count()));
         }
         for ticket in core.queue.firsts().collect::<Vec<_>>() {
             let wants = core.queue.wants(ticket).to_vec();
@@ -376,33 +315,17 @@ impl CentralPool {
         }
     }
 
-    /// Looks at the windows again after a time.
-    pub(super) fn choose_later(central: std::sync::Weak<Self>, after: Duration) {
+    /// Looks at the queue and the windows after a time.
+    pub(super) fn look_later(central: std::sync::Weak<Self>) {
         if cfg!(loom) {
             return;
         }
-        crate::timer::after(after, move || {
+        crate::timer::after(LOOK, move || {
             let Some(central) = central.upgrade() else { return };
             let mut core = central.lock();
             core.windows.planned = false;
-            central.choose_again(&mut core);
+            (core.windows.look, core.windows.wanted) = (true, true);
         });
-    }
-
-    /// Serves what a new request would be served with, and exchanges the windows that gave nothing back since the last look
-    /// for others.
-    fn choose_again(&self, core: &mut Core) {
-        // Returns look neither for what is cached nor for what got free beside a window and makes a longer range of it.
-        self.reclaim_all(core);
-        core.serve();
-        while core.grant_any_withheld() {
-            core.serve();
-        }
-        let again = core.stale_windows();
-        core.windows.patience = (core.windows.patience * 2).min(MOST_PATIENCE);
-        if !again.is_empty() {
-            self.arrange(core, &again);
-        }
     }
 
     /// The outcome of a waiter so far. Any but [`WaitOutcome::Waiting`] ends the wait, and the key. A waiter that still
@@ -470,7 +393,7 @@ impl CentralPool {
         };
         let mut core = self.lock();
         if core.queue.waits(key) {
-            core.displace(key);
+            core.window(key).into_iter().for_each(|id| core.displace_window(id));
             core.grant(key);
         }
         let (outcome, waker) = core.leave(key);
@@ -596,7 +519,7 @@ impl Core {
         while !self.queue.is_empty() {
             while let Some(key) = self.queue.next(&self.arena, &not) {
                 // What was withheld for a waiter that is served may be what others wait for.
-                let (ends, size) = (self.windows.of(key).is_some(), self.queue.size(key));
+                let (ends, size) = (self.window(key).is_some(), self.queue.size(key));
                 match self.grant(key) {
                     true if ends => not.clear(),
                     true => {}
@@ -613,16 +536,10 @@ impl Core {
                 break;
             }
             not.clear();
-            if self.grant_withheld(head) {
-                continue;
-            }
             // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
             // are withheld to be replaced may have come back while others were being pinned.)
-            self.windows.owners().into_iter().for_each(|owner| self.displace(owner));
-            if self.grant(head) {
-                continue;
-            }
-            if self.grow_for_head() {
+            self.windows().into_iter().for_each(|id| self.displace_window(id));
+            if self.grant(head) || self.grow_for_head() {
                 continue;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
@@ -669,37 +586,27 @@ impl Core {
 
     /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
     fn pass_on(&mut self, key: Ticket, size: Size) {
-        let heir = if matches!(size, Size::Class(_)) { self.queue.first(size) } else { None };
-        match (self.windows.place(key), heir) {
-            (Some(at), Some(heir)) => {
-                let since = self.time();
-                let window = &mut self.windows.list[at];
-                (window.owner, window.since) = (heir, since);
+        let Some(id) = self.window(key) else { return };
+        match self.queue.first(size).filter(|_| matches!(size, Size::Class(_))) {
+            Some(heir) => {
+                let window = &mut self.arena.windows[id];
+                (window.owner, window.looks) = (heir, 0);
             }
-            (Some(at), None) => self.end_window(at),
-            // The next waiter of the class may have no window.
-            (None, _) => {
-                let room = self.windows.list.len() < MOST_WINDOWS && self.windows.none_for.is_none();
-                self.windows.wanted = self.windows.wanted || room && self.any_unplaced();
-            }
+            None => self.displace_window(id),
         }
     }
 
-    /// Ends a window.
-    fn end_window(&mut self, at: usize) {
-        let window = self.windows.list.swap_remove(at);
-        self.arena.release_window(window.id);
+    /// Ends a window. An owner that still waits chooses anew.
+    pub(super) fn displace_window(&mut self, id: WindowId) {
+        self.arena.release_window(id);
         self.note_ended();
     }
 
+    /// Notes that a window ended: a waiter that has none may find one.
     fn note_ended(&mut self) {
         self.windows.none_for = None;
-        self.windows.wanted |= self.any_unplaced();
-    }
-
-    /// Whether a waiter that may choose a window has none.
-    fn any_unplaced(&self) -> bool {
-        self.queue.unplaced(1, |key| self.windows.of(key).is_some()).next().is_some()
+        let unplaced = self.queue.unplaced(1, |key| self.window(key).is_some()).next();
+        self.windows.wanted |= unplaced.is_some();
     }
 
     /// Notes that there may be windows, or needs for them, that there were not.
@@ -708,32 +615,21 @@ impl Core {
         self.windows.wanted |= !self.queue.is_empty();
     }
 
-    /// Ends what is withheld for a waiter, which chooses anew.
-    pub(super) fn displace(&mut self, key: Ticket) {
-        if let Some(at) = self.windows.place(key) {
-            self.end_window(at);
-        }
+    /// The windows.
+    fn windows(&self) -> Vec<WindowId> {
+        self.arena.windows.iter().map(|(id, _)| id).collect()
     }
 
-    /// Ends a window that can never be free as a whole. Its owner chooses anew.
-    pub(super) fn displace_window(&mut self, id: WindowId) {
-        let owner = self.windows.list.iter().find(|window| window.id == id).map(|window| window.owner);
-        owner.into_iter().for_each(|owner| self.displace(owner));
+    /// The window of a waiter.
+    fn window(&self, owner: Ticket) -> Option<WindowId> {
+        self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
     }
 
-    /// Withholds ranges for a waiter.
-    fn withhold(&mut self, owner: Ticket, ranges: Vec<PageRange>, replaces: bool) {
-        let (need, align) = window_pages(self.queue.wants(owner));
-        let single = ranges.len() == 1 && !replaces;
-        let (need, align) = if single { (need, align) } else { (usize::MAX, 1) };
-        let id = self.arena.withhold(ranges, need, align);
-        let (out, since) = (self.arena.out_of(id), self.time());
-        self.windows.list.push(Window { owner, id, replaces, out, since });
-    }
-
-    /// The time by which windows are given up.
-    fn time(&self) -> Duration {
-        if self.timeless { self.windows.passed } else { self.windows.begun.elapsed() }
+    /// The waiters that have a window, in their order.
+    fn owners(&self) -> Vec<Ticket> {
+        let mut owners: Vec<Ticket> = self.arena.windows.iter().map(|(_, window)| window.owner).collect();
+        owners.sort_unstable();
+        owners
     }
 
     // --- granting ----------------------------------------------------------------------------------------------------
@@ -746,11 +642,6 @@ impl Core {
         true
     }
 
-    /// Serves one waiter from what is withheld for it and what is free outside of windows together.
-    fn grant_any_withheld(&mut self) -> bool {
-        self.windows.owners().into_iter().any(|key| !self.windows.replaces(key) && self.grant_withheld(key))
-    }
-
     /// Gives a segment that came back to the oldest waiter of its class, unless it lies in another's window. `false`: it
     /// is still the caller's.
     ///
@@ -760,8 +651,7 @@ impl Core {
         let Some(key) = self.queue.first(Size::Class(class)) else { return false };
         // SAFETY: this function's contract.
         let lies_in = unsafe { self.arena.window_of(descriptor) };
-        let own = self.windows.of(key).map(|window| window.id);
-        if lies_in.is_some() && lies_in != own {
+        if lies_in.is_some() && lies_in != self.window(key) {
             return false;
         }
         let len = self.queue.wants(key)[0].len;
@@ -770,54 +660,36 @@ impl Core {
         true
     }
 
-    /// A segment came back to a window: serves the waiter if that is enough.
-    pub(super) fn came(&mut self, window: WindowId) {
-        let Some(&Window { owner: key, replaces, .. }) = self.windows.list.iter().find(|w| w.id == window)
-        else {
-            return;
-        };
-        if replaces {
-            return self.replace(key);
-        }
-        let wants = self.queue.wants(key);
-        let several = || sum(wants.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free;
-        if self.arena.is_complete(window) || wants.len() > 1 && several() {
-            self.grant_withheld(key);
+    /// A segment came back to a window: serves its owner if that is enough, or has the regions replaced.
+    pub(super) fn came(&mut self, id: WindowId) {
+        let Some(&Window { owner, replaces, out, .. }) = self.arena.windows.get(id) else { return };
+        if replaces && out == 0 && self.growing == 0 {
+            self.displace_window(id);
+            let wants = self.queue.wants(owner).to_vec();
+            if let Some(growth) = self.plan(&wants, true) {
+                self.queue.note_replaced(owner);
+                self.wakes.push(Wake::Grow(self.me.clone(), growth));
+            }
+        } else if !replaces {
+            let wants = self.queue.wants(owner);
+            let several = || sum(wants.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free;
+            if out == 0 || wants.len() > 1 && several() {
+                self.grant_withheld(id);
+            }
         }
     }
 
-    /// Serves a waiter from what is withheld for it. `false`: that is not enough. Of several waiters for the same class
-    /// the next inherits the window.
-    fn grant_withheld(&mut self, mut key: Ticket) -> bool {
-        let Some(at) = self.windows.place(key) else { return false };
-        let (window, wanted) = (self.windows.list.swap_remove(at), self.windows.wanted);
-        let ranges = self.arena.release_window(window.id);
-        let mut any = false;
-        let heir = loop {
-            let size = self.queue.size(key);
-            if !self.grant(key) {
-                break Some(key);
-            }
-            any = true;
-            match (size, self.queue.first(size)) {
-                (Size::Class(_), Some(next)) => key = next,
-                _ => break None,
-            }
-        };
-        // Runs that were cut in the window may cross its edges.
-        self.arena.release_idle();
-        match heir {
-            Some(heir) if self.arena.can_withhold(&ranges) => {
-                self.withhold(heir, ranges, window.replaces);
-                if let (false, Some(again)) = (any, self.windows.list.last_mut()) {
-                    (again.out, again.since) = (window.out, window.since);
-                }
-                // All have what they had, so nothing is to be chosen.
-                self.windows.wanted = wanted;
-            }
-            _ => self.note_ended(),
+    /// Serves the owner of a window from the window and from what is free outside of windows, together. `false`: that is
+    /// not enough.
+    fn grant_withheld(&mut self, id: WindowId) -> bool {
+        let window = self.arena.release_window(id);
+        let granted = self.grant(window.owner);
+        if granted {
+            self.note_ended();
+        } else {
+            self.arena.withhold(window);
         }
-        any
+        granted
     }
 
     // --- windows -----------------------------------------------------------------------------------------------------
@@ -828,51 +700,55 @@ impl Core {
         awaited | if self.arena.watched(class) > 0 { WATCHED } else { 0 }
     }
 
-    /// Chooses windows for the waiters that may have one. Nothing is cached.
-    fn choose(&mut self) {
-        for key in self.windows.owners() {
-            // Regions that got free while others were being pinned.
-            if self.windows.replaces(key) {
-                self.replace(key);
-            }
+    /// Serves what a new request would be served with, and ends the windows to which nothing came back for long.
+    fn look(&mut self) {
+        // Returns do not look for what got free beside a window and makes a longer range of it.
+        while self.windows().into_iter().any(|id| self.grant_withheld(id)) {
+            self.serve();
         }
-        let placed = |key: Ticket| self.windows.of(key).is_some();
-        let mut unplaced: Vec<_> = self.queue.unplaced(MOST_WINDOWS, placed).collect();
-        unplaced.sort_unstable();
-        for key in unplaced {
-            let left = self.ranges_left();
-            if left == 0 {
-                break;
-            }
-            if !self.queue.waits(key) || self.windows.of(key).is_some() {
+        for id in self.windows() {
+            let window = &mut self.arena.windows[id];
+            window.looks += 1;
+            let Some(waiter) = self.queue.waiting.get_mut(&window.owner).filter(|_| !window.replaces) else {
                 continue;
-            }
-            if let Some(ranges) = self.ranges_to_replace(key, left) {
-                self.withhold(key, ranges, true);
-                self.replace(key);
-                continue;
-            }
-            let wants = self.queue.wants(key);
-            let is_too_long = |none| wants.len() == 1 && window_pages(wants).0 >= none;
-            if self.windows.none_for.is_some_and(is_too_long) {
-                continue;
-            }
-            let wants = wants.to_vec();
-            let Some(ranges) = self.ranges_for(&wants, &[], left) else { continue };
-            self.withhold(key, ranges, false);
-            let complete = |window: &Window| self.arena.is_complete(window.id);
-            if wants.len() > 1 || self.windows.of(key).is_some_and(complete) {
-                self.grant_withheld(key);
+            };
+            if window.looks > 1 << waiter.moves.min(20) {
+                waiter.moves += 1;
+                waiter.given_up.extend(self.arena.release_window(id).ranges);
+                self.note_ended();
             }
         }
     }
 
-    /// How many ranges another window may have.
-    fn ranges_left(&self) -> usize {
-        if self.windows.list.len() >= MOST_WINDOWS {
-            return 0;
+    /// Chooses windows for the waiters that may have one. Nothing is cached.
+    fn choose(&mut self) {
+        // Regions that got free while others were being pinned.
+        self.windows().into_iter().for_each(|id| self.came(id));
+        let mut unplaced: Vec<_> =
+            self.queue.unplaced(MOST_WINDOWS, |key| self.window(key).is_some()).collect();
+        unplaced.sort_unstable();
+        for key in unplaced {
+            let windows = self.arena.windows.iter();
+            let left = MOST_RANGES - windows.map(|(_, window)| window.ranges.len()).sum::<usize>();
+            if left == 0 || self.arena.windows.len() >= MOST_WINDOWS {
+                break;
+            }
+            let to_replace = self.ranges_to_replace(key, left);
+            let replaces = to_replace.is_some();
+            let Some(ranges) = to_replace.or_else(|| self.ranges_of(key, left)) else { continue };
+            let id = self.arena.withhold(Window::new(key, ranges, replaces));
+            self.came(id);
         }
-        MOST_RANGES - self.windows.list.iter().map(|window| self.arena.ranges(window.id).len()).sum::<usize>()
+    }
+
+    /// Ranges for a waiter: if possible, none that it has given up.
+    fn ranges_of(&mut self, key: Ticket, most: usize) -> Option<Vec<PageRange>> {
+        let waiter = self.queue.waiting.get_mut(&key)?;
+        let (wants, given_up) = (waiter.wants.clone(), waiter.given_up.clone());
+        self.ranges_for(&wants, &given_up, most).or_else(|| {
+            self.queue.waiting.get_mut(&key)?.given_up.clear();
+            if given_up.is_empty() { None } else { self.ranges_for(&wants, &[], most) }
+        })
     }
 
     /// A range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` at most. None
@@ -900,24 +776,6 @@ impl Core {
         Some(ranges)
     }
 
-    /// The waiters whose windows are to be given up: nothing came back to them for long.
-    fn stale_windows(&mut self) -> Vec<Ticket> {
-        let (now, mut stale) = (self.time(), Vec::new());
-        for window in &mut self.windows.list {
-            let out = self.arena.out_of(window.id);
-            if std::mem::replace(&mut window.out, out) != out {
-                window.since = now;
-            }
-            let stay = STAY * (1 << self.queue.moves(window.owner).0.min(20));
-            if now - window.since >= stay && !window.replaces {
-                stale.push(window.owner);
-                // Where there is no other window, as long again.
-                window.since = now;
-            }
-        }
-        stale
-    }
-
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
     /// ones never can.
     fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
@@ -934,55 +792,20 @@ impl Core {
     /// regions that are withheld, together with the bytes of these regions.
     pub(super) fn room_beside(&self) -> usize {
         let room = self.room();
-        if room == 0 || self.arena.window_count() == 0 {
+        if room == 0 {
             return room;
         }
-        let missing = self.windows.list.iter().filter(|window| window.replaces).map(|window| {
-            least(self.queue.wants(window.owner)).saturating_sub(self.arena.bytes_of(window.id))
-        });
+        let replacing = self.arena.windows.iter().filter(|(_, window)| window.replaces);
+        let missing =
+            replacing.map(|(_, window)| least(self.queue.wants(window.owner)).saturating_sub(window.bytes()));
         room.saturating_sub(sum(missing))
-    }
-
-    /// Has the regions replaced that are withheld for a waiter, if all of them are free.
-    fn replace(&mut self, key: Ticket) {
-        let busy = |window: &Window| self.arena.out_of(window.id) > 0;
-        if self.growing > 0 || self.windows.of(key).is_some_and(busy) {
-            return;
-        }
-        self.displace(key);
-        let wants = self.queue.wants(key).to_vec();
-        if let Some(growth) = self.plan(&wants, true) {
-            self.queue.note_replaced(key);
-            self.wakes.push(Wake::Grow(self.me.clone(), growth));
-        }
-    }
-
-    /// Gives up the windows of waiters for others, where there are any. Nothing is cached.
-    fn exchange(&mut self, keys: &[Ticket]) {
-        for key in keys {
-            let Some(at) = self.windows.place(*key) else { continue };
-            let wants = self.queue.wants(*key).to_vec();
-            let present = self.arena.ranges(self.windows.list[at].id).to_vec();
-            let left = self.ranges_left() + present.len();
-            let mut given_up = [self.queue.moves(*key).1, &present].concat();
-            let mut others = self.ranges_for(&wants, &given_up, left);
-            if others.is_none() {
-                // All were tried.
-                given_up = present;
-                others = self.ranges_for(&wants, &given_up, left);
-            }
-            let Some(others) = others else { continue };
-            self.displace(*key);
-            self.queue.moved(*key, given_up);
-            self.withhold(*key, others, false);
-        }
     }
 
     /// Plans the next look at the windows.
     fn plan_look(&mut self) {
         if !self.windows.planned {
             self.windows.planned = true;
-            self.wakes.push(Wake::Choose(self.me.clone(), self.windows.patience));
+            self.wakes.push(Wake::Look(self.me.clone()));
         }
     }
 
@@ -1005,7 +828,7 @@ impl Core {
     /// The bytes that the largest request asks for that has a window.
     pub(super) fn withheld_for(&self) -> usize {
         let asked = |key: usize| sum(self.queue.wants(key).iter().map(|w| w.len));
-        self.windows.owners().into_iter().map(asked).max().unwrap_or(0)
+        self.owners().into_iter().map(asked).max().unwrap_or(0)
     }
 }
 
