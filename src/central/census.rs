@@ -181,11 +181,9 @@ impl Core {
             quarantined_segments: self.quarantined_segments.len() as u64,
             cut: bytes.cut,
             largest_free: bytes.largest_free,
-            withheld: bytes.withheld,
             takes,
             puts,
             waiting: self.queue.len(),
-            growing: self.growing,
             stats: self.stats,
         }
     }

@@ -1,7 +1,6 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room, one region at a time. So do requests that find memory only when the devices
-//! were asked what is complete, if they lose much time by that. Where the capacity is used up and the request fits
-//! into no region, idle regions are unpinned to make room for one that fits.
+//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no region,
+//! idle regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
@@ -11,15 +10,15 @@
 //! # After a failure
 //!
 //! A refusal that may pass strands nobody. While requests wait, a growth that failed is tried again: at once with half as
-//! many bytes, down to what the queue's head needs, and then after a pause that doubles. Growths get longer again as they
-//! succeed. A request that only growing can serve does not wait for that: it gets the error once a growth of what the head
+//! many bytes, down to what the queue's head needs, and then after a pause that doubles. A growth that
+//! succeeds ends that. A request that only growing can serve does not wait for that: it gets the error once a growth of what the head
 //! needs has failed. Without a clock the next call on the slow path is the pause.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering as StdOrdering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
@@ -29,36 +28,28 @@ use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
-/// When requests that were [served late](CentralPool::served_late) have lost so much time within a window, another region
-/// is pinned, which takes about as long. (With less memory than eight threads of a server used, they lost a third of the
-/// window. Where copies end late now and then, requests lose a few milliseconds, which more memory does not save.)
-const LOST: Duration = Duration::from_millis(20);
-/// What one request counts at most: code of the program may have run meanwhile.
-const LOST_BY_ONE: Duration = Duration::from_millis(4);
-const WINDOW: Duration = Duration::from_millis(100);
-
 /// The pause before the head's growth is tried again, at first and at most.
 const PAUSE: Duration = Duration::from_millis(10);
 const MOST_PAUSE: Duration = Duration::from_secs(1);
 
-/// What growths that failed tell the next ones.
+/// A growth that failed, until another one succeeds.
 #[derive(Debug)]
-pub(super) struct Retry {
-    /// The most bytes that a growth asks for, where its requests need no more.
-    most: usize,
-    /// Bytes that the last growth lacked in the end.
+pub(super) struct Refusal {
+    pub(super) error: Error,
+    /// Bytes that did not come.
     missing: usize,
-    /// Why the last growth that has ended failed, for what errors say.
-    pub(super) why: Option<Error>,
-    /// The pause before the next try, whether it is under way, and whether it is over.
+    /// How long the queue's head waits until its growth is tried again, and whether that is over.
     pause: Duration,
-    planned: bool,
     due: bool,
 }
 
-impl Default for Retry {
-    fn default() -> Self {
-        Self { most: usize::MAX, missing: 0, why: None, pause: PAUSE, planned: false, due: false }
+impl Refusal {
+    pub(super) fn new(error: Error, missing: usize) -> Self {
+        Self { error, missing, pause: PAUSE, due: false }
+    }
+
+    fn may_pass(&self) -> bool {
+        self.error.class() == ErrorClass::Transient
     }
 }
 
@@ -76,8 +67,8 @@ pub(super) fn least(wants: &[Want]) -> usize {
 /// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
 /// segments to come back.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0 && !core.shrinks(wants))?;
-    core.never(wants).map(|_| error.clone())
+    let refusal = core.refused().filter(|refusal| !core.shrinks(refusal, wants))?;
+    core.never(wants).map(|_| refusal.error.clone())
 }
 
 impl CentralPool {
@@ -90,22 +81,6 @@ impl CentralPool {
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         self.lock().may_grow(wants)
-    }
-
-    /// A request was served by what came back when the devices were asked what is complete: nothing else was free. That
-    /// took it from `since` to `now`. After many of these another region is pinned, which nothing waits for.
-    pub(crate) fn served_late(self: &Arc<Self>, wants: &[Want], since: Instant, now: Instant) {
-        if self.config.timeless {
-            return;
-        }
-        let growth = {
-            let mut core = self.lock();
-            if !core.is_often_late(since, now) || core.growing > 0 || !core.may_grow(wants) {
-                return;
-            }
-            core.plan(wants, false)
-        };
-        growth.into_iter().for_each(|growth| self.carry_out(growth));
     }
 
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
@@ -135,14 +110,20 @@ impl CentralPool {
 
     /// Carries a plan out. Not under the lock: on a device without threads all of it happens here.
     pub(super) fn carry_out(self: &Arc<Self>, growth: Growth) {
-        if let Some(regions) = &self.regions {
-            // The region thread unpins these before it pins what is planned.
-            growth.going.into_iter().for_each(|(id, len)| {
-                regions.remove(id);
-                self.left(len);
-            });
-        }
+        // The region thread unpins these before it pins what is planned.
+        self.unpin(growth.going);
         self.pin(growth.bytes);
+    }
+
+    /// Has the region threads unpin regions that were retired, before anything that they are told to pin from now on. So
+    /// what is pinned never exceeds the capacity.
+    fn unpin(&self, going: Vec<(RegionId, usize)>) {
+        let Some(regions) = &self.regions else { return };
+        for (id, len) in going {
+            regions.remove(id);
+            // A waiter that joined in between has found no room. It is served now.
+            self.lock().leaving -= len;
+        }
     }
 
     /// Has the region thread pin bytes that were planned. Each extent serves requests as soon as it is pinned.
@@ -224,61 +205,56 @@ impl CentralPool {
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
-        core.retry.due = false;
+        let mut pause = None;
         if let Some(error) = error {
-            // Kept for requests that have caused this growth and have not joined the queue yet.
-            core.growth_failure = Some(error.clone());
             core.stats.growth_failures += 1;
-            (core.retry.why, core.retry.missing) = (Some(error.clone()), missing);
-            core.retry.most = (missing / 2 / page() * page()).max(page());
+            let before = core.refusal.take().filter(|_| !core.queue.is_empty());
+            let mut refusal = Refusal::new(error.clone(), missing);
+            refusal.pause = before.map_or(PAUSE, |before| before.pause);
+            pause = refusal.may_pass().then_some((refusal.pause, core.stats.growth_failures));
+            core.refusal = Some(refusal);
         } else if missing == 0 {
-            let (most, planned) = (core.retry.most.saturating_mul(2), core.retry.planned);
-            core.retry = Retry { most, planned, ..Retry::default() };
+            core.refusal = None;
         }
         if core.growing == 0 {
             core.fail(|core, wants| growth_failure(core, wants).or_else(|| self.hopeless(core, wants)));
             core.extended();
         }
-    }
-
-    /// Tries the head's growth again after a pause.
-    pub(super) fn grow_later(central: std::sync::Weak<Self>, pause: Duration) {
-        if cfg!(loom) {
-            return;
+        let has_clock = !core.timeless && !cfg!(loom);
+        drop(core);
+        if let Some((pause, failures)) = pause.filter(|_| has_clock) {
+            let central = self.me.clone();
+            crate::timer::after(pause, move || {
+                let Some(central) = central.upgrade() else { return };
+                let mut core = central.lock();
+                // A growth that failed meanwhile has a pause of its own.
+                if core.stats.growth_failures == failures {
+                    core.growth_is_due();
+                }
+            });
         }
-        crate::timer::after(pause, move || {
-            let Some(central) = central.upgrade() else { return };
-            let mut core = central.lock();
-            (core.retry.planned, core.retry.due) = (false, true);
-        });
     }
 
-    /// Removes a region, if none of it is used, and returns its bytes. They count as leaving, and not as room, until
-    /// the caller says that they [have left](Self::left).
-    pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
-        let mut core = self.lock();
-        // While a request waits, memory is short: no region is removed.
-        if !core.queue.is_empty() {
-            return None;
-        }
-        let len = core.arena.retire(region)?;
-        core.leaving += len;
-        Some(len)
-    }
-
-    /// Ends the leaving of so many bytes: the region thread was told to unpin them. It does that before anything that
-    /// it is told to pin from now on, so what is pinned never exceeds the capacity.
-    pub(crate) fn left(&self, bytes: usize) {
-        let mut core = self.lock();
-        // A waiter that joined in between has found no room. It is served now.
-        core.leaving -= bytes;
-    }
-
-    /// The regions, each with its bytes and how many of them are free. Reclaims everything that is cached first.
-    pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
+    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes while
+    /// a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
+    pub(crate) fn trim(&self, keep: usize) -> usize {
         let mut core = self.lock();
         self.reclaim_all(&mut core);
-        core.arena.regions()
+        if !core.queue.is_empty() || core.growing > 0 {
+            return 0;
+        }
+        let mut total = core.arena.bytes().total;
+        let mut going = core.idle_regions();
+        going.retain(|(_, len)| {
+            let goes = total - len >= keep;
+            total -= if goes { *len } else { 0 };
+            goes
+        });
+        let going = core.retire(going);
+        drop(core);
+        let bytes = going.iter().map(|(_, len)| len).sum();
+        self.unpin(going);
+        bytes
     }
 }
 
@@ -290,11 +266,15 @@ impl Core {
     pub(super) fn grow_for_head(&mut self) -> bool {
         // These cheap tests decide most cases.
         let Some((wants, may_move)) = self.next_to_grow() else { return false };
-        if self.growth_failure.is_some() && !(self.may_pass() && (self.retry.due || self.shrinks(wants))) {
+        let may = |refusal: &Refusal| refusal.may_pass() && (refusal.due || self.shrinks(refusal, wants));
+        if !self.refused().is_none_or(may) {
             return false;
         }
         let wants = wants.to_vec();
         let Some(growth) = self.plan(&wants, may_move) else { return false };
+        if let Some(refusal) = self.refusal.as_mut().filter(|refusal| refusal.due) {
+            (refusal.pause, refusal.due) = ((refusal.pause * 2).min(MOST_PAUSE), false);
+        }
         if !growth.going.is_empty() {
             self.queue.head().into_iter().for_each(|head| self.queue.note_replaced(head));
         }
@@ -308,7 +288,7 @@ impl Core {
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
         let head = self.queue.head().filter(|_| self.step > 0)?;
         let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
-        let (failed, least_of_head) = (self.growth_failure.is_some(), least(head));
+        let (failed, least_of_head) = (self.refused().is_some(), least(head));
         let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
         let room = self.room_beside();
         if may_move && (!failed || self.never(head).is_some()) || room >= least_of_head {
@@ -319,49 +299,25 @@ impl Core {
         others.find(|wants| room >= least(wants)).map(|wants| (wants, false))
     }
 
-    /// Whether the last growth failed for a reason that may pass.
-    fn may_pass(&self) -> bool {
-        self.growth_failure.as_ref().is_some_and(|error| error.class() == ErrorClass::Transient)
+    /// The last growth, if it failed and no other one is under way.
+    pub(super) fn refused(&self) -> Option<&Refusal> {
+        self.refusal.as_ref().filter(|_| self.growing == 0)
     }
 
-    /// Whether the last growth failed for a reason that may pass, and the next one may be shorter: that for a waiter, or
-    /// for these wants where nothing waits.
-    fn shrinks(&self, wants: &[Want]) -> bool {
+    /// Whether the growth after one that was refused may be shorter: that for a waiter, or for these wants where nothing
+    /// waits.
+    fn shrinks(&self, refusal: &Refusal, wants: &[Want]) -> bool {
         let next = if self.queue.is_empty() { Some(wants) } else { self.next_to_grow().map(|next| next.0) };
-        self.may_pass() && next.is_some_and(|next| self.retry.missing > self.need(next))
+        refusal.may_pass() && next.is_some_and(|next| refusal.missing > self.need(next))
     }
 
-    /// A waiter waits for a growth that failed: how long until it is tried again.
-    pub(super) fn pause_of_growth(&mut self) -> Option<Duration> {
-        if self.queue.is_empty() {
-            self.retry.pause = PAUSE;
-        }
-        let waits = self.growing == 0 && !self.retry.planned && !self.retry.due && self.may_pass();
-        if !waits || self.next_to_grow().is_none() {
-            return None;
-        }
-        if self.timeless {
-            self.retry.due = true;
-            return None;
-        }
-        self.retry.planned = true;
-        let pause = self.retry.pause;
-        self.retry.pause = (pause * 2).min(MOST_PAUSE);
-        Some(pause)
-    }
-
-    /// Notes a request that was served late. Whether such requests have lost much time in this window.
-    fn is_often_late(&mut self, since: Instant, now: Instant) -> bool {
-        let (window, lost) = &mut self.late;
-        if window.is_none_or(|window| now.saturating_duration_since(window) > WINDOW) {
-            (*window, *lost) = (Some(since), Duration::ZERO);
-        }
-        *lost += now.saturating_duration_since(since).min(LOST_BY_ONE);
-        *lost >= LOST
+    /// The pause after a growth that failed is over.
+    pub(super) fn growth_is_due(&mut self) {
+        self.refusal.iter_mut().for_each(|refusal| refusal.due = true);
     }
 
     fn may_grow(&self, wants: &[Want]) -> bool {
-        self.step > 0 && self.growth_failure.is_none() && self.room_beside() >= least(wants)
+        self.step > 0 && self.refused().is_none() && self.room_beside() >= least(wants)
     }
 
     /// Bytes that could be pinned now.
@@ -393,29 +349,39 @@ impl Core {
             if !may_move || self.growing > 0 || self.never(wants).is_none() {
                 return None;
             }
-            let mut idle = self.arena.regions();
-            idle.retain(|(_, len, free)| len == free);
-            idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-            for (id, len, _) in idle {
-                if left < least {
-                    left += len;
-                    going.push((id, len));
-                }
-            }
-            if left < least {
-                return None;
-            }
-            going.retain(|(id, _)| self.arena.retire(*id).is_some());
+            going = self.idle_regions();
+            let wanted = going.iter().position(|(_, len)| {
+                left += len;
+                left >= least
+            });
+            going.truncate(wanted? + 1);
+            going = self.retire(going);
             // This plan may count on these bytes. For other plans they are leaving, and no room yet.
-            left = self.room_beside();
-            self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
+            left = self.room_beside() + going.iter().map(|(_, len)| len).sum::<usize>();
         }
-        let bytes = self.step.min(self.retry.most).max(self.need(wants)).min(left);
+        let half = |refusal: &Refusal| refusal.missing / 2 / page() * page();
+        let most = self.refusal.as_ref().map_or(self.step, half).min(self.step);
+        let bytes = most.max(self.need(wants)).min(left);
         self.growing += bytes;
         self.stats.growths += 1;
-        self.growth_failure = None;
-        self.late = (None, Duration::ZERO);
         Some(Growth { going, bytes })
+    }
+
+    /// The regions of which nothing is used, the newest first, each with its bytes.
+    fn idle_regions(&mut self) -> Vec<(RegionId, usize)> {
+        let regions = self.arena.regions().into_iter();
+        let mut idle: Vec<_> =
+            regions.filter(|(_, len, free)| len == free).map(|(id, len, _)| (id, len)).collect();
+        idle.sort_unstable_by(|a, b| b.cmp(a));
+        idle
+    }
+
+    /// Removes those of these regions that may go. Their bytes count as leaving, and not as room, until the region thread
+    /// was told to unpin them.
+    fn retire(&mut self, mut regions: Vec<(RegionId, usize)>) -> Vec<(RegionId, usize)> {
+        regions.retain(|(id, _)| self.arena.retire(*id).is_some());
+        self.leaving += regions.iter().map(|(_, len)| len).sum::<usize>();
+        regions
     }
 
     /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of each alignment, and

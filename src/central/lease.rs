@@ -103,7 +103,7 @@ impl Leases {
                 leases.retain(|lease| lease.owner.strong_count() > 0);
                 let cache = central.begin_lease()?;
                 let pointer = Arc::as_ptr(&cache);
-                leases.push(Lease { owner: central.weak(), cache });
+                leases.push(Lease { owner: central.me.clone(), cache });
                 pointer
             }
         };

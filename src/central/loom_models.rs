@@ -26,7 +26,8 @@ const ALL: usize = 3;
 /// Bytes of a thread cache that give room for two segments of a class. (A batch is then one segment.)
 const TWO: usize = 2 * 2 * 1344;
 
-/// A central pool of one page, and the memory of its segments.
+/// A central pool, and the memory of its segments.
+#[derive(Clone)]
 struct Store {
     central: Arc<CentralPool>,
     memory: Arc<Memory>,
@@ -45,27 +46,18 @@ struct Out {
     memory: Arc<Memory>,
 }
 
-impl Clone for Store {
-    fn clone(&self) -> Self {
-        Self { central: self.central.clone(), memory: self.memory.clone() }
-    }
-}
-
 impl Store {
-    fn new(thread_cache: usize, transfer_cache: usize) -> Self {
-        Self::with(thread_cache, transfer_cache, true)
+    /// With one page.
+    fn new(transfer_cache: usize) -> Self {
+        Self::of_pages(1, transfer_cache, true)
     }
 
-    /// Without a clock (`timeless`) every owner counts as idle; with a clock, no owner does.
-    fn with(thread_cache: usize, transfer_cache: usize, timeless: bool) -> Self {
-        Self::of_pages(1, thread_cache, transfer_cache, timeless)
-    }
-
-    /// With one page or two, each an extent.
-    fn of_pages(pages: usize, thread_cache: usize, transfer_cache: usize, timeless: bool) -> Self {
+    /// With one page or two, each an extent. Without a clock (`timeless`) every owner counts as idle; with a clock, no
+    /// owner does.
+    fn of_pages(pages: usize, transfer_cache: usize, timeless: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
-            thread_cache,
+            thread_cache: TWO,
             transfer_cache,
             largest: PAGE,
             step: 0,
@@ -101,9 +93,46 @@ impl Store {
             return Some(self.out(fresh));
         }
         match self.central.try_take(want, ReclaimLevel::All) {
-            Ok(Take::Got(fresh)) => Some(self.out(fresh)),
-            Ok(Take::Empty) | Err(Error::Closed) => None,
+            Ok(fresh) => fresh.map(|fresh| self.out(fresh)),
+            Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// So many checkouts.
+    fn take_all<const N: usize>(&self) -> [Out; N] {
+        std::array::from_fn(|_| self.take().expect("there is room"))
+    }
+
+    /// A thread that takes a segment, if there is one, and returns it.
+    fn user(&self) -> JoinHandle<()> {
+        let store = self.clone();
+        worker(move || store.take().into_iter().for_each(Out::put))
+    }
+
+    /// Joins the queue for so many segments.
+    fn join(&self, wants: usize) -> Result<usize> {
+        step();
+        self.central.join(vec![self.want(); wants], Wake::Thread(thread::current()), false, usize::MAX)
+    }
+
+    /// Joins the queue for a whole page.
+    fn join_for_a_page(&self) -> usize {
+        step();
+        let page = self.central.place(PAGE - 32, 64).unwrap();
+        self.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap()
+    }
+
+    /// Waits as a task does, after it has joined the queue.
+    fn wait_as_task(&self, key: usize) -> Result<Vec<Out>> {
+        let waker = task(thread::current());
+        loop {
+            step();
+            match self.central.look(key, Some(&waker)) {
+                WaitOutcome::Granted(grants) => return Ok(grants.into_iter().map(|g| self.out(g)).collect()),
+                WaitOutcome::Failed(error) => return Err(error),
+                WaitOutcome::Waiting => thread::park_until(None),
+            }
         }
     }
 
@@ -165,47 +194,14 @@ fn task(thread: thread::Thread) -> Waker {
 
 // --- threads that end ------------------------------------------------------------------------------------------------
 
-fn exit_against_reclaim() {
-    let store = Store::new(TWO, PAGE);
-    let other = worker({
-        let store = store.clone();
-        move || {
-            let out = store.take();
-            out.into_iter().for_each(Out::put);
-        }
-    });
-    step();
-    store.central.region_use();
-    other.join().unwrap();
-    store.finish();
-}
-
 #[test]
 fn loom_exit_against_reclaim() {
-    model("exit: a thread ends while its thread cache is reclaimed", 4, exit_against_reclaim);
-}
-
-#[test]
-fn loom_fenced_exit_against_reclaim() {
-    model_fenced("exit: the same where owners fence for themselves", 3, exit_against_reclaim);
-}
-
-#[test]
-fn loom_exit_hands_the_cache_on() {
-    model("exit: a thread cache is leased on while all memory is reclaimed", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let users = [0, 1].map(|_| {
-            let store = store.clone();
-            worker(move || {
-                let out = store.take();
-                out.into_iter().for_each(Out::put);
-            })
-        });
+    model("exit: a thread ends while its thread cache is reclaimed", 4, || {
+        let store = Store::new(PAGE);
+        let other = store.user();
         step();
-        store.central.region_use();
-        for user in users {
-            user.join().unwrap();
-        }
+        store.central.trim(usize::MAX);
+        other.join().unwrap();
         store.finish();
     });
 }
@@ -213,7 +209,7 @@ fn loom_exit_hands_the_cache_on() {
 #[test]
 fn loom_exit_against_close() {
     model("exit: a thread ends while the pool is dropped", 4, || {
-        let store = Store::new(TWO, PAGE);
+        let store = Store::new(PAGE);
         let other = worker({
             let store = store.clone();
             move || {
@@ -224,20 +220,25 @@ fn loom_exit_against_close() {
                 out.into_iter().for_each(Out::put);
             }
         });
-        let freed = Arc::downgrade(&store.central);
-        step();
-        store.central.close();
-        drop(store);
-        other.join().unwrap();
-        assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
+        close_and_drop(store, other);
     });
+}
+
+/// Closes and drops a pool beside a thread. With the last return it is freed.
+fn close_and_drop(store: Store, other: JoinHandle<()>) {
+    let freed = Arc::downgrade(&store.central);
+    step();
+    store.central.close();
+    drop(store);
+    other.join().unwrap();
+    assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
 }
 
 // --- reclaiming ------------------------------------------------------------------------------------------------------
 
 /// One thread takes and returns, and then caches segments. Another thread needs one of these.
 fn reclaimed(timeless: bool) {
-    let store = Store::with(TWO, PAGE, timeless);
+    let store = Store::of_pages(1, PAGE, timeless);
     let first = store.take().unwrap();
     let other = worker({
         let store = store.clone();
@@ -251,8 +252,8 @@ fn reclaimed(timeless: bool) {
     let second = store.take();
     second.into_iter().for_each(Out::put);
     other.join().unwrap();
-    let all = [first, store.take().expect("all is back"), store.take().expect("all is back")];
-    all.into_iter().for_each(Out::put);
+    let rest = store.take_all::<2>();
+    rest.into_iter().chain([first]).for_each(Out::put);
     store.finish();
 }
 
@@ -266,58 +267,12 @@ fn loom_reclaim_from_the_busy() {
     model("reclaim: from an owner at work", 3, || reclaimed(false));
 }
 
-#[test]
-fn loom_fenced_reclaim() {
-    model_fenced("reclaim: the same where owners fence for themselves", 2, || reclaimed(false));
-}
-
-// --- transfer caches -------------------------------------------------------------------------------------------------
-
-/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does.
-fn offload(store: &Store) {
-    step();
-    let Placement::Class(class) = store.want().placement else { unreachable!() };
-    let mut held = store.central.gate.enter(store.central.cache().unwrap()).unwrap();
-    let moved = held.offload(class, 1, &store.central.transfers[list_of(class)]);
-    assert_eq!(moved, 1, "one of the two slots is empty");
-}
-
-#[test]
-fn loom_transfer_passes_on() {
-    model("transfer caches: one leaves a segment while another takes one", 3, || {
-        let store = Store::new(TWO, 2 * PAGE);
-        let [one, two] = [store.take().unwrap(), store.take().unwrap()];
-        one.put();
-        offload(&store);
-        let leaver = worker({
-            let store = store.clone();
-            move || {
-                two.put();
-                offload(&store);
-            }
-        });
-        // A third segment was never taken, but the transfer cache comes before the runs.
-        let got = store.take().unwrap();
-        leaver.join().unwrap();
-        store.central.check(|_, _| ()).unwrap();
-        got.put();
-        store.finish();
-    });
-}
-
 // --- closing ---------------------------------------------------------------------------------------------------------
 
 fn close_counts() {
-    let store = Store::new(TWO, PAGE);
+    let store = Store::new(PAGE);
     let held = store.take();
-    let user = || {
-        let store = store.clone();
-        worker(move || {
-            let out = store.take();
-            out.into_iter().for_each(Out::put);
-        })
-    };
-    let users = [user(), user()];
+    let users = [(); 2].map(|()| store.user());
     step();
     store.central.close();
     held.into_iter().for_each(Out::put);
@@ -337,32 +292,26 @@ fn loom_fenced_close_counts() {
     model_fenced("close: the same where owners fence for themselves", 2, close_counts);
 }
 
+/// A thread that returns all segments: more than its cache can hold. Without transfer caches the rest goes to the runs.
+fn overflow(store: &Store) -> JoinHandle<()> {
+    let outs = store.take_all::<ALL>();
+    worker(move || outs.into_iter().for_each(Out::put))
+}
+
 #[test]
 fn loom_close_frees_under_returns() {
     model("close: the overflow of a thread cache while the pool is dropped", 4, || {
-        // Without transfer caches: what a thread cache cannot hold goes to the runs.
-        let store = Store::new(TWO, 0);
-        let freed = Arc::downgrade(&store.central);
-        let other = worker({
-            let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
-            assert_eq!(outs.len(), ALL);
-            move || outs.into_iter().for_each(Out::put)
-        });
-        step();
-        store.central.close();
-        drop(store);
-        other.join().unwrap();
-        assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
+        let store = Store::new(0);
+        let other = overflow(&store);
+        close_and_drop(store, other);
     });
 }
 
 #[test]
 fn loom_check_finds_everything() {
     model("check: the overflow of a thread cache while everything is counted", 3, || {
-        // Without transfer caches, as above.
-        let store = Store::new(TWO, 0);
-        let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
-        let other = worker(move || outs.into_iter().for_each(Out::put));
+        let store = Store::new(0);
+        let other = overflow(&store);
         step();
         store.central.check(|_, _| ()).unwrap();
         other.join().unwrap();
@@ -373,24 +322,16 @@ fn loom_check_finds_everything() {
 // --- counting --------------------------------------------------------------------------------------------------------
 
 /// Counts of the takes and returns that have begun and ended. Reads are read-modify-writes, which see the latest value.
-struct Progress([std::sync::Arc<AtomicU64>; 4]);
+#[derive(Clone)]
+struct Progress(Arc<[AtomicU64; 4]>);
 
 impl Progress {
-    fn new() -> Self {
-        Self(std::array::from_fn(|_| std::sync::Arc::new(AtomicU64::new(0))))
-    }
     fn note(&self, which: usize) {
         // AcqRel, here and below: a thread that sees that a call has ended sees what the call counted.
         self.0[which].fetch_add(1, Ordering::AcqRel);
     }
     fn read(&self) -> [u64; 4] {
         std::array::from_fn(|i| self.0[i].fetch_add(0, Ordering::AcqRel))
-    }
-}
-
-impl Clone for Progress {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
     }
 }
 
@@ -401,8 +342,8 @@ fn loom_sums_hold() {
     const PUTS: usize = 2;
     const PUT: usize = 3;
     model("sums: a look while two take and return", 2, || {
-        let store = Store::new(TWO, PAGE);
-        let progress = Progress::new();
+        let store = Store::new(PAGE);
+        let progress = Progress(Arc::new(std::array::from_fn(|_| AtomicU64::new(0))));
         let users = [0, 1].map(|_| {
             let (store, progress) = (store.clone(), progress.clone());
             worker(move || {
@@ -448,10 +389,8 @@ fn loom_sums_hold() {
 #[test]
 fn loom_ledger_closes() {
     model("ledger: an entered segment returns on another thread, while the ledger is looked at", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), ReclaimLevel::All) else {
-            unreachable!()
-        };
+        let store = Store::new(PAGE);
+        let mut fresh = store.central.try_take(store.want(), ReclaimLevel::All).unwrap().unwrap();
         CentralPool::enter(&mut fresh, CheckoutSite::default());
         let out = store.out(fresh);
         let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
@@ -469,59 +408,17 @@ fn loom_ledger_closes() {
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
-/// Waits as a task does, after it has joined the queue.
-fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
-    let waker = task(thread::current());
-    loop {
-        step();
-        match store.central.look(key, Some(&waker)) {
-            WaitOutcome::Granted(grants) => return Ok(grants.into_iter().map(|g| store.out(g)).collect()),
-            WaitOutcome::Failed(error) => return Err(error),
-            WaitOutcome::Waiting => thread::park_until(None),
-        }
-    }
-}
-
-fn join(store: &Store, wants: usize) -> Result<usize> {
-    step();
-    store.central.join(vec![store.want(); wants], Wake::Thread(thread::current()), false, usize::MAX)
-}
-
 #[test]
 fn loom_wait_is_woken() {
     model("wait: a hit returns while another begins to wait", 4, || {
-        let store = Store::new(TWO, PAGE);
-        let held = [store.take(), store.take()];
-        let other = worker({
-            let store = store.clone();
-            move || {
-                let out = store.take();
-                out.into_iter().for_each(Out::put);
-            }
-        });
-        let key = join(&store, 1).unwrap();
+        let store = Store::new(PAGE);
+        let held = store.take_all::<2>();
+        let other = store.user();
+        let key = store.join(1).unwrap();
         let grants = store.central.wait(key, LEN, None, Instant::now()).unwrap();
         grants.into_iter().for_each(|grant| store.out(grant).put());
         other.join().unwrap();
-        held.into_iter().flatten().for_each(Out::put);
-        store.finish();
-    });
-}
-
-#[test]
-fn loom_wait_as_a_task() {
-    model("wait: a task waits for what two threads return", 2, || {
-        let store = Store::new(TWO, PAGE);
-        let outs = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
-        let [one, two, three] = outs;
-        let others = [worker(move || one.put()), worker(move || two.put())];
-        let key = join(&store, 2).unwrap();
-        let got = wait_as_task(&store, key).unwrap();
-        assert_eq!(got.len(), 2);
-        for other in others {
-            other.join().unwrap();
-        }
-        got.into_iter().chain([three]).for_each(Out::put);
+        held.into_iter().for_each(Out::put);
         store.finish();
     });
 }
@@ -529,10 +426,10 @@ fn loom_wait_as_a_task() {
 #[test]
 fn loom_wait_cancelled() {
     model("wait: the first gives up while its grant is on the way to it", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
-        let first = join(&store, 1).unwrap();
-        let second = join(&store, 1).unwrap();
+        let store = Store::new(PAGE);
+        let [one, two, three] = store.take_all();
+        let first = store.join(1).unwrap();
+        let second = store.join(1).unwrap();
         let canceller = worker({
             let store = store.clone();
             move || {
@@ -541,7 +438,7 @@ fn loom_wait_cancelled() {
             }
         });
         let giver = worker(move || one.put());
-        let got = wait_as_task(&store, second).unwrap();
+        let got = store.wait_as_task(second).unwrap();
         canceller.join().unwrap();
         giver.join().unwrap();
         got.into_iter().chain([two, three]).for_each(Out::put);
@@ -552,11 +449,11 @@ fn loom_wait_cancelled() {
 #[test]
 fn loom_wait_in_order() {
     model("wait: first come, first served", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        let store = Store::new(PAGE);
+        let [one, two, three] = store.take_all();
         // The first waiter needs two segments, the second one.
-        let first = join(&store, 2).unwrap();
-        let second = join(&store, 1).unwrap();
+        let first = store.join(2).unwrap();
+        let second = store.join(1).unwrap();
         let givers = [one, two].map(|out| {
             let store = store.clone();
             worker(move || {
@@ -587,9 +484,9 @@ fn loom_wait_in_order() {
 fn loom_wait_for_a_window() {
     // Three preemptions take half an hour.
     model("wait: one returns inside of a window, and another takes and returns outside of it", 2, || {
-        let store = Store::of_pages(2, TWO, 0, false);
-        let [one, two, three, beyond] = [(); 4].map(|()| store.take().unwrap());
+        let store = Store::of_pages(2, 0, false);
         // The window is the first page, where one segment is out and two are cached.
+        let [one, two, three, beyond] = store.take_all();
         two.put();
         three.put();
         let others = [
@@ -603,12 +500,9 @@ fn loom_wait_for_a_window() {
                 }
             }),
         ];
-        step();
-        let page = store.central.place(PAGE - 32, 64).unwrap();
-        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap();
-        let got = wait_as_task(&store, key).unwrap();
+        let key = store.join_for_a_page();
         // It writes to the whole page.
-        got.into_iter().for_each(Out::put);
+        store.wait_as_task(key).unwrap().into_iter().for_each(Out::put);
         for other in others {
             other.join().unwrap();
         }
@@ -619,18 +513,16 @@ fn loom_wait_for_a_window() {
 #[test]
 fn loom_wait_after_a_return_of_its_own() {
     model("wait: one who waits for a window returns a segment of it, and so does another", 3, || {
-        let store = Store::of_pages(2, TWO, 0, false);
-        let [one, two, three, beyond, four, five] = [(); 6].map(|()| store.take().unwrap());
+        let store = Store::of_pages(2, 0, false);
         // The window is the first page, where two segments are out and one is cached.
+        let [one, two, three, beyond, four, five] = store.take_all();
         three.put();
         let other = worker(move || one.put());
-        step();
-        let page = store.central.place(PAGE - 32, 64).unwrap();
-        let key = store.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap();
+        let key = store.join_for_a_page();
         // Not to this thread's cache, where it would be for as long as the thread waits.
         two.put();
-        let got = wait_as_task(&store, key).unwrap();
         // It writes to the whole page.
+        let got = store.wait_as_task(key).unwrap();
         got.into_iter().chain([beyond, four, five]).for_each(Out::put);
         other.join().unwrap();
         store.finish();
@@ -640,11 +532,11 @@ fn loom_wait_after_a_return_of_its_own() {
 #[test]
 fn loom_wait_ends_with_the_pool() {
     model("wait: the pool closes on one who waits", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        let store = Store::new(PAGE);
+        let [one, two, three] = store.take_all();
         let waiter = worker({
             let store = store.clone();
-            move || match join(&store, 1).and_then(|key| wait_as_task(&store, key)) {
+            move || match store.join(1).and_then(|key| store.wait_as_task(key)) {
                 Ok(outs) => outs.into_iter().for_each(Out::put),
                 Err(error) => assert_eq!(error, Error::Closed),
             }

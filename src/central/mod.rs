@@ -60,7 +60,7 @@ mod waiting;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::arena::Arena;
 use crate::device::context::Context;
@@ -73,7 +73,7 @@ use crate::telemetry::counters::ClassTally;
 use crate::telemetry::ledger::Ledger;
 
 pub(crate) use census::OutSegment;
-use growth::Retry;
+use growth::Refusal;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use lock::CoreLock;
@@ -174,13 +174,10 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
-    /// When the present window of requests that were served late began, and the time that they have lost in it.
-    late: (Option<Instant>, Duration),
     /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
     leaving: usize,
-    /// Why the last growth failed, until the next one begins.
-    growth_failure: Option<Error>,
-    retry: Retry,
+    /// The last growth that ended, if it failed.
+    refusal: Option<Refusal>,
     stats: Stats,
     /// What the thread that has the lock does after the unlock.
     wakes: Vec<Wake>,
@@ -223,21 +220,10 @@ pub(crate) struct CentralSnapshot {
     pub(crate) quarantined_segments: u64,
     pub(crate) cut: usize,
     pub(crate) largest_free: usize,
-    /// The free bytes that are withheld for waiting requests.
-    pub(crate) withheld: usize,
     pub(crate) takes: u64,
     pub(crate) puts: u64,
     pub(crate) waiting: usize,
-    pub(crate) growing: usize,
     pub(crate) stats: Stats,
-}
-
-/// What [`CentralPool::try_take`] found.
-#[derive(Debug)]
-pub(crate) enum Take {
-    Got(Fresh),
-    /// No segment is free, and no cached segment within the reclaim level helps.
-    Empty,
 }
 
 impl CentralPool {
@@ -275,10 +261,8 @@ impl CentralPool {
                 me: me.clone(),
                 outstanding: None,
                 growing: 0,
-                late: (None, Duration::ZERO),
                 leaving: 0,
-                growth_failure: None,
-                retry: Retry::default(),
+                refusal: None,
                 stats: Stats::default(),
             })),
             config,
@@ -291,10 +275,6 @@ impl CentralPool {
 
     pub(crate) fn number(&self) -> u64 {
         self.number
-    }
-
-    fn weak(&self) -> Weak<Self> {
-        self.me.clone()
     }
 
     /// Whether the pool was closed.
@@ -366,16 +346,17 @@ impl CentralPool {
         if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// Takes a segment if one is free, or is cached within the reclaim level, and no waiter has a right to it.
+    /// Takes a segment if one is free, or is cached within the reclaim level, and no waiter has a right to it. `None`:
+    /// not now.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
     #[cold]
-    pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Take> {
+    pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Option<Fresh>> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
             if let Some(descriptor) = self.take_via_transfer(class, want.len) {
-                return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
+                return Ok(Some(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
         // Before the lock: leasing a thread cache takes the lock, too.
@@ -384,7 +365,7 @@ impl CentralPool {
         self.refuse_if_shut()?;
         if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
             if let Some(descriptor) = self.batch(&mut core, cache, class) {
-                return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
+                return Ok(Some(self.fresh(core.took(descriptor, want.len))));
             }
         }
         let mut taken = core.arena.take(want.placement);
@@ -393,7 +374,7 @@ impl CentralPool {
         }
         let grant = taken.map(|descriptor| core.took(descriptor, want.len));
         drop(core);
-        Ok(grant.map_or(Take::Empty, |grant| Take::Got(self.fresh(grant))))
+        Ok(grant.map(|grant| self.fresh(grant)))
     }
 
     /// Takes a segment for each of `wants`, or none at all. `None`: not now.
@@ -477,15 +458,13 @@ impl CentralPool {
     /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
     ///
     /// # Safety
-    /// `this` is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
-    pub(crate) unsafe fn quarantine(this: NonNull<Self>, descriptor: NonNull<Descriptor>) {
-        // SAFETY: a descriptor that is out keeps its central pool alive.
-        let central = unsafe { this.as_ref() };
+    /// This is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
+    unsafe fn quarantine(&self, descriptor: NonNull<Descriptor>) {
         if crate::os::forked() {
             return;
         }
-        let mut core = central.lock();
-        // SAFETY: alive, as above.
+        let mut core = self.lock();
+        // SAFETY: a descriptor that is out is alive.
         let (bytes, run) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().run()) };
         core.quarantined += bytes;
         core.quarantined_segments.push((run, descriptor.addr().get(), Instant::now()));
@@ -494,7 +473,7 @@ impl CentralPool {
         if let Some(window) = window {
             core.displace_window(window);
         }
-        central.fail_hopeless(&mut core);
+        self.fail_hopeless(&mut core);
     }
 
     // --- threads -----------------------------------------------------------------------------------------------------
@@ -563,32 +542,9 @@ impl CentralPool {
         self.regions.as_ref().is_some_and(|regions| regions.keep(context))
     }
 
-    /// Bytes that were given to a segment.
-    ///
-    /// # Safety
-    /// `this` is the descriptor's central pool, and the descriptor is out.
-    pub(crate) unsafe fn granted(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> usize {
-        // SAFETY: a descriptor that is out is alive and keeps its central pool alive.
-        let (central, class) = unsafe { (this.as_ref(), descriptor.as_ref().class()) };
-        match class {
-            Some(class) => class.stride(),
-            // SAFETY: as above.
-            None => unsafe { central.lock().arena.granted(descriptor) },
-        }
-    }
-
     /// Whether the memory at this address is the driver's managed memory. The address lies in a segment that is out.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.is_managed(at))
-    }
-
-    /// Whether a segment's memory is pinned, and not plain memory in its place.
-    ///
-    /// # Safety
-    /// As for [`CentralPool::granted`].
-    pub(crate) unsafe fn pinned(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> bool {
-        // SAFETY: a descriptor that is out is alive and keeps its central pool alive.
-        !crate::os::forked() && unsafe { this.as_ref().lock().arena.pinned(descriptor) }
     }
 
     /// Changes the requested length of a segment that stays out.

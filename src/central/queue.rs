@@ -71,8 +71,6 @@ pub(crate) enum Wake {
     Grow(Weak<CentralPool>, Growth),
     /// Looks at the queue and the windows after a time.
     Look(Weak<CentralPool>),
-    /// Tries the head's growth again after this time.
-    Retry(Weak<CentralPool>, Duration),
 }
 
 impl Wake {
@@ -86,7 +84,6 @@ impl Wake {
                 }
             }
             Self::Look(central) => CentralPool::look_later(central),
-            Self::Retry(central, after) => CentralPool::grow_later(central, after),
         }
     }
 }

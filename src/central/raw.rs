@@ -122,14 +122,17 @@ impl Segment {
 
     /// Bytes that were given to the segment.
     pub(crate) fn granted(&self) -> usize {
-        // SAFETY: the invariant.
-        unsafe { CentralPool::granted(self.central, self.descriptor) }
+        match self.class() {
+            Some(class) => class.stride(),
+            // SAFETY: the invariant.
+            None => unsafe { self.central().lock().arena.granted(self.descriptor) },
+        }
     }
 
     /// Whether its memory is pinned, and not plain memory in its place.
     pub(crate) fn pinned(&self) -> bool {
         // SAFETY: the invariant.
-        unsafe { CentralPool::pinned(self.central, self.descriptor) }
+        !crate::os::forked() && unsafe { self.central().lock().arena.pinned(self.descriptor) }
     }
 
     /// A second value for the same segment: the handle and the timeline, which meet in its state word, have one each.
@@ -163,6 +166,6 @@ impl Segment {
     /// Takes the segment out of use for good. Its state is QUARANTINED already.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; no thread takes a segment out of QUARANTINED.
-        unsafe { CentralPool::quarantine(self.central, self.descriptor) }
+        unsafe { self.central().quarantine(self.descriptor) }
     }
 }

@@ -13,15 +13,14 @@
 //!
 //! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
 //! grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other for
-//! good would each wait ten times as long as for a hit in a pool that has grown once. A request that may not wait for the
-//! growth goes as far as step 3. Where the pool can grow no more, every request may reclaim everything. (A part of it
-//! would not do in step 4: a large request needs neighbours, and these may be in any cache.)
+//! good would each wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every
+//! request may reclaim everything, and so may one that does not wait for the growth. (A part of it would not do in step 4:
+//! a large request needs neighbours, and these may be in any cache.)
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::time::Instant;
 
-use super::{CentralPool, Core, lease};
+use super::{Arena, CentralPool, Core, lease};
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
 use crate::segment::{Class, Placement};
@@ -45,14 +44,23 @@ fn most_spare(held: &HeldCache<'_>) -> Option<Class> {
     most.filter(|class| held.room(*class) > 0)
 }
 
+/// Moves everything in a thread cache to its runs. `false`: there was nothing.
+fn empty(arena: &mut Arena, mut held: HeldCache<'_>) -> bool {
+    let mut any = false;
+    held.drain_all(|_, chain| {
+        any = true;
+        // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
+        unsafe { arena.give_chain(chain) };
+    });
+    any
+}
+
 /// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReclaimLevel {
     /// What they will hardly miss: steps 1 and 2.
     Idle,
-    /// And half of one thread's segments of the requested class: steps 1 to 3.
-    Half,
-    /// All of it: steps 1 to 4.
+    /// All of it, if need be: steps 1 to 4.
     All,
 }
 
@@ -155,8 +163,7 @@ impl CentralPool {
                 }
             }
         }
-        let any = level == ReclaimLevel::All && self.any_cached(core);
-        if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
+        if self.could_help(core, placement) && self.reclaim_all(core) {
             core.serve();
             return core.arena.take(placement);
         }
@@ -169,16 +176,11 @@ impl CentralPool {
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether the segments in transfer caches and in these thread caches might serve a request. `false` is almost
-    /// certain: an owner that works now may have one segment more.
-    fn could_help<'a>(
-        &self,
-        core: &Core,
-        placement: Placement,
-        caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone,
-    ) -> bool {
+    /// Whether the segments in transfer caches and thread caches might serve a request. `false` is almost certain: an owner
+    /// that works now may have one segment more.
+    fn could_help(&self, core: &Core, placement: Placement) -> bool {
         let cached = |class: Class| {
-            let listed = caches.clone().map(|cache| cache.cached(class) as usize).sum::<usize>();
+            let listed = core.table.caches().map(|cache| cache.cached(class) as usize).sum::<usize>();
             // A batch that is being moved counts in its slot, in its thread's cache, or in both.
             (listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)) * class.stride()
         };
@@ -196,23 +198,10 @@ impl CentralPool {
         placement: Option<Placement>,
     ) -> bool {
         let mut any = self.drain_transfers(core);
-        if let Some(cache) = mine {
-            CacheTable::mine(cache).drain_all(|_, chain| {
-                any = true;
-                // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-                unsafe { core.arena.give_chain(chain) };
-            });
-        }
+        any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));
         let idle = core.table.idle((!self.config.timeless).then(Instant::now));
-        let helps = |placement| self.could_help(core, placement, idle.iter());
-        if !idle.is_empty() && placement.is_none_or(helps) {
-            self.gate.revoke(&idle, |mut held| {
-                held.drain_all(|_, chain| {
-                    any = true;
-                    // SAFETY: as above.
-                    unsafe { core.arena.give_chain(chain) };
-                });
-            });
+        if !idle.is_empty() && placement.is_none_or(|placement| self.could_help(core, placement)) {
+            self.gate.revoke(&idle, |held| any |= empty(&mut core.arena, held));
         }
         core.stats.reclaims += u64::from(any);
         any
@@ -248,15 +237,8 @@ impl CentralPool {
 
     /// [`CentralPool::reclaim_all`] where all owners are shut out already.
     pub(super) fn reclaim_quiet(&self, core: &mut Core) -> bool {
-        let mut any = false;
         let Core { arena, table, .. } = &mut *core;
-        for mut held in table.quiet() {
-            held.drain_all(|_, chain| {
-                any = true;
-                // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
-                unsafe { arena.give_chain(chain) };
-            });
-        }
+        let any = table.quiet().fold(false, |any, held| empty(arena, held) || any);
         self.drain_transfers(core) || any
     }
 }

@@ -3,10 +3,9 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::growth::growth_failure;
-use super::growth::least;
+use super::growth::{Refusal, growth_failure, least};
 use super::transfer::tests::central;
 use super::*;
 use crate::freelist::{list_of, state};
@@ -27,20 +26,28 @@ pub(super) fn small(len: usize) -> Want {
     Want { len, placement: Placement::of(len, 64).unwrap() }
 }
 
+/// Where a region begins.
+fn base(region: u64) -> NonNull<u8> {
+    NonNull::new(std::ptr::without_provenance_mut((region as usize + 1) << 22)).unwrap()
+}
+
+/// Adds a region of so many bytes, which is one extent, to the central pool.
+pub(super) fn add(central: &CentralPool, region: u64, bytes: usize) {
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(region), base(region), bytes, true) };
+}
+
 /// A central pool with extents of so many pages, each of which is a region.
 pub(super) fn with_extents(config: CentralConfig, extents: &[usize]) -> Arc<CentralPool> {
     let central = CentralPool::new(config, None);
-    for (i, pages) in extents.iter().enumerate() {
-        let base = NonNull::new(std::ptr::without_provenance_mut((i + 1) << 22)).unwrap();
-        // SAFETY: the arena only does arithmetic on it.
-        unsafe { central.add_extent(RegionId(i as u64), base, pages * PAGE, true) };
-    }
+    (0..).zip(extents).for_each(|(region, pages)| add(&central, region, pages * PAGE));
     central
 }
 
-/// A central pool with regions of 1 MiB each, which may hold `capacity` bytes. Its region 0 is the helper's.
+/// A central pool with regions of 1 MiB each, which may hold `capacity` bytes.
 fn with_regions(regions: usize, capacity: usize) -> Arc<CentralPool> {
-    let central = with_extents(central(0).config.clone(), &vec![256; regions]);
+    let config = CentralConfig { capacity: 8 * MIB, ..central(0).config.clone() };
+    let central = with_extents(config, &vec![256; regions]);
     {
         let mut core = central.core.lock();
         (core.capacity, core.extent, core.step) = (capacity, 4 * MIB, 2 * PAGE);
@@ -48,54 +55,47 @@ fn with_regions(regions: usize, capacity: usize) -> Arc<CentralPool> {
     central
 }
 
+fn join(core: &mut Core, want: Want) -> queue::Ticket {
+    core.queue.join(vec![want], Wake::Thread(thread::current()))
+}
+
+/// A growth that failed for good.
+fn refusal() -> Option<Refusal> {
+    Some(Refusal::new(Error::empty(), 0))
+}
+
+fn is_refusal(error: &Error) -> bool {
+    matches!(error, Error::Argument(text) if text.contains("nothing to copy"))
+}
+
 #[test]
 fn a_wait_is_hopeless_if_nothing_can_end_it() {
-    let central = with_regions(1, MIB);
-    let fits = [pages(256)];
-    let (long, least) = ([pages(300)], least(&[pages(300)]));
-    assert_eq!(least, 300 * PAGE);
-    let mut core = central.core.lock();
-    core.step = 0;
-    let hopeless = |core: &Core, wants: &[Want]| central.hopeless(core, wants).is_some();
-    assert!(!hopeless(&core, &fits), "the whole pool");
-    assert!(hopeless(&core, &long), "more than the pool may hold");
-    core.quarantined = PAGE;
-    assert!(hopeless(&core, &fits), "a part of the whole is quarantined");
-    core.quarantined = 0;
-    drop(core);
-
-    // A pool that may hold more than it does.
-    let config = CentralConfig { capacity: 4 * MIB, ..central.config.clone() };
-    let central = CentralPool::new(config, None);
-    let mut core = central.core.lock();
-    core.step = 0;
-    let hopeless = |core: &Core| central.hopeless(core, &long).is_some();
-    core.capacity = least;
-    assert!(!hopeless(&core), "there is just enough room");
-    core.capacity = least - PAGE;
-    assert!(hopeless(&core));
-    core.leaving = PAGE;
-    assert!(hopeless(&core), "what leaves takes room until it has left");
-    core.capacity = MIB;
-    core.leaving = least;
-    assert!(!hopeless(&core), "what leaves makes room");
-    core.leaving = least - PAGE;
-    assert!(hopeless(&core));
-    core.leaving = 0;
-    core.growing = 1;
-    assert!(!hopeless(&core), "what is being pinned may serve it");
-    core.growing = 0;
-    // SAFETY: the arena only does arithmetic on it.
-    unsafe {
-        let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
-        core.arena.add_extent(RegionId(0), base, MIB, true);
+    let long = [pages(300)];
+    let need = 300 * PAGE;
+    assert_eq!(least(&long), need);
+    // The regions, the capacity, whether the pool grows, what is being pinned, what leaves, what is quarantined; and
+    // whether a wait for the whole of a region is hopeless, and one for 300 pages.
+    let cases = [
+        (1, 8 * MIB, 0, 0, 0, 0, [false, false], "there is room"),
+        (1, MIB, 0, 0, 0, 0, [false, true], "the pool does not grow"),
+        (1, 8 * MIB, 0, 0, 0, 7 * MIB + PAGE, [true, true], "too little is not quarantined"),
+        (0, need, 0, 0, 0, 0, [false, false], "there is just enough room"),
+        (0, need - PAGE, 0, 0, 0, 0, [false, true], "there is a page too little"),
+        (0, need - PAGE, 0, 0, PAGE, 0, [false, true], "what leaves takes room until it has left"),
+        (0, MIB, 0, 0, need, 0, [false, false], "what leaves makes room"),
+        (0, MIB, 0, 0, need - PAGE, 0, [false, true], "what leaves makes too little room"),
+        (0, MIB, 0, 1, 0, 0, [false, false], "what is being pinned may serve it"),
+        (1, need, 0, 0, 0, 0, [false, true], "the region stays for good where the pool does not grow"),
+        (1, need, 1, 0, 0, 0, [false, false], "the region may make way for another"),
+        (1, need - PAGE, 1, 0, 0, 0, [false, true], "what the region leaves is too little"),
+    ];
+    for (regions, capacity, step, growing, leaving, quarantined, hopeless, why) in cases {
+        let central = with_regions(regions, capacity);
+        let mut core = central.core.lock();
+        (core.step, core.growing, core.leaving, core.quarantined) = (step, growing, leaving, quarantined);
+        let found = [pages(256), long[0]].map(|want| central.hopeless(&core, &[want]).is_some());
+        assert_eq!(found, hopeless, "{why}");
     }
-    core.capacity = least;
-    assert!(hopeless(&core), "the region stays for good where the pool does not grow");
-    core.step = 1;
-    assert!(!hopeless(&core), "the region may make way for another");
-    core.capacity = least - PAGE;
-    assert!(hopeless(&core));
 }
 
 #[test]
@@ -104,14 +104,18 @@ fn a_failed_growth_ends_waits_that_need_another() {
     let (fits, long) = ([pages(256)], [pages(300)]);
     let mut core = central.core.lock();
     assert!(growth_failure(&core, &long).is_none());
-    core.growth_failure = Some(Error::empty());
-    assert!(matches!(
-        growth_failure(&core, &long),
-        Some(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
+    core.refusal = refusal();
+    assert!(growth_failure(&core, &long).is_some_and(|error| is_refusal(&error)));
     assert!(growth_failure(&core, &fits).is_none(), "the present region serves it");
     core.growing = PAGE;
     assert!(growth_failure(&core, &long).is_none(), "the next growth is under way");
+    // Also of those that wait, and though segments may come back.
+    core.capacity = 4 * MIB;
+    assert!(core.arena.take(pages(1).placement).is_some());
+    let key = join(&mut core, long[0]);
+    drop(core);
+    central.grown(PAGE, Some(&Error::empty()));
+    assert!(matches!(central.look(key, None), WaitOutcome::Failed(error) if is_refusal(&error)));
 }
 
 #[test]
@@ -135,20 +139,18 @@ fn the_head_waits_as_long_as_anything_can_come() {
     let mut core = central.core.lock();
     core.step = 0;
     let head = pages(300);
-    let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
-    core.growing = PAGE;
-    core.serve();
-    assert!(core.queue.waits(key));
-    (core.growing, core.leaving) = (0, PAGE);
-    core.serve();
-    assert!(core.queue.waits(key));
-    core.leaving = 0;
+    let key = join(&mut core, head);
+    let waits = |core: &mut Core, growing, leaving| {
+        (core.growing, core.leaving) = (growing, leaving);
+        core.serve();
+        core.queue.waits(key)
+    };
+    assert!(waits(&mut core, PAGE, 0) && waits(&mut core, 0, PAGE));
     let out = core.arena.take(pages(1).placement).unwrap();
-    core.serve();
-    assert!(core.queue.waits(key) && core.wakes.is_empty());
+    assert!(waits(&mut core, 0, 0) && core.wakes.is_empty());
     // SAFETY: it is out, and returned once.
     unsafe { core.arena.give(out) };
-    core.serve();
+    assert!(!waits(&mut core, 0, 0));
     let (outcome, _) = core.queue.look(key, None);
     assert!(
         matches!(outcome, WaitOutcome::Failed(Error::Impossible { len, .. }) if len == head.len),
@@ -156,13 +158,10 @@ fn the_head_waits_as_long_as_anything_can_come() {
     );
     assert_eq!(core.wakes.len(), 1);
     // With the reason, where a growth has failed.
-    let key = core.queue.join(vec![head], Wake::Thread(thread::current()));
-    core.growth_failure = Some(Error::empty());
+    let key = join(&mut core, head);
+    core.refusal = refusal();
     core.serve();
-    assert!(matches!(
-        core.queue.look(key, None).0,
-        WaitOutcome::Failed(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
+    assert!(matches!(core.queue.look(key, None).0, WaitOutcome::Failed(error) if is_refusal(&error)));
 }
 
 #[test]
@@ -197,7 +196,6 @@ fn room_is_what_is_neither_held_nor_planned() {
 fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     let central = with_regions(1, 4 * MIB);
     let mut core = central.core.lock();
-    core.growth_failure = Some(Error::empty());
     let planned = |core: &mut Core, wants: &[Want]| {
         let growth = core.plan(wants, false)?;
         assert!(growth.going.is_empty() && core.growing == growth.bytes);
@@ -205,7 +203,7 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
         Some(growth.bytes / PAGE)
     };
     assert_eq!(planned(&mut core, &[small(100)]), Some(2), "a step");
-    assert!(core.growth_failure.is_none() && core.stats.growths == 1);
+    assert_eq!(core.stats.growths, 1);
     assert_eq!(planned(&mut core, &[pages(2)]), Some(2));
     assert_eq!(planned(&mut core, &[pages(3)]), Some(3));
     // Before an aligned segment pages may be lost.
@@ -230,57 +228,87 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
 #[test]
 fn nothing_is_planned_while_memory_is_being_pinned() {
     let central = with_regions(1, 64 * MIB);
-    central.core.lock().growing = PAGE;
-    assert!(central.grow(&[pages(300)], central.extents()), "it waits for that");
-    {
+    let grows = |growing, extents| {
+        central.core.lock().growing = growing;
+        assert!(central.grow(&[pages(300)], extents));
         let mut core = central.core.lock();
-        assert_eq!((core.growing, core.stats.growths), (PAGE, 0));
-        core.growing = 0;
-    }
+        assert_eq!((std::mem::take(&mut core.growing), core.stats.growths), (growing, 0));
+    };
+    grows(PAGE, central.extents());
     // Memory has come since the request was tried.
     assert_eq!(central.extents(), 1);
-    assert!(central.grow(&[pages(300)], 0));
-    let base = NonNull::new(std::ptr::without_provenance_mut(9 * MIB)).unwrap();
-    // SAFETY: the arena only does arithmetic on it.
-    unsafe { central.add_extent(RegionId(1), base, PAGE, true) };
-    assert!(central.grow(&[pages(300)], 1));
-    let core = central.core.lock();
-    assert_eq!((core.growing, core.stats.growths), (0, 0));
+    grows(0, 0);
+    add(&central, 1, PAGE);
+    grows(0, 1);
+}
+
+/// A growth that was refused is followed by shorter ones, down to what is needed, and then by one after each pause.
+#[test]
+fn a_refused_growth_is_tried_again_at_half_the_length() {
+    let transient = Error::Timeout(Duration::ZERO.into());
+    let central = with_regions(1, 4 * MIB);
+    let planned = |central: &CentralPool| {
+        let growth = |wake: &Wake| if let Wake::Grow(_, growth) = wake { growth.bytes / PAGE } else { 0 };
+        let mut core = central.core.lock();
+        core.grow_for_head();
+        let bytes = core.wakes.iter().map(growth).sum::<usize>();
+        core.wakes.clear();
+        core.growing = 0;
+        bytes
+    };
+    let refuse = |pages: usize| {
+        central.core.lock().refusal = Some(Refusal::new(transient.clone(), pages * PAGE));
+    };
+    join(&mut central.core.lock(), pages(300));
+    central.core.lock().step = 700 * PAGE;
+    assert_eq!(planned(&central), 700);
+    refuse(700);
+    assert_eq!(planned(&central), 350);
+    refuse(350);
+    assert_eq!(planned(&central), 300, "what is needed");
+    refuse(300);
+    assert_eq!(planned(&central), 0, "a pause comes first");
+    central.core.lock().growth_is_due();
+    assert_eq!([(); 2].map(|()| planned(&central)), [300, 0], "once after each pause");
+    central.core.lock().refusal = refusal();
+    central.core.lock().growth_is_due();
+    assert_eq!(planned(&central), 0, "a refusal that does not pass");
 }
 
 #[test]
 fn idle_regions_make_way_newest_first() {
-    let going = |growth: &super::queue::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
+    let going = |growth: &queue::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
     let long = [pages(512)];
-    // Two regions have to go, of three.
-    let central = with_regions(3, 3 * MIB);
-    let mut core = central.core.lock();
-    assert!(core.plan(&long, false).is_none(), "no region may be removed");
-    core.growing = PAGE;
-    assert!(core.plan(&long, true).is_none(), "another region is being pinned");
-    core.growing = 0;
-    assert!(core.plan(&[pages(256)], true).is_none(), "the present regions serve it");
-    let growth = core.plan(&long, true).unwrap();
-    assert_eq!((going(&growth), growth.bytes), (vec![2, 1], 2 * MIB));
-    assert_eq!((core.growing, core.leaving, core.arena.bytes().total), (2 * MIB, 2 * MIB, MIB));
-    drop(core);
-    // With room for half of it, one has to go.
-    let central = with_regions(2, 3 * MIB);
-    let mut core = central.core.lock();
-    let growth = core.plan(&long, true).unwrap();
-    assert_eq!((going(&growth), growth.bytes, core.leaving), (vec![1], 2 * MIB, MIB));
-    drop(core);
+    // Two regions have to go, of three; or one, where there is room for half of it.
+    for (regions, gone) in [(3, vec![2, 1]), (2, vec![1])] {
+        let central = with_regions(regions, 3 * MIB);
+        let mut core = central.core.lock();
+        assert!(core.plan(&long, false).is_none(), "no region may be removed");
+        core.growing = PAGE;
+        assert!(core.plan(&long, true).is_none(), "another region is being pinned");
+        core.growing = 0;
+        assert!(core.never(&[pages(256)]).is_none(), "the present regions serve it");
+        let growth = core.plan(&long, true).unwrap();
+        assert_eq!((going(&growth), growth.bytes), (gone, 2 * MIB));
+        assert_eq!((core.growing, core.leaving), (2 * MIB, growth.going.len() * MIB));
+        assert_eq!(core.arena.bytes().total, MIB);
+    }
     // A region in use stays, and none goes where that does not help.
     let central = with_regions(3, 3 * MIB);
     let mut core = central.core.lock();
     let held: Vec<_> = (0..3).map(|_| core.arena.take(pages(256).placement).unwrap()).collect();
     // SAFETY: out, and returned once.
     unsafe { core.arena.give(held[0]) };
+    assert!(core.plan(&[pages(256)], true).is_none(), "the present regions serve it");
     assert!(core.plan(&long, true).is_none());
     assert_eq!((core.arena.bytes().total, core.leaving, core.growing), (3 * MIB, 0, 0));
     // SAFETY: as above.
     unsafe { core.arena.give(held[2]) };
     assert_eq!(going(&core.plan(&long, true).unwrap()), [2, 0]);
+    // Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place holds.
+    let central = with_regions(4, 4 * MIB);
+    let mut core = central.lock();
+    assert!(core.plan(&[pages(129); 4], true).is_none() && core.plan(&[pages(129); 5], true).is_some());
 }
 
 #[test]
@@ -288,10 +316,10 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
     let central = with_regions(1, 3 * MIB);
     let mut core = central.core.lock();
     assert!(!core.grow_for_head(), "no request waits");
-    let key = core.queue.join(vec![pages(512)], Wake::Thread(thread::current()));
-    core.growth_failure = Some(Error::empty());
+    let key = join(&mut core, pages(512));
+    core.refusal = refusal();
     assert!(!core.grow_for_head());
-    core.growth_failure = None;
+    core.refusal = None;
     // What is free counts, since idle regions may be exchanged.
     core.capacity = 2 * MIB - PAGE;
     assert!(!core.grow_for_head());
@@ -302,33 +330,16 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
     assert!(core.queue.replaced(key));
     // Regions are exchanged once for each waiter, and room is used all the same.
     (core.growing, core.leaving) = (0, 0);
-    let base = NonNull::new(std::ptr::without_provenance_mut(MIB)).unwrap();
     // SAFETY: the arena only does arithmetic on it.
-    unsafe { core.arena.add_extent(RegionId(7), base, MIB, true) };
+    unsafe { core.arena.add_extent(RegionId(7), base(7), MIB, true) };
     assert!(!core.grow_for_head());
     core.capacity = 3 * MIB;
     assert!(core.grow_for_head());
     let _ = core.queue.remove(key);
-    core.growing = 0;
-    let key = core.queue.join(vec![pages(100)], Wake::Thread(thread::current()));
-    core.step = 0;
+    (core.growing, core.step) = (0, 0);
+    let key = join(&mut core, pages(100));
     assert!(!core.grow_for_head(), "this pool does not grow");
     let _ = core.queue.remove(key);
-}
-
-#[test]
-fn classes_are_listed_once_they_were_used() {
-    let central = central(0);
-    assert!(central.snapshot_by_class().1.is_empty());
-    let fresh = got(&central, 100_000);
-    let counts = |central: &CentralPool| {
-        let (_, classes) = central.snapshot_by_class();
-        classes.iter().map(|c| (c.stride, c.checkouts, c.returns, c.out, c.free > 0)).collect::<Vec<_>>()
-    };
-    let class = Class::of(100_000).map(Class::stride);
-    assert_eq!(counts(&central), [(class, 1, 0, 1, false)]);
-    release(fresh);
-    assert_eq!(counts(&central), [(class, 1, 1, 0, false)], "it has no memory any more");
 }
 
 /// A central pool with 1 MiB, all of which a thread may cache. Of the segments of `len` bytes this thread has cached one,
@@ -337,7 +348,7 @@ fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>)
     let config = CentralConfig { thread_cache: 4 * MIB, timeless, ..central(0).config.clone() };
     let central = with_extents(config, &[256]);
     let mut out = Vec::new();
-    while let Take::Got(fresh) = central.try_take(small(len), ReclaimLevel::All).unwrap() {
+    while let Some(fresh) = central.try_take(small(len), ReclaimLevel::All).unwrap() {
         out.push(fresh);
     }
     assert_eq!(central.core.lock().stats.reclaims, 0, "there was nothing to reclaim");
@@ -347,10 +358,7 @@ fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>)
 }
 
 pub(super) fn got(central: &CentralPool, len: usize) -> Fresh {
-    match central.try_take(small(len), ReclaimLevel::Idle).unwrap() {
-        Take::Got(fresh) => fresh,
-        Take::Empty => panic!("the memory should be enough"),
-    }
+    central.try_take(small(len), ReclaimLevel::Idle).unwrap().expect("the memory should be enough")
 }
 
 pub(super) fn release(fresh: Fresh) {
@@ -371,27 +379,30 @@ fn elsewhere(f: impl FnOnce() -> bool + Send) -> bool {
 #[test]
 fn what_idle_threads_have_cached_is_reclaimed_where_that_may_help() {
     let (central, _out) = all_out_but_one(100_000, true);
-    let takes = |want, level| matches!(central.try_take(want, level).unwrap(), Take::Got(_));
+    let takes = |want, level| central.try_take(want, level).unwrap().is_some();
     assert!(!elsewhere(|| takes(pages(60), ReclaimLevel::All)), "that is more than could get free");
     assert_eq!((cached(&central, 100_000), central.core.lock().stats.reclaims), (1, 0));
     assert!(elsewhere(|| takes(small(100_000), ReclaimLevel::Idle)));
     assert_eq!((cached(&central, 100_000), central.core.lock().stats.reclaims), (0, 1));
 }
 
+/// What busy threads have cached is theirs, unless the request can be served in no other way.
 #[test]
-fn all_that_busy_threads_have_cached_is_for_requests_of_the_last_level() {
+fn what_busy_threads_have_cached_is_reclaimed_by_levels() {
+    use ReclaimLevel::{All, Idle};
     const LEN: usize = 300_000;
-    for several in [false, true] {
+    let one = |want| move |central: &CentralPool, level| central.try_take(want, level).unwrap().is_some();
+    let several = |central: &CentralPool, level| central.try_take_all(&[pages(70)], level).unwrap().is_some();
+    type Takes<'a> = &'a (dyn Fn(&CentralPool, ReclaimLevel) -> bool + Sync);
+    // A request for the same class, another one, and one for several buffers.
+    let requests: [Takes<'_>; 3] = [&one(small(LEN)), &one(pages(70)), &several];
+    for takes in requests {
         let (central, _out) = all_out_but_one(LEN, false);
-        let takes = |level| match several {
-            false => matches!(central.try_take(pages(70), level).unwrap(), Take::Got(_)),
-            true => central.try_take_all(&[pages(70)], level).unwrap().is_some(),
-        };
-        assert!(!elsewhere(|| takes(ReclaimLevel::Half)));
+        assert!(!elsewhere(|| takes(&central, Idle)));
         assert_eq!(cached(&central, LEN), 1);
         // This thread works between the looks at it, however late the second one comes.
         release(got(&central, LEN));
-        assert!(elsewhere(|| takes(ReclaimLevel::All)));
+        assert!(elsewhere(|| takes(&central, All)));
         assert_eq!(cached(&central, LEN), 0);
     }
 }
@@ -413,14 +424,16 @@ fn what_is_in_transfer_caches_serves_every_request() {
     transfer();
     release(central.refill(class, 4096).unwrap());
     assert!(central.core.lock().arena.bytes().free < MIB);
-    assert_eq!(central.region_use(), [(RegionId(0), MIB, MIB)]);
+    assert_eq!(central.trim(MIB), 0);
+    assert_eq!(central.core.lock().arena.bytes().free, MIB);
     transfer();
-    assert_eq!(central.region_use(), [(RegionId(0), MIB, MIB)], "although no thread has anything");
+    assert_eq!(central.trim(0), MIB, "although no thread has anything");
+    add(&central, 1, MIB);
     transfer();
     let before = reclaims();
-    assert!(matches!(central.try_take(pages(256), ReclaimLevel::Idle).unwrap(), Take::Got(_)));
+    assert!(central.try_take(pages(256), ReclaimLevel::Idle).unwrap().is_some());
     assert_eq!(reclaims(), before + 1);
-    assert!(matches!(central.try_take(small(100), ReclaimLevel::Idle).unwrap(), Take::Empty));
+    assert!(central.try_take(small(100), ReclaimLevel::Idle).unwrap().is_none());
     assert_eq!(reclaims(), before + 1, "there was nothing");
 }
 
@@ -505,6 +518,13 @@ fn what_is_recorded_or_quarantined_is_listed() {
 #[test]
 fn snapshots_count_what_there_is() {
     let central = central(0);
+    assert!(central.snapshot_by_class().1.is_empty(), "no class was used");
+    release(got(&central, 5000));
+    assert!(central.trim(0) > 0);
+    let [class] = central.snapshot_by_class().1[..] else { panic!("a class was used") };
+    let stride = Class::of(5000).map(Class::stride);
+    assert_eq!((class.stride, class.checkouts, class.returns, class.free), (stride, 1, 1, 0));
+    add(&central, 1, MIB);
     let mut segment = got(&central, 5000).into_segment();
     segment.rebook(700);
     let (snapshot, classes) = central.snapshot_by_class();
@@ -525,24 +545,6 @@ fn snapshots_count_what_there_is() {
 }
 
 #[test]
-fn a_failed_growth_ends_waits_though_segments_may_come_back() {
-    let config = CentralConfig { capacity: 4 * MIB, ..central(0).config.clone() };
-    let central = with_extents(config, &[256]);
-    {
-        let mut core = central.core.lock();
-        (core.extent, core.step, core.growing) = (4 * MIB, 2 * PAGE, MIB);
-        assert!(core.arena.take(pages(1).placement).is_some());
-    }
-    let key = central.join(vec![pages(300)], Wake::Thread(thread::current()), true, usize::MAX).unwrap();
-    assert!(central.waits(key));
-    central.grown(MIB, Some(&Error::empty()));
-    assert!(matches!(
-        central.look(key, None),
-        WaitOutcome::Failed(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
-}
-
-#[test]
 fn memory_of_the_caller_may_take_all_the_room_there_is() {
     let device = crate::Device::open("host").unwrap();
     let builder = crate::Pool::builder(&device).capacity(MIB).initial(0).unpinned(crate::Unpinned::Allow);
@@ -558,94 +560,21 @@ fn memory_of_the_caller_may_take_all_the_room_there_is() {
 #[test]
 fn growth_is_possible_with_room_and_after_no_failure() {
     let central = with_regions(1, 3 * MIB);
-    assert!(central.may_grow(&[pages(512)]) && !central.may_grow(&[pages(513)]));
-    central.core.lock().step = 0;
-    assert!(!central.may_grow(&[pages(1)]), "this pool does not grow");
-    central.core.lock().step = PAGE;
-    central.core.lock().growth_failure = Some(Error::empty());
-    assert!(!central.may_grow(&[pages(1)]));
-    // What is planned counts at once.
-    central.core.lock().growth_failure = None;
-    central.plan_bytes(MIB);
-    assert!(central.may_grow(&[pages(256)]) && !central.may_grow(&[pages(257)]));
-    central.plan_bytes(MIB);
-    assert!(!central.may_grow(&[pages(1)]));
-    central.core.lock().growing = 0;
-}
-
-#[test]
-fn a_pool_grows_when_requests_that_are_served_late_lose_much_time() {
-    let helpers = with_regions(1, MIB);
-    let config = CentralConfig { timeless: false, ..helpers.config.clone() };
-    let central = CentralPool::new(config, None);
-    {
+    let may_grow = |growing: usize, refusal: Option<Refusal>, step: usize, needed: usize| {
         let mut core = central.core.lock();
-        (core.capacity, core.extent, core.step) = (8 * MIB, 4 * MIB, 2 * PAGE);
-    }
-    let zero = Instant::now();
-    let ms = |ms: u64| zero + Duration::from_millis(ms);
-    // So many requests one behind the other, each of which lost so many milliseconds.
-    let late = |from: u64, requests: u64, lost: u64| {
-        for i in 0..requests {
-            central.served_late(&[small(100)], ms(from + i * lost), ms(from + (i + 1) * lost));
-        }
+        (core.growing, core.refusal, core.step) = (growing, refusal, step);
+        drop(core);
+        central.may_grow(&[pages(needed)])
     };
-    let growths = || central.core.lock().stats.growths;
-    let pinned = || central.core.lock().growing = 0;
-    late(0, 6, 3);
-    assert_eq!(growths(), 0);
-    late(50, 1, 2);
-    assert_eq!((growths(), central.core.lock().growing), (1, 2 * PAGE));
-    late(52, 20, 2);
-    assert_eq!(growths(), 1, "that is being pinned");
-    pinned();
-    late(92, 1, 1);
-    assert_eq!(growths(), 2, "it was not enough");
-    // A growth begins the window anew, and so does a request that comes after it.
-    pinned();
-    late(93, 19, 1);
-    late(200, 19, 1);
-    late(290, 1, 1);
-    assert_eq!(growths(), 3);
-    pinned();
-    late(300, 19, 1);
-    assert!(central.core.lock().plan(&[small(100)], false).is_some());
-    pinned();
-    late(320, 19, 1);
-    assert_eq!(growths(), 4);
-    // One request is not enough, however long it takes.
-    late(500, 1, 1000);
-    late(1501, 1, 15);
-    assert_eq!(growths(), 4);
-    central.core.lock().growth_failure = Some(Error::empty());
-    late(2000, 30, 1);
-    assert_eq!(growths(), 4, "the last growth failed");
-    central.core.lock().growth_failure = None;
-    central.core.lock().capacity = 0;
-    late(2031, 1, 1);
-    assert_eq!(growths(), 4, "there is no room");
-    central.core.lock().capacity = 8 * MIB;
-    late(2032, 1, 1);
-    assert_eq!(growths(), 5);
-    pinned();
-    // A window lasts 100 ms.
-    late(3000, 19, 1);
-    late(3099, 1, 1);
-    assert_eq!(growths(), 6);
-    helpers.core.lock().capacity = 8 * MIB;
-    (0..100).for_each(|_| helpers.served_late(&[small(100)], ms(0), ms(1)));
-    assert_eq!(helpers.core.lock().stats.growths, 0, "without a clock nothing is late");
-}
-
-/// What busy threads have cached is theirs, unless the request can be served in no other way.
-#[test]
-fn a_pool_that_may_grow_leaves_busy_caches_alone() {
-    let (central, _out) = all_out_but_one(100_000, false);
-    let takes = |level| matches!(central.try_take(small(100_000), level).unwrap(), Take::Got(_));
-    assert!(!elsewhere(|| takes(ReclaimLevel::Idle)));
-    assert_eq!(cached(&central, 100_000), 1);
-    assert!(elsewhere(|| takes(ReclaimLevel::Half)));
-    assert_eq!(cached(&central, 100_000), 0);
+    assert!(may_grow(0, None, PAGE, 512) && !may_grow(0, None, PAGE, 513));
+    assert!(!may_grow(0, None, 0, 1), "this pool does not grow");
+    assert!(!may_grow(0, refusal(), PAGE, 1));
+    // What is planned counts at once.
+    assert!(
+        may_grow(MIB, None, PAGE, 256)
+            && !may_grow(MIB, None, PAGE, 257)
+            && !may_grow(2 * MIB, None, PAGE, 1)
+    );
 }
 
 /// How many segments of each size a thread's cache has room for.
@@ -689,20 +618,7 @@ fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     assert_eq!((room(last), now(medium)), (fit((left + bytes(medium, first)) / 2, last).max(2), 0));
     assert_eq!((more.map(now), now(small)), (kept, 64));
     // A class that a request waits for gets no room.
-    let key = central
-        .core
-        .lock()
-        .queue
-        .join(vec![central.place(small, 64).unwrap()], Wake::Thread(thread::current()));
+    let key = join(&mut central.core.lock(), central.place(small, 64).unwrap());
     assert_eq!((room(small), room(last) > 0), (0, true));
     let _ = central.core.lock().queue.remove(key);
-}
-
-/// Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place holds.
-#[test]
-fn regions_make_way_for_buffers_that_fit_into_them_one_by_one_only() {
-    let central = with_regions(4, 4 * MIB);
-    let mut core = central.lock();
-    assert!(core.never(&[pages(129); 4]).is_none() && core.plan(&[pages(129); 4], true).is_none());
-    assert!(core.never(&[pages(129); 5]).is_some() && core.plan(&[pages(129); 5], true).is_some());
 }

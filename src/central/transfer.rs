@@ -192,27 +192,18 @@ pub(super) mod tests {
             for _ in 0..2 {
                 // The second round empties some slots and fills them again.
                 for len in [LEN, OTHER] {
+                    let (before, to_nearest) = (transferred(&central, LEN), quota + (len + 64) / 2);
                     burst(&central, len, 40);
-                    let to_nearest = quota + (len + 64) / 2;
                     assert!(bytes(len) <= to_nearest, "{} bytes of at most {quota}", bytes(len));
                     let fits = to_nearest >= 4 * (len + 64);
                     assert_eq!(bytes(len) > 0, fits, "a class has no slots where four segments do not fit");
+                    assert!(
+                        len == LEN || transferred(&central, LEN) == before,
+                        "another class has its quota"
+                    );
                 }
             }
             end(&central);
         }
-    }
-
-    #[test]
-    fn a_class_leaves_the_quotas_of_others_alone() {
-        const LEN: usize = 4096;
-        const OTHER: usize = 8192;
-        let central = central(40_000);
-        burst(&central, LEN, 100);
-        let count = transferred(&central, LEN);
-        assert!(count > 0);
-        burst(&central, OTHER, 40);
-        assert!(transferred(&central, OTHER) > 0 && transferred(&central, LEN) == count);
-        end(&central);
     }
 }

@@ -202,9 +202,9 @@ impl CentralPool {
         while self.settle(core) {
             core.serve();
         }
-        // At the end: what is due from here on is due for the next call.
-        if let Some(pause) = core.pause_of_growth() {
-            core.wakes.push(Wake::Retry(core.me.clone(), pause));
+        if core.timeless && !core.queue.is_empty() {
+            // The next call is the end of the pause.
+            core.growth_is_due();
         }
         std::mem::take(&mut core.wakes)
     }
@@ -444,7 +444,8 @@ impl CentralPool {
         may: impl FnOnce() -> bool,
     ) -> (Option<LongWait>, bool) {
         let mut core = self.lock();
-        let (waiting, growth) = (core.queue.len(), core.retry.why.clone());
+        let (waiting, growth) =
+            (core.queue.len(), core.refusal.as_ref().map(|refusal| refusal.error.clone()));
         let long = core.queue.waits_long(now, age, may).map(|(since, wants)| LongWait {
             waited: now.saturating_duration_since(since),
             bytes: sum(wants.iter().map(|w| w.len)),
@@ -545,7 +546,7 @@ impl Core {
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
             let (quarantined, capacity) = (self.quarantined, self.capacity);
             let impossible = Error::Impossible { len, quarantined, capacity };
-            let error = self.growth_failure.clone().unwrap_or(impossible);
+            let error = self.refused().map_or(impossible, |refusal| refusal.error.clone());
             self.end(head, WaitOutcome::Failed(error));
         }
     }
@@ -780,7 +781,7 @@ impl Core {
     /// ones never can.
     fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
         let wants = self.queue.wants(key);
-        let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.growth_failure.is_none();
+        let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.refused().is_none();
         if !may || self.queue.replaced(key) || self.never(wants).is_none() {
             return None;
         }
@@ -820,7 +821,7 @@ impl Core {
             withheld_for: self.withheld_for(),
             capacity: self.capacity,
             waiting: self.queue.len(),
-            growth: self.retry.why.clone().map(Box::new),
+            growth: self.refusal.as_ref().map(|refusal| Box::new(refusal.error.clone())),
             ..Shortage::default()
         }
     }

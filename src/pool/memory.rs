@@ -103,8 +103,9 @@ impl Pool {
     }
 
     /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many
-    /// bytes are given back. A region with a segment in use stays. Segments in thread caches are taken back first, so
-    /// they do not keep a region. The region thread unpins the memory after this call returns.
+    /// bytes are given back. A region with a segment in use stays, and every region while a request waits or memory is
+    /// being pinned. Segments in thread caches are taken back first, so they do not keep a region. The region thread
+    /// unpins the memory after this call returns.
     ///
     /// ```
     /// # use pinpool::{Device, Pool, Unpinned};
@@ -118,24 +119,7 @@ impl Pool {
         if crate::os::forked() {
             return 0;
         }
-        let (central, regions) = (&self.0.central, &self.0.regions);
-        // A region stays while the region thread adds extents to it, or while the central pool does not serve from its
-        // last extent yet.
-        let made = regions.made();
-        let mut complete = central.region_use();
-        complete.retain(|(id, len, _)| made.contains(&(*id, *len)));
-        complete.sort_unstable_by_key(|region| std::cmp::Reverse(region.0));
-        let mut total: usize = complete.iter().map(|region| region.1).sum();
-        let mut freed = 0;
-        for (id, len, free) in complete {
-            if free == len && total - len >= keep && central.retire(id).is_some() {
-                regions.remove(id);
-                central.left(len);
-                total -= len;
-                freed += len;
-            }
-        }
-        freed
+        self.0.central.trim(keep)
     }
 
     // --- the end -----------------------------------------------------------------------------------------------------

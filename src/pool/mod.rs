@@ -8,11 +8,10 @@
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
 //! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have cached.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
-//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again. A pool that
-//!    loses much time by that grows meanwhile.
+//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
-//! 6. *Grow*: have the region thread pin another region, up to the capacity. A request that may not wait for it then
-//!    takes half of what one active thread has cached of its class.
+//! 6. *Grow*: have the region thread pin another region, up to the capacity. A request that may not wait for it takes
+//!    back what threads have cached, too.
 //! 7. *Wait*: join the queue, as a thread or as a task.
 //!
 //! # Invariants
@@ -51,7 +50,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{PinnedBuf, StreamBuf};
-use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Take, Wake, Want};
+use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Wake, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result};
@@ -406,7 +405,7 @@ impl Pool {
         let deadline = match limit {
             // The growth is for later requests. This one may not wait for it.
             WaitLimit::None => {
-                return self.try_all(&wants, ReclaimLevel::Half)?.ok_or_else(|| central.exhausted(len));
+                return self.try_all(&wants, ReclaimLevel::All)?.ok_or_else(|| central.exhausted(len));
             }
             WaitLimit::For(timeout) => since.checked_add(timeout),
             WaitLimit::Forever => None,
@@ -433,10 +432,8 @@ impl Pool {
             return Ok(Obtained::Granted(got));
         }
         // Memory is short, so what is complete comes back now.
-        let since = Instant::now();
         if self.reap() {
             if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
-                central.served_late(wants, since, Instant::now());
                 return Ok(Obtained::Granted(got));
             }
         }
@@ -459,10 +456,7 @@ impl Pool {
     fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         let central = &self.0.central;
         match wants {
-            [want] => Ok(match central.try_take(*want, level)? {
-                Take::Got(fresh) => Some(vec![fresh]),
-                Take::Empty => None,
-            }),
+            [want] => Ok(central.try_take(*want, level)?.map(|fresh| vec![fresh])),
             _ => central.try_take_all(wants, level),
         }
     }

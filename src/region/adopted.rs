@@ -14,7 +14,7 @@ use std::time::Duration;
 use stable_deref_trait::StableDeref;
 
 use super::make::{RegionSource, page, unpin};
-use super::{Extent, RegionId, RegionInfo, Regions};
+use super::{Extent, Pinned, RegionId, RegionInfo, Regions};
 use crate::amount::amount;
 use crate::device::context::Context;
 use crate::error::{Error, Result, SubmitError};
@@ -28,6 +28,13 @@ pub(crate) struct Adoptee<T> {
     /// The whole pages in its bytes.
     base: NonNull<u8>,
     len: usize,
+}
+
+impl<T> Adoptee<T> {
+    fn at(&self, offset: usize) -> NonNull<u8> {
+        // SAFETY: callers pass offsets within the memory.
+        unsafe { self.base.add(offset) }
+    }
 }
 
 impl<T> Adoptee<T>
@@ -65,15 +72,12 @@ where
     }
 }
 
-/// A range for a job on the region thread.
+/// An address for a job on the region thread.
 #[derive(Clone, Copy)]
-struct AdoptedPiece {
-    start: NonNull<u8>,
-    len: usize,
-}
+struct AdoptedAt(NonNull<u8>);
 
 // SAFETY: the adoption owns the memory, and waits for the job.
-unsafe impl Send for AdoptedPiece {}
+unsafe impl Send for AdoptedAt {}
 
 impl Regions {
     /// Pins memory, makes it a region, and hands its extents to `serve`. Waits for the region thread. After an error
@@ -86,26 +90,23 @@ impl Regions {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let (len, mut context) = (adoptee.len, self.context());
-        self.begin(len);
+        let (whole, mut context) = (adoptee.len, self.context());
+        self.begin(whole);
         let mut extents: Vec<Extent> = Vec::new();
         let (mut offset, mut busy, mut longest) = (0, Duration::ZERO, Duration::ZERO);
-        while offset < len {
-            // SAFETY: within the memory.
-            let start = unsafe { adoptee.base.add(offset) };
-            let piece = AdoptedPiece { start, len: self.options.extent.min(len - offset) };
-            let (regions, device) = (self.clone(), context.clone());
-            let called = context.worker().call(move || {
-                let AdoptedPiece { start, len } = { piece };
+        while offset < whole {
+            let len = self.options.extent.min(whole - offset);
+            let regions = self.clone();
+            let called = on_worker(&context, adoptee.at(offset), move |device, start| {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
-                let (pinned, took) = unsafe { regions.pin_extent(&device, start, len, true) };
+                let (pinned, took) = unsafe { regions.pin_extent(device, start, len, true) };
                 Ok((pinned?, took))
             });
             match called {
                 Ok((pinned, took)) => {
                     busy += took;
                     longest = longest.max(took);
-                    extents.push(Extent::new(offset, piece.len, pinned));
+                    extents.push(Extent { offset, len, pinned });
                 }
                 // The device was found to be lost by this very call, before it has pinned anything.
                 Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
@@ -120,7 +121,7 @@ impl Regions {
                     }
                     let clean = roll_back(&context, &adoptee, &extents) && !doubtful;
                     // The caller gets the error; it is no failure of the pool's own growth.
-                    self.ended(len, None, || ());
+                    self.ended(whole, None, || ());
                     if clean {
                         return Err(adoptee.refused(error));
                     }
@@ -128,33 +129,40 @@ impl Regions {
                     return Err(SubmitError { error, buffer: None });
                 }
             }
-            offset += piece.len;
+            offset += len;
         }
-        let pieces: Vec<_> = extents.iter().map(|e| (e.offset, e.len, e.is_pinned())).collect();
         let source = RegionSource::Adopted(Owned::new(adoptee.memory));
-        let info = self.add(adoptee.base, len, extents, source, None, &context);
-        for (offset, len, pinned) in pieces {
+        let info = self.add(adoptee.base, whole, extents.clone(), source, None, &context);
+        for Extent { offset, len, pinned } in extents {
             // SAFETY: within the region.
-            serve(info.id, unsafe { info.base.add(offset) }, len, pinned);
+            serve(info.id, unsafe { info.base.add(offset) }, len, pinned == Pinned::Yes);
         }
-        self.served(info.id, len, busy, longest);
-        self.progress.lock().busy -= 1;
-        self.wake();
+        self.served(info.id, whole, busy, longest);
+        self.ended(0, None, || ());
         Ok(info)
     }
+}
+
+/// Calls `call` on the region thread with an address of memory that is being adopted, and waits for it.
+fn on_worker<R: Send + 'static>(
+    device: &Arc<Context>,
+    start: NonNull<u8>,
+    call: impl FnOnce(&Context, NonNull<u8>) -> Result<R> + Send + 'static,
+) -> Result<R> {
+    let (context, start) = (device.clone(), AdoptedAt(start));
+    device.worker().call(move || {
+        let AdoptedAt(start) = { start };
+        call(&context, start)
+    })
 }
 
 /// Unpins what was pinned, the last extent first. Returns whether nothing is pinned any more.
 fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
     let mut clean = true;
-    for extent in extents.iter().rev().filter(|e| e.is_pinned()) {
-        // SAFETY: within the memory.
-        let start = unsafe { adoptee.base.add(extent.offset) };
-        let (piece, context) = (AdoptedPiece { start, len: extent.len }, device.clone());
-        let unpinned = device.worker().call(move || {
-            let AdoptedPiece { start, len } = { piece };
+    for Extent { offset, len, .. } in extents.iter().rev().filter(|e| e.pinned == Pinned::Yes).copied() {
+        let unpinned = on_worker(device, adoptee.at(offset), move |context, start| {
             // SAFETY: pinned once, unpinned once, and never handed out.
-            Ok(unsafe { unpin(&context, start, len, true) })
+            Ok(unsafe { unpin(context, start, len, true) })
         });
         clean &= unpinned.unwrap_or_else(|_| {
             device.holds().leaked(1);

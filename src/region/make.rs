@@ -11,15 +11,13 @@
 //! leaked and logged, since the device may still reach it.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::touch::Toucher;
 use super::{
-    Extent, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, RegionProgress, Regions, Unpinned,
+    BeforeUnpin, Extent, Pinned, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, Regions, Unpinned,
 };
 use crate::device::HostKind;
 use crate::device::context::Context;
@@ -145,7 +143,7 @@ impl Regions {
         progress.last_id += 1;
         let id = RegionId(progress.last_id);
         let context = context.clone();
-        let region = Region { id, base, len, extents, node, ready: 0, whole: false, source, context };
+        let region = Region { id, base, len, extents, node, ready: 0, is_going: false, source, context };
         let info = region.info();
         progress.regions.push(region);
         info
@@ -194,26 +192,20 @@ impl Regions {
                 let start = unsafe { base.add(making.came) };
                 // SAFETY: the extent is mapped, and stays mapped until the region's end has unpinned it.
                 let (pinned, took) = unsafe { self.pin_extent(&context, start, len, false) };
-                (*id, start, pinned?, took)
+                let extent = Extent { offset: making.came, len, pinned: pinned? };
+                self.progress.lock().region(*id).into_iter().for_each(|region| region.extents.push(extent));
+                (*id, start, extent.pinned, took)
             }
             Supply::Driver(kind) => {
                 let (allocated, took) = paced(|| self.allocate(&context, len, *kind));
                 let (start, source, pinned) = allocated?;
-                (self.add(start, len, Vec::new(), source, None, &context).id, start, pinned, took)
+                let extents = vec![Extent { offset: 0, len, pinned }];
+                (self.add(start, len, extents, source, None, &context).id, start, pinned, took)
             }
         };
-        {
-            let mut progress = self.progress.lock();
-            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
-                let offset = start.as_ptr().addr() - region.base.as_ptr().addr();
-                region.extents.push(Extent::new(offset, len, pinned));
-                // Before the last extent is handed over: a thread that gets it may give it back, and trim, at once.
-                region.whole = offset + len == region.len;
-            }
-        }
         drop(deferral);
         making.came += len;
-        let go_on = (making.serve)(id, start, len, pinned);
+        let go_on = (making.serve)(id, start, len, pinned == Pinned::Yes);
         self.served(id, len, touching + took, took);
         self.wake();
         Ok(go_on && making.came < making.len)
@@ -223,25 +215,22 @@ impl Regions {
     /// region may have been removed already.
     pub(super) fn served(self: &Arc<Self>, id: RegionId, len: usize, busy: Duration, longest: Duration) {
         let mut progress = self.progress.lock();
-        let RegionProgress { regions, pinning, .. } = &mut *progress;
-        let region = regions.iter_mut().find(|r| r.id == id);
-        let again = region.is_some_and(|region| {
+        let again = progress.region(id).map(|region| {
             region.ready += len;
-            region.whole |= region.ready == region.len;
-            pinning.ready += len;
-            region.unpinned().is_some()
+            region.unpinned().next().is_some()
         });
+        let pinning = &mut progress.pinning;
+        pinning.ready += if again.is_some() { len } else { 0 };
         pinning.busy += busy;
         pinning.made += len;
         pinning.longest_call = pinning.longest_call.max(longest);
         drop(progress);
-        if again {
+        if again == Some(true) {
             self.pin_again_after(AGAIN);
         }
     }
 
-    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns whether it is pinned, and how long the call
-    /// took. With [`Unpinned::Allow`] memory that is not pinned is no error.
+    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call took. With [`Unpinned::Allow`] memory that is not pinned is no error.
     ///
     /// # Safety
     /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
@@ -251,7 +240,7 @@ impl Regions {
         start: NonNull<u8>,
         len: usize,
         is_adopted: bool,
-    ) -> (Result<bool>, Duration) {
+    ) -> (Result<Pinned>, Duration) {
         // SAFETY: this function's contract.
         let (pinned, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
         let pinned = match context.noting(pinned) {
@@ -260,9 +249,9 @@ impl Regions {
                     target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
                     "memory is not pinned: copies from it are slower and may block"
                 );
-                Ok(false)
+                Ok(Pinned::NotYet)
             }
-            pinned => pinned.map(|()| true),
+            pinned => pinned.map(|()| Pinned::Yes),
         };
         (pinned, took)
     }
@@ -273,7 +262,7 @@ impl Regions {
         context: &Context,
         len: usize,
         kind: HostKind,
-    ) -> Result<(NonNull<u8>, RegionSource, bool)> {
+    ) -> Result<(NonNull<u8>, RegionSource, Pinned)> {
         let ask = |len| context.noting(context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
         // An allocation that does not start on a page is made again with one page more.
@@ -295,14 +284,15 @@ impl Regions {
                     target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
-                return Ok((map(len)?, RegionSource::Mapped, false));
+                return Ok((map(len)?, RegionSource::Mapped, Pinned::NotYet));
             }
             Err(e) => return Err(e),
         };
         let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
         // SAFETY: less than a page, and if it is not 0, the allocation has one page more than the extent.
         let base = unsafe { allocated.add(front) };
-        Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, locked))
+        let pinned = if locked { Pinned::Yes } else { Pinned::Never };
+        Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, pinned))
     }
 
     /// No more extents: unmaps the rest of a mapping. The extents that are done stay.
@@ -314,10 +304,7 @@ impl Regions {
             drop(toucher);
             {
                 let mut progress = self.progress.lock();
-                if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
-                    region.len = came;
-                    region.whole = true;
-                }
+                progress.region(id).into_iter().for_each(|region| region.len = came);
                 if came == 0 {
                     progress.regions.retain(|r| r.id != id);
                 }
@@ -346,111 +333,102 @@ impl Regions {
         let regions = Arc::downgrade(self);
         crate::timer::after(pause, move || {
             let Some(regions) = regions.upgrade() else { return };
-            let contexts: BTreeMap<u64, Arc<Context>> = {
+            let unpinned: Vec<(Arc<Context>, RegionId, usize)> = {
                 let mut progress = regions.progress.lock();
                 progress.again = false;
-                let unpinned = progress.regions.iter().filter(|region| region.unpinned().is_some());
-                unpinned.map(|region| (region.context.id(), region.context.clone())).collect()
+                let of_region = |region: &mut Region| {
+                    let (context, id) = (region.context.clone(), region.id);
+                    region
+                        .unpinned()
+                        .map(move |extent| (context.clone(), id, extent.offset))
+                        .collect::<Vec<_>>()
+                };
+                progress.staying().flat_map(of_region).collect()
             };
-            for context in contexts.into_values() {
+            for (context, id, offset) in unpinned {
                 let regions = regions.clone();
                 // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(&context, pause, None));
+                context.clone().worker().send(move || regions.pin_again(&context, id, offset, pause));
             }
         });
     }
 
-    /// Pins one extent of a device's that went unpinned, and leaves the others to other jobs. Regions up to `refused` have
-    /// been tried: the driver may pin that one later.
-    fn pin_again(self: &Arc<Self>, context: &Arc<Context>, pause: Duration, refused: Option<RegionId>) {
-        let next = {
-            let progress = self.progress.lock();
-            // In the order of their numbers.
-            let of_device = progress.regions.iter().filter(|region| region.context.id() == context.id());
-            let mut left = of_device.filter(|region| Some(region.id) > refused);
-            left.find_map(|region| Some((region.id, region.unpinned()?)))
-        };
-        let Some((id, (start, Extent { len, pinned: mark, .. }, is_adopted))) = next else {
-            if refused.is_some() {
-                self.pin_again_after((pause * 2).min(MOST_AGAIN));
-            }
-            return;
-        };
-        let (regions, device) = (self.clone(), context.clone());
-        let go_on = move |refused| {
-            device.clone().worker().send(move || regions.pin_again(&device, pause, refused));
-        };
-        // SAFETY: it is mapped: a region goes by a later job of this thread, which looks at the mark.
-        let (pinned, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
-        match pinned {
+    /// Pins an extent that went unpinned, unless its region goes.
+    fn pin_again(self: &Arc<Self>, context: &Context, id: RegionId, offset: usize, pause: Duration) {
+        let extent = self.progress.lock().region(id).and_then(|region| {
+            let extent = region.unpinned().find(|extent| extent.offset == offset).copied()?;
+            Some((region.at(offset), extent.len, region.is_adopted()))
+        });
+        let Some((start, len, is_adopted)) = extent else { return };
+        // SAFETY: it is mapped: its region goes by a later job of this thread.
+        let (result, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
+        let pinned = match result {
             // Counted once, when the extent was made.
             Err(error) if error.class() == ErrorClass::Transient => {
-                return go_on(Some(id));
+                return self.pin_again_after((pause * 2).min(MOST_AGAIN));
             }
-            pinned => {
-                if let Err(error) = context.noting(pinned) {
+            result => match context.noting(result) {
+                Ok(()) => Pinned::Yes,
+                Err(error) => {
                     foreign::warn!(
                         target: "pinpool::region::unpinned", device = context.name(), bytes = len, %error,
                         "memory that is not pinned cannot be: it is not tried again"
                     );
-                    self.give_up(id, start);
-                    return go_on(refused);
+                    Pinned::Never
                 }
-            }
-        }
-        mark.store(true, Ordering::Relaxed);
+            },
+        };
         {
             let mut progress = self.progress.lock();
             progress.pinning.longest_call = progress.pinning.longest_call.max(took);
+            // Also of a region that goes meanwhile.
+            let region = progress.regions.iter_mut().find(|region| region.id == id);
+            let extents = region.into_iter().flat_map(|region| &mut region.extents);
+            extents.filter(|extent| extent.offset == offset).for_each(|extent| extent.pinned = pinned);
         }
-        self.pinned_after_all.get().into_iter().for_each(|call| call(start));
-        foreign::info!(
-            target: "pinpool::region::unpinned", device = context.name(), bytes = len,
-            "memory that was not pinned is pinned after all"
-        );
-        go_on(refused);
-    }
-
-    /// Has the extent of a region that starts there not tried again.
-    fn give_up(&self, id: RegionId, start: NonNull<u8>) {
-        let mut progress = self.progress.lock();
-        let Some(region) = progress.regions.iter_mut().find(|region| region.id == id) else { return };
-        let offset = start.as_ptr().addr() - region.base.as_ptr().addr();
-        let extents = region.extents.iter_mut().filter(|extent| extent.offset == offset);
-        extents.for_each(|extent| extent.hopeless = true);
+        if pinned == Pinned::Yes {
+            self.pinned_after_all.get().into_iter().for_each(|call| call(start));
+            foreign::info!(
+                target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+                "memory that was not pinned is pinned after all"
+            );
+        }
     }
 }
 
 impl Region {
-    /// The first extent that went unpinned and that the driver may yet pin where it is, with its first byte, and whether the
-    /// program's value holds it.
-    pub(super) fn unpinned(&self) -> Option<(NonNull<u8>, Extent, bool)> {
-        let is_open = match self.source {
-            RegionSource::Mapped => true,
-            RegionSource::Driver { .. } => false,
-            // The caller's thread hands its extents over.
-            RegionSource::Adopted(_) => self.whole,
-        };
-        let extent = self.extents.iter().find(|extent| is_open && !extent.hopeless && !extent.is_pinned())?;
-        // SAFETY: within the region.
-        Some((unsafe { self.base.add(extent.offset) }, extent.clone(), self.is_adopted()))
+    /// The extents that went unpinned and that the driver may yet pin where they are.
+    fn unpinned(&self) -> impl Iterator<Item = &Extent> {
+        // Those of the program's value are handed over by the thread that gives it.
+        let is_open = !self.is_adopted() || self.ready == self.len;
+        self.extents.iter().filter(move |extent| is_open && extent.pinned == Pinned::NotYet)
     }
 
     fn is_adopted(&self) -> bool {
         matches!(self.source, RegionSource::Adopted(_))
     }
 
+    fn at(&self, offset: usize) -> NonNull<u8> {
+        // SAFETY: callers pass offsets of the region's extents.
+        unsafe { self.base.add(offset) }
+    }
+
     /// Gives the region back to where it came from, on the region thread. Nothing can reach it any more.
-    pub(super) fn go(self, context: &Context) {
+    pub(super) fn go(self, before_unpin: Option<&BeforeUnpin>) {
+        if let Some(before) = before_unpin {
+            let info = self.info();
+            _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&info));
+        }
+        let context = &self.context;
         if let RegionSource::Driver { base, len, kind } = self.source {
             return free(context, base, len, kind);
         }
         let mut clean = true;
         for extent in &self.extents {
-            // SAFETY: within the region.
-            let start = unsafe { self.base.add(extent.offset) };
+            let start = self.at(extent.offset);
+            let is_pinned = extent.pinned == Pinned::Yes;
             // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-            if extent.is_pinned() && !unsafe { unpin(context, start, extent.len, self.is_adopted()) } {
+            if is_pinned && !unsafe { unpin(context, start, extent.len, self.is_adopted()) } {
                 clean = false;
             } else if matches!(self.source, RegionSource::Mapped) {
                 // One extent after the other: while memory is unmapped, no thread of the process can map any.

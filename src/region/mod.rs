@@ -48,7 +48,6 @@ mod make;
 mod touch;
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -58,7 +57,7 @@ use crate::locks::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
-use crate::foreign::{self, Task};
+use crate::foreign::Task;
 pub(crate) use adopted::Adoptee;
 use make::{RegionSource, page};
 pub use touch::HugePages;
@@ -236,25 +235,21 @@ impl Pinning {
     }
 }
 
-#[derive(Clone)]
+/// A part of a region that one call has pinned, or was to pin.
+#[derive(Clone, Copy)]
 struct Extent {
     offset: usize,
     len: usize,
-    /// Changed, and read for unpinning, on the region thread only, so that relaxed accesses do: a region may go while an
-    /// extent of it is being pinned.
-    pinned: Arc<AtomicBool>,
-    /// It went unpinned, and the driver has refused for good to pin it.
-    hopeless: bool,
+    pinned: Pinned,
 }
 
-impl Extent {
-    fn new(offset: usize, len: usize, pinned: bool) -> Self {
-        Self { offset, len, pinned: Arc::new(AtomicBool::new(pinned)), hopeless: false }
-    }
-
-    fn is_pinned(&self) -> bool {
-        self.pinned.load(Ordering::Relaxed)
-    }
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pinned {
+    Yes,
+    /// The driver may pin it later.
+    NotYet,
+    /// The driver has refused for good to pin it.
+    Never,
 }
 
 struct Region {
@@ -265,8 +260,8 @@ struct Region {
     node: Option<u32>,
     /// Of the bytes counted in [`Pinning::ready`], those of this region.
     ready: usize,
-    /// Whether no more extents are added. The pool need not serve from the last one yet.
-    whole: bool,
+    /// The region thread has been told to give it back, and has not begun to.
+    is_going: bool,
     source: RegionSource,
     /// The device that made the region, and that is to undo it.
     context: Arc<Context>,
@@ -277,7 +272,7 @@ unsafe impl Send for Region {}
 
 impl Region {
     fn info(&self) -> RegionInfo {
-        let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
+        let pinned = self.extents.iter().filter(|e| e.pinned == Pinned::Yes).map(|e| e.len).sum();
         let len = self.extents.iter().map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
@@ -296,6 +291,17 @@ struct RegionProgress {
     /// Memory that went unpinned is to be tried again.
     again: bool,
     wakers: Vec<Task>,
+}
+
+impl RegionProgress {
+    /// The regions that do not go.
+    fn staying(&mut self) -> impl Iterator<Item = &mut Region> {
+        self.regions.iter_mut().filter(|region| !region.is_going)
+    }
+
+    fn region(&mut self, id: RegionId) -> Option<&mut Region> {
+        self.staying().find(|region| region.id == id)
+    }
 }
 
 /// The regions of a pool.
@@ -488,37 +494,28 @@ impl Regions {
         if crate::os::forked() {
             return Vec::new();
         }
-        self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
+        self.progress.lock().staying().map(|region| region.info()).filter(|r| r.len > 0).collect()
     }
 
-    /// The regions to which the worker adds no more extents, each with its bytes. If the pool serves from as many bytes
-    /// of a region, it serves from all of it; otherwise the last extent is still being handed over.
-    pub(crate) fn made(&self) -> Vec<(RegionId, usize)> {
-        let progress = self.progress.lock();
-        progress.regions.iter().filter(|r| r.whole).map(|r| (r.id, r.info().len)).collect()
-    }
-
-    /// Unpins and unmaps a region that is whole and that nothing can reach any more.
-    pub(crate) fn remove(&self, id: RegionId) {
+    /// Has a region given back to which no extents are added any more, and that nothing can reach.
+    pub(crate) fn remove(self: &Arc<Self>, id: RegionId) {
         let mut progress = self.progress.lock();
-        if let Some(at) = progress.regions.iter().position(|r| r.id == id) {
-            let region = progress.regions.remove(at);
-            let len = region.info().len;
-            progress.pinning.wanted -= len;
-            progress.pinning.ready -= region.ready;
+        let RegionProgress { regions, pinning, .. } = &mut *progress;
+        let Some(region) = regions.iter_mut().find(|r| r.id == id) else { return };
+        region.is_going = true;
+        pinning.wanted -= region.info().len;
+        pinning.ready -= region.ready;
+        let (context, regions) = (region.context.clone(), Arc::downgrade(self));
+        drop(progress);
+        // The region stays in the list until then, so that the thread finds what it has pinned meanwhile. Where the pool
+        // is gone by then, its end has given the region back.
+        context.worker().send(move || {
+            let Some(regions) = regions.upgrade() else { return };
+            let mut progress = regions.progress.lock();
+            let at = progress.regions.iter().position(|r| r.id == id);
+            let region = at.map(|at| progress.regions.remove(at));
             drop(progress);
-            self.let_go(region);
-        }
-    }
-
-    fn let_go(&self, region: Region) {
-        let (context, before) = (region.context.clone(), self.before_unpin.clone());
-        region.context.clone().worker().send(move || {
-            if let Some(before) = before {
-                let info = region.info();
-                _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&info));
-            }
-            region.go(&context);
+            region.into_iter().for_each(|region| region.go(regions.before_unpin.as_deref()));
         });
     }
 }
@@ -531,7 +528,8 @@ impl Drop for Regions {
             return std::mem::forget(regions);
         }
         for region in regions {
-            self.let_go(region);
+            let (context, before) = (region.context.clone(), self.before_unpin.clone());
+            context.worker().send(move || region.go(before.as_deref()));
         }
     }
 }

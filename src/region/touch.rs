@@ -17,12 +17,10 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::locks::Mutex;
+use crate::locks::{Condvar, Mutex};
 use crate::os;
 
 /// Bytes that a thread touches at a time: a few huge pages, so that no waiter waits long for the last unit.
@@ -53,25 +51,24 @@ pub enum HugePages {
 pub(super) struct Toucher {
     work: Arc<TouchWork>,
     threads: Vec<JoinHandle<()>>,
-    /// The units that the threads have touched.
-    touched: Receiver<usize>,
-    /// For each unit whether it is known to be touched.
-    is_touched: Vec<bool>,
 }
 
 struct TouchWork {
     base: NonNull<u8>,
     len: usize,
     huge: HugePages,
-    /// The next unit that no thread has taken. Relaxed: it only shares out the units.
-    next: AtomicUsize,
-    /// Relaxed: a thread that sees it late touches one unit too many, and the drop waits for that.
-    stop: AtomicBool,
-    /// Slow units in a row. Relaxed: a count.
-    slow: AtomicU32,
-    /// Held while the threads are started, which begin when it is free: starting a thread maps its stack, and mapping
-    /// waits for threads that touch.
-    starting: Mutex<()>,
+    progress: Mutex<Progress>,
+    /// A unit was touched.
+    touched: Condvar,
+}
+
+struct Progress {
+    /// The next unit that no thread has taken. Past the last one where the threads are to stop.
+    next: usize,
+    /// For each unit whether it was touched.
+    is_touched: Vec<bool>,
+    /// Slow units in a row.
+    slow: u32,
 }
 
 // SAFETY: only the address keeps it from being Send. Its memory belongs to the region that is being made, and each unit
@@ -94,63 +91,50 @@ impl Toucher {
         huge: HugePages,
         node: Option<u32>,
     ) -> Self {
-        match huge {
-            HugePages::Auto | HugePages::Always => os::advise_huge(base, len),
-            HugePages::Never => false,
-        };
-        let work = Arc::new(TouchWork {
-            base,
-            len,
-            huge,
-            next: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            slow: AtomicU32::new(0),
-            starting: Mutex::default(),
-        });
-        let mut started = Vec::new();
+        if huge != HugePages::Never {
+            os::advise_huge(base, len);
+        }
+        let units = len.div_ceil(UNIT);
+        let progress = Mutex::new(Progress { next: 0, is_touched: vec![false; units], slow: 0 });
+        let work = Arc::new(TouchWork { base, len, huge, progress, touched: Condvar::new() });
         // Touching a single unit takes less time than starting a thread.
-        let threads = if work.units() > 1 { threads.min(work.units()) } else { 0 };
-        let (tell, touched) = channel();
-        let starting = work.starting.lock();
-        for _ in 0..threads {
-            let (work, tell) = (work.clone(), tell.clone());
-            let thread = os::thread::spawn("pinpool-touch", move || {
+        let threads = if units > 1 { threads.min(units) } else { 0 };
+        // The threads begin when it is free: starting a thread maps its stack, and mapping waits for threads that touch.
+        let starting = work.progress.lock();
+        let start = |_| {
+            let work = work.clone();
+            os::thread::spawn("pinpool-touch", move || {
                 // Zeroing memory is faster from the node that has it; elsewhere it works too.
                 node.map(os::run_on_node);
-                drop(work.starting.lock());
-                while work.step(|unit| _ = tell.send(unit)) {}
-            });
-            match thread {
-                Ok(thread) => started.push(thread),
-                Err(error) => {
+                while work.step(units) {}
+            })
+        };
+        let started = (0..threads).map(start).map_while(|thread| {
+            thread
+                .inspect_err(|error| {
                     crate::foreign::debug!(target: "pinpool::region", %error, "a thread to touch pages could not be started");
-                    break;
-                }
-            }
-        }
+                })
+                .ok()
+        });
+        let threads = started.collect();
         drop(starting);
-        let is_touched = vec![false; work.units()];
-        Self { work, threads: started, touched, is_touched }
+        Self { work, threads }
     }
 
     /// Returns when the first `end` bytes have been touched. Touches units that no thread has taken.
     pub(super) fn wait(&mut self, end: usize) {
-        let Self { work, touched, is_touched, .. } = self;
-        let units = end.min(work.len).div_ceil(UNIT);
-        while let Some(unit) = is_touched[..units].iter().position(|is_touched| !is_touched) {
-            // The waiting thread helps.
-            if work.next.load(Ordering::Relaxed) < units && work.step(|unit| is_touched[unit] = true) {
-                continue;
-            }
-            // Of a thread that has failed nothing comes; the driver's call touches its pages.
-            is_touched[touched.recv().unwrap_or(unit)] = true;
+        let units = end.min(self.work.len).div_ceil(UNIT);
+        while self.work.step(units) {}
+        let mut progress = self.work.progress.lock();
+        while progress.is_touched[..units].contains(&false) {
+            self.work.touched.wait(&mut progress);
         }
     }
 }
 
 impl Drop for Toucher {
     fn drop(&mut self) {
-        self.work.stop.store(true, Ordering::Relaxed);
+        self.work.progress.lock().next = usize::MAX;
         for thread in self.threads.drain(..) {
             // The threads do not panic; one that did has ended too.
             let _ = thread.join();
@@ -159,38 +143,34 @@ impl Drop for Toucher {
 }
 
 impl TouchWork {
-    fn units(&self) -> usize {
-        self.len.div_ceil(UNIT)
-    }
-
-    /// Touches the next unit, and tells `done` its number. `false`: there is none.
-    fn step(&self, done: impl FnOnce(usize)) -> bool {
-        if self.stop.load(Ordering::Relaxed) {
+    /// Touches the next of the first `units`. `false`: all of these are taken.
+    fn step(&self, units: usize) -> bool {
+        let guarded = self.huge == HugePages::Auto;
+        let mut progress = self.progress.lock();
+        let unit = progress.next;
+        if unit >= units {
             return false;
         }
-        let unit = self.next.fetch_add(1, Ordering::Relaxed);
-        if unit >= self.units() {
-            return false;
-        }
+        progress.next += 1;
+        let plain = guarded && progress.slow >= SLOW_CALLS;
+        drop(progress);
         let (start, len) = (unit * UNIT, UNIT.min(self.len - unit * UNIT));
         // SAFETY: within the mapping.
         let base = unsafe { self.base.add(start) };
-        let guarded = self.huge == HugePages::Auto;
-        let plain = guarded && self.slow.load(Ordering::Relaxed) >= SLOW_CALLS;
         if plain {
             os::advise_small(base, len);
         }
         let before = Instant::now();
         touch(base, len);
-        let mut gives_up = false;
-        if guarded && !plain {
-            if before.elapsed() < SLOW {
-                self.slow.store(0, Ordering::Relaxed);
-            } else {
-                gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == SLOW_CALLS;
-            }
+        let is_slow = before.elapsed() >= SLOW;
+        let mut progress = self.progress.lock();
+        progress.is_touched[unit] = true;
+        if !plain {
+            progress.slow = if is_slow { progress.slow + 1 } else { 0 };
         }
-        done(unit);
+        let gives_up = guarded && !plain && progress.slow == SLOW_CALLS;
+        drop(progress);
+        self.touched.notify_all();
         // After the unit was counted, since a thread may wait for it: the subscriber is the program's code, and may
         // panic or block.
         if gives_up {

@@ -20,7 +20,7 @@ use super::reaper::Listing;
 use super::timeline::{Ticket, Timeline};
 use crate::buffer::sealed::Sealed;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
-use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, Take, end_leases};
+use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
 use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -226,7 +226,7 @@ impl Setup {
     /// Takes a segment and writes to it.
     fn take(&self) -> Option<Segment> {
         let want = self.central.place(LEN, 64).unwrap();
-        let Take::Got(fresh) = self.central.try_take(want, ReclaimLevel::All).unwrap() else { return None };
+        let fresh = self.central.try_take(want, ReclaimLevel::All).unwrap()?;
         let segment = fresh.into_segment();
         self.driver.write(&segment);
         Some(segment)

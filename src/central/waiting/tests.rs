@@ -1,3 +1,4 @@
+use super::super::growth::Refusal;
 use super::super::queue::Grant;
 use super::super::tests::{got, pages, small, with_extents};
 use super::super::{CentralConfig, ReclaimLevel, Segment, transfer};
@@ -172,7 +173,7 @@ fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
     let turn = |core: &mut Core| central.turn(core).len();
     assert_eq!([(); 2].map(|()| turn(&mut central.core.lock())), [1, 0]);
     // The timer looks, on its own thread.
-    CentralPool::look_later(central.weak());
+    CentralPool::look_later(central.me.clone());
     let end = Instant::now() + Duration::from_secs(20);
     while central.core.lock().queue.waiting[&key].moves == 0 {
         assert!(Instant::now() < end, "no look is made");
@@ -224,14 +225,14 @@ fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
         |core| core.step = 0,
         |core| core.growing = PAGE,
         |core| core.leaving = PAGE,
-        |core| core.growth_failure = Some(Error::empty()),
+        |core| core.refusal = Some(Refusal::new(Error::empty(), 0)),
         |core| core.capacity += 300 * PAGE,
     ];
     for prevent in preventions {
-        let before = (core.step, core.growing, core.leaving, core.growth_failure.take(), core.capacity);
+        let before = (core.step, core.growing, core.leaving, core.refusal.take(), core.capacity);
         prevent(&mut core);
         assert_eq!(ranges(&core), None);
-        (core.step, core.growing, core.leaving, core.growth_failure, core.capacity) = before;
+        (core.step, core.growing, core.leaving, core.refusal, core.capacity) = before;
     }
 }
 
