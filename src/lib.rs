@@ -141,8 +141,8 @@
 
 // # The layers
 //
-// Each module uses only modules above it in this table, so that nothing calls upward. Two types are named from below,
-// and not called: `arena` marks extents with `region`'s number, and a `Stream` keeps its `device::handle::Device`.
+// Each module uses only modules above it in this table, so that nothing calls upward. One type is named from below, and
+// not called: `arena` marks extents with `region`'s number.
 // Unsafe code is denied but in the modules that are marked; there each block says why it is sound.
 // docs/architecture.md has a picture of the layers, and two walks through them.
 //
@@ -168,6 +168,7 @@
 // | central             | the central pool: leases of thread caches, reclaim, growth, the queue of waiters | yes    |
 // | stream              | timelines, holds and the reaper                                                  | yes    |
 // | device::handle      | an opened device: its context, its reaper, its end                               | yes    |
+// | stream::handle      | the public stream: a timeline, and the device that it keeps open                 |        |
 // | cuda                | what only CUDA has: adopted contexts and streams                                 | yes    |
 // | buffer              | the types of buffers, and of what is in flight                                   | yes    |
 // | config              | how a pool is set up                                                             |        |

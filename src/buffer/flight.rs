@@ -147,7 +147,7 @@ impl<B: Lend> Drop for InFlight<B> {
         if let Some(value) = self.value.take() {
             value.abandon(KEY);
         }
-        self.ticket.timeline.forget_waker(&mut self.waker);
+        self.ticket.timeline.forget_waker(self.ticket.seq, &mut self.waker);
     }
 }
 

@@ -9,7 +9,7 @@ use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::sealed::Key;
-use crate::stream::hold::{Quarantined, Resource, Retain};
+use crate::stream::hold::{Resource, Retain};
 
 /// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
 /// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
@@ -153,12 +153,12 @@ impl sealed::Sealed for () {
 impl Retain for PinnedBuf {
     /// The segment is never returned; other holders of the `Arc` may go on reading. Several timelines may lose the
     /// buffer: the first one counts it.
-    fn quarantine(&self) -> Quarantined {
-        let segment = self.segment.alias();
-        let word = segment.descriptor().word();
-        let first = word.state() == state::HOST
-            && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
-        if first { Quarantined::one(segment) } else { Quarantined::default() }
+    fn quarantine(&self, segments: &mut Vec<Segment>) {
+        let descriptor = self.segment.descriptor();
+        let word = descriptor.word();
+        if word.state() == state::HOST && descriptor.compare_exchange(word, state::QUARANTINED).is_ok() {
+            segments.push(self.segment.alias());
+        }
     }
 
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {

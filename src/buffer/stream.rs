@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::PinnedBuf;
 use crate::central::Segment;
 use crate::error::{Error, Result};
+use crate::freelist::state;
 use crate::stream::hold::Resource;
 use crate::stream::timeline::Timeline;
 
@@ -33,26 +34,19 @@ use crate::stream::timeline::Timeline;
 #[must_use = "a copy of its stream takes it; dropped, it goes back to where it was"]
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
-    kind: Readiness,
     segment: Segment,
-}
-
-#[derive(Debug)]
-enum Readiness {
-    /// A fresh segment, which is host-ready in fact.
-    Fresh,
-    /// A segment that was claimed while in flight, with the claim's key.
-    Claimed(usize),
+    /// Whether it was claimed while in flight. If not, it is host-ready in fact.
+    claimed: bool,
 }
 
 impl StreamBuf {
     /// From a host-ready buffer, which is ready for any stream.
     pub(crate) fn ready(timeline: Arc<Timeline>, buf: PinnedBuf) -> Self {
-        Self { timeline, kind: Readiness::Fresh, segment: buf.into_segment() }
+        Self { timeline, segment: buf.into_segment(), claimed: false }
     }
 
-    pub(crate) fn claimed(timeline: Arc<Timeline>, key: usize, segment: Segment) -> Self {
-        Self { timeline, kind: Readiness::Claimed(key), segment }
+    pub(crate) fn claimed(timeline: Arc<Timeline>, segment: Segment) -> Self {
+        Self { timeline, segment, claimed: true }
     }
 
     /// The number of bytes that fit.
@@ -64,7 +58,7 @@ impl StreamBuf {
     /// Whether the memory was claimed while it was in flight, and not taken from the free memory.
     #[must_use]
     pub fn was_claimed(&self) -> bool {
-        matches!(self.kind, Readiness::Claimed(_))
+        self.claimed
     }
 
     pub(crate) fn timeline(&self) -> &Arc<Timeline> {
@@ -81,11 +75,8 @@ impl StreamBuf {
         // SAFETY: read once; `this` is never dropped.
         let timeline = unsafe { std::ptr::read(&this.timeline) };
         drop(timeline);
-        let resource = match this.kind {
-            Readiness::Fresh => Resource::Segment(this.segment.alias()),
-            Readiness::Claimed(key) => Resource::Claimed(key),
-        };
-        (resource, this.segment.alias())
+        let resource = if this.claimed { Resource::Claimed } else { Resource::Segment };
+        (resource(this.segment.alias()), this.segment.alias())
     }
 
     /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.
@@ -95,34 +86,31 @@ impl StreamBuf {
     /// [`InFlight::wait`](crate::InFlight::wait).
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
-        if let Readiness::Claimed(key) = self.kind {
-            if let Some(seq) = self.timeline.claimed_until(key) {
-                self.timeline.wait(seq, None)?;
-            }
+        let until = if self.claimed { self.timeline.claimed_until(&self.segment) } else { None };
+        if let Some(seq) = until {
+            self.timeline.wait(seq, None)?;
         }
         let this = ManuallyDrop::new(self);
         // SAFETY: read once; `this` is never dropped.
         let timeline = unsafe { std::ptr::read(&this.timeline) };
-        let segment = match this.kind {
-            Readiness::Fresh => Some(this.segment.alias()),
-            Readiness::Claimed(key) => timeline.resolve_claim(key),
-        };
-        match segment {
-            // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment,
-            // and no byte counts as written.
-            Some(segment) => Ok(unsafe { PinnedBuf::new(segment, 0) }),
-            None => Err(timeline.context().alive().err().unwrap_or(Error::Closed)),
+        if this.claimed && this.segment.descriptor().word().state() != state::HOST {
+            // The timeline has quarantined it.
+            return Err(timeline.context().alive().err().unwrap_or(Error::Closed));
         }
+        // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment, and no
+        // byte counts as written.
+        Ok(unsafe { PinnedBuf::new(this.segment.alias(), 0) })
     }
 }
 
 impl Drop for StreamBuf {
     fn drop(&mut self) {
-        match self.kind {
-            // SAFETY: fresh, so host-ready; the buffer owns the segment, and this is its end.
-            Readiness::Fresh => unsafe { self.segment.alias().release() },
-            Readiness::Claimed(key) => self.timeline.unclaim(key),
+        let segment = self.segment.alias();
+        if self.claimed {
+            return self.timeline.unclaim(segment);
         }
+        // SAFETY: fresh, so host-ready; the buffer owns the segment, and this is its end.
+        unsafe { segment.release() };
     }
 }
 

@@ -140,17 +140,11 @@ impl Segment {
         Self { ..*self }
     }
 
-    /// Changes the length of this value only. The statistics know the length already, by [`Segment::rebook`] of the
-    /// alias.
-    pub(crate) fn relabel(&mut self, len: usize) {
-        self.tag = tag(len, self.list());
-    }
-
     /// Changes the requested length, in the statistics too: a segment in flight that is claimed for another request has
     /// that request's length from then on.
     pub(crate) fn rebook(&mut self, len: usize) {
         self.central().change_requested(self.len(), len);
-        self.relabel(len);
+        self.tag = tag(len, self.list());
     }
 
     /// Returns the segment to the pool.

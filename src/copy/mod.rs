@@ -323,9 +323,9 @@ impl Stream {
             // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
             // timeline, which has quarantined it.
             Err((error, resource)) => {
-                if let Resource::Claimed(key) = resource {
+                if let Resource::Claimed(segment) = resource {
                     std::mem::forget(pending);
-                    self.timeline().unclaim(key);
+                    self.timeline().unclaim(segment);
                 }
                 Err(error)
             }

@@ -26,7 +26,7 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice};
 use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
-use crate::stream::reaper::{Listing, Reaper};
+use crate::stream::reaper::Listing;
 use crate::stream::timeline::Timeline;
 pub use closing::{CloseError, HeldBy};
 
@@ -65,9 +65,15 @@ pub struct Device(Arc<DeviceInner>);
 
 struct DeviceInner {
     context: Arc<Context>,
-    reaper: Reaper,
+    listing: Arc<Listing>,
     /// The adopted streams, by the driver's number for each, which no other stream has or had.
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
+}
+
+impl Drop for DeviceInner {
+    fn drop(&mut self) {
+        self.listing.close(&self.context);
+    }
 }
 
 /// The devices that are open, by key: the driver's name, or the key of an adopted context.
@@ -151,8 +157,8 @@ impl Device {
     }
 
     fn start(context: Arc<Context>) -> Result<Self> {
-        let reaper = Reaper::start(&context)?;
-        Ok(Self(Arc::new(DeviceInner { context, reaper, streams: Mutex::new(HashMap::new()) })))
+        let listing = Listing::start(&context)?;
+        Ok(Self(Arc::new(DeviceInner { context, listing, streams: Mutex::new(HashMap::new()) })))
     }
 
     /// The timeline of the adopted stream with this number, or a new one.
@@ -171,8 +177,8 @@ impl Device {
         &self.0.context
     }
 
-    pub(crate) fn listing(&self) -> &Listing {
-        self.0.reaper.listing()
+    pub(crate) fn listing(&self) -> &Arc<Listing> {
+        &self.0.listing
     }
 
     /// Adds something that keeps the device open, beside its own handles.
@@ -293,7 +299,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use crate::device::hooked::Hooked;
+    use super::Device;
     use crate::device::host::{HostConfig, HostNode};
     use crate::foreign;
 
@@ -316,10 +322,11 @@ mod tests {
         let node = HostNode::new(HostConfig::new()).unwrap();
         let ended_freely = Arc::new(AtomicBool::new(false));
         let ends = Ends(ended_freely.clone());
-        let before = move |_| _ = &ends;
+        node.hook(move |_| _ = &ends);
         // No thread can have this name, so starting panics. It leaves the function as an error does.
-        let opened =
-            catch_unwind(AssertUnwindSafe(|| Hooked::device("no\0name", node.driver(0).unwrap(), before)));
+        let driver = node.named("no\0name");
+        drop(node);
+        let opened = catch_unwind(AssertUnwindSafe(|| Device::known("no name".into(), driver)));
         assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");
         assert!(ended_freely.load(Ordering::SeqCst), "the driver ended under a lock");
     }

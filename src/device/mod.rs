@@ -69,8 +69,6 @@ mod family;
 mod gate;
 pub(crate) mod handle;
 pub(crate) mod holds;
-#[cfg(all(test, not(loom)))]
-pub(crate) mod hooked;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;

@@ -358,13 +358,10 @@ impl Pool {
         // (A claim is not entered in the ledger unless the segment was before.)
         if let (Placement::Class(class), false) = (wants[0].placement, request.tag.long_lived) {
             // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
-            if let Some((key, mut segment)) = timeline.claim(&self.0.central, class) {
+            if let Some(segment) = timeline.claim(&self.0.central, class, request.len) {
                 self.missed();
-                // The claim's entry and this segment both name the length; both get the new one.
-                timeline.rebook_claim(key, request.len);
-                segment.relabel(request.len);
                 self.0.central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
-                return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
+                return Ok(StreamBuf::claimed(timeline.clone(), segment));
             }
         }
         let bufs = self.acquire(&[request], limit, site)?;

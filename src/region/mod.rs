@@ -542,7 +542,7 @@ mod tests {
     use super::make::ROOM;
     use super::{Backing, Pinning, Unpinned};
     use crate::device::HostAllocFlags;
-    use crate::device::hooked::Hooked;
+    use crate::device::handle::Device;
     use crate::device::host::{Call, HostConfig, HostNode};
     use crate::locks::Mutex;
     use crate::pool::Pool;
@@ -555,13 +555,13 @@ mod tests {
         let node = HostNode::new(HostConfig::new()).unwrap();
         let calls = Arc::new(Mutex::new(0));
         let count = calls.clone();
-        let before = move |call| {
+        node.hook(move |call| {
             if matches!(call, Call::Pin | Call::AllocateHost) {
                 *count.lock() += 1;
                 std::thread::sleep(CALL);
             }
-        };
-        let device = Hooked::device("pins slowly", node.driver(0).unwrap(), before).unwrap();
+        });
+        let device = Device::on(&node, 0).unwrap();
         let builder = || Pool::builder(&device).capacity(LEN).extent(1 << 16).unpinned(Unpinned::Allow);
         let made = |backing| {
             let pool = builder().initial(LEN).backing(backing).build().unwrap();
@@ -605,14 +605,14 @@ mod tests {
         let (begun, has_begun) = mpsc::channel();
         let (go, may_go) = mpsc::channel::<()>();
         let (hook, pins) = (Mutex::new((begun, may_go)), AtomicU64::new(0));
-        let before = move |call| {
+        node.hook(move |call| {
             if matches!(call, Call::Pin) && pins.fetch_add(1, Ordering::Relaxed) == 1 {
                 let hook = hook.lock();
                 hook.0.send(()).unwrap();
                 hook.1.recv().unwrap();
             }
-        };
-        let device = Hooked::device("again", node.driver(0).unwrap(), before).unwrap();
+        });
+        let device = Device::on(&node, 0).unwrap();
         node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
         let builder = || Pool::builder(&device).capacity(LEN).extent(LEN).initial(LEN);
         let pool = builder().unpinned(Unpinned::Allow).build().unwrap();

@@ -14,60 +14,25 @@
 //! - A hold ends in one of two ways. [`Hold::release`] drops the reference: the device was seen to be done with the
 //!   memory, or never got it. Everything else (quarantine, a panic, a forgotten hold) leaks the reference, so the count
 //!   never comes to zero again, and the memory is neither used again nor freed.
-//! - What is quarantined is counted once, however many holds are lost: the segment's state word decides which is first.
+//! - What is quarantined counts once, however many holds are lost: the segment's state word decides which is first.
 //! - No lock is held where a hold ends, since what it kept may be the program's.
 
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::central::{Segment, Wake};
 use crate::device::memory::Allocation;
 use crate::foreign;
 use crate::freelist::{Word, state};
 
-/// How many segments were quarantined, and how many bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Quarantined {
-    pub(crate) buffers: usize,
-    pub(crate) bytes: usize,
-}
-
-impl Quarantined {
-    /// Tells the central pool that a segment is quarantined, as its state word says already.
-    pub(crate) fn one(segment: Segment) -> Self {
-        let bytes = segment.granted();
-        segment.quarantine();
-        Self { buffers: 1, bytes }
-    }
-
-    /// Logs it for the operator of the process: the memory is not used again until the process ends.
-    pub(crate) fn log(self) {
-        let Self { buffers, bytes } = self;
-        if buffers > 0 {
-            crate::foreign::error!(
-                target: "pinpool::stream::quarantine", buffers, bytes,
-                "buffers are quarantined: the device cannot be shown to be done with them"
-            );
-        }
-    }
-}
-
-impl std::iter::Sum for Quarantined {
-    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
-        parts.fold(Self::default(), |a, b| Self { buffers: a.buffers + b.buffers, bytes: a.bytes + b.bytes })
-    }
-}
-
 /// What a device may use. Its drop lets go of it.
 pub(crate) trait Retain: Send + Sync {
-    /// The device can never be shown to be done with it, and a reference to it is leaked. Returns which segments are
-    /// quarantined by that.
-    fn quarantine(&self) -> Quarantined {
-        Quarantined::default()
-    }
+    /// The device can never be shown to be done with it, and a reference to it is leaked. Adds the segments whose words
+    /// this call has changed to QUARANTINED; the caller tells their central pools.
+    fn quarantine(&self, _segments: &mut Vec<Segment>) {}
 
     /// Visits each segment that it keeps, for reports. Called under a timeline's lock.
     fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) {}
@@ -77,8 +42,8 @@ impl Retain for () {}
 impl Retain for Allocation {}
 
 impl<R: Retain + ?Sized> Retain for Vec<Arc<R>> {
-    fn quarantine(&self) -> Quarantined {
-        self.iter().map(|part| part.quarantine()).sum()
+    fn quarantine(&self, segments: &mut Vec<Segment>) {
+        self.iter().for_each(|part| part.quarantine(segments));
     }
 
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
@@ -106,10 +71,10 @@ impl Hold {
         drop(ManuallyDrop::into_inner(self.0));
     }
 
-    /// The device can never be shown to be done with the memory.
-    pub(crate) fn quarantine(self) -> Quarantined {
+    /// The device can never be shown to be done with the memory. See [`Retain::quarantine`].
+    pub(crate) fn quarantine(self, segments: &mut Vec<Segment>) {
         // The reference is leaked: dropping a hold does not drop it.
-        self.0.quarantine()
+        self.0.quarantine(segments);
     }
 
     pub(crate) fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
@@ -122,8 +87,8 @@ impl Hold {
 pub(crate) enum Resource {
     /// A segment that is checked out.
     Segment(Segment),
-    /// A segment claimed from this timeline, by its key.
-    Claimed(usize),
+    /// A segment claimed from this timeline.
+    Claimed(Segment),
     Object(Arc<dyn Retain>),
     Nothing,
 }
@@ -156,27 +121,43 @@ impl Flown {
         Self { bytes: segment.granted(), word: segment.descriptor().depart(), segment }
     }
 
-    /// The device is done with it: leaves the segment to its handle; or, if the handle was dropped, gives it to the
-    /// caller, which has to return it to the pool.
-    pub(super) fn complete(&self) -> Option<Segment> {
-        let (descriptor, word) = (self.segment.descriptor(), self.word);
-        match descriptor.compare_exchange(word, state::COMPLETED) {
-            Ok(_) => None,
-            Err(found) if found == word.with(state::DETACHED) => {
-                // Only a claimer and the completing thread change a word from DETACHED, and where claims are possible
-                // both hold the timeline's lock.
-                descriptor.compare_exchange(found, state::HOST).ok().map(|_| self.segment.alias())
-            }
-            Err(_) => None,
+    /// Changes the bytes that timelines have in flight, and those of them that are claimed, by this many times its own.
+    /// The caller holds the timeline's lock.
+    pub(super) fn count(&self, flying: isize, claimed: isize) {
+        let bytes = self.bytes as isize;
+        self.segment.central().change_flight(flying * bytes, claimed * bytes);
+    }
+
+    /// Changes its state, if it is `from` and this is still the same flight.
+    pub(super) fn exchange(&self, from: u16, to: u16) -> bool {
+        self.segment.descriptor().compare_exchange(self.word.with(from), to).is_ok()
+    }
+
+    /// Whether it is claimed. The caller holds the timeline's lock.
+    pub(super) fn is_claimed(&self) -> bool {
+        self.segment.descriptor().word() == self.word.with(state::CLAIMED)
+    }
+
+    /// The device is done with it: leaves the segment to its handle or its claimer; or, if the handle was dropped, gives
+    /// it to the caller, which has to return it to the pool. Returns whether it was claimed, too.
+    pub(super) fn complete(&self) -> (Option<Segment>, bool) {
+        if self.exchange(state::FLIGHT, state::COMPLETED) {
+            return (None, false);
         }
+        // Only a claimer and the completing thread change a word from DETACHED or CLAIMED, and where claims are possible
+        // both hold the timeline's lock.
+        let is_detached = self.exchange(state::DETACHED, state::HOST);
+        (
+            is_detached.then(|| self.segment.alias()),
+            !is_detached && self.exchange(state::CLAIMED, state::HOST),
+        )
     }
 
     /// The device can never be shown to be done with it. Returns the segment if this call has quarantined it.
     pub(super) fn quarantine(&self) -> Option<Segment> {
-        let descriptor = self.segment.descriptor();
         [state::FLIGHT, state::DETACHED, state::CLAIMED]
             .into_iter()
-            .any(|from| descriptor.compare_exchange(self.word.with(from), state::QUARANTINED).is_ok())
+            .any(|from| self.exchange(from, state::QUARANTINED))
             .then(|| self.segment.alias())
     }
 }
@@ -198,7 +179,7 @@ impl Drop for Loan {
     fn drop(&mut self) {
         let returned = self.0.segment.central().in_one(|central| {
             central.unlisted_in_flight(-(self.0.bytes as isize));
-            self.0.complete()
+            self.0.complete().0
         });
         if let Some(segment) = returned {
             // SAFETY: completed: the handle is gone, and every hold was released, so the device is done with it.
@@ -208,12 +189,11 @@ impl Drop for Loan {
 }
 
 impl Retain for Loan {
-    fn quarantine(&self) -> Quarantined {
-        let first = self.0.segment.central().in_one(|central| {
+    fn quarantine(&self, segments: &mut Vec<Segment>) {
+        segments.extend(self.0.segment.central().in_one(|central| {
             let first = self.0.quarantine();
             first.inspect(|_| central.unlisted_in_flight(-(self.0.bytes as isize)))
-        });
-        first.map(Quarantined::one).unwrap_or_default()
+        }));
     }
 
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
@@ -229,9 +209,7 @@ pub(super) struct After {
     pub(super) quarantined: Vec<Segment>,
     /// Holds that the device may need for good. Quarantining them calls their pools, which can wake waiters.
     pub(super) lost: Vec<Hold>,
-    pub(super) wakes: Vec<Wake>,
-    /// When the timed entries that are complete were submitted.
-    pub(super) timed: Vec<Instant>,
+    pub(super) wakes: BTreeMap<(u64, u64), Wake>,
 }
 
 impl After {
@@ -241,18 +219,29 @@ impl After {
         crate::sync::landing(|| self.run_all());
     }
 
-    fn run_all(self) {
+    fn run_all(mut self) {
         for segment in self.returned {
             // SAFETY: completed: the handle is gone and every event that covers it was seen complete.
             unsafe { segment.release() };
         }
-        let segments = self.quarantined.into_iter().map(Quarantined::one);
-        segments.chain(self.lost.into_iter().map(Hold::quarantine)).sum::<Quarantined>().log();
+        self.lost.into_iter().for_each(|hold| hold.quarantine(&mut self.quarantined));
+        let (buffers, mut bytes) = (self.quarantined.len(), 0);
+        for segment in self.quarantined {
+            bytes += segment.granted();
+            segment.quarantine();
+        }
+        if buffers > 0 {
+            // For the operator: the memory is not used again until the process ends.
+            foreign::error!(
+                target: "pinpool::stream::quarantine", buffers, bytes,
+                "buffers are quarantined: the device cannot be shown to be done with them"
+            );
+        }
         for hold in self.released {
             _ = foreign::survive("letting go of what a copy used panicked: it may be leaked", || {
                 hold.release();
             });
         }
-        self.wakes.into_iter().for_each(Wake::wake);
+        self.wakes.into_values().for_each(Wake::wake);
     }
 }

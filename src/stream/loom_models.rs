@@ -79,6 +79,15 @@ impl Late {
     }
 }
 
+/// Calls that succeed and do nothing.
+macro_rules! nothing {
+    ($([$($safety:tt)?] $name:ident($($arg:ty),*);)*) => {
+        $($($safety)? fn $name(&self, $(_: $arg),*) -> Result<()> {
+            Ok(())
+        })*
+    };
+}
+
 impl Driver for Late {
     fn name(&self) -> &str {
         "late"
@@ -94,26 +103,8 @@ impl Driver for Late {
     fn stepped(&self) -> Option<&dyn Stepped> {
         Some(self)
     }
-    unsafe fn pin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn unpin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn register(&self, _: NonNull<u8>, _: usize, _: bool) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn unregister(&self, _: NonNull<u8>, _: usize) -> Result<()> {
-        Ok(())
-    }
-    fn can_use(&self, _: HostKind) -> Result<()> {
-        Ok(())
-    }
     fn allocate_host(&self, _: usize, _: HostKind) -> Result<NonNull<u8>> {
         Err(Error::Unsupported("no host memory in a model".into()))
-    }
-    unsafe fn free_host(&self, _: NonNull<u8>, _: usize, _: HostKind) -> Result<()> {
-        Ok(())
     }
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
         Ok(at.as_ptr().addr() as u64)
@@ -121,14 +112,21 @@ impl Driver for Late {
     fn allocate(&self, _: usize) -> Result<DevicePtr> {
         Ok(DevicePtr(0))
     }
-    fn free(&self, _: DevicePtr) -> Result<()> {
-        Ok(())
-    }
     fn create_stream(&self) -> Result<StreamHandle> {
         Ok(StreamHandle(0))
     }
-    fn destroy_stream(&self, _: StreamHandle) -> Result<()> {
-        Ok(())
+    nothing! {
+        [unsafe] pin(NonNull<u8>, usize);
+        [unsafe] unpin(NonNull<u8>, usize);
+        [unsafe] register(NonNull<u8>, usize, bool);
+        [unsafe] unregister(NonNull<u8>, usize);
+        [unsafe] free_host(NonNull<u8>, usize, HostKind);
+        [unsafe] copy_blocking(StreamHandle, Transfer);
+        [] can_use(HostKind);
+        [] free(DevicePtr);
+        [] destroy_stream(StreamHandle);
+        [] destroy_event(EventHandle);
+        [] wait_event(StreamHandle, EventHandle);
     }
     unsafe fn copy(&self, _: StreamHandle, transfer: Transfer) -> Result<()> {
         if let Transfer::Upload { src, .. } = transfer {
@@ -136,16 +134,10 @@ impl Driver for Late {
         }
         Ok(())
     }
-    unsafe fn copy_blocking(&self, _: StreamHandle, _: Transfer) -> Result<()> {
-        Ok(())
-    }
     fn create_event(&self) -> Result<EventHandle> {
         let mut queue = self.stream.lock();
         queue.events.push(None);
         Ok(EventHandle(queue.events.len() as u64 - 1))
-    }
-    fn destroy_event(&self, _: EventHandle) -> Result<()> {
-        Ok(())
     }
     fn record(&self, event: EventHandle, _: StreamHandle) -> Result<()> {
         let mut queue = self.stream.lock();
@@ -173,9 +165,6 @@ impl Driver for Late {
         *ran = covered.max(*ran);
         Ok(true)
     }
-    fn wait_event(&self, _: StreamHandle, _: EventHandle) -> Result<()> {
-        Ok(())
-    }
 }
 
 impl Stepped for Late {
@@ -190,7 +179,7 @@ impl Stepped for Late {
 #[derive(Clone)]
 struct Setup {
     driver: Arc<Late>,
-    listing: Listing,
+    listing: Arc<Listing>,
     timeline: Arc<Timeline>,
     central: Arc<CentralPool>,
 }
@@ -204,8 +193,8 @@ impl Setup {
             refuses: AtomicBool::new(false),
         });
         let context = Context::new(driver.clone()).unwrap();
-        let listing = Listing::default();
-        let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
+        let listing = Arc::new(Listing::default());
+        let timeline = listing.timeline(context, StreamHandle(0), true, true, None);
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -342,9 +331,9 @@ impl Setup {
     fn claim(&self) -> Option<(StreamBuf, Segment)> {
         step();
         let class = crate::segment::Class::of(LEN).unwrap();
-        let (key, segment) = self.timeline.claim(&self.central, class)?;
+        let segment = self.timeline.claim(&self.central, class, LEN)?;
         let alias = segment.alias();
-        Some((StreamBuf::claimed(self.timeline.clone(), key, segment), alias))
+        Some((StreamBuf::claimed(self.timeline.clone(), segment), alias))
     }
 }
 
@@ -383,7 +372,7 @@ fn loom_seqs_and_events() {
             let segment = setup.take().unwrap();
             threads.push(setup.spawn(|setup| setup.upload_and_end(segment)));
         }
-        threads.push(setup.spawn(|setup| setup.timeline.close()));
+        threads.push(setup.spawn(|setup| _ = setup.timeline.close()));
         step();
         setup.timeline.ask();
         setup.reuse();
@@ -471,48 +460,41 @@ fn loom_completion_against_drop() {
     });
 }
 
-#[test]
-fn loom_claim_unused() {
-    stream_model("claim: not used, against the reaper and the handle", |setup| {
+/// A segment is claimed, against the reaper and the handle. `then` gets it.
+fn claim_model(name: &'static str, then: impl Fn(&Setup, StreamBuf, Segment) + Sync + Send + 'static) {
+    stream_model(name, move |setup| {
         let flight = setup.upload(setup.take().unwrap());
         let threads = vec![setup.reaper(), spawn(|| drop(flight))];
-        if let Some((claimed, _)) = setup.claim() {
+        if let Some((claimed, segment)) = setup.claim() {
             step();
-            drop(claimed);
+            then(setup, claimed, segment);
         }
         threads
     });
 }
 
 #[test]
+fn loom_claim_unused() {
+    claim_model("claim: not used", |_, claimed, _| drop(claimed));
+}
+
+#[test]
 fn loom_claim_waited_for() {
-    stream_model("claim: waited for, against the reaper and the handle", |setup| {
-        let flight = setup.upload(setup.take().unwrap());
-        let threads = vec![setup.reaper(), spawn(|| drop(flight))];
-        if let Some((claimed, segment)) = setup.claim() {
-            step();
-            until(|| setup.timeline.poll_complete(1).unwrap());
-            let buf = claimed.wait().unwrap();
-            assert_eq!(setup.driver.ran(&segment), 1, "host-ready, and the copy has not run");
-            setup.driver.write(&segment);
-            drop(buf);
-        }
-        threads
+    claim_model("claim: waited for", |setup, claimed, segment| {
+        until(|| setup.timeline.poll_complete(1).unwrap());
+        let buf = claimed.wait().unwrap();
+        assert_eq!(setup.driver.ran(&segment), 1, "host-ready, and the copy has not run");
+        setup.driver.write(&segment);
+        drop(buf);
     });
 }
 
 #[test]
 fn loom_claim_used() {
-    stream_model("claim: submitted again, against the reaper and the handle", |setup| {
-        let flight = setup.upload(setup.take().unwrap());
-        let threads = vec![setup.reaper(), spawn(|| drop(flight))];
-        if let Some((claimed, segment)) = setup.claim() {
-            step();
-            let (resource, own) = claimed.into_resource();
-            let flight = setup.submit(resource, own);
-            setup.end(flight, &segment, 2);
-        }
-        threads
+    claim_model("claim: submitted again", |setup, claimed, segment| {
+        let (resource, own) = claimed.into_resource();
+        let flight = setup.submit(resource, own);
+        setup.end(flight, &segment, 2);
     });
 }
 
@@ -546,7 +528,10 @@ fn loom_lost_hold_keeps() {
         let handle = unsafe { PinnedBuf::new(segment, 0) };
         let dropping = spawn(|| Sealed::abandon(handle, KEY));
         step();
-        assert_eq!(lost.quarantine().buffers, 1);
+        let mut quarantined = Vec::new();
+        lost.quarantine(&mut quarantined);
+        assert_eq!(quarantined.len(), 1);
+        quarantined.into_iter().for_each(Segment::quarantine);
         for thread in [releasing, dropping] {
             thread.join().unwrap();
         }

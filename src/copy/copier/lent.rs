@@ -9,7 +9,7 @@ use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Sealed;
 use crate::central::Segment;
 use crate::sealed::KEY;
-use crate::stream::hold::{Quarantined, Retain};
+use crate::stream::hold::Retain;
 
 /// What a chunk's copies use. Its drop gives its shares back, and then says so.
 pub(super) struct Lent {
@@ -37,8 +37,8 @@ impl Drop for Lent {
 }
 
 impl Retain for Lent {
-    fn quarantine(&self) -> Quarantined {
-        self.blocks.quarantine()
+    fn quarantine(&self, segments: &mut Vec<Segment>) {
+        self.blocks.quarantine(segments);
     }
 
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {

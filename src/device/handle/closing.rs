@@ -224,7 +224,7 @@ struct HeldWatch {
     context: u64,
     holds: Arc<Holds>,
     device: Weak<DeviceInner>,
-    listing: Listing,
+    listing: Arc<Listing>,
     /// Whether the device does nothing by itself.
     stepped: bool,
 }

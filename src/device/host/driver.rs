@@ -8,6 +8,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+#[cfg(all(test, not(loom)))]
+use super::HostConfig;
+#[cfg(all(test, not(loom)))]
+use super::fault::Hook;
 use super::fault::{Call, Failure};
 use super::memory::HostPlace;
 use super::node::{HostNode, Node};
@@ -57,6 +61,22 @@ impl HostNode {
         let (node, unit) = (Arc::clone(&self.0), Arc::clone(unit));
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(HostDriver { node, unit, id, last: OnceLock::new() }))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+impl HostNode {
+    /// Calls `hook` before each call of a device of the node.
+    pub(crate) fn hook(&self, hook: impl Fn(Call) + Send + Sync + 'static) {
+        assert!(self.0.faults.hook.set(Hook(Box::new(hook))).is_ok(), "the node has a hook");
+    }
+
+    /// The driver of a device with this name.
+    pub(crate) fn named(&self, name: &str) -> Arc<dyn Driver> {
+        let config = HostConfig::new();
+        let mut unit = HostUnit::new(0, config.capacity(), &config);
+        Arc::get_mut(&mut unit).unwrap().name = name.into();
+        Arc::new(HostDriver { node: self.0.clone(), unit, id: 0, last: OnceLock::new() })
     }
 }
 

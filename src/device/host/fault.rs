@@ -198,12 +198,28 @@ pub(super) struct FaultBook {
     /// Whether a fault is armed or a trace is kept.
     active: AtomicBool,
     book: Mutex<Book>,
+    /// What a unit test does before each call.
+    #[cfg(all(test, not(loom)))]
+    pub(super) hook: std::sync::OnceLock<Hook>,
+}
+
+/// See [`FaultBook`].
+#[cfg(all(test, not(loom)))]
+pub(super) struct Hook(pub(super) Box<dyn Fn(Call) + Send + Sync>);
+
+#[cfg(all(test, not(loom)))]
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
 }
 
 impl FaultBook {
     /// Counts the call, and takes the fault that strikes it.
     #[inline]
     pub(super) fn on_call(&self, device: u32, call: Call) -> Option<Failure> {
+        #[cfg(all(test, not(loom)))]
+        self.hook.get().into_iter().for_each(|hook| (hook.0)(call));
         // Relaxed: a test that arms a fault for another thread's calls synchronises with that thread itself.
         if self.active.load(Ordering::Relaxed) { self.look_up(device, call) } else { None }
     }

@@ -1,7 +1,7 @@
 //! Events: closing sequence numbers, recording and asking, and what follows when an event was seen complete or never
 //! will be.
 //!
-//! [`Timeline::close_with`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
+//! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
 //! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
 use super::super::hold::After;
@@ -10,19 +10,13 @@ use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{AtomicBool, Ordering};
 use std::sync::Arc;
-use std::time::Instant;
 
 impl Timeline {
     // --- closing and recording ---------------------------------------------------------------------------------------
 
-    /// Closes the open sequence number, if it has entries, and records its event. A failure is no error of the
-    /// caller's: the entries wait for a later event.
-    pub(crate) fn close(&self) {
-        let _ = self.close_open();
-    }
-
-    /// [`close`](Self::close) for callers that need the error.
-    pub(super) fn close_open(&self) -> Result<()> {
+    /// Closes the open sequence number, if it has entries, and records its event. After an error the entries wait for a
+    /// later event.
+    pub(crate) fn close(&self) -> Result<()> {
         // A capture may have begun since the stream was shared, or since an event failed.
         let capturing = match self.elsewhere() {
             None => self.is_capturing(),
@@ -40,11 +34,6 @@ impl Timeline {
         }
     }
 
-    /// [`close`](Self::close) for the thread that has just submitted, and that asked about a capture before.
-    pub(super) fn close_submitted(&self) {
-        let _ = self.close_with(false, |_| Ok(()));
-    }
-
     /// Makes later work of `waiter`, a stream of the same device, start only after everything submitted here so far.
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
@@ -53,30 +42,33 @@ impl Timeline {
             .close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)));
         // After an error too: the event may have been recorded, or is due.
         if !std::mem::replace(&mut self.state.lock().listed, true) {
-            self.reaper.list(self);
+            self.watcher.list(self);
         }
         closed
     }
 
     /// Closes the open sequence number and records its event, with `always` also if nothing waits for one. `recorded`
     /// gets the event before it can be recycled.
-    fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
+    pub(super) fn close_with(
+        &self,
+        always: bool,
+        recorded: impl FnOnce(EventHandle) -> Result<()>,
+    ) -> Result<()> {
         crate::os::check_fork()?;
         // The event comes first: without one nothing is closed.
         let event = self.context.event().inspect_err(|error| self.not_recorded(error))?;
         let seq = {
             let mut state = self.state.lock();
             let nothing = state.open_entries == 0 && state.unpublished == 0 && !always;
-            if nothing || state.lost.is_some() {
-                let lost = state.lost.clone();
+            if nothing || self.lost.get().is_some() {
                 drop(state);
                 self.context.recycle(event);
-                return lost.map_or(Ok(()), Err);
+                return self.not_lost();
             }
             let seq = state.open;
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
-            state.recording += 1;
+            state.under_way += 1;
             seq
         };
         let recording = Recording { timeline: self, seq, event };
@@ -89,8 +81,8 @@ impl Timeline {
         let used = recorded(event);
         std::mem::forget(recording);
         let mut state = self.state.lock();
-        state.recording -= 1;
-        if state.lost.is_some() {
+        state.under_way -= 1;
+        if self.lost.get().is_some() {
             // Given up meanwhile: nothing removes events from the list any more. For the event see `keep_back`.
             drop(state);
             self.keep_back(event);
@@ -100,7 +92,6 @@ impl Timeline {
         if state.unpublished <= seq {
             state.unpublished = 0;
         }
-        state.record_failures = 0;
         used
     }
 
@@ -123,7 +114,7 @@ impl Timeline {
             }
             // On a device with a limited number of events, published events are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();
-            !comes_back && gives_up(&mut state.record_failures, error)
+            !comes_back && state.gives_up(error)
         };
         crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
         if give_up {
@@ -165,7 +156,7 @@ impl Timeline {
                     break;
                 }
                 Err(error) => {
-                    if !gives_up(&mut self.state.lock().query_failures, &error) {
+                    if !self.state.lock().gives_up(&error) {
                         break;
                     }
                     drop(role);
@@ -181,11 +172,9 @@ impl Timeline {
     fn forget_event(&self, seq: u64, event: EventHandle) {
         let mut state = self.state.lock();
         // `lose` has dealt with the events of a lost stream.
-        if state.lost.is_none() && state.events.front() == Some(&(seq, event)) {
+        if self.lost.get().is_none() && state.events.front() == Some(&(seq, event)) {
             state.events.pop_front();
-            state.unpublished = state.unpublished.max(seq);
-            let open = state.open;
-            state.aside.push((open, event));
+            state.void(seq, event);
         }
     }
 
@@ -194,22 +183,19 @@ impl Timeline {
     fn complete(&self, seq: u64) -> bool {
         let mut after = After::default();
         let mut state = self.state.lock();
-        if state.lost.is_some() {
+        if self.lost.get().is_some() {
             return false;
         }
         state.events.pop_front();
-        state.query_failures = 0;
+        state.failures = 0;
         if seq > self.completed.load(Ordering::Relaxed) {
-            state.complete(seq, &mut after);
-            if !after.timed.is_empty() {
-                let now = Instant::now();
-                let flights = self.context.flights();
-                after.timed.drain(..).for_each(|since| flights.record(now.saturating_duration_since(since)));
-            }
+            let flights = self.context.flights();
+            state.complete(seq, &mut after, |since| flights.record(since.elapsed()));
             // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
             // completed.
             self.completed.store(seq, Ordering::Release);
-            state.take_wakes(&mut after, |t| t <= seq);
+            let later = state.waiting.split_off(&(seq + 1, 0));
+            after.wakes = std::mem::replace(&mut state.waiting, later);
         }
         let (free, aside): (Vec<_>, _) =
             std::mem::take(&mut state.aside).into_iter().partition(|(open, _)| *open <= seq);
@@ -224,79 +210,79 @@ impl Timeline {
     pub(crate) fn lose(&self, error: &Error) {
         let mut after = After::default();
         let mut state = self.state.lock();
-        if state.lost.is_none() {
+        if self.lost.set(error.clone()).is_ok() {
             crate::foreign::error!(
                 target: "pinpool::stream::lost",
                 device = self.context.name(),
                 stream = self.number,
                 %error,
-                entries = state.entries.len(),
+                entries = state.joined(),
                 "a stream is lost; what is in flight on it is quarantined"
             );
-            state.lost = Some(error.clone());
-            // Release: pairs with the acquire in `is_complete`.
-            self.given_up.store(true, Ordering::Release);
         }
         let events = std::mem::take(&mut state.events);
         let aside = std::mem::take(&mut state.aside);
-        self.accounting.fetch_add(1, Ordering::Relaxed);
+        state.quarantining += 1;
         state.quarantine(self.is_dead(), &mut after);
         if !after.lost.is_empty() {
             // They keep the device open. (Quarantined segments do that by way of their pool.)
             self.context.holds().note_quarantined();
         }
-        state.take_wakes(&mut after, |_| true);
+        after.wakes = std::mem::take(&mut state.waiting);
         drop(state);
         aside.into_iter().for_each(|(_, event)| self.context.set_aside(event));
-        // As in `keep_back`: a lost device uses no events any more. On a device that is alive they may still be
-        // recorded, so they are neither used again nor destroyed.
-        if self.is_dead() {
-            events.into_iter().for_each(|(_, event)| self.context.recycle(event));
-        } else {
-            self.context.holds().leaked(events.len());
-        }
+        events.into_iter().for_each(|(_, event)| self.keep_back(event));
         after.run();
-        // Release: pairs with the acquire in `flight`.
-        self.accounting.fetch_sub(1, Ordering::Release);
+        self.state.lock().quarantining -= 1;
     }
 
     /// The reaper's look: closes the open sequence number if it was open at the last look already (with `now`, in any
     /// case), and asks the driver. Returns whether anything completed.
     pub(crate) fn advance(&self, now: bool) -> bool {
+        self.look_at(|| {
+            let mut state = self.state.lock();
+            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unpublished > 0;
+            state.seen = state.open;
+            // Relaxed: only changed under the lock, which is held here.
+            state.note_date(self.completed.load(Ordering::Relaxed));
+            due.then(|| UnderWay::new(self, &mut state))
+        })
+    }
+
+    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
+    /// the state's lock is taken at that moment, closing is left to a later look.
+    pub(super) fn glance(&self, seq: u64) {
+        self.look_at(|| {
+            let mut state = self.state.try_lock()?;
+            let due = (state.open_entries > 0 && seq >= state.open)
+                || (state.unpublished > 0 && seq <= state.unpublished);
+            due.then(|| UnderWay::new(self, &mut state))
+        });
+    }
+
+    /// Closes the open sequence number if it is `due`, and asks the driver.
+    fn look_at<'a>(&'a self, due: impl FnOnce() -> Option<UnderWay<'a>>) -> bool {
         if crate::os::forked() {
             return false;
         }
         if let Some(error) = self.context.poisoned() {
             self.lose(error);
         }
-        let due = {
-            let mut state = self.state.lock();
-            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unpublished > 0;
-            state.seen = state.open;
-            // Relaxed: only changed under the lock, which is held here.
-            state.note_date(self.completed.load(Ordering::Relaxed));
-            self.found(&mut state, due)
-        };
-        due.into_iter().for_each(|_closing| self.close());
+        if let Some(_under_way) = due() {
+            _ = self.close();
+        }
         self.ask()
     }
 
-    /// Counts a thread that is about to close a number that is due, on a stream that may be destroyed.
-    fn found(&self, state: &mut TimelineState, due: bool) -> Option<Closing<'_>> {
-        let counted = due && self.is_shared();
-        state.closing += u32::from(counted);
-        due.then_some(Closing { timeline: self, counted })
-    }
-
-    /// [`close_open`](Self::close_open) for a stream that is destroyed afterwards, once its work is complete: no other
+    /// [`close`](Self::close) for a stream that is destroyed afterwards, once its work is complete: no other
     /// thread names it to the driver any more. The caller knows that none submits.
     ///
     /// # Errors
     /// The number is not closed, or its event is still due: then the stream is still named.
     pub(crate) fn close_for_good(&self) -> Result<()> {
-        self.close_open()?;
+        self.close()?;
         // A thread that found the number due just before may be in a call of the driver, which does not take long.
-        while self.state.lock().closing > 0 {
+        while self.state.lock().under_way > 0 {
             crate::sync::yield_now();
         }
         match self.state.lock().unpublished > 0 {
@@ -308,26 +294,8 @@ impl Timeline {
         }
     }
 
-    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
-    /// the state's lock is taken at that moment, closing is left to a later look.
-    pub(super) fn glance(&self, seq: u64) {
-        if crate::os::forked() {
-            return;
-        }
-        if let Some(error) = self.context.poisoned() {
-            self.lose(error);
-        }
-        let due = self.state.try_lock().and_then(|mut state| {
-            let due = (state.open_entries > 0 && seq >= state.open)
-                || (state.unpublished > 0 && seq <= state.unpublished);
-            self.found(&mut state, due)
-        });
-        due.into_iter().for_each(|_closing| self.close());
-        self.ask();
-    }
-
-    /// Marks the timeline as off the reaper's list if nothing is in flight, and returns whether it did. For the reaper
-    /// and [`Listing::advance`](crate::stream::reaper::Listing::advance), which have the list.
+    /// Marks the timeline as off the reaper's list if nothing is in flight, and returns whether it did. For the reaper,
+    /// which has the list.
     pub(crate) fn unlist(&self) -> bool {
         let mut state = self.state.lock();
         let idle = state.is_idle();
@@ -355,29 +323,29 @@ impl Drop for Recording<'_> {
     fn drop(&mut self) {
         let Self { timeline, seq, event } = *self;
         let mut state = timeline.state.lock();
-        state.recording -= 1;
+        state.under_way -= 1;
         // For a stream that was given up meanwhile no event is due any more.
-        if state.lost.is_some() {
+        if timeline.lost.get().is_some() {
             drop(state);
             return timeline.keep_back(event);
         }
-        state.unpublished = state.unpublished.max(seq);
-        let open = state.open;
-        state.aside.push((open, event));
+        state.void(seq, event);
     }
 }
 
-/// A thread that closes a number that was due.
-struct Closing<'a> {
-    timeline: &'a Timeline,
-    counted: bool,
+/// A thread that has found a number due and closes it.
+struct UnderWay<'a>(&'a Timeline);
+
+impl<'a> UnderWay<'a> {
+    fn new(timeline: &'a Timeline, state: &mut TimelineState) -> Self {
+        state.under_way += 1;
+        Self(timeline)
+    }
 }
 
-impl Drop for Closing<'_> {
+impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
-        if self.counted {
-            self.timeline.state.lock().closing -= 1;
-        }
+        self.0.state.lock().under_way -= 1;
     }
 }
 
@@ -391,12 +359,20 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// Counts a failed attempt. Returns whether there is to be no other attempt.
-pub(super) fn gives_up(failures: &mut u32, error: &Error) -> bool {
-    // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
-    if error.class() == ErrorClass::Capture {
-        return false;
+impl TimelineState {
+    /// An event may be recorded and does not count: another one is due for the numbers up to `seq`.
+    fn void(&mut self, seq: u64, event: EventHandle) {
+        self.unpublished = self.unpublished.max(seq);
+        self.aside.push((self.open, event));
     }
-    *failures += 1;
-    error.is_device_lost() || *failures >= EVENT_TRIES
+
+    /// Counts a failed attempt. Returns whether there is to be no other attempt.
+    fn gives_up(&mut self, error: &Error) -> bool {
+        // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
+        if error.class() == ErrorClass::Capture {
+            return false;
+        }
+        self.failures += 1;
+        error.is_device_lost() || self.failures >= EVENT_TRIES
+    }
 }

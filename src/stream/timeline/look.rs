@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Flight, Timeline};
+use super::{Flight, PENDING, Timeline, TimelineEntry, TimelineState};
 use crate::central::Segment;
 use crate::sync::Ordering;
 
@@ -78,61 +78,39 @@ pub struct StreamStats {
     pub lost: bool,
 }
 
-/// Tells a thread that drives a stepped device when nothing will come any more, although another thread may drive the
-/// same device.
-///
-/// There may be nothing to step because the other thread has just stepped it and is completing entries, or has not
-/// submitted yet. So no thread may be busy with the timeline, before a look and after it, and that three times in a
-/// row: what was submitted between two looks is stepped, or seen complete, by the next.
-#[derive(Debug, Default)]
-pub(crate) struct Stillness(u32);
-
-impl Stillness {
-    /// There was nothing to step. Returns whether nothing will come any more. `busy`: another thread was busy with the
-    /// timeline.
-    pub(crate) fn is_final(&mut self, busy: bool) -> bool {
-        self.0 = if busy { 0 } else { self.0 + 1 };
-        if busy {
-            crate::sync::yield_now();
-        }
-        self.0 > 2
-    }
-
-    /// There was something to step.
-    pub(crate) fn stepped(&mut self) {
-        self.0 = 0;
-    }
-}
-
 impl Timeline {
     /// Whether another thread is asking, completing, quarantining or recording an event at this moment.
     pub(crate) fn is_busy(&self) -> bool {
         // Acquire: pairs with the release of the role of asking, so that what the last asker completed is seen.
-        let finds_out = self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0;
-        // Acquire: pairs with the releases that lower it. (It is raised under the lock.)
-        finds_out || self.accounting.load(std::sync::atomic::Ordering::Acquire) > 0
+        self.asking.load(Ordering::Acquire) || {
+            let state = self.state.lock();
+            state.under_way + state.quarantining > 0
+        }
+    }
+
+    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes so
+    /// far, or `None` while a change is half done.
+    pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
+        let state = self.state.lock();
+        (state.flight(Some(central)), (state.quarantining == 0).then_some(state.moves))
     }
 
     /// The counts now. Not in the child of a fork.
     pub(crate) fn look(&self) -> StreamStats {
         let state = self.state.lock();
-        let mut flight = Flight::default();
-        for (_, part) in &state.flights.by_central {
-            flight.bytes += part.bytes;
-            flight.claimed += part.claimed;
-        }
+        let flight = state.flight(None);
         StreamStats {
             stream: self.number(),
             submitted: state.submitted,
             completed: state.completed,
-            in_flight: state.entries.len() + state.pending.len(),
+            in_flight: state.entries.len(),
             in_flight_bytes: flight.bytes,
             claimed_bytes: flight.claimed,
             seq: state.open,
             // Only changed under the lock, which is held here.
             completed_seq: self.completed.load(Ordering::Relaxed),
             events: state.events.len(),
-            lost: state.lost.is_some(),
+            lost: self.lost.get().is_some(),
         }
     }
 
@@ -151,16 +129,28 @@ impl Timeline {
             let first = state.dates.partition_point(|(closed, _)| *closed < seq);
             state.dates.get(first).map(|(_, seen)| *seen)
         };
-        for (_, entry) in &state.pending {
-            let submitting = EventState::Submitting;
-            entry.for_each_segment(&mut |segment| visit(segment, state.open, submitting, None));
+        for TimelineEntry { seq, flown, host, .. } in &state.entries {
+            let (seq, event, since) = match *seq {
+                PENDING => (state.open, EventState::Submitting, None),
+                seq => (seq, event(seq), since(seq)),
+            };
+            flown.iter().for_each(|flown| visit(&flown.segment, seq, event, since));
+            host.iter()
+                .for_each(|hold| hold.for_each_segment(&mut |segment| visit(segment, seq, event, since)));
         }
-        for (seq, entry) in &state.entries {
-            let (seq, event, since) = (*seq, event(*seq), since(*seq));
-            entry.for_each_segment(&mut |segment| visit(segment, seq, event, since));
+    }
+}
+
+impl TimelineState {
+    /// What is in flight, of one central pool or of all.
+    fn flight(&self, central: Option<u64>) -> Flight {
+        let mut flight = Flight::default();
+        for flown in self.entries.iter().filter_map(|entry| entry.flown.as_ref()) {
+            if central.is_none_or(|number| number == flown.segment.central().number()) {
+                flight.bytes += flown.bytes;
+                flight.claimed += if flown.is_claimed() { flown.bytes } else { 0 };
+            }
         }
-        for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.completed) {
-            visit(&claim.flown.segment, claim.seq, event(claim.seq), since(claim.seq));
-        }
+        flight
     }
 }

@@ -54,21 +54,23 @@
 //!
 //! # Invariants
 //!
-//! - An entry is first in `pending` (its driver call is under way), then in `entries` (in flight), and in one of them
-//!   only. A claimed segment is in `claims` instead.
+//! - `entries` is in the order of sequence numbers. An entry whose driver call is under way has none yet, and is behind
+//!   all others.
+//! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline change its word under
+//!   the timeline's lock only.
 //! - `completed` only grows. `events` has only events whose recording succeeded.
 //! - A closed number that no published event covers is at most `unpublished`, or its event is being recorded. So an
 //!   event for it is due or under way.
-//! - A lost timeline (`lost`) has no published events and no entries, and gets no event any more. An entry that joins it
-//!   is quarantined by the thread that submitted it.
+//! - A lost timeline (`lost`) has no published events, its only entries are those whose driver calls are under way, and
+//!   it gets no event any more. An entry that joins it is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
-//! This file: sequence numbers and entries, what is submitted. [`events`]: closing, recording, asking, completing.
-//! [`waits`]: how threads and tasks wait. [`claims`]: stream-ready reuse. [`look`]:
-//! what statistics and reports see.
+//! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing, recording, asking,
+//! completing. [`waits`]: how threads and tasks wait. [`look`]: what statistics and reports see.
 
-mod claims;
+#![allow(unsafe_code)]
+
 mod events;
 mod look;
 #[cfg(all(test, not(loom)))]
@@ -80,20 +82,17 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
-use slab::Slab;
 
-use self::claims::Claim;
 pub use self::look::{EventState, StreamStats};
-use self::waits::Waiting;
 use super::hold::{After, Flown, Hold, Resource, Retain};
-use super::reaper::Listing;
-use crate::central::{CentralPool, Segment};
+use crate::central::{CentralPool, Segment, Wake};
 use crate::device::confined::Confined;
 use crate::device::context::Context;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
+use crate::segment::Class;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
 
 /// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
@@ -106,7 +105,10 @@ const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// beside the cost of recording an event.
 pub(crate) const TIMED: u64 = 16;
 
-/// Bytes of one central pool on this timeline.
+/// The place of an entry's number while its driver call is under way.
+const PENDING: u64 = u64::MAX;
+
+/// Bytes of segments in flight on a timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Flight {
     /// In flight.
@@ -115,50 +117,20 @@ pub(crate) struct Flight {
     pub(crate) claimed: usize,
 }
 
-/// What is in flight on a timeline. The central pools count the sums over all timelines.
-#[derive(Debug, Default)]
-struct Flights {
-    /// By the central pool's number.
-    by_central: Vec<(u64, Flight)>,
-    /// Counts changes, so that a reader that looks twice knows whether anything changed in between.
-    moves: u64,
-}
-
-impl Flights {
-    /// Counts a change of the bytes of a central pool that are in flight, and of those that are claimed.
-    fn change(&mut self, central: &CentralPool, bytes: isize, claimed: isize) {
-        self.moves += 1;
-        let number = central.number();
-        let at = self.by_central.iter().position(|f| f.0 == number).unwrap_or_else(|| {
-            self.by_central.retain(|f| f.1 != Flight::default());
-            self.by_central.push((number, Flight::default()));
-            self.by_central.len() - 1
-        });
-        let flight = &mut self.by_central[at].1;
-        flight.bytes = flight.bytes.wrapping_add_signed(bytes);
-        flight.claimed = flight.claimed.wrapping_add_signed(claimed);
-        central.change_flight(bytes, claimed);
-    }
-}
-
 /// What was submitted: it keeps what its copy uses until its sequence number is complete.
 #[derive(Debug)]
 struct TimelineEntry {
-    /// Host memory: a segment, or something else.
+    /// The sequence number, or [`PENDING`].
+    seq: u64,
+    /// How many entries came before it: by this its submission finds it.
+    number: u64,
+    /// Host memory: a segment, or something else. (Without either: a claimer has submitted the segment again.)
     flown: Option<Flown>,
     host: Option<Hold>,
     /// Device memory.
     memory: Option<Hold>,
     /// When it was submitted, if it is one of the timed entries.
     since: Option<Instant>,
-}
-
-impl TimelineEntry {
-    /// Visits each segment, for reports.
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
-        self.flown.iter().for_each(|flown| visit(&flown.segment));
-        self.host.iter().for_each(|hold| hold.for_each_segment(visit));
-    }
 }
 
 #[derive(Debug, Default)]
@@ -170,37 +142,42 @@ struct TimelineState {
     /// The highest sequence number for which another event is due, since recording one failed; or 0. It is the open one
     /// where there was not even an event to record.
     unpublished: u64,
-    /// Threads that have found a number of a shared stream due: they name the stream to the driver, to record its event.
-    closing: u32,
-    /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
-    recording: u32,
-    /// Failures in a row of recording, and of asking about the oldest event.
-    record_failures: u32,
-    query_failures: u32,
-    /// Entries whose driver call is under way.
-    pending: Slab<TimelineEntry>,
-    /// Entries in flight by sequence number, oldest first.
-    entries: VecDeque<(u64, TimelineEntry)>,
-    claims: Slab<Claim>,
+    /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
+    under_way: u32,
+    /// Threads that have quarantined segments here and have not yet told the central pools.
+    quarantining: u32,
+    /// Failures of recording and asking, none of them passing, after which nothing was seen complete.
+    failures: u32,
+    /// What is in flight, oldest first, and behind it what is being submitted.
+    entries: VecDeque<TimelineEntry>,
     /// Published events in the order of their publication, each with the highest sequence number that it covers.
     events: VecDeque<(u64, EventHandle)>,
     /// Events that may be recorded and never seen complete, or that a capture had, each with the number that was open
     /// then. They are free again when an event of that number or a later one is complete.
     aside: Vec<(u64, EventHandle)>,
-    /// Threads and tasks that wait, by numbers of which none is used twice.
-    waiting: BTreeMap<u64, Waiting>,
+    /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used twice.
+    waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
-    flights: Flights,
+    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in between.
+    moves: u64,
     /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
     submitted: u64,
     completed: u64,
-    lost: Option<Error>,
     /// Whether the timeline is on the reaper's list.
     listed: bool,
     /// The open sequence number at the reaper's last look.
     seen: u64,
     /// When a look of the reaper's found that the sequence numbers up to this one were closed and not all complete.
     dates: VecDeque<(u64, Instant)>,
+}
+
+/// Who looks at timelines until they are idle: the reaper. Called under no lock of a timeline.
+pub(crate) trait Watcher: std::fmt::Debug + Send + Sync {
+    /// A timeline has become busy.
+    fn list(&self, timeline: &Arc<Timeline>);
+
+    /// A thread or a task begins to wait for the timeline: it is looked at now, and after the shortest pause again.
+    fn expedite(&self, timeline: &Timeline);
 }
 
 /// A stream's timeline. The module's page describes it.
@@ -210,9 +187,6 @@ pub(crate) struct Timeline {
     number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
-    /// Whether a sequence number may stay open for a while, on a stream that is not shared. `false` where recording an
-    /// event may block: the submitting thread then closes each number, so that the reaper need not.
-    lingers: bool,
     /// Whether the stream is shared. Set once, under the state's lock; a submit reads it under that lock to decide
     /// whether its sequence number may stay open. Without the lock it is a hint only, which is enough: the program gets
     /// the handle, and so can begin a capture, only after the flag was set. (Not loom's type: in no model a read
@@ -226,18 +200,13 @@ pub(crate) struct Timeline {
     confined: Option<Confined>,
     /// What keeps an adopted stream alive, if the program gave it.
     keep_alive: OnceLock<KeepAlive>,
-    reaper: Listing,
+    watcher: Arc<dyn Watcher>,
     /// The highest sequence number that is known to be complete.
     completed: CachePadded<AtomicU64>,
-    /// Whether `lost` is set in the state, for readers without the lock. Set under the lock, with release, before any
-    /// waiter is woken; pairs with the acquire in `is_complete`, which then reads the error under the lock.
-    given_up: AtomicBool,
+    /// The error with which the stream was given up. Set under the state's lock, before any waiter is woken.
+    lost: OnceLock<Error>,
     /// Whether a thread has the role of asking.
     asking: AtomicBool,
-    /// Threads that have quarantined segments here and have not yet told the central pools. Raised under the state's
-    /// lock together with the change of the segments' words, lowered when the central pools know. (Not loom's type:
-    /// only checks read it.)
-    accounting: std::sync::atomic::AtomicU32,
     state: Mutex<TimelineState>,
 }
 
@@ -249,29 +218,24 @@ impl Timeline {
         own: bool,
         claims: bool,
         confined: Option<Confined>,
-        reaper: Listing,
+        watcher: Arc<dyn Watcher>,
     ) -> Arc<Self> {
-        let lingers = !context.driver().record_may_block();
         static NUMBERS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        let timeline = Arc::new(Self {
+        Arc::new(Self {
             number: NUMBERS.fetch_add(1, std::sync::atomic::Ordering::Relaxed),
             context,
             stream,
-            lingers,
             shared: std::sync::atomic::AtomicBool::new(!own),
             claims,
             destroy: own,
             confined,
             keep_alive: OnceLock::new(),
-            reaper,
+            watcher,
             completed: CachePadded::new(AtomicU64::new(0)),
-            given_up: AtomicBool::new(false),
+            lost: OnceLock::new(),
             asking: AtomicBool::new(false),
-            accounting: std::sync::atomic::AtomicU32::new(0),
             state: Mutex::new(TimelineState { open: 1, ..TimelineState::default() }),
-        });
-        timeline.reaper.know(&timeline);
-        timeline
+        })
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -294,7 +258,12 @@ impl Timeline {
     /// An error if nothing can be submitted.
     pub(crate) fn usable(&self) -> Result<()> {
         self.context.alive()?;
-        self.state.lock().lost.clone().map_or(Ok(()), Err)
+        self.not_lost()
+    }
+
+    /// The error with which the stream was given up.
+    fn not_lost(&self) -> Result<()> {
+        self.lost.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     // --- shared streams ----------------------------------------------------------------------------------------------
@@ -311,7 +280,7 @@ impl Timeline {
             self.shared.store(true, std::sync::atomic::Ordering::Relaxed);
         }
         // So that an event covers what is in flight now, and not the program's later work too.
-        self.close();
+        _ = self.close();
     }
 
     /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same stream alive.
@@ -367,87 +336,124 @@ impl Timeline {
             return Err((error, retained));
         }
         let mut state = self.state.lock();
-        if let Some(error) = &state.lost {
+        if let Some(error) = self.lost.get() {
             return Err((error.clone(), retained));
         }
         let (mut flown, mut host) = (None, None);
         match retained {
-            Resource::Segment(segment) => {
-                let departed = flown.insert(Flown::new(segment));
-                state.flights.change(departed.segment.central(), departed.bytes as isize, 0);
-            }
-            Resource::Claimed(key) => {
-                let Claim { seq, flown: earlier, memory, since, completed } = state.claims.remove(key);
-                let departed = flown.insert(Flown::new(earlier.segment));
-                let (central, bytes) = (departed.segment.central(), departed.bytes as isize);
-                if completed {
-                    state.flights.change(central, bytes, 0);
-                } else {
-                    state.flights.change(central, 0, -bytes);
-                    // What the claim follows is still to be seen complete, and may use device memory.
-                    state.insert(seq, TimelineEntry { flown: None, host: None, memory, since });
+            Resource::Segment(segment) => flown.insert(Flown::new(segment)).count(1, 0),
+            Resource::Claimed(segment) => match state.claimed(&segment) {
+                // What the claim follows is still to be seen complete, and may use device memory.
+                Some(entry) => {
+                    entry.flown = None;
+                    flown.insert(Flown::new(segment)).count(0, -1);
                 }
-            }
+                None => flown.insert(Flown::new(segment)).count(1, 0),
+            },
             Resource::Object(object) => host = Some(Hold::new(object)),
             Resource::Nothing => {}
         }
-        state.flights.moves += 1;
+        state.moves += 1;
+        let number = state.submitted;
         // Loom's models take no time.
-        let timed = !cfg!(loom) && state.submitted % TIMED == 0;
+        let timed = !cfg!(loom) && number % TIMED == 0;
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = memory.map(Hold::new);
-        let key = state.pending.insert(TimelineEntry { flown, host, memory, since });
+        state.entries.push_back(TimelineEntry { seq: PENDING, number, flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
-        Ok(Submission { timeline: self, key: Some(key), patient: false, _deferral: deferral })
+        Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
     }
 
     /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too, the
     /// number may stay open for a while.
-    fn commit(self: &Arc<Self>, key: usize, patient: bool) -> u64 {
+    fn commit(self: &Arc<Self>, number: u64, patient: bool) -> u64 {
         let mut state = self.state.lock();
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
         let shared = self.is_shared();
-        let entry = state.pending.remove(key);
         let seq = state.open;
+        let bytes = state.join(number, seq);
         state.open_entries += 1;
-        state.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
-        state.insert(seq, entry);
-        let lost = state.lost.clone();
-        let lingers = self.lingers && (!shared || patient && self.confined.is_none());
-        let close = !lingers || state.open_entries >= SEQ_ENTRIES || state.open_bytes >= SEQ_BYTES;
+        state.open_bytes += bytes;
+        // Where recording may block, the submitting thread closes each number, so that the reaper need not.
+        let lingers = !self.context.driver().record_may_block()
+            && (!shared || patient && self.confined.is_none())
+            && state.open_entries < SEQ_ENTRIES
+            && state.open_bytes < SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
         if list {
-            self.reaper.list(self);
+            self.watcher.list(self);
         }
-        if let Some(error) = lost {
-            self.lose(&error);
+        if let Some(error) = self.lost.get() {
+            self.lose(error);
         }
-        if close {
-            self.close_submitted();
+        if !lingers {
+            // A failure leaves the entry to a later event. The submitter has asked about a capture before.
+            _ = self.close_with(false, |_| Ok(()));
         }
         seq
     }
 
-    // --- looking -----------------------------------------------------------------------------------------------------
+    // --- stream-ready reuse ------------------------------------------------------------------------------------------
 
-    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes so
-    /// far, or `None` while a change is half done.
-    pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
-        let state = self.state.lock();
-        let known = state.flights.by_central.iter().find(|f| f.0 == central);
-        let flight = known.map_or_else(Flight::default, |f| f.1);
-        // Acquire: pairs with the releases that lower `accounting`.
-        let accounted = self.accounting.load(std::sync::atomic::Ordering::Acquire) == 0;
-        (flight, accounted.then_some(state.flights.moves))
+    // A segment in flight is claimed for later work on the same stream, which comes after the earlier work by the
+    // stream's order. The pool first asks its central pool whether a request waits for memory
+    // ([`CentralPool::awaited`]); while one does, the pool claims nothing. The completing thread and the claimer decide by
+    // one compare-and-swap on the segment's state word, from DETACHED. A claim ends when its segment is submitted again,
+    // becomes host-ready or is given up.
+
+    /// Claims a segment of this class and central pool that is in flight on this stream alone and whose handle was
+    /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then on.
+    pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
+        // During a capture, newly submitted work does not come after what is in flight.
+        if crate::os::forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
+            return None;
+        }
+        let mut state = self.state.lock();
+        let fits = |flown: &&mut Flown| {
+            let segment = &flown.segment;
+            // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is claimed.
+            segment.central().number() == central.number()
+                && segment.class() == Some(class)
+                && central.may_claim(class, segment.base())
+                && flown.exchange(state::DETACHED, state::CLAIMED)
+        };
+        let joined = state.joined();
+        let entries = state.entries.range_mut(..joined).rev();
+        let flown = entries.filter_map(|entry| entry.flown.as_mut()).find(fits)?;
+        flown.segment.rebook(len);
+        flown.count(0, 1);
+        let alias = flown.segment.alias();
+        state.moves += 1;
+        Some(alias)
     }
 
-    /// The sequence number of everything submitted so far, for a caller that has nothing to submit.
-    pub(crate) fn checkpoint(self: &Arc<Self>) -> Result<u64> {
-        let submission = self.begin(Resource::Nothing, None).map_err(|(error, _)| error)?;
-        Ok(submission.commit())
+    /// The sequence number after which a claimed segment is host-ready. `None`: it is host-ready already, or was
+    /// quarantined.
+    pub(crate) fn claimed_until(&self, segment: &Segment) -> Option<u64> {
+        self.state.lock().claimed(segment).map(|entry| entry.seq)
+    }
+
+    /// Gives up a claim that was not used: the segment stays in flight under its sequence number, or goes back to its
+    /// central pool if that number is complete.
+    pub(crate) fn unclaim(&self, segment: Segment) {
+        if crate::os::forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if let Some(flown) = state.claimed(&segment).and_then(|entry| entry.flown.as_ref()) {
+            flown.exchange(state::CLAIMED, state::DETACHED);
+            flown.count(0, -1);
+            state.moves += 1;
+            return;
+        }
+        drop(state);
+        if segment.descriptor().word().state() == state::HOST {
+            // SAFETY: completed: every event that covers it was seen complete, and the claimer gives it up here.
+            unsafe { segment.release() };
+        }
     }
 }
 
@@ -459,36 +465,29 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
-        self.reaper.forget(self.number);
-        let aside = std::mem::take(&mut self.state.get_mut().aside);
-        aside.into_iter().for_each(|(_, event)| self.context.set_aside(event));
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
-        if !self.state.get_mut().is_idle() {
+        let idle = self.state.get_mut().is_idle();
+        if !idle {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
             self.context.holds().leaked(1);
-            let state = self.state.get_mut();
-            self.context.count_past(state.submitted, state.completed);
-            return std::mem::forget(keep_alive);
-        }
-        if let Some(keep_alive) = keep_alive {
-            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is
-            // kept until then.
-            let driver = self.context.driver().clone();
-            self.context.worker().send(move || {
-                drop(keep_alive);
-                drop(driver);
-            });
         }
         let state = self.state.get_mut();
+        state.aside.drain(..).for_each(|(_, event)| self.context.set_aside(event));
         self.context.count_past(state.submitted, state.completed);
-        if !self.destroy {
+        if !idle {
+            return std::mem::forget(keep_alive);
+        }
+        if keep_alive.is_none() && !self.destroy {
             return;
         }
-        let (driver, stream, holds) =
-            (self.context.driver().clone(), self.stream, self.context.holds().clone());
+        let (driver, holds) = (self.context.driver().clone(), self.context.holds().clone());
+        let destroyed = self.destroy.then_some(self.stream);
         self.context.worker().send(move || {
-            if let Err(error) = driver.destroy_stream(stream) {
+            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is kept
+            // until then.
+            drop(keep_alive);
+            if let Some(Err(error)) = destroyed.map(|stream| driver.destroy_stream(stream)) {
                 holds.leaked(1);
                 crate::foreign::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
             }
@@ -498,20 +497,31 @@ impl Drop for Timeline {
 
 impl TimelineState {
     fn is_idle(&self) -> bool {
-        self.pending.is_empty()
-            && self.entries.is_empty()
-            && self.events.is_empty()
-            && self.unpublished == 0
-            // A later event may have been published before the one that is still being recorded.
-            && self.recording == 0
-            && self.open_entries == 0
-            && self.claims.iter().all(|(_, c)| c.completed)
+        // (A later event may have been published before one that is still being recorded.)
+        self.entries.is_empty() && self.events.is_empty() && self.unpublished == 0 && self.under_way == 0
     }
 
-    /// Inserts in the order of sequence numbers; nearly always at the end.
-    fn insert(&mut self, seq: u64, entry: TimelineEntry) {
-        let at = self.entries.iter().rposition(|(t, _)| *t <= seq).map_or(0, |i| i + 1);
-        self.entries.insert(at, (seq, entry));
+    /// The number of entries in flight: those behind them are being submitted.
+    fn joined(&self) -> usize {
+        self.entries.iter().rposition(|entry| entry.seq != PENDING).map_or(0, |last| last + 1)
+    }
+
+    /// Gives an entry its sequence number, the highest so far. Returns the bytes of its segment.
+    fn join(&mut self, number: u64, seq: u64) -> usize {
+        let first = self.joined();
+        let Some(behind) = self.entries.range(first..).position(|entry| entry.number == number) else {
+            return 0;
+        };
+        self.entries.swap(first, first + behind);
+        let entry = &mut self.entries[first];
+        entry.seq = seq;
+        entry.flown.as_ref().map_or(0, |flown| flown.bytes)
+    }
+
+    /// The entry with a segment that is claimed, unless that was seen complete.
+    fn claimed(&mut self, segment: &Segment) -> Option<&mut TimelineEntry> {
+        let is = |flown: &Flown| std::ptr::eq(flown.segment.descriptor(), segment.descriptor());
+        self.entries.iter_mut().rev().find(|entry| entry.flown.as_ref().is_some_and(is))
     }
 
     /// Notes when the reaper found entries in flight, for reports. An open sequence number may get entries later, so only
@@ -523,31 +533,24 @@ impl TimelineState {
         }
     }
 
-    fn complete(&mut self, seq: u64, after: &mut After) {
+    /// Completes the entries up to a sequence number. `timed` gets when the timed ones were submitted.
+    fn complete(&mut self, seq: u64, after: &mut After, mut timed: impl FnMut(Instant)) {
         while self.dates.front().is_some_and(|(closed, _)| *closed <= seq) {
             self.dates.pop_front();
         }
-        while self.entries.front().is_some_and(|(t, _)| *t <= seq) {
-            let Some((_, TimelineEntry { flown, host, memory, since })) = self.entries.pop_front() else {
+        self.moves += 1;
+        while self.entries.front().is_some_and(|entry| entry.seq <= seq) {
+            let Some(TimelineEntry { flown, host, memory, since, .. }) = self.entries.pop_front() else {
                 break;
             };
             self.completed += 1;
-            after.timed.extend(since);
+            since.into_iter().for_each(&mut timed);
             if let Some(flown) = flown {
-                self.flights.change(flown.segment.central(), -(flown.bytes as isize), 0);
-                after.returned.extend(flown.complete());
+                let (returned, was_claimed) = flown.complete();
+                flown.count(-1, -isize::from(was_claimed));
+                after.returned.extend(returned);
             }
             after.released.extend(host.into_iter().chain(memory));
-        }
-        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
-            claim.completed = true;
-            self.completed += 1;
-            after.timed.extend(claim.since);
-            // The holder of the claim reads `completed` under this lock, so the word can only be CLAIMED.
-            let Flown { segment, word, bytes } = &claim.flown;
-            let _ = segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::HOST);
-            self.flights.change(segment.central(), -(*bytes as isize), -(*bytes as isize));
-            after.released.extend(claim.memory.take());
         }
     }
 
@@ -557,24 +560,16 @@ impl TimelineState {
     /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
         let After { quarantined, released, lost, .. } = after;
-        // Of the device's memory.
-        let mut memories = Vec::new();
-        for (_, TimelineEntry { flown, host, memory, .. }) in std::mem::take(&mut self.entries) {
+        let joined = self.joined();
+        for TimelineEntry { flown, host, memory, .. } in self.entries.drain(..joined) {
             if let Some(flown) = flown {
-                self.flights.change(flown.segment.central(), -(flown.bytes as isize), 0);
+                flown.count(-1, -isize::from(flown.is_claimed()));
                 quarantined.extend(flown.quarantine());
             }
             lost.extend(host);
-            memories.extend(memory);
+            if dead { &mut *released } else { &mut *lost }.extend(memory);
         }
-        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.completed) {
-            claim.completed = true;
-            quarantined.extend(claim.flown.quarantine());
-            let bytes = claim.flown.bytes as isize;
-            self.flights.change(claim.flown.segment.central(), -bytes, -bytes);
-            memories.extend(claim.memory.take());
-        }
-        if dead { released } else { lost }.append(&mut memories);
+        self.moves += 1;
         (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
         self.dates.clear();
     }
@@ -585,7 +580,8 @@ impl TimelineState {
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
-    key: Option<usize>,
+    /// Of its entry.
+    number: Option<u64>,
     /// Whether the sequence number may stay open for a while on a shared stream, too.
     pub(crate) patient: bool,
     /// Ends after the entry has joined: fields are dropped after `drop` below.
@@ -599,7 +595,7 @@ impl Submission<'_> {
     }
 
     fn join(&mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key, self.patient))
+        self.number.take().map_or(0, |number| self.timeline.commit(number, self.patient))
     }
 }
 

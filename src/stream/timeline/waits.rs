@@ -7,9 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::super::hold::After;
-use super::look::Stillness;
-use super::{Timeline, TimelineState};
+use super::Timeline;
 use crate::central::Wake;
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
@@ -35,13 +33,6 @@ fn has_many_cores() -> bool {
     })
 }
 
-/// A thread or a task that waits for a sequence number.
-#[derive(Debug)]
-pub(super) struct Waiting {
-    seq: u64,
-    wake: Wake,
-}
-
 impl Timeline {
     /// Whether a sequence number is complete.
     ///
@@ -55,15 +46,10 @@ impl Timeline {
         if self.completed.load(Ordering::Acquire) >= seq {
             return Ok(true);
         }
-        // Acquire: pairs with the release in `lose`.
-        if !self.given_up.load(Ordering::Acquire) {
-            return Ok(false);
-        }
-        let state = self.state.lock();
-        match &state.lost {
+        // It is raised no more once the stream is lost.
+        match self.lost.get() {
             Some(_) if self.completed.load(Ordering::Acquire) >= seq => Ok(true),
-            Some(error) => Err(error.clone()),
-            None => Ok(false),
+            lost => lost.map_or(Ok(false), |error| Err(error.clone())),
         }
     }
 
@@ -88,7 +74,7 @@ impl Timeline {
         // way that only this thread can end, the wait must be refused.
         if seq >= open || (seq <= unpublished && self.is_shared()) {
             // (The capture is of this stream; or of another one, if this is the legacy default stream.)
-            let closed = self.close_open();
+            let closed = self.close();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
             }
@@ -117,55 +103,50 @@ impl Timeline {
         }
         self.flush(seq)?;
         if let Some(stepped) = self.context.driver().stepped() {
-            let mut still = Stillness::default();
-            loop {
-                let busy = self.is_busy();
+            // Another thread may drive the same device: then there may be nothing to step because it is completing
+            // entries, or has not submitted yet. So nothing is left only if that is so three times in a row, with no thread
+            // busy with the timeline before the look and after it.
+            let mut still = 0;
+            while still < 3 {
+                let mut busy = self.is_busy();
                 self.advance(true);
-                let busy = busy | self.is_busy();
+                busy |= self.is_busy();
                 if self.is_complete(seq)? {
                     return Ok(());
                 }
-                if stepped.step() {
-                    still.stepped();
-                } else if still.is_final(busy) || busy && late(Instant::now()) {
-                    // A stepped device that has nothing to step now has nothing later either.
-                    return Err(Error::Timeout(since.elapsed().into()));
+                let moved = stepped.step();
+                still = if busy || moved { 0 } else { still + 1 };
+                if busy && !moved {
+                    if late(Instant::now()) {
+                        break;
+                    }
+                    crate::sync::yield_now();
                 }
             }
+            return Err(Error::Timeout(since.elapsed().into()));
         }
-        while since.elapsed() < SPIN {
-            if !self.ask() {
-                std::hint::spin_loop();
-                thread_yield();
-            }
-            if self.is_complete(seq)? {
-                return Ok(());
-            }
-        }
-        while has_many_cores() && since.elapsed() < PAUSED_SPIN && !late(Instant::now()) {
+        let spin = if has_many_cores() { PAUSED_SPIN } else { SPIN };
+        loop {
             let asked = Instant::now();
-            self.ask();
+            let is_paused = asked - since >= SPIN;
+            if asked - since >= spin || is_paused && late(asked) {
+                break;
+            }
+            let progress = self.ask();
             if self.is_complete(seq)? {
                 return Ok(());
             }
-            while asked.elapsed() < APART {
+            while is_paused && asked.elapsed() < APART {
                 std::hint::spin_loop();
             }
-            thread_yield();
+            if is_paused || !progress {
+                crate::sync::yield_now();
+            }
         }
         loop {
-            let key = {
-                let mut state = self.state.lock();
-                if state.lost.is_some() || self.completed.load(Ordering::Relaxed) >= seq {
-                    None
-                } else {
-                    Some(state.wait(seq, Wake::Thread(thread::current())))
-                }
-            };
-            if let Some(key) = key {
-                self.reaper.expedite(self.number);
+            if let Some(key) = self.enter_waiter(seq, || Wake::Thread(thread::current())) {
                 thread::park_until(deadline);
-                let _thread = self.state.lock().stop_waiting(key);
+                let _thread = self.state.lock().waiting.remove(&(seq, key));
             }
             if self.is_complete(seq)? {
                 return Ok(());
@@ -184,7 +165,7 @@ impl Timeline {
         waker: &Waker,
     ) -> Result<bool> {
         crate::os::check_fork()?;
-        self.forget_waker(key);
+        self.forget_waker(seq, key);
         // If a capture is in the way, the reaper closes the number after it, and a task can wait for that.
         let _ = self.flush(seq);
         if self.poll_complete(seq)? {
@@ -192,48 +173,31 @@ impl Timeline {
         }
         // Before the lock: cloning a waker is foreign code.
         let task = Task::of(waker);
-        {
-            let mut state = self.state.lock();
-            if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < seq {
-                *key = Some(state.wait(seq, Wake::Task(task)));
-            }
-        }
-        if key.is_some() {
-            self.reaper.expedite(self.number);
-            return Ok(false);
-        }
-        self.is_complete(seq)
+        *key = self.enter_waiter(seq, || Wake::Task(task));
+        if key.is_some() { Ok(false) } else { self.is_complete(seq) }
     }
 
-    /// Removes the waker that was left under `key`.
-    pub(crate) fn forget_waker(&self, key: &mut Option<u64>) {
+    /// Enters a thread or a task that is to be woken, unless the number is complete or the stream lost. Returns its key.
+    fn enter_waiter(&self, seq: u64, wake: impl FnOnce() -> Wake) -> Option<u64> {
+        let mut state = self.state.lock();
+        if self.lost.get().is_some() || self.completed.load(Ordering::Relaxed) >= seq {
+            return None;
+        }
+        state.next_wait += 1;
+        let key = state.next_wait;
+        state.waiting.insert((seq, key), wake());
+        drop(state);
+        self.watcher.expedite(self);
+        Some(key)
+    }
+
+    /// Removes the waker that was left for `seq` under `key`.
+    pub(crate) fn forget_waker(&self, seq: u64, key: &mut Option<u64>) {
         // In the child of a fork another thread of the parent may hold the lock for ever.
         if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
             // Dropped after the lock: the waker may be the last owner of a task, and the task of buffers.
-            let waker = self.state.lock().stop_waiting(key);
+            let waker = self.state.lock().waiting.remove(&(seq, key));
             drop(waker);
         }
     }
-}
-
-impl TimelineState {
-    pub(super) fn take_wakes(&mut self, after: &mut After, due: impl Fn(u64) -> bool) {
-        let keys: Vec<u64> = self.waiting.iter().filter(|(_, w)| due(w.seq)).map(|(key, _)| *key).collect();
-        after.wakes.extend(keys.into_iter().filter_map(|key| self.stop_waiting(key)));
-    }
-
-    fn wait(&mut self, seq: u64, wake: Wake) -> u64 {
-        self.next_wait += 1;
-        self.waiting.insert(self.next_wait, Waiting { seq, wake });
-        self.next_wait
-    }
-
-    #[must_use = "to be dropped after the lock"]
-    fn stop_waiting(&mut self, key: u64) -> Option<Wake> {
-        self.waiting.remove(&key).map(|waiting| waiting.wake)
-    }
-}
-
-fn thread_yield() {
-    crate::sync::yield_now();
 }
