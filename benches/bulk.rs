@@ -47,17 +47,17 @@ use std::time::{Duration, Instant};
 use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
 use pinpool::copier::{FileSource, Priority, Reading};
-use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
+use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
     device: Device,
     pool: Pool,
-    memory: [DeviceBuffer; 2],
+    memory: [DeviceSlice; 2],
     source: Vec<u8>,
     target: Vec<u8>,
     /// Segments for the plain loops.
     segments: Vec<PinnedBuf>,
-    file: Option<(tempfile::NamedTempFile, usize, DeviceBuffer)>,
+    file: Option<(tempfile::NamedTempFile, usize, DeviceSlice)>,
     cores: usize,
     gpu: bool,
 }

@@ -207,7 +207,7 @@ fn checkout(pool: &Pool, len: usize) -> PinnedBuf {
     let mut buf = pool.checkout(len).expect("the pool is large enough");
     // SAFETY: the length is at most the capacity. The pool's pages are mapped and were touched, so the bytes are
     // initialised; their values do not matter here.
-    unsafe { buf.assume_written(len) };
+    unsafe { buf.set_len(len) };
     buf
 }
 

@@ -41,7 +41,7 @@ use std::time::Instant;
 
 use kv_tier::{Hash, LAYERS, PLANES, Tier, content, request};
 use measure::{Spread, at_least, at_most, beside, line, number, numbers, quantile};
-use pinpool::{Copier, Device, DeviceBuffer, PinnedBuf, Pool, Stream};
+use pinpool::{Copier, Device, DeviceSlice, PinnedBuf, Pool, Stream};
 use small::{Random, checkout, peak, pool};
 
 /// Bytes of the copies that give the peak, and of the copier's segments.
@@ -56,7 +56,7 @@ struct Setup {
     pool: Pool,
     copier: Copier,
     stream: Stream,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     rounds: usize,
 }
 

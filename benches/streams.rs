@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use measure::{Spread, processor_time, quick, wanted};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
-use pinpool::{Device, DeviceBuffer, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
 
 const LEN: usize = 1024;
 
@@ -73,7 +73,7 @@ struct Open {
     node: HostNode,
     pool: Pool,
     streams: Vec<Stream>,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     hung: Vec<InFlight<PinnedBuf>>,
     _full: PinnedBuf,
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pinpool::{Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned, host};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, Unpinned, host};
 use tokio::sync::Mutex;
 use tokio::task::{JoinSet, spawn_blocking};
 
@@ -49,7 +49,7 @@ pub(crate) fn answer(error: &Error) -> (u16, &'static str) {
 /// given back by a task of its own that has awaited `last.hold(())?`.
 pub(crate) struct Slot {
     stream: Stream,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 impl Slot {

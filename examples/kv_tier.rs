@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Result, Stream, StridedSlice};
+use pinpool::{Copier, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Result, Stream, StridedSlice};
 
 /// Layers of the model.
 pub const LAYERS: usize = 32;
@@ -39,7 +39,7 @@ type Place = usize;
 /// The tier.
 pub struct Tier {
     /// Plane behind plane: by layer, then keys and values. Each has a page for each place.
-    cache: DeviceBuffer,
+    cache: DeviceSlice,
     page: usize,
     /// Bytes of a plane.
     plane: usize,
@@ -360,7 +360,7 @@ pub fn content(hash: Hash, layer: usize, plane: usize) -> u8 {
 }
 
 /// A request: writes the blocks that it computes, and reads all of them: for each layer, each block and each plane a page.
-pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceBuffer) -> Result<bool> {
+pub fn request(tier: &Tier, stream: &Stream, hashes: &[Hash], read: &DeviceSlice) -> Result<bool> {
     let Some(lease) = tier.lease(hashes, stream)? else { return Ok(false) };
     let mut at = 0;
     for layer in 0..LAYERS {

@@ -15,7 +15,7 @@
 //! let pool = Pool::builder(&device).build()?; // of aclrtMallocHost's memory
 //! let weights = device.alloc(5)?;
 //! // SAFETY: the server keeps its stream until everything that was submitted to it is complete.
-//! let stream = unsafe { acl::adopt_stream(&device, server_stream)? };
+//! let stream = unsafe { acl::adopt_stream(&device, server_stream, ())? };
 //!
 //! let mut buf = pool.checkout(5)?;
 //! buf.extend_from_slice(b"hello");
@@ -26,8 +26,8 @@
 //! # Which library
 //!
 //! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in `lib64` of
-//! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. [`use_library`] or the environment
-//! variable `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The calls of January 2022 are
+//! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. The environment variable
+//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The calls of January 2022 are
 //! required; later ones are used where the library has them ([`about`] lists them). The crate calls `aclInit`, and the
 //! program may have called it before. The crate never calls `aclFinalize`, which ends the library for the whole
 //! process.
@@ -35,8 +35,7 @@
 //! The library's code runs in this process, so all of these are trusted as the program's own file is: the folders that
 //! the system's loader searches, those that the three variables name, and CANN's usual ones. A user or process that can
 //! set the environment or write there decides which code that is. A program that does not trust its environment (one
-//! with more rights than its user) unsets these variables before it opens a device; a program that sets them itself
-//! answers for the file, as for [`use_library`].
+//! with more rights than its user) unsets these variables before it opens a device.
 //!
 //! # What is different from a GPU
 //!
@@ -75,47 +74,12 @@ pub mod hardware {}
 
 use std::any::Any;
 use std::ffi::c_void;
-use std::path::{Path, PathBuf};
 
+pub use crate::device::acl::About;
 use crate::device::acl::Acl;
-use crate::device::ending::KeepAlive;
-use crate::device::handle::Device;
+use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
-
-/// Chooses the library to load in place of the one that would be found: a path, or a name for the system's loader. It
-/// is called before the first Ascend device is opened (by the name `auto`, too). The same choice again is no error.
-///
-/// # Errors
-/// [`Error::Argument`]: another library was chosen, loaded or looked for before.
-///
-/// # Safety
-/// The library's code runs in this process: its constructors when it is loaded, its functions from then on. The file
-/// that the path or the name leads to is AscendCL, or a library whose constructors do nothing unsound and whose
-/// functions of these names do what AscendCL documents; and it is that file until the first Ascend device was opened.
-///
-/// # Examples
-/// ```no_run
-/// // SAFETY: the image puts CANN's own library there, and nothing else writes to that folder.
-/// unsafe { pinpool::acl::use_library("/opt/cann/lib64/libascendcl.so")? };
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-pub unsafe fn use_library(path: impl AsRef<Path>) -> Result<()> {
-    crate::device::acl::use_library(path.as_ref())
-}
-
-/// The files that are tried when the first Ascend device is opened, in this order. The first that can be loaded is
-/// used. The system's loader searches for a name without a folder. The list helps to find out why no library is found.
-///
-/// ```
-/// for file in pinpool::acl::library_candidates() {
-///     println!("{}", file.display()); // libascendcl.so, /usr/local/Ascend/...
-/// }
-/// ```
-#[must_use]
-pub fn library_candidates() -> Vec<PathBuf> {
-    crate::device::acl::library_candidates()
-}
 
 /// A device that works in a context that the server made (`aclrtCreateContext`), instead of the device's default one.
 ///
@@ -123,41 +87,18 @@ pub fn library_candidates() -> Vec<PathBuf> {
 /// of a device that is open is recognised, and gives that device (a server that has set its device opens it here by
 /// [`Device::open`], and adopts nothing). The same context adopted again gives the same device while that is open.
 ///
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context, or
+/// tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once; so it
+/// is for a default context, since the library counts the references to that itself. `()` keeps nothing.
+///
 /// # Errors
 /// [`Error::Unavailable`] without a usable library, [`Error::Argument`] for null, and what the library says.
+/// `keep_alive` is dropped.
 ///
 /// # Safety
-/// `context` is a context of AscendCL, and stays one until the device and everything that came from it (streams, device
-/// memory, pools, buffers in flight) has been dropped, and the crate's threads have made their last calls.
-/// [`adopt_context_with`] reports that moment.
-///
-/// ```no_run
-/// # let server_context = std::ptr::null_mut();
-/// use pinpool::acl;
-///
-/// // SAFETY: the server never destroys this context.
-/// let device = unsafe { acl::adopt_context(server_context)? };
-/// let stream = device.stream()?; // a stream in that context
-/// # drop(stream);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
-    // SAFETY: the caller promises that it is a context, and for how long.
-    let context = unsafe { crate::device::acl::adopt(context) }?;
-    Device::adopted(context, None)
-}
-
-/// Like [`adopt_context`], and leaves a value with the device: `keep_alive` is dropped after the crate's last call in
-/// the context, on any thread. Its drop may destroy the context, or tell the server that it may.
-///
-/// If the device is open already and has a `keep_alive`, this one is dropped at once. For a default context it is
-/// dropped at once too, since the library counts the references to that itself.
-///
-/// # Errors
-/// As for [`adopt_context`]; `keep_alive` is dropped.
-///
-/// # Safety
-/// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped.
+/// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the
+/// device and everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the
+/// crate's threads have made their last calls.
 ///
 /// ```no_run
 /// # struct ServerContext;
@@ -166,14 +107,15 @@ pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
 /// use pinpool::acl;
 ///
 /// // SAFETY: the context is destroyed by the drop of the last of its `Arc`s, and the device has one.
-/// let device = unsafe { acl::adopt_context_with(server_context.raw(), server_context.clone())? };
+/// let device = unsafe { acl::adopt_context(server_context.raw(), server_context.clone())? };
 /// # drop(device);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
+pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
+    let keep_alive = kept(keep_alive);
     // SAFETY: the caller promises that it is a context, and for how long.
     let context = unsafe { crate::device::acl::adopt(context) }?;
-    Device::adopted(context, Some(KeepAlive::new(Box::new(keep_alive))))
+    Device::adopted(context, keep_alive)
 }
 
 /// A stream that the server made, for copies and holds in order with the server's own work on it. Null is the default
@@ -183,42 +125,19 @@ pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Se
 /// [`hold`](Stream::hold) therefore keeps a buffer until the server's own work that was queued before it is complete.
 /// (To find out whether the stream belongs to the device's context, this call records an event on it.)
 ///
+/// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
+/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context is
+/// current. `()` keeps nothing.
+///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is not Ascend's, [`Error::Mismatch`] for a stream of another context.
-/// What the library says; the device's loss.
+/// What the library says; the device's loss. `keep_alive` is dropped.
 ///
 /// # Safety
-/// `stream` is a stream of AscendCL or null, and stays one until everything that was submitted to it through this crate
-/// is known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. Behind a
-/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. [`adopt_stream_with`] leaves
-/// that to an owner. It is not captured while this crate submits to it.
-///
-/// ```no_run
-/// # let server_stream = std::ptr::null_mut();
-/// use pinpool::{Device, acl};
-///
-/// let device = Device::open("acl:0")?;
-/// // SAFETY: the server destroys its stream only after `synchronize`, and captures nothing.
-/// let stream = unsafe { acl::adopt_stream(&device, server_stream)? };
-/// // ... copies on it ...
-/// stream.synchronize()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Stream> {
-    // SAFETY: the caller promises what `adopt` asks for.
-    unsafe { adopt(device, stream, None) }
-}
-
-/// Like [`adopt_stream`], with an owner of the stream, such as an `Arc` around it. `keep_alive` is kept for as long as
-/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's region thread,
-/// where the context is current.
-///
-/// # Errors
-/// As for [`adopt_stream`]; `keep_alive` is dropped.
-///
-/// # Safety
-/// `stream` is a stream of AscendCL, and stays one until `keep_alive` is dropped. It is not captured while this crate
-/// submits to it.
+/// `stream` is not captured while this crate submits to it. It is a stream of AscendCL or null, and stays one until
+/// `keep_alive` is dropped. Where that keeps nothing: until everything that was submitted to it through this crate is
+/// known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned; behind a
+/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well.
 ///
 /// ```no_run
 /// # struct ServerStream;
@@ -228,27 +147,20 @@ pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Strea
 ///
 /// let device = Device::open("acl:0")?;
 /// // SAFETY: the drop of the last `Arc` destroys the stream, and nothing captures it.
-/// let stream = unsafe { acl::adopt_stream_with(&device, server_stream.raw(), server_stream.clone())? };
+/// let stream = unsafe { acl::adopt_stream(&device, server_stream.raw(), server_stream.clone())? };
 /// # drop(stream);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub unsafe fn adopt_stream_with(
+pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
     keep_alive: impl Any + Send + Sync,
 ) -> Result<Stream> {
-    // SAFETY: the caller promises what `adopt` asks for.
-    unsafe { adopt(device, stream, Some(KeepAlive::new(Box::new(keep_alive)))) }
-}
-
-/// # Safety
-/// As for [`adopt_stream`] and [`adopt_stream_with`].
-unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>) -> Result<Stream> {
-    let context = device.context();
+    let (context, keep_alive) = (device.context(), kept(keep_alive));
     let acl = acl(device)?;
     context.alive()?;
     // SAFETY: the caller promises that it is a stream.
-    let handle = context.noting(unsafe { acl.recognise(raw) })?;
+    let handle = context.noting(unsafe { acl.recognise(stream) })?;
     Ok(Stream::adopted(device, handle, None, keep_alive, None))
 }
 
@@ -256,14 +168,6 @@ unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is not Ascend's.
-///
-/// ```no_run
-/// # use pinpool::{Device, acl};
-/// let device = Device::open("acl:0")?;
-/// let context = acl::raw_context(&device)?; // the default context of device 0
-/// # let _ = context;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn raw_context(device: &Device) -> Result<*mut c_void> {
     Ok(acl(device)?.raw_context())
 }
@@ -293,32 +197,6 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
     Ok(Acl::raw_stream(stream.timeline().stream()))
 }
 
-/// The facts about a device and its library, from [`about`]: for logs, and for reports about hardware that the crate
-/// was never tried on.
-///
-/// ```no_run
-/// # use pinpool::{Device, acl};
-/// let about: acl::About = acl::about(&Device::open("acl:0")?)?;
-/// println!("{:?} by {}", about.soc, about.library.display());
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct About {
-    /// The library that was loaded.
-    pub library: PathBuf,
-    /// The version of its interface (`aclrtGetVersion`): 1.15.0 is that of CANN 8.5.
-    pub version: Option<(i32, i32, i32)>,
-    /// The chip (`aclrtGetSocName`).
-    pub soc: Option<String>,
-    /// Whether the program runs on the device itself, in RC mode (`aclrtGetRunMode` says ACL_DEVICE).
-    pub on_device: bool,
-    /// The call of the library by which the crate creates events.
-    pub events: &'static str,
-    /// The calls that came after January 2022, and whether this library has them.
-    pub later: Vec<(&'static str, bool)>,
-}
-
 /// The facts about a device and its library.
 ///
 /// # Errors
@@ -333,9 +211,7 @@ pub struct About {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub fn about(device: &Device) -> Result<About> {
-    let crate::device::acl::ContextFacts { library, version, soc, on_device, events, later } =
-        acl(device)?.about();
-    Ok(About { library, version, soc, on_device, events, later })
+    Ok(acl(device)?.about())
 }
 
 /// The device's driver, in the process that opened it.

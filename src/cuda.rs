@@ -14,7 +14,7 @@
 //! let pool = Pool::builder(&device).build()?;
 //! let weights = device.alloc(5)?;
 //! // SAFETY: the server keeps its stream until everything that was submitted to it is complete.
-//! let stream = unsafe { cuda::adopt_stream(&device, server_stream)? };
+//! let stream = unsafe { cuda::adopt_stream(&device, server_stream, ())? };
 //!
 //! let mut buf = pool.checkout(5)?;
 //! buf.extend_from_slice(b"hello");
@@ -100,8 +100,7 @@ use std::any::Any;
 use std::ffi::c_void;
 
 use crate::device::cuda::Cuda;
-use crate::device::ending::KeepAlive;
-use crate::device::handle::Device;
+use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
@@ -113,41 +112,18 @@ use crate::stream::Stream;
 /// exchanged between them, while pinned memory is usable in both (name both to
 /// [`Pool::builder`](crate::Pool::builder)).
 ///
-/// # Errors
-/// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says.
-///
-/// # Safety
-/// `context` is a CUDA context, and stays one until the device and everything that came from it (streams, device
-/// memory, pools, buffers in flight) has been dropped, and the crate's threads have made their last calls.
-/// [`adopt_context_with`] reports that moment.
-///
-/// ```no_run
-/// # let server_context = std::ptr::null_mut();
-/// use pinpool::cuda;
-///
-/// // SAFETY: the server never destroys this context.
-/// let device = unsafe { cuda::adopt_context(server_context)? };
-/// let stream = device.stream()?; // a stream in that context
-/// # drop(stream);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
-    // SAFETY: the caller promises that it is a context, and for how long.
-    let context = unsafe { crate::device::cuda::adopt(context) }?;
-    Device::adopted(context, None)
-}
-
-/// Like [`adopt_context`], and leaves a value with the device: `keep_alive` is dropped after the crate's last call in
-/// the context, on any thread. Its drop may destroy the context, or tell the server that it may.
-///
-/// If the device is open already and has a `keep_alive`, this one is dropped at once. For a primary context it is
-/// dropped at once too, since the driver counts the references to that itself.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context, or
+/// tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once; so it
+/// is for a primary context, since the driver counts the references to that itself. `()` keeps nothing.
 ///
 /// # Errors
-/// As for [`adopt_context`]; `keep_alive` is dropped.
+/// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says. `keep_alive`
+/// is dropped.
 ///
 /// # Safety
-/// `context` is a CUDA context, and stays one until `keep_alive` is dropped.
+/// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the device and
+/// everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the crate's
+/// threads have made their last calls.
 ///
 /// ```no_run
 /// # struct ServerContext;
@@ -156,62 +132,40 @@ pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
 /// use pinpool::cuda;
 ///
 /// // SAFETY: the context is destroyed by the drop of the last of its `Arc`s, and the device has one.
-/// let device = unsafe { cuda::adopt_context_with(server_context.raw(), server_context.clone())? };
-/// # drop(device);
+/// let device = unsafe { cuda::adopt_context(server_context.raw(), server_context.clone())? };
+/// let stream = device.stream()?; // a stream in that context
+/// # drop(stream);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub unsafe fn adopt_context_with(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
+pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
+    let keep_alive = kept(keep_alive);
     // SAFETY: the caller promises that it is a context, and for how long.
     let context = unsafe { crate::device::cuda::adopt(context) }?;
-    Device::adopted(context, Some(KeepAlive::new(Box::new(keep_alive))))
+    Device::adopted(context, keep_alive)
 }
 
-/// A stream that the server made, for copies and holds in order with the server's own work on it.
+/// A stream that the server made, for copies and holds in order with the server's own work on it. The [module's
+/// page](self) says what is different on it. The stream is not destroyed.
 ///
 /// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context. `CU_STREAM_PER_THREAD` (2) is
 /// another stream on each thread: this is the calling thread's. Other threads can wait for what is in flight on it, and
-/// each call of theirs that would submit to it, or order it, is [`Error::Mismatch`]. The stream is not destroyed. See
-/// the [module's page](self) for what is different on it.
+/// each call of theirs that would submit to it, or order it, is [`Error::Mismatch`].
+///
+/// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
+/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context is
+/// current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is no GPU. [`Error::Mismatch`] for a stream of another context. What the
-/// driver says; the device's loss.
+/// driver says; the device's loss. `keep_alive` is dropped.
 ///
 /// # Safety
-/// `stream` is a CUDA stream, and stays one until everything that was submitted to it through this crate is known to be
-/// complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned. Behind a
-/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. [`adopt_stream_with`] leaves
-/// that to an owner. (Default streams live long enough: the legacy one as long as its context, and what a thread has
-/// submitted to its own is completed though the thread ends.) The promise about captures on the [module's page](self) is
-/// kept.
-///
-/// ```no_run
-/// # let server_stream = std::ptr::null_mut();
-/// use pinpool::{Device, cuda};
-///
-/// let device = Device::open("cuda:0")?;
-/// // SAFETY: the server destroys its stream only after `synchronize`, and captures nothing.
-/// let stream = unsafe { cuda::adopt_stream(&device, server_stream)? };
-/// // ... copies on it ...
-/// stream.synchronize()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Stream> {
-    // SAFETY: the caller promises what `adopt` asks for.
-    unsafe { adopt(device, stream, None) }
-}
-
-/// Like [`adopt_stream`], with an owner of the stream, such as an `Arc` around it. `keep_alive` is kept for as long as
-/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's region thread,
-/// where the context is current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at
-/// once.
-///
-/// # Errors
-/// As for [`adopt_stream`]; `keep_alive` is dropped.
-///
-/// # Safety
-/// `stream` is a CUDA stream, and stays one until `keep_alive` is dropped. The promise about captures on the [module's
-/// page](self) is kept.
+/// The promise about captures on the [module's page](self) is kept. `stream` is a CUDA stream, and stays one until
+/// `keep_alive` is dropped. Where that keeps nothing: until everything that was submitted to it through this crate is
+/// known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned; behind a
+/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. (Default streams live long
+/// enough: the legacy one as long as its context, and what a thread has submitted to its own is completed though the
+/// thread ends.)
 ///
 /// ```no_run
 /// # struct ServerStream;
@@ -221,27 +175,20 @@ pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Strea
 ///
 /// let device = Device::open("cuda:0")?;
 /// // SAFETY: the drop of the last `Arc` destroys the stream, and nothing captures it.
-/// let stream = unsafe { cuda::adopt_stream_with(&device, server_stream.raw(), server_stream.clone())? };
+/// let stream = unsafe { cuda::adopt_stream(&device, server_stream.raw(), server_stream.clone())? };
 /// # drop(stream);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub unsafe fn adopt_stream_with(
+pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
     keep_alive: impl Any + Send + Sync,
 ) -> Result<Stream> {
-    // SAFETY: the caller promises what `adopt` asks for.
-    unsafe { adopt(device, stream, Some(KeepAlive::new(Box::new(keep_alive)))) }
-}
-
-/// # Safety
-/// As for [`adopt_stream`] and [`adopt_stream_with`].
-unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>) -> Result<Stream> {
-    let context = device.context();
+    let (context, keep_alive) = (device.context(), kept(keep_alive));
     let cuda = cuda(device)?;
     context.alive()?;
     // SAFETY: the caller promises that it is a stream.
-    let handle = context.noting(unsafe { cuda.recognise(raw) })?;
+    let handle = context.noting(unsafe { cuda.recognise(stream) })?;
     // To ask for the number of a stream that is being captured spoils the capture (driver 580).
     let id = match context.noting(cuda.is_capturing(handle))? {
         true => None,
@@ -254,14 +201,6 @@ unsafe fn adopt(device: &Device, raw: *mut c_void, keep_alive: Option<KeepAlive>
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is no GPU.
-///
-/// ```no_run
-/// # use pinpool::{Device, cuda};
-/// let device = Device::open("cuda:0")?;
-/// let context = cuda::raw_context(&device)?; // the primary context of GPU 0
-/// # let _ = context;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn raw_context(device: &Device) -> Result<*mut c_void> {
     Ok(cuda(device)?.raw_context())
 }
@@ -305,13 +244,6 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is no GPU; the device's loss; what the driver says.
-///
-/// ```no_run
-/// # use pinpool::{Device, cuda};
-/// let device = Device::open("cuda:0")?;
-/// println!("kernels share {} bytes", cuda::device_heap_limit(&device)?);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn device_heap_limit(device: &Device) -> Result<usize> {
     let cuda = cuda(device)?;
     device.context().alive()?;
@@ -326,13 +258,6 @@ pub fn device_heap_limit(device: &Device) -> Result<usize> {
 /// [`Error::Argument`] once a module whose kernels use the heap is loaded (`cuCtxSetLimit` says
 /// `CUDA_ERROR_INVALID_VALUE`); [`Error::Unsupported`] for a device that is no GPU; the device's loss; what the driver
 /// says, out of memory among it.
-///
-/// ```no_run
-/// # use pinpool::{Device, cuda};
-/// let device = Device::open("cuda:0")?;
-/// cuda::set_device_heap_limit(&device, 64 << 20)?; // before any module is loaded
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     cuda(device)?;
     let context = device.context();

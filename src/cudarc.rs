@@ -90,7 +90,7 @@ use bytemuck::AnyBitPattern;
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
-use crate::cuda::{adopt_context_with, adopt_stream, adopt_stream_with};
+use crate::cuda::{adopt_context, adopt_stream};
 use crate::device::context::Context;
 use crate::device::cuda::{Cuda, LEGACY, PER_THREAD};
 use crate::device::handle::Device;
@@ -106,7 +106,7 @@ pub use self::shared::SharedSlice;
 /// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
 pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
     // SAFETY: the context is alive, and the device keeps it so.
-    unsafe { adopt_context_with(context.cu_ctx().cast(), context.clone()) }
+    unsafe { adopt_context(context.cu_ctx().cast(), context.clone()) }
 }
 
 /// The error of a call that cudarc made in this context, as one of this crate's.
@@ -189,7 +189,7 @@ impl CudarcStream {
         let device = device(stream.context())?;
         let keep_alive = stream.clone();
         // SAFETY: the stream is alive, and `ours` keeps it so. The caller promises the rest.
-        let ours = unsafe { adopt_stream_with(&device, stream.cu_stream().cast(), keep_alive) }?;
+        let ours = unsafe { adopt_stream(&device, stream.cu_stream().cast(), keep_alive) }?;
         Ok(Self { ours, theirs: stream.clone() })
     }
 
@@ -312,7 +312,7 @@ impl CudarcStream {
         let handle = owner.cu_stream() as usize;
         let order = if handle == PER_THREAD {
             // SAFETY: it lives as long as its context, and is never captured.
-            let legacy = unsafe { adopt_stream(self.ours.device(), LEGACY as *mut _) };
+            let legacy = unsafe { adopt_stream(self.ours.device(), LEGACY as *mut _, ()) };
             let legacy = legacy.and_then(|legacy| self.ours.wait_for(&legacy).map(|()| legacy));
             Owner::SomeThread(legacy.map_err(capturing)?)
         } else if handle == self.theirs.cu_stream() as usize {
@@ -321,8 +321,7 @@ impl CudarcStream {
             self.orders(owner)?;
             // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it so. The promise
             // about captures is `new`'s.
-            let owner =
-                unsafe { adopt_stream_with(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
+            let owner = unsafe { adopt_stream(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
             Owner::Other
         };

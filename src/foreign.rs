@@ -254,10 +254,6 @@ impl Task {
         Self(call("cloning a waker panicked: its task is not woken", || waker.clone()).map(Owned::new))
     }
 
-    pub(crate) fn will_wake(&self, other: &Waker) -> bool {
-        self.0.as_ref().is_some_and(|waker| waker.will_wake(other))
-    }
-
     pub(crate) fn wake(self) {
         later(
             |state| &state.wakes,

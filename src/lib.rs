@@ -221,12 +221,12 @@ pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, Landing, Places}
 pub use device::HostAllocFlags;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
-pub use device::memory::{DeviceBuffer, DeviceSlice, StridedSlice};
+pub use device::memory::{DeviceSlice, StridedSlice};
 pub use error::{DeviceError, Error, ErrorClass, Result, Shortage, SubmitError, Waited};
 #[doc(hidden)]
 pub use os::cgroup;
 pub use os::forked;
-pub use pool::{Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
+pub use pool::{Checkout, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;

@@ -14,8 +14,8 @@ use crate::copy::copier::{Canceller, FileSink, FileSource, Transfer};
 use crate::copy::{Copier, CopierBuilder};
 use crate::device::handle::Device;
 use crate::device::host::HostNode;
-use crate::device::memory::{DeviceBuffer, DeviceSlice};
-use crate::pool::{Checkout, CheckoutMany, Pool};
+use crate::device::memory::DeviceSlice;
+use crate::pool::{Checkout, Pool};
 use crate::stream::Stream;
 use crate::telemetry::Sampler;
 
@@ -29,8 +29,8 @@ macro_rules! go_on {
 }
 
 go_on!(Device, Stream, Pool, Copier, Sampler, HostNode);
-go_on!(PinnedBuf, StreamBuf, DeviceBuffer, DeviceSlice);
-go_on!(Checkout, CheckoutMany);
+go_on!(PinnedBuf, StreamBuf, DeviceSlice);
+go_on!(Checkout, Checkout<Vec<PinnedBuf>>);
 go_on!(CopierBuilder, Canceller, FileSource, FileSink);
 
 impl<T: UnwindSafe> UnwindSafe for Transfer<T> {}

@@ -44,7 +44,7 @@ mod pieces;
 mod small;
 
 use measure::{flag, number, wanted};
-use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, Pool, Stream};
+use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Pool, Stream};
 use small::{peak, pool};
 
 /// Bytes of the copies that give the peak.
@@ -72,7 +72,7 @@ struct Setup {
     pool: Pool,
     copier: Copier,
     stream: Stream,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 impl Setup {

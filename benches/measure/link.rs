@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceBuffer, InFlight, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 pub const UP: usize = 0;
 pub const DOWN: usize = 1;
@@ -37,7 +37,7 @@ impl Link {
     }
 
     /// Copies all bytes, on `streams` streams for each direction. Returns the seconds.
-    pub fn run(&mut self, directions: &[usize], streams: usize, memory: [&DeviceBuffer; 2]) -> f64 {
+    pub fn run(&mut self, directions: &[usize], streams: usize, memory: [&DeviceSlice; 2]) -> f64 {
         let since = Instant::now();
         let mut flights: [Vec<InFlight<PinnedBuf>>; 2] = [Vec::new(), Vec::new()];
         for number in 0..PIECES {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
 
 pub fn pool(device: &Device, capacity: usize) -> Pool {
     let builder = Pool::builder(device).capacity(capacity).initial(capacity);
@@ -43,7 +43,7 @@ impl Random {
 }
 
 /// GB/s of the best of five large copies.
-pub fn peak(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, len: usize, upload: bool) -> f64 {
+pub fn peak(pool: &Pool, stream: &Stream, memory: &DeviceSlice, len: usize, upload: bool) -> f64 {
     let mut buf = checkout(pool, len, 5);
     let mut best = Duration::MAX;
     for _ in 0..5 {

@@ -29,7 +29,7 @@ use libfuzzer_sys::fuzz_target;
 use pinpool::copier::Transfer;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
+    Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
 };
 
 /// The most operations of one input, so that it takes a few milliseconds.
@@ -140,7 +140,7 @@ struct World {
     from: Pool,
     copier: Copier,
     stream: Stream,
-    memories: Vec<DeviceBuffer>,
+    memories: Vec<DeviceSlice>,
     cells: Vec<Vec<Cell>>,
     flights: Vec<Flight>,
     /// Transfers without a handle.

@@ -18,10 +18,10 @@ use crate::stream::hold::{Resource, Retain};
 /// # Examples
 ///
 /// ```
-/// use pinpool::{Device, DeviceBuffer, Lend, Result, Stream};
+/// use pinpool::{Device, DeviceSlice, Lend, Result, Stream};
 ///
 /// /// Uploads, and waits until the copy is done.
-/// fn upload<B: Lend>(stream: &Stream, buf: B, to: &DeviceBuffer) -> Result<B> {
+/// fn upload<B: Lend>(stream: &Stream, buf: B, to: &DeviceSlice) -> Result<B> {
 ///     stream.upload(buf, to).map_err(|refused| refused.error)?.wait()
 /// }
 /// # use pinpool::{Pool, Unpinned};
@@ -38,41 +38,31 @@ use crate::stream::hold::{Resource, Retain};
     label = "the device may still use it when this call has returned",
     note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; a `StreamBuf` becomes a `PinnedBuf` by `wait`; borrowed and plain memory is copied by `Stream::upload_blocking`, `Copier::upload_slice` and `Copier::upload_pieces`"
 )]
-pub trait Lend: sealed::Sealed {}
-
-impl Lend for PinnedBuf {}
-impl Lend for Arc<PinnedBuf> {}
-impl Lend for () {}
-
-pub(crate) mod sealed {
-    use super::{DeviceContext, Key, Resource, Result};
-
-    pub trait Sealed: Sized + Send + Sync + Unpin {
-        /// What is handed to the timeline.
-        #[doc(hidden)]
-        #[allow(private_interfaces)]
-        fn lend(&self, _: Key) -> Resource;
-        /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
-        /// A value of which the timeline has a share of its own (an `Arc`) needs nothing done, here and in `abandon`.
-        #[doc(hidden)]
-        fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
-            let _ = written;
-            Ok(self)
-        }
-        /// The handle is dropped before the device is done.
-        #[doc(hidden)]
-        fn abandon(self, _: Key) {}
-        /// The written bytes, if the CPU may read them.
-        #[doc(hidden)]
-        fn bytes(&self, _: Key) -> &[u8];
-        /// [`Error::Mismatch`](crate::Error::Mismatch), unless this device may use the value.
-        #[doc(hidden)]
-        #[allow(private_interfaces)]
-        fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()>;
+pub trait Lend: Sized + Send + Sync + Unpin {
+    /// What is handed to the timeline.
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn lend(&self, _: Key) -> Resource;
+    /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
+    /// A value of which the timeline has a share of its own (an `Arc`) needs nothing done, here and in `abandon`.
+    #[doc(hidden)]
+    fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
+        let _ = written;
+        Ok(self)
     }
+    /// The handle is dropped before the device is done.
+    #[doc(hidden)]
+    fn abandon(self, _: Key) {}
+    /// The written bytes, if the CPU may read them.
+    #[doc(hidden)]
+    fn bytes(&self, _: Key) -> &[u8];
+    /// [`Error::Mismatch`](crate::Error::Mismatch), unless this device may use the value.
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()>;
 }
 
-impl sealed::Sealed for PinnedBuf {
+impl Lend for PinnedBuf {
     #[inline]
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
@@ -122,7 +112,7 @@ impl sealed::Sealed for PinnedBuf {
 }
 
 /// A value that the timeline shares: nobody has exclusive access before the copy is done.
-impl<B: sealed::Sealed + Retain + 'static> sealed::Sealed for Arc<B> {
+impl<B: Lend + Retain + 'static> Lend for Arc<B> {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Object(self.clone())
@@ -136,7 +126,7 @@ impl<B: sealed::Sealed + Retain + 'static> sealed::Sealed for Arc<B> {
     }
 }
 
-impl sealed::Sealed for () {
+impl Lend for () {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Nothing

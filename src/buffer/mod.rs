@@ -40,18 +40,16 @@ mod stream;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::{Deref, DerefMut};
 
-use bytemuck::{AnyBitPattern, NoUninit, Pod};
+use bytemuck::{AnyBitPattern, NoUninit};
 use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
 use crate::central::{Fresh, Segment};
-use crate::device::context::Context as DeviceContext;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
 
 pub use flight::InFlight;
 pub use lend::Lend;
-pub(crate) use lend::sealed;
 pub use registered::Registered;
 pub use stream::StreamBuf;
 
@@ -65,7 +63,8 @@ const BUFFER: &str = "a buffer from a pool";
 /// bytes, or of the alignment that was asked for. Dropping the buffer returns its memory to the pool; a buffer stays
 /// usable when the pool is dropped first.
 ///
-/// The buffer derefs to the bytes that were written, none at first: `buf[..n]` panics until they are there. To fill it
+/// The buffer derefs to the bytes that were written, none at first: `buf.len()` counts these, and `buf[..n]` panics until
+/// they are there. To fill it
 /// there are [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`] (`io::copy` from a file) and
 /// `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory to be filled by `try_resize` first.
 ///
@@ -120,16 +119,6 @@ impl Drop for PinnedBuf {
     }
 }
 
-fn no_view<T>(len: usize, error: bytemuck::PodCastError) -> Error {
-    let why = match error {
-        bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
-            format!("{len} bytes are no whole number of {} bytes each", size_of::<T>())
-        }
-        error => error.to_string(),
-    };
-    Error::Argument(format!("the bytes cannot be viewed as this type: {why}"))
-}
-
 impl From<Fresh> for PinnedBuf {
     #[inline(always)]
     fn from(fresh: Fresh) -> Self {
@@ -162,20 +151,6 @@ impl PinnedBuf {
         self.segment.len()
     }
 
-    /// The number of bytes written.
-    #[inline]
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether no byte was written yet.
-    #[inline]
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The number of bytes that still fit.
     #[inline]
     #[must_use]
@@ -183,14 +158,7 @@ impl PinnedBuf {
         self.capacity() - self.len
     }
 
-    /// The start of the memory. Reading beyond [`len`](Self::len) through it reads uninitialised memory.
-    #[inline]
-    #[must_use]
-    pub fn as_ptr(&self) -> *const u8 {
-        self.segment.base().as_ptr()
-    }
-
-    /// The start of the memory, to write.
+    /// The start of the memory, to write. Reading through it beyond the bytes that were written reads uninitialised memory.
     #[inline]
     #[must_use]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
@@ -250,38 +218,16 @@ impl PinnedBuf {
         }
     }
 
-    /// Sets the number of bytes that count as written.
+    /// Sets the number of bytes that count as written: after the program or a kernel has written them through a raw
+    /// pointer.
     ///
     /// # Safety
-    /// `len` is at most the capacity, and that many bytes from the start are initialised.
+    /// `len` is at most the capacity, that many bytes from the start are initialised, and work of a device that wrote them
+    /// was seen complete on the host.
     #[inline]
     pub unsafe fn set_len(&mut self, len: usize) {
         debug_assert!(len <= self.capacity());
         self.len = len;
-    }
-
-    /// Declares the first `len` bytes written, after a kernel or the program wrote them through a raw pointer.
-    ///
-    /// # Safety
-    /// `len` is at most the capacity, all of these bytes are initialised, and the work that wrote them was seen
-    /// complete on the host.
-    #[inline]
-    pub unsafe fn assume_written(&mut self, len: usize) {
-        // SAFETY: the caller's word.
-        unsafe { self.set_len(len) }
-    }
-
-    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever the driver
-    /// prefers.
-    pub(crate) fn zeroed(mut self, context: &DeviceContext, len: usize) -> Result<Self> {
-        self.clear();
-        let spare = self.spare_capacity_mut();
-        let len = len.min(spare.len());
-        // SAFETY: the buffer's own bytes, which nothing else uses.
-        context.noting(unsafe { context.driver().zero(std::ptr::NonNull::from(spare).cast(), len) })?;
-        // SAFETY: just written.
-        unsafe { self.set_len(len) };
-        Ok(self)
     }
 
     /// Appends bytes.
@@ -342,16 +288,15 @@ impl PinnedBuf {
     /// # Errors
     /// [`Error::Argument`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
-        bytemuck::try_cast_slice(self).map_err(|e| no_view::<T>(self.len, e))
-    }
-
-    /// The bytes that were written, as values to change.
-    ///
-    /// # Errors
-    /// As for [`view`](Self::view).
-    pub fn view_mut<T: Pod>(&mut self) -> Result<&mut [T]> {
-        let len = self.len;
-        bytemuck::try_cast_slice_mut(self).map_err(|e| no_view::<T>(len, e))
+        bytemuck::try_cast_slice(self).map_err(|error| {
+            let why = match error {
+                bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
+                    format!("{} bytes are no whole number of {} bytes each", self.len, size_of::<T>())
+                }
+                error => error.to_string(),
+            };
+            Error::Argument(format!("the bytes cannot be viewed as this type: {why}"))
+        })
     }
 }
 
@@ -425,9 +370,8 @@ unsafe impl BufMut for PinnedBuf {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::sealed::Sealed;
     use crate::sealed::KEY;
-    use crate::{Device, Pool, Unpinned};
+    use crate::{Device, Lend, Pool, Unpinned};
 
     /// Segments of a thread that takes several lie one behind the other.
     #[test]

@@ -13,14 +13,14 @@
 
 use std::cell::UnsafeCell;
 use std::fmt;
-use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-use super::{DeviceContext, Lend, sealed};
+use super::Lend;
+use crate::device::context::Context as DeviceContext;
 use crate::device::handle::Device;
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign;
@@ -62,27 +62,15 @@ pub struct Registered<T: Send + Sync + 'static>(Arc<RegisteredInner<T>>);
 
 /// A registered value. Its drop unregisters.
 struct RegisteredInner<T: Send + Sync + 'static> {
+    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
+    /// nothing else reaches what it points to. `None` once `into_inner` has taken it, which ended the [`Registered`].
+    ///
     /// # Invariant
     /// Accessed through a [`Registered`], shared or exclusively as that is borrowed, and by the last owner's drop.
-    value: UnsafeCell<RegisteredValue<T>>,
+    value: UnsafeCell<Option<Box<T>>>,
     range: RegisteredRange,
     read_only: bool,
     context: Arc<DeviceContext>,
-}
-
-struct RegisteredValue<T> {
-    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
-    /// nothing else reaches what it points to.
-    there: ManuallyDrop<Box<T>>,
-    /// Whether the value was taken out by `into_inner`, which ended the [`Registered`].
-    taken: bool,
-}
-
-impl<T> RegisteredValue<T> {
-    fn take(&mut self) -> Option<Box<T>> {
-        // SAFETY: taken once.
-        (!std::mem::replace(&mut self.taken, true)).then(|| unsafe { ManuallyDrop::take(&mut self.there) })
-    }
 }
 
 /// The bytes that are registered.
@@ -115,7 +103,7 @@ impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
 /// Unregisters, on the region thread. Nothing uses the bytes any more.
 fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
-    let undone = unsafe { context.driver().unregister(range.base, range.len) };
+    let undone = unsafe { context.driver().unpin(range.base, range.len) };
     match &undone {
         Ok(()) => context.holds().count_unregistered(range.len),
         Err(error) => {
@@ -210,31 +198,16 @@ impl Device {
             Err(error) => return refused(error, value),
         }
         context.holds().count_registered(range.len);
-        let value = UnsafeCell::new(RegisteredValue { there: ManuallyDrop::new(value), taken: false });
+        let value = UnsafeCell::new(Some(value));
         Ok(Registered(Arc::new(RegisteredInner { value, range, read_only, context })))
     }
 }
 
 impl<T: Send + Sync + 'static> Registered<T> {
-    /// The number of bytes; never 0.
-    #[must_use]
-    #[allow(clippy::len_without_is_empty, reason = "never empty")]
-    pub fn len(&self) -> usize {
-        self.0.range.len
-    }
-
     /// Whether devices may only read it.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.0.read_only
-    }
-
-    /// The value itself.
-    #[must_use]
-    pub fn get_ref(&self) -> &T {
-        // SAFETY: by the invariant no exclusive access exists while `self` is borrowed; the value is taken out only
-        // together with `self`.
-        unsafe { &(*self.0.value.get()).there }
     }
 
     /// The address at which `device` sees the first byte. It is raw, as for
@@ -306,7 +279,8 @@ where
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.get_ref()
+        // SAFETY: by the invariant no exclusive access exists while `self` is borrowed.
+        unsafe { &*self.0.value.get() }.as_deref().map_or(&[], |value| value)
     }
 }
 
@@ -315,10 +289,8 @@ where
     T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: by the invariant: `self` is borrowed exclusively, so nothing is in flight, and the value is taken out
-        // only together with `self`.
-        let value: &mut Box<T> = unsafe { &mut (*self.0.value.get()).there };
-        value
+        // SAFETY: by the invariant: `self` is borrowed exclusively, so nothing is in flight.
+        unsafe { &mut *self.0.value.get() }.as_deref_mut().map_or(&mut [], |value| value)
     }
 }
 
@@ -334,7 +306,7 @@ where
 impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registered")
-            .field("len", &self.len())
+            .field("len", &self.0.range.len)
             .field("read_only", &self.0.read_only)
             .finish_non_exhaustive()
     }
@@ -344,10 +316,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
 impl<T: Send + Sync + 'static> Retain for RegisteredInner<T> {}
 impl<T: Send + Sync + 'static> Retain for Registered<T> {}
 
-impl<T> Lend for Registered<T> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
-impl<T> Lend for Arc<Registered<T>> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
-
-impl<T> sealed::Sealed for Registered<T>
+impl<T> Lend for Registered<T>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {

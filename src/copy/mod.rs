@@ -20,7 +20,7 @@ use stable_deref_trait::StableDeref;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
-use crate::device::memory::{DeviceBuffer, DeviceSlice, StridedSlice, bounds};
+use crate::device::memory::{DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
@@ -34,7 +34,7 @@ const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hol
 /// The sequence number of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
 
-/// Device memory as an argument of a copy: a [`DeviceSlice`], a [`DeviceBuffer`], a reference to one, or the result of
+/// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of
 /// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
 ///
 /// ```
@@ -52,18 +52,13 @@ const NOT_YET: u64 = u64::MAX;
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
-    use super::{DeviceBuffer, DeviceSlice, Error, Key, Result};
+    use super::{DeviceSlice, Error, Key, Result};
 
     pub trait Sealed {
         #[doc(hidden)]
         fn get(&self, _: Key) -> Result<&DeviceSlice>;
     }
     impl Sealed for DeviceSlice {
-        fn get(&self, _: Key) -> Result<&DeviceSlice> {
-            Ok(self)
-        }
-    }
-    impl Sealed for DeviceBuffer {
         fn get(&self, _: Key) -> Result<&DeviceSlice> {
             Ok(self)
         }
@@ -194,7 +189,7 @@ mod landing {
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
-            (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
+            (super::Lend::lend(&self, KEY), self)
         }
     }
 
@@ -228,7 +223,7 @@ mod landing {
         }
         #[allow(private_interfaces)]
         fn lend(self, _: Key) -> (Resource, Self) {
-            (<Self as crate::buffer::sealed::Sealed>::lend(&self, KEY), self)
+            (super::Lend::lend(&self, KEY), self)
         }
     }
 }
@@ -244,7 +239,7 @@ fn written<B: Lend>(src: &B) -> Result<&[u8]> {
     }
     Err(Error::Argument(
         "no byte of the buffer was written yet, so there is nothing to copy; write to it first (extend_from_slice, \
-         Write, BufMut), or say what was written by other means (set_len, or assume_written after a kernel)"
+         Write, BufMut), or say what was written by other means (set_len)"
             .into(),
     ))
 }

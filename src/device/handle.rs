@@ -12,6 +12,7 @@
 
 mod closing;
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -20,9 +21,8 @@ use crate::locks::Mutex;
 
 use crate::device::Driver;
 use crate::device::context::Context;
-use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
-use crate::device::memory::{DeviceBuffer, DeviceSlice};
+use crate::device::memory::DeviceSlice;
 use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
@@ -181,11 +181,6 @@ impl Device {
         &self.0.listing
     }
 
-    /// Adds something that keeps the device open, beside its own handles.
-    pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
-        self.context().holds().enter(tenant);
-    }
-
     /// Its name, such as `host:0`.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -213,8 +208,8 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
-    pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
-        DeviceBuffer::new(&self.0.context, len)
+    pub fn alloc(&self, len: usize) -> Result<DeviceSlice> {
+        DeviceSlice::allocate(&self.0.context, len)
     }
 
     /// Device memory that the program or another library allocated, for use in every copy call: a raw `CUdeviceptr`, a
@@ -267,7 +262,6 @@ impl Device {
     ) -> Result<DeviceSlice, SubmitError<O>> {
         // SAFETY: the caller promises what `foreign` asks for: its contract is this function's.
         unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
-            .map_err(|(error, owner)| SubmitError::refused(error, owner))
     }
 
     /// Looks at every stream of the device on this thread: records events for what was submitted, asks the driver what
@@ -285,6 +279,12 @@ impl Device {
     pub fn lost(&self) -> Option<Error> {
         self.0.context.poisoned().cloned()
     }
+}
+
+/// What keeps a context or a stream of the program alive. `None` where its drop does nothing, so that it keeps nothing and
+/// takes the place of no later one.
+pub(crate) fn kept<K: Any + Send + Sync>(keep_alive: K) -> Option<KeepAlive> {
+    std::mem::needs_drop::<K>().then(|| KeepAlive::new(Box::new(keep_alive)))
 }
 
 impl fmt::Debug for Device {

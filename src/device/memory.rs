@@ -1,86 +1,82 @@
 //! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
 //! freed late.
 //!
-//! The crate allocated the memory of an [`Allocation`], or took it from the program. Of the program's memory it keeps
-//! the owner, and drops the owner where it would free memory of its own. Copies use both alike.
+//! The crate allocated the memory of an [`Allocation`], or took it from the program with an owner. Copies use both alike.
 //!
 //! The end of an allocation is a job of the device's worker, whatever its origin: the last handle may be dropped on any
 //! thread, under locks of the caller's or in a callback of the driver's.
 
 use std::fmt;
-use std::ops::{Bound, Deref, RangeBounds};
+use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 
 use crate::locks::Mutex;
 
 use super::DevicePtr;
 use super::context::Context;
-use crate::error::{Error, ErrorClass, Result};
+use crate::error::{Error, ErrorClass, Result, SubmitError};
 
-/// Where memory comes from, and so how it ends.
-enum AllocationOrigin {
-    /// The crate allocated it.
-    Own,
-    /// The owner, if its drop does anything. (The lock is never taken: it makes any owner `Sync`.)
-    Foreign(Option<Mutex<Box<dyn Send>>>),
-}
-
-/// One allocation on a device. The device's worker frees it after its last handle is dropped.
+/// One allocation on a device. Its end is a job of the device's worker, after its last handle is dropped.
 pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
     len: usize,
-    origin: AllocationOrigin,
+    end: AllocationEnd,
+}
+
+/// How memory ends.
+enum AllocationEnd {
+    /// The driver frees what the crate allocated.
+    Free,
+    /// The program's owner is dropped. (The lock is never taken: it makes any owner `Sync`.)
+    Drop(Mutex<Box<dyn Send>>),
+    /// The program's memory has no owner here.
+    Nothing,
 }
 
 impl Allocation {
-    /// Memory of the crate's.
-    fn own(context: &Arc<Context>, len: usize) -> Result<Arc<Self>> {
-        if len == 0 {
-            return Err(Error::ZeroLength);
-        }
-        context.alive()?;
-        let maker = context.clone();
-        let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        Ok(Self::new(context, ptr, len, AllocationOrigin::Own))
-    }
-
-    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, origin: AllocationOrigin) -> Arc<Self> {
+    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, end: AllocationEnd) -> Arc<Self> {
         context.holds().count_memory(len);
-        Arc::new(Self { context: context.clone(), ptr, len, origin })
+        Arc::new(Self { context: context.clone(), ptr, len, end })
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.context.holds().count_memory_gone(self.len);
-        let origin = std::mem::replace(&mut self.origin, AllocationOrigin::Foreign(None));
-        if matches!(origin, AllocationOrigin::Foreign(None)) {
+        let end = std::mem::replace(&mut self.end, AllocationEnd::Nothing);
+        if matches!(end, AllocationEnd::Nothing) {
             return;
         }
-        // In the child of a fork `send` leaks the job, since none of what it owns exists there.
+        // The job keeps the context until it has ended. In the child of a fork `send` leaks the job, since none of what it
+        // owns exists there.
         let (context, ptr) = (self.context.clone(), self.ptr);
-        self.context.worker().send(move || {
-            // A driver that has shut down must not be called.
-            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
-            let freed = match origin {
-                AllocationOrigin::Foreign(owner) => return crate::foreign::discard(owner),
-                _ if ended => return,
-                AllocationOrigin::Own => context.driver().free(ptr),
-            };
-            if let Err(error) = freed {
-                context.holds().leaked(1);
-                crate::foreign::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
-            }
+        self.context.worker().send(move || match end {
+            AllocationEnd::Nothing => {}
+            AllocationEnd::Drop(owner) => crate::foreign::discard(owner),
+            AllocationEnd::Free => free(&context, ptr),
         });
     }
 }
 
-/// Memory of a device, from [`Device::alloc`](crate::Device::alloc). It derefs to the [`DeviceSlice`] of all of it.
+/// Frees memory that the crate allocated, on the worker.
+fn free(context: &Context, ptr: DevicePtr) {
+    // A driver that has shut down must not be called.
+    if context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown) {
+        return;
+    }
+    if let Err(error) = context.driver().free(ptr) {
+        context.holds().leaked(1);
+        crate::foreign::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
+    }
+}
+
+/// Memory of a device: an allocation ([`Device::alloc`](crate::Device::alloc)), memory that the crate did not allocate
+/// ([`Device::raw_memory`](crate::Device::raw_memory)), or a [range](Self::slice) of either.
 ///
-/// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceSlice::slice), and those
-/// that copies in flight hold. Dropping a handle never blocks. The contents are undefined until a copy has written
-/// them.
+/// It is a counted handle. The memory is freed after the last handle is dropped: this one and its clones, its slices, and
+/// those that copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined until a
+/// copy has written them.
 ///
 /// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped, with a request that
 /// was cancelled, may still read or write it. What uses the memory next must come after that copy: on the same
@@ -88,33 +84,19 @@ impl Drop for Allocation {
 /// been awaited. (`examples/async_server.rs` gives each slot of memory a stream of its own.)
 ///
 /// ```
-/// # use pinpool::{Device, Pool, Unpinned};
+/// # use pinpool::{Device, Error, Pool, Unpinned};
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
 /// # let stream = device.stream()?;
-/// let weights = device.alloc(1 << 10)?;
-/// let mut buffer = pool.checkout(4)?;
-/// buffer.extend_from_slice(b"data");
-/// let copy = stream.upload(buffer, weights.slice(..4)?)?;
-/// drop(weights); // the copy has a handle: the memory is freed after it
-/// copy.wait()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone)]
-pub struct DeviceBuffer(DeviceSlice);
-
-/// A range of a [`DeviceBuffer`], or of memory that the crate did not allocate
-/// ([`Device::raw_memory`](crate::Device::raw_memory)). It is a counted handle: the memory stays allocated while it
-/// exists.
-///
-/// ```
-/// # use pinpool::{Device, Error};
-/// # let device = Device::open("host")?;
 /// let weights = device.alloc(100)?;
 /// let second_half = weights.slice(50..)?;
 /// assert_eq!((second_half.len(), second_half.address()), (50, weights.address() + 50));
-/// assert_eq!(second_half.slice(..10)?.len(), 10);
 /// assert!(matches!(weights.slice(50..101), Err(Error::Argument(_))));
+/// let mut buffer = pool.checkout(4)?;
+/// buffer.extend_from_slice(b"data");
+/// let copy = stream.upload(buffer, second_half.slice(..4)?)?;
+/// drop((weights, second_half)); // the copy has a handle: the memory is freed after it
+/// copy.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone)]
@@ -165,22 +147,19 @@ impl StridedSlice {
     }
 }
 
-impl DeviceBuffer {
-    pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
-        Ok(Self(DeviceSlice { allocation: Allocation::own(context, len)?, offset: 0, len }))
-    }
-}
-
-impl Deref for DeviceBuffer {
-    type Target = DeviceSlice;
-
-    /// All of it.
-    fn deref(&self) -> &DeviceSlice {
-        &self.0
-    }
-}
-
 impl DeviceSlice {
+    /// Memory that the driver allocates, all of it.
+    pub(crate) fn allocate(context: &Arc<Context>, len: usize) -> Result<Self> {
+        if len == 0 {
+            return Err(Error::ZeroLength);
+        }
+        context.alive()?;
+        let maker = context.clone();
+        let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
+        let allocation = Allocation::new(context, ptr, len, AllocationEnd::Free);
+        Ok(Self { allocation, offset: 0, len })
+    }
+
     /// Memory that the crate did not allocate, once the driver has said that its copies can use it. An error carries
     /// the owner back.
     ///
@@ -191,7 +170,7 @@ impl DeviceSlice {
         address: u64,
         len: usize,
         owner: O,
-    ) -> std::result::Result<Self, (Error, O)> {
+    ) -> Result<Self, SubmitError<O>> {
         let ptr = DevicePtr(address);
         let checked = match (address, len) {
             (_, 0) => Err(Error::empty()),
@@ -199,11 +178,13 @@ impl DeviceSlice {
             _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),
         };
         if let Err(error) = checked {
-            return Err((error, owner));
+            return Err(SubmitError::refused(error, owner));
         }
-        let told = std::mem::needs_drop::<O>();
-        let origin = AllocationOrigin::Foreign(told.then(|| Mutex::new(Box::new(owner) as Box<dyn Send>)));
-        let allocation = Allocation::new(context, ptr, len, origin);
+        let end = match std::mem::needs_drop::<O>() {
+            true => AllocationEnd::Drop(Mutex::new(Box::new(owner))),
+            false => AllocationEnd::Nothing,
+        };
+        let allocation = Allocation::new(context, ptr, len, end);
         Ok(Self { allocation, offset: 0, len })
     }
 
@@ -312,27 +293,9 @@ pub(crate) fn bounds(range: impl RangeBounds<usize>, len: usize) -> Result<(usiz
     Ok((start, end))
 }
 
-impl From<DeviceBuffer> for DeviceSlice {
-    fn from(buffer: DeviceBuffer) -> Self {
-        buffer.0
-    }
-}
-
-impl From<&DeviceBuffer> for DeviceSlice {
-    fn from(buffer: &DeviceBuffer) -> Self {
-        buffer.0.clone()
-    }
-}
-
 impl From<&Self> for DeviceSlice {
     fn from(slice: &Self) -> Self {
         slice.clone()
-    }
-}
-
-impl fmt::Debug for DeviceBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceBuffer").field("device", &self.device()).field("len", &self.len).finish()
     }
 }
 
@@ -344,11 +307,5 @@ impl fmt::Debug for DeviceSlice {
             .field("offset", offset)
             .field("len", len)
             .finish()
-    }
-}
-
-impl fmt::Debug for Allocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Allocation").field("ptr", &self.ptr).field("len", &self.len).finish()
     }
 }

@@ -40,8 +40,7 @@
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
-//!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
-//!    [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
+//!    [`Driver::unpin`], [`Driver::register`], [`Driver::allocate`], [`Driver::free`], [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
 //!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
 //!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for
 //!    that call alone.
@@ -164,12 +163,6 @@ pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 ///
 /// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped with
 /// any flags (driver API manual, "Unified Addressing"). The flags are passed on as they are.
-///
-/// ```
-/// # use pinpool::{Backing, HostAllocFlags};
-/// // For PoolBuilder::backing: a pool of write-combined memory.
-/// let backing = Backing::HostAlloc(HostAllocFlags { write_combined: true, ..HostAllocFlags::default() });
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct HostAllocFlags {
     /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.
@@ -292,10 +285,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
-    /// Undoes one [`Driver::pin`]. After an error the range must stay mapped for good.
+    /// Undoes one [`Driver::pin`] or [`Driver::register`]. After an error the range must stay mapped for good.
     ///
     /// # Safety
-    /// `base` and `len` are those of one earlier successful `pin`, undone at most once, and no copy uses the range.
+    /// `base` and `len` are those of one earlier successful call, undone at most once, and no copy uses the range.
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
     /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
@@ -304,15 +297,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// the driver knows whole pages alone (Ascend).
     ///
     /// # Safety
-    /// The range is mapped, and stays so until [`Driver::unregister`] has succeeded.
+    /// The range is mapped, and stays so until [`Driver::unpin`] has succeeded.
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
-
-    /// Undoes one [`Driver::register`]. After an error the range must stay mapped for good.
-    ///
-    /// # Safety
-    /// `base` and `len` are those of one earlier successful `register`, undone at most once, and no copy uses the
-    /// range.
-    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
     /// Whether the device can work with host memory of this kind.
     ///

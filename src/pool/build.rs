@@ -60,8 +60,12 @@ impl PoolBuilder {
             reported: crate::locks::Mutex::new(None),
             watched: AtomicBool::new(false),
         }));
-        let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
-        pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));
+        let tenant: Arc<dyn Tenant> = Arc::new(Resident {
+            name: pool.name().to_owned(),
+            pool: pool.downgrade(),
+            central: Arc::downgrade(pool.central()),
+        });
+        pool.0.devices.iter().for_each(|device| device.context().holds().enter(tenant.clone()));
         pool.start(initial)?;
         Ok(pool)
     }
@@ -101,11 +105,8 @@ impl PoolBuilder {
         }
         let family = self.devices[0].context().driver().family();
         if let Some(other) = self.devices.iter().find(|d| d.context().driver().family() != family) {
-            return wrong(format!(
-                "{} and {} cannot share pinned memory",
-                self.devices[0].name(),
-                other.name()
-            ));
+            let (first, other) = (self.devices[0].name(), other.name());
+            return wrong(format!("{first} and {other} cannot share pinned memory"));
         }
         let backing = self.backing.unwrap_or_else(|| Backing::usual(&**self.devices[0].context().driver()));
         if let Some(kind) = backing.kind() {
@@ -148,14 +149,6 @@ impl Pool {
         match pinning.error {
             Some(error) if pinning.ready == 0 => Err(error),
             _ => Ok(()),
-        }
-    }
-
-    fn resident(&self) -> Resident {
-        Resident {
-            name: self.name().to_owned(),
-            pool: self.downgrade(),
-            central: Arc::downgrade(&self.0.central),
         }
     }
 }

@@ -6,21 +6,23 @@
 
 use std::fmt;
 use std::future::Future;
+use std::marker::PhantomData;
 use std::panic::Location;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use super::{Obtained, Pool, Request};
+use super::{Begun, Pool, Request, Waiter};
 use crate::buffer::PinnedBuf;
-use crate::central::{self, Fresh, WaitOutcome, Wake};
+use crate::central::{self, Fresh, WaitOutcome};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::locks::Mutex;
 use crate::timer::Planned;
 
-/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue, and counts as
+/// The future of [`Pool::checkout_async`], and, as `Checkout<Vec<PinnedBuf>>`, of [`Pool::checkout_many_async`]. Dropped
+/// before it is ready, it leaves the queue, segments that it was granted meanwhile return to the pool, and it counts as
 /// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
 /// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one. So
@@ -30,40 +32,17 @@ use crate::timer::Planned;
 /// # use pinpool::{Checkout, Device, Pool, Unpinned};
 /// # let device = Device::open("host")?;
 /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// # fn block_on<F: std::future::Future>(future: F) -> F::Output {
-/// #     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-/// #     let mut future = std::pin::pin!(future);
-/// #     loop {
-/// #         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut cx) {
-/// #             return output;
-/// #         }
-/// #     }
-/// # }
+/// # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
 /// async fn fill(checkout: Checkout) -> pinpool::Result<usize> {
 ///     let mut buf = checkout.await?;
 ///     buf.extend_from_slice(b"hello");
 ///     Ok(buf.len())
 /// }
-/// assert_eq!(block_on(fill(pool.checkout_async(4096)))?, 5);
+/// assert_eq!(runtime.block_on(fill(pool.checkout_async(4096)))?, 5);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing happens until it is awaited"]
-pub struct Checkout(pub(super) CheckoutMany);
-
-impl Future for Checkout {
-    type Output = Result<PinnedBuf>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let bufs = std::task::ready!(Pin::new(&mut self.0).poll(cx));
-        Poll::Ready(bufs.and_then(|mut bufs| bufs.pop().ok_or(Error::ZeroLength)))
-    }
-}
-
-/// The future of [`Pool::checkout_many_async`]. It behaves as [`Checkout`] does: dropped before it is ready, it leaves the
-/// queue, and segments that it was granted meanwhile return to the pool.
-#[must_use = "nothing happens until it is awaited"]
-pub struct CheckoutMany {
+pub struct Checkout<T = PinnedBuf> {
     pool: Pool,
     requests: Vec<Request>,
     site: &'static Location<'static>,
@@ -77,6 +56,7 @@ pub struct CheckoutMany {
     waiting: Option<usize>,
     deadline: Option<Instant>,
     alarm: Option<Alarm>,
+    output: PhantomData<fn() -> T>,
 }
 
 /// How a task is woken at its deadline. Dropped, it wakes none.
@@ -105,7 +85,22 @@ impl Drop for Alarm {
     }
 }
 
-impl Checkout {
+impl<T> Checkout<T> {
+    pub(super) fn new(pool: &Pool, requests: Vec<Request>, site: &'static Location<'static>) -> Self {
+        Self {
+            pool: pool.clone(),
+            requests,
+            site,
+            since: Instant::now(),
+            max_waiting: pool.0.max_waiting,
+            started: false,
+            waiting: None,
+            deadline: None,
+            alarm: None,
+            output: PhantomData,
+        }
+    }
+
     /// Gives the request a deadline: `timeout` from now on. Then the future is ready with
     /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes the
     /// task, so this works on any runtime, and without one.
@@ -125,35 +120,6 @@ impl Checkout {
     /// # Ok::<(), pinpool::Error>(())
     /// ```
     #[must_use = "nothing happens until it is awaited"]
-    pub fn timeout(self, timeout: Duration) -> Self {
-        Self(self.0.timeout(timeout))
-    }
-
-    /// Joins the queue however many requests wait: for waits of the crate's own.
-    pub(crate) fn unbounded(mut self) -> Self {
-        self.0.max_waiting = usize::MAX;
-        self
-    }
-}
-
-impl CheckoutMany {
-    pub(super) fn new(pool: Pool, requests: Vec<Request>, site: &'static Location<'static>) -> Self {
-        let (since, max_waiting) = (Instant::now(), pool.0.max_waiting);
-        Self {
-            pool,
-            requests,
-            site,
-            since,
-            max_waiting,
-            started: false,
-            waiting: None,
-            deadline: None,
-            alarm: None,
-        }
-    }
-
-    /// Gives the requests a deadline, as [`Checkout::timeout`] does.
-    #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.deadline = crate::timer::now().checked_add(timeout);
         // It was set for another deadline.
@@ -161,27 +127,27 @@ impl CheckoutMany {
         self
     }
 
-    /// The first poll: tries, and joins the queue. `None`: the request waits.
-    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
-        let wants = self.pool.wants(&self.requests)?;
-        if wants.is_empty() {
-            return Ok(Some(Vec::new()));
-        }
-        let growing = match self.pool.try_hard(&wants)? {
-            Obtained::Granted(granted) => return Ok(Some(granted)),
-            Obtained::Nothing { growing } => growing,
-        };
-        let wake = Wake::Task(Task::of(cx.waker()));
-        self.waiting = Some(self.pool.central().join(wants, wake, growing, self.max_waiting)?);
-        self.pool.watch_waits();
-        Ok(None)
+    /// Joins the queue however many requests wait: for waits of the crate's own.
+    pub(crate) fn unbounded(mut self) -> Self {
+        self.max_waiting = usize::MAX;
+        self
+    }
+
+    fn poll_bufs(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<PinnedBuf>>> {
+        let granted = ready!(self.poll_granted(cx));
+        let pool = &self.pool;
+        Poll::Ready(match granted {
+            Ok(granted) => Ok(pool.entered(granted, &self.requests, self.site)),
+            Err(error) => Err(pool.failed(error)),
+        })
     }
 
     /// What the request was granted, by the first poll or by the queue since.
     fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         if !std::mem::replace(&mut self.started, true) {
-            if let Some(granted) = self.start(cx).transpose() {
-                return Poll::Ready(granted);
+            match self.pool.begin(&self.requests, Waiter::Task(cx.waker()), self.max_waiting)? {
+                Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
+                Begun::Waits(key) => self.waiting = Some(key),
             }
         }
         let Some(key) = self.waiting.take() else {
@@ -215,20 +181,24 @@ impl CheckoutMany {
     }
 }
 
-impl Future for CheckoutMany {
-    type Output = Result<Vec<PinnedBuf>>;
+impl Future for Checkout {
+    type Output = Result<PinnedBuf>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let granted = std::task::ready!(self.poll_granted(cx));
-        let pool = &self.pool;
-        Poll::Ready(match granted {
-            Ok(granted) => Ok(pool.entered(granted, &self.requests, self.site)),
-            Err(error) => Err(pool.failed(error)),
-        })
+        let bufs = ready!(self.poll_bufs(cx));
+        Poll::Ready(bufs.and_then(|mut bufs| bufs.pop().ok_or(Error::ZeroLength)))
     }
 }
 
-impl Drop for CheckoutMany {
+impl Future for Checkout<Vec<PinnedBuf>> {
+    type Output = Result<Vec<PinnedBuf>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.poll_bufs(cx)
+    }
+}
+
+impl<T> Drop for Checkout<T> {
     fn drop(&mut self) {
         if let Some(key) = self.waiting.take() {
             self.pool.central().leave(key);
@@ -236,8 +206,8 @@ impl Drop for CheckoutMany {
     }
 }
 
-impl fmt::Debug for CheckoutMany {
+impl<T> fmt::Debug for Checkout<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CheckoutMany").field("waiting", &self.waiting.is_some()).finish_non_exhaustive()
+        f.debug_struct("Checkout").field("waiting", &self.waiting.is_some()).finish_non_exhaustive()
     }
 }

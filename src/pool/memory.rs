@@ -1,7 +1,6 @@
 //! The pool's memory and its end: how far pinning has come, regions, adopted memory, trimming, shutting down.
 
 use std::ops::DerefMut;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
@@ -30,26 +29,8 @@ impl Pool {
         self.0.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))
     }
 
-    /// [`wait_pinned`](Self::wait_pinned) for a task, without a deadline. In the child of a fork it is ready at once.
-    pub async fn pinned(&self) -> Pinning {
-        let regions = &self.0.regions;
-        std::future::poll_fn(|cx| regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready)).await
-    }
-
     /// The pool's regions, for a program that registers them elsewhere too (with RDMA or io_uring).
     /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) is called before a region goes.
-    ///
-    /// ```
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let mut registered = Vec::new();
-    /// for region in pool.regions() {
-    ///     registered.push((region.base, region.len));
-    /// }
-    /// # assert!(!registered.is_empty());
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     #[must_use]
     pub fn regions(&self) -> Vec<RegionInfo> {
         self.0.regions.list()

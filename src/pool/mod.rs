@@ -25,7 +25,7 @@
 //! | module | what is in it |
 //! | --- | --- |
 //! | `request` | what is asked for |
-//! | here | the checkouts: `checkout_with` has step 1, `serve` and `try_hard` the others |
+//! | here | the checkouts: `checkout_with` has step 1, `checkout_on_with` step 3, `begin` and `serve` the others |
 //! | `future` | the checkout of a task, which waits without a thread |
 //! | `waiting` | reports of long waits, and the waits of stepped devices |
 //! | `build`, `name` | making the pool, what keeps its devices open, and its name |
@@ -47,6 +47,7 @@ use std::panic::Location;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::buffer::{PinnedBuf, StreamBuf};
@@ -54,6 +55,7 @@ use crate::central::{self, CentralPool, Fresh, ReclaimLevel, Wake, Want};
 use crate::config::PoolBuilder;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result};
+use crate::foreign::Task;
 use crate::freelist::{Descriptor, list_of};
 use crate::region::Regions;
 use crate::segment::Placement;
@@ -62,11 +64,10 @@ use crate::telemetry::counters::{ErrorTally, RefusedTally};
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
-pub use future::{Checkout, CheckoutMany};
+pub use future::Checkout;
 use name::Name;
 pub use request::Request;
 pub use stats::{PoolStats, Shutdown};
-use waiting::WaitLimit;
 
 /// A pool of page-locked memory. Cloning gives another handle to the same pool; a handle may be used by any thread.
 ///
@@ -158,28 +159,17 @@ impl Pool {
         self.checkout_with(request.into(), WaitLimit::None)
     }
 
-    /// [`try_checkout`](Self::try_checkout) for a copier, which tries again later. A pool that is short refuses no
-    /// checkout of the program's then, so that is not counted.
+    /// A checkout for a copier. A refusal is not counted where the copier tries again later, since a pool that is short
+    /// refuses no checkout of the program's then. [`PoolBuilder::max_waiting`] bounds the program's requests, so a wait of a
+    /// copier joins the queue however many requests wait.
     #[track_caller]
-    pub(crate) fn try_for_copier(&self, request: Request) -> Result<PinnedBuf> {
-        self.for_copier(request, WaitLimit::None)
-    }
-
-    /// Waits for a copier's memory, until a deadline if there is one. The program's [`PoolBuilder::max_waiting`] bounds
-    /// requests of its own, so this wait joins the queue however many requests wait.
-    #[track_caller]
-    pub(crate) fn wait_for_copier(&self, request: Request, deadline: Option<Instant>) -> Result<PinnedBuf> {
-        let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
-        self.for_copier(request, deadline.map_or(WaitLimit::Forever, |at| WaitLimit::For(left(at))))
-    }
-
-    #[track_caller]
-    fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
+    pub(crate) fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
+        let site = Location::caller();
         if let Some(buf) = self.hit(request) {
             return Ok(buf);
         }
         match self.serve(&[request], limit, usize::MAX) {
-            Ok(granted) => self.entered(granted, &[request], Location::caller()).pop().ok_or(Error::Closed),
+            Ok(granted) => self.entered(granted, &[request], site).pop().ok_or(Error::Closed),
             Err(error @ Error::Exhausted(_)) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
         }
@@ -262,7 +252,7 @@ impl Pool {
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_async(&self, request: impl Into<Request>) -> Checkout {
-        Checkout(self.checkout_many_async([request.into()]))
+        Checkout::new(self, vec![request.into()], Location::caller())
     }
 
     /// Checks out several buffers together, or none: so two callers cannot each hold half of what they need and wait
@@ -285,14 +275,14 @@ impl Pool {
         self.acquire(requests, limit, Location::caller())
     }
 
-    /// [`checkout_many`](Self::checkout_many) for a task. [`CheckoutMany::timeout`] gives it a deadline.
+    /// [`checkout_many`](Self::checkout_many) for a task. [`Checkout::timeout`] gives it a deadline.
     ///
     /// # Errors
-    /// Of the future: as for [`checkout`](Self::checkout).
+    /// Of the future: as for [`checkout_async`](Self::checkout_async).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
-    pub fn checkout_many_async(&self, requests: impl AsRef<[Request]>) -> CheckoutMany {
-        CheckoutMany::new(self.clone(), requests.as_ref().to_vec(), Location::caller())
+    pub fn checkout_many_async(&self, requests: impl AsRef<[Request]>) -> Checkout<Vec<PinnedBuf>> {
+        Checkout::new(self, requests.as_ref().to_vec(), Location::caller())
     }
 
     /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
@@ -301,12 +291,18 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout); [`Error::Device`] where the driver writes the zeros and fails.
+    #[allow(unsafe_code)]
     pub fn checkout_zeroed(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        let request = request.into();
-        let buf = self.checkout(request)?;
+        let mut buf = self.checkout(request)?;
         // The first device that is not lost: a lost one writes no zeros.
         let alive = self.0.devices.iter().find(|device| device.lost().is_none());
-        buf.zeroed(alive.unwrap_or(&self.0.devices[0]).context(), request.len)
+        let context = alive.unwrap_or(&self.0.devices[0]).context();
+        let (at, len) = (NonNull::from(buf.spare_capacity_mut()).cast(), buf.capacity());
+        // SAFETY: all of the buffer's own bytes, which nothing else uses.
+        context.noting(unsafe { context.driver().zero(at, len) })?;
+        // SAFETY: just written.
+        unsafe { buf.set_len(len) };
+        Ok(buf)
     }
 
     /// Checks out a stream-ready buffer for `stream`: one that is free, or one that is in flight on that very stream
@@ -387,67 +383,72 @@ impl Pool {
         // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
         // for.
         let since = Instant::now();
-        let wants = self.wants(requests)?;
-        if wants.is_empty() {
-            return Ok(Vec::new());
-        }
-        let growing = match self.try_hard(&wants)? {
-            Obtained::Granted(granted) => return Ok(granted),
-            Obtained::Nothing { growing } => growing,
+        let len = central::sum(requests.iter().map(|request| request.len));
+        let (waiter, deadline) = match limit {
+            // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
+            _ if crate::sync::own().is_some() => (Waiter::None, None),
+            WaitLimit::None => (Waiter::None, None),
+            WaitLimit::For(timeout) => (Waiter::Thread, since.checked_add(timeout)),
+            WaitLimit::Forever => (Waiter::Thread, None),
         };
-        let central = &self.0.central;
-        let len = central::sum(wants.iter().map(|w| w.len));
-        // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
-        let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
-        let deadline = match limit {
-            // The growth is for later requests. This one may not wait for it.
-            WaitLimit::None => {
-                return self.try_all(&wants, ReclaimLevel::All)?.ok_or_else(|| central.exhausted(len));
-            }
-            WaitLimit::For(timeout) => since.checked_add(timeout),
-            WaitLimit::Forever => None,
+        let key = match self.begin(requests, waiter, max_waiting)? {
+            Begun::Granted(granted) => return Ok(granted),
+            Begun::Waits(key) => key,
         };
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        let wake = Wake::Thread(crate::sync::thread::current());
-        let key = central.join(wants, wake, growing, max_waiting)?;
         if self.stepped() {
             return self.wait_stepped(key, len, since);
         }
-        self.watch_waits();
         self.reap();
-        central.wait(key, len, deadline, since)
+        self.0.central.wait(key, len, deadline, since)
     }
 
-    /// Steps 2 and 4 to 6 of the module's page: all that a request does before it waits.
-    fn try_hard(&self, wants: &[Want]) -> Result<Obtained> {
+    /// Steps 2 and 4 to 7 of the module's page, for threads and tasks: all that a request does until it waits.
+    fn begin(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Begun> {
+        let wants = self.wants(requests)?;
+        if wants.is_empty() {
+            return Ok(Begun::Granted(Vec::new()));
+        }
         self.missed();
         let central = &self.0.central;
         let extents = central.extents();
-        if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
-            return Ok(Obtained::Granted(got));
+        if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
+            return Ok(Begun::Granted(got));
         }
         // Memory is short, so what is complete comes back now.
         if self.reap() {
-            if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
-                return Ok(Obtained::Granted(got));
+            if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
+                return Ok(Begun::Granted(got));
             }
         }
         // The pool can grow no more, so the caches of active threads are reclaimed too.
-        if !central.may_grow(wants) {
-            if let Some(got) = self.try_all(wants, ReclaimLevel::All)? {
-                return Ok(Obtained::Granted(got));
+        if !central.may_grow(&wants) {
+            if let Some(got) = self.try_all(&wants, ReclaimLevel::All)? {
+                return Ok(Begun::Granted(got));
             }
         }
-        let growing = central.grow(wants, extents);
+        let growing = central.grow(&wants, extents);
         // A stepped device has grown within the call.
         if self.stepped() {
-            if let Some(got) = self.try_all(wants, ReclaimLevel::Idle)? {
-                return Ok(Obtained::Granted(got));
+            if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
+                return Ok(Begun::Granted(got));
             }
         }
-        Ok(Obtained::Nothing { growing })
+        let wake = match waiter {
+            Waiter::Thread => Wake::Thread(crate::sync::thread::current()),
+            Waiter::Task(waker) => Wake::Task(Task::of(waker)),
+            // The growth is for later requests. This one may not wait for it.
+            Waiter::None => {
+                let got = self.try_all(&wants, ReclaimLevel::All)?;
+                let short = || central.exhausted(central::sum(wants.iter().map(|want| want.len)));
+                return got.map(Begun::Granted).ok_or_else(short);
+            }
+        };
+        let key = central.join(wants, wake, growing, max_waiting)?;
+        self.watch_waits();
+        Ok(Begun::Waits(key))
     }
 
     fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
@@ -577,13 +578,28 @@ impl Pool {
     }
 }
 
-/// What a try found without waiting.
-enum Obtained {
+/// How long a request may wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WaitLimit {
+    None,
+    For(Duration),
+    Forever,
+}
+
+/// What is woken when a request that waits is served.
+#[derive(Clone, Copy)]
+enum Waiter<'a> {
+    /// The request does not wait.
+    None,
+    Thread,
+    Task(&'a Waker),
+}
+
+/// What a request came to without waiting.
+enum Begun {
     Granted(Vec<Fresh>),
-    Nothing {
-        /// Whether memory for the request is being pinned.
-        growing: bool,
-    },
+    /// It waits in the central pool's queue, under this key.
+    Waits(usize),
 }
 
 impl Drop for PoolInner {
@@ -593,18 +609,12 @@ impl Drop for PoolInner {
 }
 
 /// A handle that does not keep the pool open.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub(crate) struct WeakPool(Weak<PoolInner>);
 
 impl WeakPool {
     pub(crate) fn upgrade(&self) -> Option<Pool> {
         self.0.upgrade().map(Pool)
-    }
-}
-
-impl fmt::Debug for WeakPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WeakPool").finish_non_exhaustive()
     }
 }
 

@@ -30,27 +30,20 @@ pub(super) struct Name(Arc<str>);
 impl Name {
     /// This name, or this name with a number behind it if another pool has it.
     pub(super) fn take(wanted: &str) -> Self {
-        let wanted = clean(wanted, LONGEST_POOL_NAME);
-        let take = |name: &str| {
-            let name: Arc<str> = name.into();
-            let new = TAKEN.lock().insert(name.clone());
-            new.then(|| Self(name))
-        };
-        for retry in 0..=RETRIES {
-            if let Some(name) = take(&wanted) {
-                return name;
+        let wanted: Arc<str> = clean(wanted, LONGEST_POOL_NAME).into();
+        for _ in 0..RETRIES {
+            if TAKEN.lock().insert(wanted.clone()) {
+                return Self(wanted);
             }
-            if retry < RETRIES {
-                std::thread::sleep(RETRY_PAUSE);
-            }
+            std::thread::sleep(RETRY_PAUSE);
         }
-        let mut number = 2_u64;
-        loop {
-            if let Some(name) = take(&format!("{wanted}#{number}")) {
-                return name;
-            }
-            number += 1;
-        }
+        let mut taken = TAKEN.lock();
+        let numbered = (2_u64..).map(|number| format!("{wanted}#{number}").into());
+        let mut free = std::iter::once(wanted.clone()).chain(numbered).filter(|name| !taken.contains(name));
+        // There is always a free one.
+        let name = free.next().unwrap_or(wanted);
+        taken.insert(name.clone());
+        Self(name)
     }
 }
 

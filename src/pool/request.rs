@@ -28,7 +28,7 @@ impl Request {
     /// A buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, tag: Tag::NONE }
+        Self::from(len)
     }
 
     /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Memory that
@@ -42,11 +42,6 @@ impl Request {
 
     /// Bytes that this request takes of a pool's capacity, rounding included. To size a pool for several buffers, sum
     /// these, and add a page (4 KiB) for each buffer: segments come in runs of whole pages.
-    ///
-    /// ```
-    /// assert!(pinpool::Request::new(1 << 20).segment_bytes()? > 1 << 20);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     ///
     /// # Errors
     /// [`Error::ZeroLength`](crate::Error::ZeroLength), [`Error::TooLong`](crate::Error::TooLong) on overflow,

@@ -92,15 +92,6 @@ pub struct PoolStats {
 }
 
 /// How [`Pool::shutdown`] ended.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// let shutdown = pool.shutdown(std::time::Duration::from_secs(5));
-/// assert!(shutdown.drained, "{} buffers are still out", shutdown.outstanding);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[must_use = "it says whether buffers are still out"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -166,40 +157,37 @@ impl Pool {
     /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
     /// not matter.
     fn flight(&self) -> (usize, usize) {
-        let central = self.central();
-        let (mut unlisted, _) = central.unlisted_bytes();
-        let mut left = STATS_READS;
-        loop {
-            let (bytes, claimed) = central.flight();
-            // As in `flight_by_stream`.
-            let before = unlisted;
-            (unlisted, _) = central.unlisted_bytes();
-            left -= 1;
-            if unlisted == before || left == 0 {
-                return (before + bytes, claimed);
-            }
-        }
+        let (unlisted, _, (bytes, claimed)) = self.at_rest(|| self.central().flight());
+        (unlisted + bytes, claimed)
     }
 
     /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
     /// submission or a completion is under way.
     fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
-        let central = self.central();
-        let (mut unlisted, mut at_rest) = central.unlisted_bytes();
-        let mut left = STATS_READS;
-        loop {
-            let mut sum = (unlisted, 0, at_rest.then_some(0));
+        let (unlisted, is_stable, sums) = self.at_rest(|| {
+            let mut sum = (0, 0, Some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-                let (flight, moves) = timeline.flight(central.number());
+                let (flight, moves) = timeline.flight(self.central().number());
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
-            // The two sums are of one moment only if the first one has stood still: else they are made anew.
-            let before = unlisted;
-            (unlisted, at_rest) = central.unlisted_bytes();
+            sum
+        });
+        (unlisted + sums.0, sums.1, sums.2.filter(|_| is_stable))
+    }
+
+    /// The bytes that no timeline lists, whether no change of them is under way, and sums over those that timelines list.
+    /// Both are of one moment only if the first has stood still: else they are made anew, [`STATS_READS`] times at most.
+    fn at_rest<T>(&self, sums: impl Fn() -> T) -> (usize, bool, T) {
+        let central = self.central();
+        let (mut unlisted, mut is_stable) = central.unlisted_bytes();
+        let mut left = STATS_READS;
+        loop {
+            let read = (unlisted, is_stable, sums());
+            (unlisted, is_stable) = central.unlisted_bytes();
             left -= 1;
-            if unlisted == before || left == 0 {
-                return sum;
+            if unlisted == read.0 || left == 0 {
+                return read;
             }
         }
     }
@@ -213,17 +201,6 @@ impl Pool {
     /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and quarantined
     /// are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not waited for yet is
     /// checked out.)
-    ///
-    /// ```
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// let buf = pool.checkout(4096)?;
-    /// let found = pool.check().expect("no invariant is broken");
-    /// assert_eq!(found.checked_out_bytes, pool.stats().checked_out_bytes);
-    /// # drop(buf);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     ///
     /// # Errors
     /// The first violation, in words.

@@ -1,7 +1,7 @@
-//! Waits: how long they may be, reports of long ones, and the waits of devices that move only when they are stepped.
+//! Waits: reports of long ones, and the waits of devices that move only when they are stepped.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Pool;
 use crate::central::{Fresh, WaitOutcome};
@@ -47,12 +47,4 @@ impl Pool {
             }
         }
     }
-}
-
-/// How long a request may wait.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum WaitLimit {
-    None,
-    For(Duration),
-    Forever,
 }

@@ -162,7 +162,7 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
     for Extent { offset, len, .. } in extents.iter().rev().filter(|e| e.pinned == Pinned::Yes).copied() {
         let unpinned = on_worker(device, adoptee.at(offset), move |context, start| {
             // SAFETY: pinned once, unpinned once, and never handed out.
-            Ok(unsafe { unpin(context, start, len, true) })
+            Ok(unsafe { unpin(context, start, len) })
         });
         clean &= unpinned.unwrap_or_else(|_| {
             device.holds().leaked(1);

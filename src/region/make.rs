@@ -207,7 +207,7 @@ impl Regions {
         making.came += len;
         let go_on = (making.serve)(id, start, len, pinned == Pinned::Yes);
         self.served(id, len, touching + took, took);
-        self.wake();
+        self.changed.notify_all();
         Ok(go_on && making.came < making.len)
     }
 
@@ -428,7 +428,7 @@ impl Region {
             let start = self.at(extent.offset);
             let is_pinned = extent.pinned == Pinned::Yes;
             // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-            if is_pinned && !unsafe { unpin(context, start, extent.len, self.is_adopted()) } {
+            if is_pinned && !unsafe { unpin(context, start, extent.len) } {
                 clean = false;
             } else if matches!(self.source, RegionSource::Mapped) {
                 // One extent after the other: while memory is unmapped, no thread of the process can map any.
@@ -471,11 +471,11 @@ unsafe fn pin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: boo
 ///
 /// # Safety
 /// [`pin`] has pinned it, and nothing can reach it any more.
-pub(super) unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: bool) -> bool {
+pub(super) unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize) -> bool {
     let driver = context.driver();
     let (unpinned, _) = paced(|| {
         // SAFETY: this function's contract.
-        unsafe { if is_adopted { driver.unregister(start, len) } else { driver.unpin(start, len) } }
+        unsafe { driver.unpin(start, len) }
     });
     if let Err(error) = &unpinned {
         context.holds().leaked(1);

@@ -49,7 +49,6 @@ mod touch;
 
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::locks::{Condvar, Mutex};
@@ -57,7 +56,6 @@ use crate::locks::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
-use crate::foreign::Task;
 pub(crate) use adopted::Adoptee;
 use make::{RegionSource, page};
 pub use touch::HugePages;
@@ -290,7 +288,6 @@ struct RegionProgress {
     failed: bool,
     /// Memory that went unpinned is to be tried again.
     again: bool,
-    wakers: Vec<Task>,
 }
 
 impl RegionProgress {
@@ -421,13 +418,7 @@ impl Regions {
         }
         done();
         self.progress.lock().busy -= 1;
-        self.wake();
-    }
-
-    fn wake(&self) {
-        let wakers = std::mem::take(&mut self.progress.lock().wakers);
         self.changed.notify_all();
-        wakers.into_iter().for_each(Task::wake);
     }
 
     /// How far pinning has come.
@@ -470,23 +461,6 @@ impl Regions {
             }
         }
         Ok(progress.pinning.clone())
-    }
-
-    /// [`wait`](Self::wait) for a task. `None`: its waker was left.
-    pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
-        if crate::os::forked() {
-            return Some(Pinning::default());
-        }
-        // Before the lock: cloning a waker is foreign code.
-        let task = Task::of(waker);
-        let mut progress = self.progress.lock();
-        if progress.busy == 0 {
-            return Some(progress.pinning.clone());
-        }
-        if !progress.wakers.iter().any(|known| known.will_wake(waker)) {
-            progress.wakers.push(task);
-        }
-        None
     }
 
     /// All regions with memory that is done.

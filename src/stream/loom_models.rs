@@ -18,7 +18,7 @@ use loom::thread::JoinHandle;
 use super::hold::{Hold, Resource};
 use super::reaper::Listing;
 use super::timeline::{Ticket, Timeline};
-use crate::buffer::sealed::Sealed;
+use crate::buffer::Lend;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
 use crate::device::context::Context;
@@ -119,7 +119,6 @@ impl Driver for Late {
         [unsafe] pin(NonNull<u8>, usize);
         [unsafe] unpin(NonNull<u8>, usize);
         [unsafe] register(NonNull<u8>, usize, bool);
-        [unsafe] unregister(NonNull<u8>, usize);
         [unsafe] free_host(NonNull<u8>, usize, HostKind);
         [unsafe] copy_blocking(StreamHandle, Transfer);
         [] can_use(HostKind);
@@ -526,7 +525,7 @@ fn loom_lost_hold_keeps() {
         let releasing = spawn(|| other.release());
         // SAFETY: the segment is lent, and the buffer is only let go of.
         let handle = unsafe { PinnedBuf::new(segment, 0) };
-        let dropping = spawn(|| Sealed::abandon(handle, KEY));
+        let dropping = spawn(|| Lend::abandon(handle, KEY));
         step();
         let mut quarantined = Vec::new();
         lost.quarantine(&mut quarantined);

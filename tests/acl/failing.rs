@@ -57,7 +57,7 @@ fn a_little_on(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceBuffer, round: usize) -> Result<()> {
+fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceSlice, round: usize) -> Result<()> {
     let sent = bytes(round, 20_000);
     let mut buf = pool.checkout_timeout(20_000, HANG)?;
     buf.extend_from_slice(&sent);

@@ -26,12 +26,6 @@ fn part(test: &str, part: &str, environment: &[(&str, &str)]) -> bool {
     false
 }
 
-/// Chooses a library that is not there.
-fn use_library(path: &str) -> Result<(), Error> {
-    // SAFETY: there is no such file, so nothing is loaded.
-    unsafe { acl::use_library(path) }
-}
-
 fn why(name: &str) -> String {
     match Device::open(name) {
         Err(Error::Unavailable { device, why }) if device == name => why,
@@ -62,20 +56,6 @@ fn a_library_that_cannot_be_used_is_named() {
         {
             assert!(why.contains(place), "{why}");
         }
-        assert!(matches!(
-            use_library("/other"),
-            Err(Error::Argument(text)) if text.contains("tried")
-        ));
-    }
-    if part(test, "chosen", &[(PATH, "/nowhere/set")]) {
-        use_library("/nowhere/chosen").unwrap();
-        use_library("/nowhere/chosen").unwrap();
-        assert!(matches!(
-            use_library("/other"),
-            Err(Error::Argument(text)) if text.contains("/nowhere/chosen")
-        ));
-        let why = why("acl:0");
-        assert!(why.contains("/nowhere/chosen could") && why.contains("use_library"), "{why}");
     }
 }
 

@@ -31,13 +31,13 @@ fn the_default_context_is_recognised() {
         let device = Device::open("acl:1").unwrap();
         let context = acl::raw_context(&device).unwrap();
         // SAFETY: the library keeps it for as long as the device is set.
-        let adopted = unsafe { acl::adopt_context(context) }.unwrap();
+        let adopted = unsafe { acl::adopt_context(context, ()) }.unwrap();
         assert_eq!(adopted.name(), "acl:1");
         assert_eq!(server.current(), 0, "adopting changes nothing on this thread");
         // The same device, not another one like it.
         assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
         // SAFETY: refused.
-        let null = unsafe { acl::adopt_context(std::ptr::null_mut()) }.unwrap_err();
+        let null = unsafe { acl::adopt_context(std::ptr::null_mut(), ()) }.unwrap_err();
         assert!(matches!(null, Error::Argument(_)), "{null}");
         let host = Device::open("host:0").unwrap();
         assert!(matches!(acl::raw_context(&host), Err(Error::Unsupported(_))));
@@ -59,13 +59,13 @@ fn a_servers_own_context_is_worked_in() {
         let dropped = Arc::new(AtomicUsize::new(0));
         {
             // SAFETY: destroyed after the keeper was dropped.
-            let device = unsafe { acl::adopt_context_with(handle(own), Keeper(dropped.clone())) }.unwrap();
+            let device = unsafe { acl::adopt_context(handle(own), Keeper(dropped.clone())) }.unwrap();
             assert!(device.name().starts_with("acl:1"), "{}", device.name());
             assert_eq!(acl::raw_context(&device).unwrap(), handle(own));
             let pool = pool(&device, 1 << 20);
             round_trip(&pool, &device.stream().unwrap(), 1, 77_777);
             // SAFETY: destroyed below, when nothing is in flight any more.
-            let adopted = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap();
+            let adopted = unsafe { acl::adopt_stream(&device, handle(stream), ()) }.unwrap();
             round_trip(&pool, &adopted, 2, 50_000);
             assert_eq!(dropped.load(Ordering::SeqCst), 0);
         }
@@ -90,7 +90,7 @@ fn a_stream_of_another_context_is_refused() {
     let own = crate::made!(server, "aclrtCreateContext", 1);
     let stream = crate::made!(server, "aclrtCreateStream");
     // SAFETY: refused.
-    let refused = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap_err();
+    let refused = unsafe { acl::adopt_stream(&device, handle(stream), ()) }.unwrap_err();
     let Error::Mismatch { what: "a stream", of, with, .. } = &refused else { panic!("{refused}") };
     assert_eq!((&**of, &**with), ("another context", "acl:1"));
     // The crate finds out by trying one call, and tried nothing else.
@@ -113,8 +113,7 @@ fn a_hold_covers_what_the_server_queued() {
         let dropped = Arc::new(AtomicUsize::new(0));
         {
             // SAFETY: destroyed after the keeper was dropped.
-            let stream =
-                unsafe { acl::adopt_stream_with(&device, handle(raw), Keeper(dropped.clone())) }.unwrap();
+            let stream = unsafe { acl::adopt_stream(&device, handle(raw), Keeper(dropped.clone())) }.unwrap();
             for round in 0..20 {
                 let buf = filled(&pool, &bytes(round, 64 * 64));
                 // The server's own copy from the pool's buffer, which is late.
@@ -145,7 +144,7 @@ fn the_default_stream_and_streams_of_ours() {
         let device = Device::open("acl:0").unwrap();
         let pool = pool(&device, 1 << 20);
         // SAFETY: it is the context's, and lives as long.
-        let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut()) }.unwrap();
+        let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut(), ()) }.unwrap();
         round_trip(&pool, &default, 1, 30_000);
         // A stream of the crate, on which the server queues work.
         let stream = device.stream().unwrap();

@@ -21,7 +21,7 @@ pub(super) fn all_back(on: &Subject, pool: &Pool) {
     pool.check().unwrap();
 }
 
-fn read(on: &Subject, pool: &Pool, memory: &DeviceBuffer) -> Vec<u8> {
+fn read(on: &Subject, pool: &Pool, memory: &DeviceSlice) -> Vec<u8> {
     fetch(pool, &on.stream(), memory)
 }
 

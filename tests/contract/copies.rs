@@ -52,7 +52,7 @@ pub fn stream_order(on: &Subject) {
 pub fn independence(on: &Subject) {
     let pool = on.pool(24 << 20);
     let streams: Vec<Stream> = (0..4).map(|_| on.stream()).collect();
-    let memories: Vec<DeviceBuffer> = (0..4).map(|_| on.alloc(200_000)).collect();
+    let memories: Vec<DeviceSlice> = (0..4).map(|_| on.alloc(200_000)).collect();
     let mut last = vec![Vec::new(); 4];
     for round in 0..40 {
         let at = round * 7 % 4;
@@ -81,7 +81,7 @@ pub fn lateness(on: &Subject) {
 pub fn early_reuse(on: &Subject) {
     // Room for few buffers, so that they are reused at once.
     let (pool, stream) = (on.pool(256 << 10), on.stream());
-    let memories: Vec<DeviceBuffer> = (0..64).map(|_| on.alloc(30_000)).collect();
+    let memories: Vec<DeviceSlice> = (0..64).map(|_| on.alloc(30_000)).collect();
     for (i, memory) in memories.iter().enumerate() {
         let buf = filled(&pool, &bytes(i, 30_000));
         drop(stream.upload(buf, memory).unwrap());
@@ -123,7 +123,7 @@ pub fn shared(on: &Subject) {
     let streams = [on.stream(), on.stream()];
     let sent = bytes(3, 70_000);
     let buf = Arc::new(filled(&pool, &sent));
-    let memories: Vec<DeviceBuffer> = (0..6).map(|_| on.alloc(70_000)).collect();
+    let memories: Vec<DeviceSlice> = (0..6).map(|_| on.alloc(70_000)).collect();
     for (i, memory) in memories.iter().enumerate() {
         drop(streams[i % 2].upload(buf.clone(), memory).unwrap());
     }

@@ -35,9 +35,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{
-    Device, DeviceBuffer, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned,
-};
+use pinpool::{Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned};
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
 use support::{bytes, skip};
@@ -101,7 +99,7 @@ impl Subject {
         self.is_ascend() && matches!(error, Error::Unsupported(_))
     }
 
-    fn alloc(&self, len: usize) -> DeviceBuffer {
+    fn alloc(&self, len: usize) -> DeviceSlice {
         self.device.alloc(len).unwrap()
     }
 
@@ -358,7 +356,7 @@ fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
     buf
 }
 
-fn fetch(pool: &Pool, stream: &Stream, memory: &DeviceBuffer) -> Vec<u8> {
+fn fetch(pool: &Pool, stream: &Stream, memory: &DeviceSlice) -> Vec<u8> {
     let landing = pool.checkout(memory.len()).unwrap();
     stream.download(memory, landing).unwrap().wait().unwrap().to_vec()
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pinpool::{DeviceBuffer, Error, PinnedBuf, SubmitError};
+use pinpool::{DeviceSlice, Error, PinnedBuf, SubmitError};
 
 use super::copier::all_back;
 use super::{Subject, bytes, filled};
@@ -59,7 +59,7 @@ pub fn host_copies(on: &Subject) {
 
 /// Sets a flag when it is dropped.
 struct Owner {
-    _memory: DeviceBuffer,
+    _memory: DeviceSlice,
     gone: Arc<AtomicBool>,
 }
 

@@ -87,7 +87,7 @@ where
     None
 }
 
-fn upload<B: Lend + std::fmt::Debug>(stream: &Stream, from: B, to: &DeviceBuffer) -> B {
+fn upload<B: Lend + std::fmt::Debug>(stream: &Stream, from: B, to: &DeviceSlice) -> B {
     stream.upload(from, to).unwrap().wait().unwrap()
 }
 
@@ -288,7 +288,7 @@ pub fn registered(on: &Subject) {
     // Shared by several copies.
     let shared = Arc::new(value);
     let streams: Vec<Stream> = (0..3).map(|_| on.stream()).collect();
-    let memories: Vec<DeviceBuffer> = (0..3).map(|_| on.alloc(300_000)).collect();
+    let memories: Vec<DeviceSlice> = (0..3).map(|_| on.alloc(300_000)).collect();
     for (stream, memory) in streams.iter().zip(&memories) {
         drop(stream.upload(shared.clone(), memory).unwrap());
     }

@@ -55,7 +55,7 @@ pub(super) fn storm(on: &Subject) {
     all_back(on, &segments);
 }
 
-fn compare(stream: &Stream, hashes: &[u64], read: &pinpool::DeviceBuffer) {
+fn compare(stream: &Stream, hashes: &[u64], read: &pinpool::DeviceSlice) {
     let mut all = vec![0; read.len()];
     stream.download_blocking(read, &mut all).unwrap();
     let mut pages = all.chunks(PAGE);

@@ -9,7 +9,7 @@ use super::copier::{HANG, all_back};
 use super::waiting::block_on_with;
 use super::*;
 
-fn read(on: &Subject, pool: &Pool, memory: &DeviceBuffer) -> Vec<u8> {
+fn read(on: &Subject, pool: &Pool, memory: &DeviceSlice) -> Vec<u8> {
     fetch(pool, &on.stream(), memory)
 }
 
@@ -24,7 +24,7 @@ fn copiers(on: &Subject, test: impl Fn(&Pool, Copier)) {
 
 /// What is in memory as soon as that is as it must be. A transfer whose handle was dropped may have no segment yet, and is
 /// there some time after its segments are back: the ring is in between.
-fn there(on: &Subject, pool: &Pool, memory: &DeviceBuffer, done: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+fn there(on: &Subject, pool: &Pool, memory: &DeviceSlice, done: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let since = std::time::Instant::now();
     loop {
         all_back(on, pool);

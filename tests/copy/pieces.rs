@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError,
-    Unpinned,
+    Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned,
 };
 
 use crate::support::{bytes, in_use, own_process};
@@ -22,7 +21,7 @@ struct Setup {
     device: Device,
     pool: Pool,
     copier: Copier,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 impl Setup {
@@ -47,7 +46,7 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn new(memory: &DeviceBuffer, first: usize, lens: impl Iterator<Item = usize>) -> Self {
+    fn new(memory: &DeviceSlice, first: usize, lens: impl Iterator<Item = usize>) -> Self {
         let mut at = first;
         let mut made: Vec<_> = lens
             .enumerate()
@@ -692,7 +691,7 @@ fn a_device_dies_under_pieces() {
 fn a_waker_that_waits_is_refused() {
     struct Waits {
         copier: Copier,
-        memory: DeviceBuffer,
+        memory: DeviceSlice,
         told: std::sync::mpsc::SyncSender<Result<()>>,
     }
     impl std::task::Wake for Waits {

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
+use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
 
 use crate::support::{bytes, in_use};
 
@@ -17,7 +17,7 @@ struct Setup {
     node: HostNode,
     pool: Pool,
     copier: Copier,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 fn setup(options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {

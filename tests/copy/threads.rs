@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::copier::{Fill, Piece, Priority, Sink, Source, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceBuffer, DeviceSlice, Error, Pool, Stream, Unpinned};
+use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Error, Pool, Stream, Unpinned};
 
 use crate::support::{bytes, in_use};
 
@@ -22,7 +22,7 @@ struct Setup {
     device: Device,
     pool: Pool,
     copier: Copier,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 fn setup(config: HostConfig, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{CloseError, Device, DeviceBuffer, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{CloseError, Device, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
 
 use crate::support::own_process;
 
@@ -25,7 +25,7 @@ fn fail(node: &HostNode, call: Call, nth: u64, failure: Failure) {
 struct Bed {
     pool: Pool,
     stream: Stream,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 impl Bed {

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use pinpool::copier::{Canceller, FileSink, FileSource, Transfer};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    Checkout, CheckoutMany, Copier, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool,
-    PoolBuilder, Registered, Request, Stream, StreamBuf, Unpinned,
+    Checkout, Copier, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, PoolBuilder, Registered,
+    Request, Stream, StreamBuf, Unpinned,
 };
 
 const THREADS: usize = 6;
@@ -788,8 +788,8 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     fn is<T: Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
     is::<(Device, Pool, Stream, Copier)>();
     is::<(PinnedBuf, StreamBuf, Registered<Vec<u8>>)>();
-    is::<(DeviceBuffer, DeviceSlice)>();
-    is::<(Checkout, CheckoutMany)>();
+    is::<(DeviceSlice, DeviceSlice)>();
+    is::<(Checkout, Checkout<Vec<PinnedBuf>>)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
     is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller)>();
     is::<(FileSource, FileSink)>();

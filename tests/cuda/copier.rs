@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, PinnedBuf, Pool, Unpinned};
+use pinpool::{Copier, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
 
 use crate::support::bytes;
 use crate::support::doubles::gpu::{on_gpu, on_stand_in, until};
@@ -35,7 +35,7 @@ struct Bench {
     device: Device,
     pool: Pool,
     copier: Copier,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     /// What is there.
     model: Vec<u8>,
 }
@@ -179,7 +179,7 @@ fn pages_keep_all_their_memory() {
         };
         for round in 0..4 {
             let all = [0, 1, 2, 3].map(|_| device.alloc(COUNT * PAGE).unwrap());
-            let at = |memory: &DeviceBuffer, n: usize| memory.slice(n * PAGE..(n + 1) * PAGE).unwrap();
+            let at = |memory: &DeviceSlice, n: usize| memory.slice(n * PAGE..(n + 1) * PAGE).unwrap();
             // Of the first or the second, of the third, of the fourth, and so on.
             let places: Vec<DeviceSlice> = (0..3 * COUNT)
                 .map(|n| match n % 3 {

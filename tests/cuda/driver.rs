@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex};
 
 use pinpool::{
-    Device, DeviceBuffer, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
+    Device, DeviceSlice, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
 };
 
 use crate::support::doubles::faults::{self, Fault, Findings};
@@ -36,7 +36,7 @@ fn pool(device: &Device) -> Pool {
 }
 
 /// There and back.
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
@@ -395,7 +395,7 @@ impl Server {
         &mut self,
         pool: &Pool,
         stream: &Stream,
-        to: &DeviceBuffer,
+        to: &DeviceSlice,
         seed: usize,
     ) -> Option<InFlight<PinnedBuf>> {
         for _ in 0..2 {
@@ -416,7 +416,7 @@ impl Server {
         None
     }
 
-    fn download(&mut self, pool: &Pool, stream: &Stream, from: &DeviceBuffer, seed: usize) -> Option<()> {
+    fn download(&mut self, pool: &Pool, stream: &Stream, from: &DeviceSlice, seed: usize) -> Option<()> {
         for ready in [true, false] {
             let flight = if ready {
                 let landing = self.again("checkout_on", || pool.checkout_on(stream, LEN))?;

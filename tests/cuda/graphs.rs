@@ -9,7 +9,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use pinpool::{Device, DeviceBuffer, Error, ErrorClass, PinnedBuf, Pool, Stream, SubmitError, cuda};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Stream, SubmitError, cuda};
 
 use crate::support::doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{self, HANG};
@@ -23,10 +23,10 @@ fn open() -> Device {
 
 fn adopt(device: &Device, stream: usize) -> Stream {
     // SAFETY: tests keep their streams until all work on them is complete.
-    unsafe { cuda::adopt_stream(device, stream as *mut c_void) }.unwrap()
+    unsafe { cuda::adopt_stream(device, stream as *mut c_void, ()) }.unwrap()
 }
 
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();

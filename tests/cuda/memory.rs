@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use memmap2::MmapMut;
 use pinpool::{
-    Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool, PoolBuilder,
+    Backing, Device, DeviceSlice, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool, PoolBuilder,
     Registered, Request, Result, StableDeref, Stream, SubmitError, Unpinned,
 };
 
@@ -519,7 +519,7 @@ impl User {
     }
 
     /// There and back by way of registered values.
-    fn copies(&mut self, device: &Device, stream: &Stream, memory: &DeviceBuffer) -> Option<()> {
+    fn copies(&mut self, device: &Device, stream: &Stream, memory: &DeviceSlice) -> Option<()> {
         for round in 0..2 {
             let content = bytes(round, LEN);
             let value = self.again_with("register", content.clone(), |v| device.register(v))?;

@@ -7,7 +7,7 @@
 
 use std::ffi::c_void;
 
-use pinpool::{Copier, Device, DeviceBuffer, Error, ErrorClass, InFlight, Pool, Stream, cuda};
+use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, InFlight, Pool, Stream, cuda};
 
 use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
@@ -25,14 +25,14 @@ fn open() -> Device {
 /// The calling thread's.
 fn own(device: &Device) -> Stream {
     // SAFETY: it lives as long as its thread, and what is in flight then is completed by the driver.
-    unsafe { cuda::adopt_stream(device, RAW as *mut c_void) }.unwrap()
+    unsafe { cuda::adopt_stream(device, RAW as *mut c_void, ()) }.unwrap()
 }
 
 fn elsewhere<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     std::thread::scope(|scope| scope.spawn(work).join().unwrap())
 }
 
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();

@@ -10,7 +10,7 @@
 use std::sync::{Arc, Mutex};
 
 use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
-use pinpool::{Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream};
 
 use crate::support::doubles::gpu::{bytes, filled, until};
 use crate::support::doubles::{self, HANG, StandIn};
@@ -228,7 +228,7 @@ fn an_owner_goes_on_the_worker_when_the_last_copy_is_done() {
 
 #[test]
 fn an_owner_may_use_the_device_when_it_goes() {
-    struct Last(Option<(Device, Stream, DeviceBuffer)>, Arc<Mutex<bool>>);
+    struct Last(Option<(Device, Stream, DeviceSlice)>, Arc<Mutex<bool>>);
     impl Drop for Last {
         fn drop(&mut self) {
             // Calls for the worker, made on the worker; and the last handle to everything is dropped here.

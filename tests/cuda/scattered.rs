@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Unpinned, cuda};
+use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned, cuda};
 
 use crate::support::doubles::gpu::{all_back, bytes, calls, on_gpu, on_stand_in, until};
 use crate::support::doubles::{self, StandIn};
@@ -36,23 +36,23 @@ fn copier(pool: &Pool, device: &Device, ring: usize) -> Copier {
     Copier::builder(pool, device).threads(2).chunk(256 << 10).ring(ring).build().unwrap()
 }
 
-fn place(memory: &DeviceBuffer, i: usize) -> DeviceSlice {
+fn place(memory: &DeviceSlice, i: usize) -> DeviceSlice {
     memory.slice(i * PIECE..i * PIECE + len(i)).unwrap()
 }
 
 /// Uploads pieces that lie near each other, by one call.
-fn upload(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Result<(), Error> {
+fn upload(copier: &Copier, memory: &DeviceSlice, count: usize) -> Result<(), Error> {
     let sources: Vec<_> = (0..count).map(|i| bytes(i, len(i))).collect();
     let pieces: Vec<_> = (0..).zip(&sources).map(|(i, bytes)| (&bytes[..], place(memory, i))).collect();
     copier.upload_pieces(&pieces)?.wait().map_err(|refused| refused.error)
 }
 
 /// Starts an upload of each piece by itself.
-fn start(copier: &Copier, memory: &DeviceBuffer, count: usize) -> Vec<Transfer<Vec<u8>>> {
+fn start(copier: &Copier, memory: &DeviceSlice, count: usize) -> Vec<Transfer<Vec<u8>>> {
     (0..count).map(|i| copier.upload(bytes(i, len(i)), place(memory, i)).unwrap()).collect()
 }
 
-fn arrived(device: &Device, memory: &DeviceBuffer, count: usize) {
+fn arrived(device: &Device, memory: &DeviceSlice, count: usize) {
     let mut all = vec![0; memory.len()];
     device.stream().unwrap().download_blocking(memory, &mut all).unwrap();
     for i in 0..count {
@@ -161,7 +161,7 @@ fn streams_of_the_server_depend_on_transfers() {
         let (memory, copy) = (device.alloc(LARGE).unwrap(), device.alloc(LARGE).unwrap());
         let raw = gpu.stream();
         // SAFETY: destroyed when all is done.
-        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
         for seed in 0..20 {
             let sent = bytes(seed, 100_000);
             copier.upload(sent.clone(), memory.slice(..100_000)).unwrap().order(&stream).unwrap();

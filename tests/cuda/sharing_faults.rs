@@ -166,13 +166,13 @@ impl Server {
         let gone = Arc::new(AtomicBool::new(false));
         // SAFETY: destroyed when the keeper is dropped.
         let device = self.again("adopt_context", || unsafe {
-            cuda::adopt_context_with(context as *mut c_void, Flag(gone.clone()))
+            cuda::adopt_context(context as *mut c_void, Flag(gone.clone()))
         })?;
         gone.store(false, Ordering::SeqCst);
         let pool = self.again("build", || Pool::builder(&device).capacity(256 << 10).build())?;
         // SAFETY: destroyed when all work is complete.
         let adopted =
-            self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, theirs as *mut c_void) })?;
+            self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, theirs as *mut c_void, ()) })?;
         let own = self.again("stream", || device.stream())?;
         self.use_stream(&pool, &device, &adopted, &own)?;
         self.use_graph(raw, &pool, &device, &adopted)?;
@@ -180,7 +180,7 @@ impl Server {
         self.use_stream(&pool, &device, &own, &adopted)?;
         // SAFETY: this thread's own default stream, which lives as long as the thread.
         let confined =
-            self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, 2 as *mut c_void) })?;
+            self.again("adopt_stream", || unsafe { cuda::adopt_stream(&device, 2 as *mut c_void, ()) })?;
         self.use_stream(&pool, &device, &confined, &own)?;
         self.use_stream(&pool, &device, &adopted, &confined)?;
         let left = || {

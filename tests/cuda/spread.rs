@@ -365,7 +365,7 @@ fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
         for round in 0..3 {
             let (tell, ended) = std::sync::mpsc::channel::<()>();
             // SAFETY: the context is destroyed below, when the sender was dropped.
-            let device = unsafe { cuda::adopt_context_with(context as *mut c_void, tell) }.unwrap();
+            let device = unsafe { cuda::adopt_context(context as *mut c_void, tell) }.unwrap();
             gpu.current(context);
             spread::load(&device).unwrap();
             let stream = spread::urgent_stream(&device).unwrap() as usize;

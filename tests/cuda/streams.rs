@@ -11,9 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pinpool::{
-    Device, DeviceBuffer, Error, ErrorClass, InFlight, PinnedBuf, Pool, Stream, SubmitError, cuda,
-};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, Stream, SubmitError, cuda};
 
 use crate::support::doubles::gpu::{Gpu, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{self, HANG, StandIn};
@@ -28,10 +26,10 @@ fn open() -> Device {
 
 fn adopt(device: &Device, stream: usize) -> Result<Stream, Error> {
     // SAFETY: tests keep their streams until all work is complete, or see to it that nothing depends on that.
-    unsafe { cuda::adopt_stream(device, stream as *mut c_void) }
+    unsafe { cuda::adopt_stream(device, stream as *mut c_void, ()) }
 }
 
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
@@ -39,7 +37,7 @@ fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) 
 }
 
 /// Whether two handles are to one stream, as far as the pool knows: then what is ready on one is ready on the other.
-fn are_one(pool: &Pool, one: &Stream, two: &Stream, memory: &DeviceBuffer) -> bool {
+fn are_one(pool: &Pool, one: &Stream, two: &Stream, memory: &DeviceSlice) -> bool {
     match two.download(memory, pool.checkout_on(one, memory.len()).unwrap()) {
         Ok(flight) => {
             drop(flight.wait().unwrap());
@@ -244,7 +242,7 @@ fn a_context_of_the_servers() {
         let context = gpu.other_context();
         let (keeper, dropped) = flag();
         // SAFETY: destroyed below, when the keeper is dropped.
-        let device = unsafe { cuda::adopt_context_with(context as *mut c_void, keeper) }.unwrap();
+        let device = unsafe { cuda::adopt_context(context as *mut c_void, keeper) }.unwrap();
         assert!(device.name().contains("cuda:0") && device.name() != "cuda:0");
         assert_eq!(cuda::raw_context(&device).unwrap() as usize, context);
         assert_eq!(gpu.made("cuCtxGetCurrent", &[]), gpu.context, "the caller's is as it was");
@@ -268,7 +266,7 @@ fn a_context_of_the_servers() {
             // Adopted again it is the same device, and the keeper that it has is enough.
             let (second, gone) = flag();
             // SAFETY: as above.
-            let again = unsafe { cuda::adopt_context_with(context as *mut c_void, second) }.unwrap();
+            let again = unsafe { cuda::adopt_context(context as *mut c_void, second) }.unwrap();
             assert!(gone() && !dropped());
             round_trip(&pool, &again.stream().unwrap(), &memory, 4);
             gpu.current(context);
@@ -277,12 +275,12 @@ fn a_context_of_the_servers() {
         }
         // The primary context is the device that `Device::open` opens.
         // SAFETY: it lives as long as one handle has it open.
-        let same = unsafe { cuda::adopt_context(gpu.context as *mut c_void) }.unwrap();
+        let same = unsafe { cuda::adopt_context(gpu.context as *mut c_void, ()) }.unwrap();
         let (pool, memory) = (pool(&primary, ROOM), primary.alloc(1000).unwrap());
         round_trip(&pool, &same.stream().unwrap(), &memory, 5);
         assert_eq!(same.name(), "cuda:0");
         // SAFETY: null is refused.
-        let error = unsafe { cuda::adopt_context(std::ptr::null_mut()) }.unwrap_err();
+        let error = unsafe { cuda::adopt_context(std::ptr::null_mut(), ()) }.unwrap_err();
         assert!(matches!(error, Error::Argument(_)), "{error}");
         drop(device);
         until("the keeper is dropped", &dropped);
@@ -307,10 +305,10 @@ fn an_owner_is_kept_for_as_long_as_it_is_needed() {
         let raw = gpu.stream();
         let (keeper, dropped) = flag();
         // SAFETY: destroyed when the keeper is dropped.
-        let stream = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, keeper) }.unwrap();
+        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, keeper) }.unwrap();
         let (second, gone) = flag();
         // SAFETY: as above.
-        let again = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, second) }.unwrap();
+        let again = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, second) }.unwrap();
         assert!(gone(), "the first is enough");
         drop(again);
         if let Some(d) = &gpu.stand_in {
@@ -347,13 +345,12 @@ fn a_context_goes_after_the_streams_in_it() {
         let said = Arc::new(Mutex::new(Vec::new()));
         let says = |what, late| Says(what, Duration::from_millis(late), said.clone());
         // SAFETY: destroyed below, when both keepers are dropped.
-        let device = unsafe { cuda::adopt_context_with(context as *mut c_void, says("context", 0)) }.unwrap();
+        let device = unsafe { cuda::adopt_context(context as *mut c_void, says("context", 0)) }.unwrap();
         gpu.current(context);
         let raw = gpu.stream();
         gpu.current(gpu.context);
         // SAFETY: as above.
-        let stream =
-            unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, says("stream", 50)) }.unwrap();
+        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, says("stream", 50)) }.unwrap();
         drop((device, stream));
         until("both are dropped", || said.lock().unwrap().len() == 2);
         assert_eq!(*said.lock().unwrap(), ["stream", "context"]);
@@ -538,7 +535,7 @@ fn contexts_of_one_gpu_have_names_of_their_own() {
         let keeper = Arc::new(keeper);
         let adopted = |context: usize| {
             // SAFETY: destroyed below, when the keepers are dropped.
-            unsafe { cuda::adopt_context_with(context as *mut c_void, keeper.clone()) }.unwrap()
+            unsafe { cuda::adopt_context(context as *mut c_void, keeper.clone()) }.unwrap()
         };
         let (one, two) = (adopted(contexts[0]), adopted(contexts[1]));
         assert_ne!(one.name(), two.name());
@@ -560,12 +557,12 @@ fn a_child_drops_everything_without_a_driver() {
         let context = gpu.other_context();
         let ((one, one_gone), (two, two_gone)) = (flag(), flag());
         // SAFETY: kept to the end of the process.
-        let other = unsafe { cuda::adopt_context_with(context as *mut c_void, one) }.unwrap();
+        let other = unsafe { cuda::adopt_context(context as *mut c_void, one) }.unwrap();
         let device = open();
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
         let raw = gpu.stream();
         // SAFETY: as above.
-        let stream = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, two) }.unwrap();
+        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, two) }.unwrap();
         let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
         let shared = device.stream().unwrap();
         cuda::raw_stream(&shared).unwrap();

@@ -68,7 +68,7 @@ fn a_passing_refusal_to_pin_is_no_wrong_argument() {
 }
 
 /// Places of `block` that are no neighbours, so that their copies would be a batch.
-fn scattered(memory: &pinpool::DeviceBuffer, block: usize, count: usize, len: usize) -> Vec<DeviceSlice> {
+fn scattered(memory: &pinpool::DeviceSlice, block: usize, count: usize, len: usize) -> Vec<DeviceSlice> {
     let place = |i: usize| (block * count + i) * 2 * len + (i * i * 64) % len;
     (0..count).map(|i| memory.slice(place(i)..place(i) + len).unwrap()).collect()
 }

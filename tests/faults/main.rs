@@ -32,8 +32,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{
-    Device, DeviceBuffer, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Result, Stream,
-    SubmitError,
+    Device, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Result, Stream, SubmitError,
 };
 
 use audit::leftovers;

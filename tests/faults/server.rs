@@ -20,7 +20,7 @@ pub struct Server<'a> {
     pub device: Device,
     pub pool: Pool,
     pub streams: Vec<Stream>,
-    pub memory: DeviceBuffer,
+    pub memory: DeviceSlice,
     /// What each piece of device memory holds for certain.
     pub expected: Vec<Option<u64>>,
     /// Uploads whose handle was dropped: stream, piece, seed. Certain when the stream has been waited for.

@@ -162,7 +162,7 @@ fn users_of_the_driver_and_of_the_runtime_api_share_one_primary_context() {
         assert_eq!(raw_context(&device).unwrap() as usize, gpu.context);
         // A user of the driver API hands over the same context: it is the same device.
         // SAFETY: the context is there until the test ends.
-        let same = unsafe { adopt_context(gpu.context as *mut c_void) }.unwrap();
+        let same = unsafe { adopt_context(gpu.context as *mut c_void, ()) }.unwrap();
         assert_eq!(same.name(), device.name());
         let pool = Pool::builder(&device).capacity(1 << 20).build().unwrap();
         let (ours, stream) = (device.alloc(1000).unwrap(), same.stream().unwrap());
@@ -178,12 +178,12 @@ fn users_of_the_driver_and_of_the_runtime_api_share_one_primary_context() {
         assert!(*back == *buf);
         // Their stream may carry the crate's copies, in order with theirs.
         // SAFETY: destroyed at the end.
-        let adopted = unsafe { adopt_stream(&device, their_stream as *mut c_void) }.unwrap();
+        let adopted = unsafe { adopt_stream(&device, their_stream as *mut c_void, ()) }.unwrap();
         round_trip(&pool, &adopted, &bytes(2, 1000));
         // A context of one's own is another device, whose memory is refused.
         let other = gpu.other_context();
         // SAFETY: destroyed at the end.
-        let apart = unsafe { adopt_context(other as *mut c_void) }.unwrap();
+        let apart = unsafe { adopt_context(other as *mut c_void, ()) }.unwrap();
         assert_ne!(apart.name(), device.name());
         let far = apart.alloc(1000).unwrap();
         // SAFETY: refused.
@@ -207,7 +207,7 @@ fn each_thread_has_its_own_default_stream() {
         const PER_THREAD: usize = 2;
         let device = open();
         // SAFETY: the driver completes what is in flight when a thread ends.
-        let own = || unsafe { adopt_stream(&device, PER_THREAD as *mut c_void) }.unwrap();
+        let own = || unsafe { adopt_stream(&device, PER_THREAD as *mut c_void, ()) }.unwrap();
         let pool = Pool::builder(&device).capacity(1 << 20).build().unwrap();
         let (mine, memory) = (own(), device.alloc(1000).unwrap());
         drop(mine.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
@@ -244,7 +244,7 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
         let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
         let (raw, theirs, sent) = (gpu.stream(), gpu.memory(LEN), bytes(1, LEN));
         // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
         let buf = filled(&pool, &sent);
         if let Some(stand_in) = &gpu.stand_in {
             stand_in.hang(true);
@@ -277,7 +277,7 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
         let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
         let (raw, theirs) = (gpu.stream(), gpu.memory(LEN));
         // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
         let records = || gpu.stand_in.as_ref().map_or(0, |stand_in| calls(stand_in, "cuEventRecord"));
         let sent = bytes(1, LEN);
         let buf = Arc::new(filled(&pool, &sent));
@@ -327,7 +327,7 @@ fn a_graph_keeps_what_is_held_for_it() {
         let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
         let (raw, memory) = (gpu.stream(), device.alloc(LEN).unwrap());
         // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void) }.unwrap();
+        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
         let sent = bytes(1, LEN);
         let back = |refused: SubmitError<_>, is: fn(&Error) -> bool| {
             assert!(is(&refused.error), "{}", refused.error);

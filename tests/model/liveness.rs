@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{CheckoutMany, Device, Error, PinnedBuf, Pool, Request, Unpinned};
+use pinpool::{Checkout, Device, Error, PinnedBuf, Pool, Request, Unpinned};
 
 /// More than the longest pause between two looks at a pool's queue, one second, on a machine that is busy.
 const PAUSE: Duration = Duration::from_millis(2200);
@@ -75,7 +75,7 @@ impl Wake for Woken {
 }
 
 struct Wait {
-    future: CheckoutMany,
+    future: Checkout<Vec<PinnedBuf>>,
     requests: Vec<Request>,
     woken: Arc<Woken>,
     deadline: Option<Instant>,

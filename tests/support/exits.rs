@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use libloading::Library;
-use pinpool::{Device, DeviceBuffer, ErrorClass, Pool, Stream, copier::Copier};
+use pinpool::{Device, DeviceSlice, ErrorClass, Pool, Stream, copier::Copier};
 
 use super::{doubles, process, root};
 
@@ -175,7 +175,7 @@ struct Busy {
     pool: Pool,
     stream: Stream,
     bulk: Copier,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
 }
 
 const LEN: usize = 64 << 10;

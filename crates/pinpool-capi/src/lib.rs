@@ -508,10 +508,10 @@ unsafe fn adopt(device: &Device, stream: *mut c_void) -> Result<Stream, Error> {
     match device.name().split(':').next() {
         // SAFETY: the caller's promise.
         #[cfg(feature = "cuda")]
-        Some("cuda") => unsafe { pinpool::cuda::adopt_stream(device, stream) },
+        Some("cuda") => unsafe { pinpool::cuda::adopt_stream(device, stream, ()) },
         // SAFETY: the caller's promise.
         #[cfg(feature = "acl")]
-        Some("acl") => unsafe { pinpool::acl::adopt_stream(device, stream) },
+        Some("acl") => unsafe { pinpool::acl::adopt_stream(device, stream, ()) },
         _ => {
             let (name, _) = (device.name(), stream);
             Err(Error::Unsupported(format!("{name} has no streams that a program in C could name")))

@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 use link::{Link, UP};
 use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
 use pinpool::copier::FileSource;
-use pinpool::{Copier, Device, DeviceBuffer, Pool, Unpinned};
+use pinpool::{Copier, Device, DeviceSlice, Pool, Unpinned};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
 /// The peer's program, which prints a line for each load: version, way, threads, seconds.
@@ -93,7 +93,7 @@ struct LoadSetup<'a> {
     bytes: usize,
     checkpoint: Checkpoint,
     copier: &'a Copier,
-    memory: &'a DeviceBuffer,
+    memory: &'a DeviceSlice,
 }
 
 impl LoadSetup<'_> {

@@ -353,10 +353,10 @@ impl<'a> Loader<'a> {
         }
         // A device aligns its memory by itself, mostly to more than is asked for.
         let device = self.copier.device();
-        let mut slice = DeviceSlice::from(device.alloc(len)?);
+        let mut slice = device.alloc(len)?;
         if slice.address() % self.align as u64 != 0 {
             drop(slice);
-            slice = DeviceSlice::from(device.alloc(len.saturating_add(self.align))?);
+            slice = device.alloc(len.saturating_add(self.align))?;
         }
         let skip = (slice.address().next_multiple_of(self.align as u64) - slice.address()) as usize;
         slice.slice(skip..skip + len)

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use candle_core::Result;
 use pinpool::copier::FileSource;
-use pinpool::{DeviceBuffer, Pool, Unpinned};
+use pinpool::{DeviceSlice, Pool, Unpinned};
 
 use crate::{Pinned, wrap};
 
@@ -86,13 +86,13 @@ pub fn read(files: &[PathBuf], threads: usize) -> Result<f64> {
 }
 
 /// Memory for [`plain`].
-pub fn block(pinned: &Pinned, files: &[PathBuf]) -> Result<DeviceBuffer> {
+pub fn block(pinned: &Pinned, files: &[PathBuf]) -> Result<DeviceSlice> {
     let lens = files.iter().map(|path| Ok(path.metadata()?.len() as usize));
     pinned.device().alloc(lens.sum::<Result<usize>>()?).map_err(wrap)
 }
 
 /// GB/s of the files, whole, into one block of memory that is there: one transfer of the copier for each.
-pub fn plain(pinned: &Pinned, files: &[PathBuf], block: &DeviceBuffer) -> Result<f64> {
+pub fn plain(pinned: &Pinned, files: &[PathBuf], block: &DeviceSlice) -> Result<f64> {
     let (since, mut at, mut transfers) = (Instant::now(), 0, Vec::new());
     for path in files {
         let source = FileSource::open(path).map_err(wrap)?;

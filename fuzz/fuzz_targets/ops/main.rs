@@ -33,7 +33,7 @@ use std::time::Duration;
 use libfuzzer_sys::fuzz_target;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    CheckoutMany, Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, StreamBuf, SubmitError,
+    Checkout, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Stream, StreamBuf, SubmitError,
     Unpinned,
 };
 
@@ -63,7 +63,7 @@ enum Flying {
 
 struct Lane {
     stream: Stream,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     /// The bytes of the memory after all submitted work. `None`: unknown.
     holds: Vec<Option<u8>>,
 }
@@ -77,7 +77,7 @@ struct World {
     shared: Vec<(Arc<PinnedBuf>, Vec<u8>, (usize, usize))>,
     ready: Vec<(StreamBuf, usize, bool)>,
     flying: Vec<Flying>,
-    asked: Vec<(CheckoutMany, Vec<(usize, usize)>)>,
+    asked: Vec<(Checkout<Vec<PinnedBuf>>, Vec<(usize, usize)>)>,
     /// Buffers whose handles were dropped or forgotten in flight since the device last moved.
     detached: Vec<(usize, usize)>,
     forgotten: usize,

@@ -16,8 +16,7 @@ use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
 use super::types::{Direction, Priority, Settings};
-use crate::buffer::sealed::Sealed;
-use crate::buffer::{InFlight, PinnedBuf};
+use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
@@ -317,7 +316,7 @@ impl Engine {
         let begin = |resource| timeline.begin(resource, Some(memories)).map_err(|(error, _)| error);
         let (submission, mut flight) = match host {
             Host::Segment(buf) => {
-                let submission = begin(Sealed::lend(&buf, KEY))?;
+                let submission = begin(Lend::lend(&buf, KEY))?;
                 (submission, Flight::Segment(InFlight::new(ticket, buf, written)))
             }
             Host::Lent(lent) => {

@@ -5,8 +5,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use crate::buffer::Lend;
 use crate::buffer::PinnedBuf;
-use crate::buffer::sealed::Sealed;
 use crate::central::Segment;
 use crate::sealed::KEY;
 use crate::stream::hold::Retain;
@@ -24,8 +24,8 @@ impl Lent {
 
     /// Lends the kernel's table, which has a segment of its own and which nothing asks for any more.
     pub(super) fn add(&mut self, table: PinnedBuf) {
-        self.blocks.push(Sealed::lend(&table, KEY).shared());
-        Sealed::abandon(table, KEY);
+        self.blocks.push(Lend::lend(&table, KEY).shared());
+        Lend::abandon(table, KEY);
     }
 }
 

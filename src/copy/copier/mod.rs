@@ -63,7 +63,7 @@
 //! before is copied.
 //!
 //! ```
-//! # use pinpool::{DeviceBuffer, Pool, Stream};
+//! # use pinpool::{DeviceSlice, Pool, Stream};
 //! # struct Socket;
 //! # impl Socket { async fn read(&mut self, _: &mut [u8]) -> usize { 0 } }
 //! /// Puts all that comes to the front of device memory. How many bytes.
@@ -71,7 +71,7 @@
 //!     socket: &mut Socket,
 //!     pool: &Pool,
 //!     stream: &Stream,
-//!     memory: &DeviceBuffer,
+//!     memory: &DeviceSlice,
 //! ) -> pinpool::Result<usize> {
 //!     let (mut at, mut under_way) = (0, None);
 //!     loop {

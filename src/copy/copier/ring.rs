@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::DevicePtr;
 use crate::device::handle::Device;
-use crate::device::memory::{DeviceBuffer, DeviceSlice};
+use crate::device::memory::DeviceSlice;
 use crate::error::Result;
 use crate::locks::Mutex;
 
@@ -52,7 +52,7 @@ pub(super) struct Ring {
 
 #[derive(Debug, Default)]
 struct RingState {
-    memory: Option<DeviceBuffer>,
+    memory: Option<DeviceSlice>,
     free: Vec<Slot>,
     slots: usize,
     /// A thread is allocating the ring.
@@ -110,7 +110,7 @@ impl Ring {
         }
     }
 
-    fn allocate(&self, device: &Device) -> Result<(DeviceBuffer, Vec<Slot>)> {
+    fn allocate(&self, device: &Device) -> Result<(DeviceSlice, Vec<Slot>)> {
         let mut count = self.most;
         loop {
             match device.alloc(count * self.slot) {

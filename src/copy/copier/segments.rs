@@ -19,7 +19,7 @@ use super::types::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result, Shortage};
 use crate::locks::Mutex;
-use crate::pool::{Checkout, Pool, Request};
+use crate::pool::{Checkout, Pool, Request, WaitLimit};
 use crate::segment::PAGE;
 
 /// After the pool had none, it is asked again when so much time has passed.
@@ -107,7 +107,7 @@ impl Segments {
     fn ask(&self, asked: Option<Checkout>) -> Result<Option<PinnedBuf>> {
         let mut asked = match asked {
             Some(asked) => asked,
-            None => match self.pool.try_for_copier(self.full()) {
+            None => match self.pool.for_copier(self.full(), WaitLimit::None) {
                 Err(Error::Exhausted(shortage)) => {
                     let mut state = self.state.lock();
                     // The one is that which this call asks for.
@@ -144,7 +144,7 @@ impl Segments {
         if len < least {
             return Ok(None);
         }
-        match self.pool.try_for_copier(Self::request(len)) {
+        match self.pool.for_copier(Self::request(len), WaitLimit::None) {
             Err(Error::Exhausted(_)) => Ok(None),
             got => got.map(Some),
         }
@@ -163,7 +163,7 @@ impl Segments {
 
     /// The longest segment that the pool has now and that is no shorter than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        match self.pool.try_for_copier(self.full()) {
+        match self.pool.for_copier(self.full(), WaitLimit::None) {
             Err(Error::Exhausted(shortage)) => self.shorter(&shortage, least),
             got => got.map(Some),
         }
@@ -179,7 +179,10 @@ impl Segments {
         if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
         }
-        let short = self.pool.wait_for_copier(Self::request(LEAST), deadline)?;
+        let limit = deadline.map_or(WaitLimit::Forever, |deadline| {
+            WaitLimit::For(deadline.saturating_duration_since(Instant::now()))
+        });
+        let short = self.pool.for_copier(Self::request(LEAST), limit)?;
         self.or_longer(short)
     }
 

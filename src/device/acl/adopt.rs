@@ -17,6 +17,7 @@
 //! in that way.
 
 use std::ffi::c_void;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::api::AclApi;
@@ -104,7 +105,7 @@ impl Acl {
     }
 
     /// The facts about the library and the device.
-    pub(crate) fn about(&self) -> ContextFacts {
+    pub(crate) fn about(&self) -> About {
         let api = self.api;
         let version = api.version.and_then(|ask| {
             let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -112,7 +113,7 @@ impl Acl {
             let code = unsafe { ask.call(&raw mut major, &raw mut minor, &raw mut patch) };
             (code == AclCode::SUCCESS).then_some((major, minor, patch))
         });
-        ContextFacts {
+        About {
             library: api.path.clone(),
             version,
             soc: api.soc(),
@@ -123,12 +124,21 @@ impl Acl {
     }
 }
 
-/// See [`Acl::about`].
-pub(crate) struct ContextFacts {
-    pub(crate) library: std::path::PathBuf,
-    pub(crate) version: Option<(i32, i32, i32)>,
-    pub(crate) soc: Option<String>,
-    pub(crate) on_device: bool,
-    pub(crate) events: &'static str,
-    pub(crate) later: Vec<(&'static str, bool)>,
+/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about hardware that the crate
+/// was never tried on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct About {
+    /// The library that was loaded.
+    pub library: PathBuf,
+    /// The version of its interface (`aclrtGetVersion`): 1.15.0 is that of CANN 8.5.
+    pub version: Option<(i32, i32, i32)>,
+    /// The chip (`aclrtGetSocName`).
+    pub soc: Option<String>,
+    /// Whether the program runs on the device itself, in RC mode (`aclrtGetRunMode` says ACL_DEVICE).
+    pub on_device: bool,
+    /// The call of the library by which the crate creates events.
+    pub events: &'static str,
+    /// The calls that came after January 2022, and whether this library has them.
+    pub later: Vec<(&'static str, bool)>,
 }

@@ -8,9 +8,9 @@
 //! # Which library
 //!
 //! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in the toolkit
-//! that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
-//! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else
-//! is tried. The choice is made once in a process. A library that was loaded is never unloaded.
+//! that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path
+//! in the environment variable `PINPOOL_LIBASCENDCL` comes before all that, and then nothing else is tried. The choice is
+//! made once in a process. A library that was loaded is never unloaded.
 //!
 //! # Beginning and ending
 //!
@@ -19,7 +19,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use libloading::Library;
@@ -82,8 +82,6 @@ const USUAL: [&str; 4] = [
     "/usr/local/Ascend/nnrt/latest",
 ];
 
-/// The library that a program has chosen.
-static CHOSEN: OnceLock<PathBuf> = OnceLock::new();
 static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
 
 macro_rules! table {
@@ -172,39 +170,9 @@ table! {
     }
 }
 
-/// Chooses the library to load. The call itself is safe: the library is loaded later, and the caller of the public
-/// function has vouched for it.
-///
-/// # Errors
-/// [`Error::Argument`]: another one was chosen before, or loading was tried.
-pub(crate) fn use_library(path: &Path) -> Result<()> {
-    crate::os::check_fork()?;
-    let first = match ACL_API.get() {
-        Some(Ok(api)) => &api.path,
-        Some(Err(why)) => {
-            return Err(Error::Argument(format!(
-                "the library for Ascend devices is chosen before the first device is opened; that was tried: {why}"
-            )));
-        }
-        None => CHOSEN.get_or_init(|| path.into()),
-    };
-    if first == path {
-        return Ok(());
-    }
-    Err(Error::Argument(format!(
-        "{} was chosen as the library for Ascend devices before, and a process has one: choose before the first device is \
-         opened, and the same each time",
-        first.display()
-    )))
-}
-
-/// The library that the program or its environment has named, and the remedy if it cannot be used.
-fn named() -> Option<(PathBuf, &'static str)> {
-    let chosen = CHOSEN.get().map(|path| (path.clone(), "it was chosen by acl::use_library"));
-    chosen.or_else(|| {
-        let set = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty());
-        set.map(|path| (path.into(), "PINPOOL_LIBASCENDCL names it; correct or unset that"))
-    })
+/// The library that the environment names.
+fn named() -> Option<PathBuf> {
+    std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 /// The files to try if no library is named.
@@ -213,11 +181,6 @@ fn usual() -> Vec<PathBuf> {
     let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
     let files = homes.map(|home| home.join("lib64").join(FILE));
     std::iter::once(PathBuf::from(FILE)).chain(files).collect()
-}
-
-/// The files to try, in this order.
-pub(crate) fn library_candidates() -> Vec<PathBuf> {
-    named().map_or_else(usual, |(path, _)| vec![path])
 }
 
 impl AclApi {
@@ -251,21 +214,19 @@ impl AclApi {
     }
 
     /// Loads the library that was named, and else the first that is found.
-    fn load(named: Option<(PathBuf, &str)>) -> std::result::Result<Self, String> {
-        let remedy = named.as_ref().map_or_else(
-            || {
-                format!(
-                    "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the \
-                     library by {LIBRARY_VARIABLE}"
-                )
-            },
-            |(_, remedy)| (*remedy).to_owned(),
-        );
-        let candidates = named.map_or_else(usual, |(path, _)| vec![path]);
+    fn load(named: Option<PathBuf>) -> std::result::Result<Self, String> {
+        let remedy = match &named {
+            Some(_) => format!("{LIBRARY_VARIABLE} names it; correct or unset that"),
+            None => format!(
+                "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the \
+                 library by {LIBRARY_VARIABLE}"
+            ),
+        };
+        let candidates = named.map_or_else(usual, |path| vec![path]);
         let mut tried = Vec::new();
         for file in candidates {
-            // SAFETY: AscendCL's initialisers have no preconditions; the caller of the unsafe `use_library` vouches for
-            // any other library, or else the environment, which is trusted (`crate::acl` says so).
+            // SAFETY: AscendCL's initialisers have no preconditions; the environment that names another library is
+            // trusted (`crate::acl` says so).
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {
@@ -318,9 +279,12 @@ mod tests {
 
     #[test]
     fn a_library_that_is_missing_or_another_one_is_an_error_that_says_so() {
-        let missing = AclApi::load(Some(("/nowhere/libascendcl.so".into(), "correct it"))).unwrap_err();
-        assert!(missing.contains("/nowhere/libascendcl.so") && missing.ends_with("correct it"), "{missing}");
-        let other = AclApi::load(Some(("libm.so.6".into(), ""))).unwrap_err();
+        let missing = AclApi::load(Some("/nowhere/libascendcl.so".into())).unwrap_err();
+        assert!(
+            missing.contains("/nowhere/libascendcl.so") && missing.contains("correct or unset"),
+            "{missing}"
+        );
+        let other = AclApi::load(Some("libm.so.6".into())).unwrap_err();
         assert!(other.contains("lacks aclInit") && other.contains("2022"), "{other}");
     }
 }

@@ -48,9 +48,9 @@ use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
-pub(crate) use self::adopt::{ContextFacts, adopt};
+pub use self::adopt::About;
+pub(crate) use self::adopt::adopt;
 use self::api::{AclApi, AclContext, AclStream};
-pub(crate) use self::api::{library_candidates, use_library};
 use self::error::AclCode;
 use self::event::AclEvents;
 use super::ending::{Ending, KeepAlive};
@@ -420,11 +420,6 @@ impl Driver for Acl {
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
         // SAFETY: as in `pin`.
         unsafe { self.host_register(base, len, read_only) }
-    }
-
-    unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: as in `unpin`.
-        unsafe { self.host_unregister(base) }
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {

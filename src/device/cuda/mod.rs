@@ -381,11 +381,6 @@ impl Driver for Cuda {
         unsafe { self.host_register(base, len, read_only) }
     }
 
-    unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: as in `unpin`.
-        unsafe { self.host_unregister(base) }
-    }
-
     fn can_use(&self, kind: HostKind) -> Result<()> {
         self.host_can_use(kind)
     }

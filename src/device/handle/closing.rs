@@ -22,18 +22,6 @@ const CLOSE_POLL: Duration = Duration::from_millis(20);
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What keeps a device open, or could not be given back: see [`Device::close`]. `Display` gives it in one line.
-///
-/// ```
-/// # use std::time::Duration;
-/// # use pinpool::Device;
-/// # let device = Device::open("host")?;
-/// let memory = device.alloc(1000)?;
-/// let error = device.close(Duration::from_millis(1)).unwrap_err();
-/// assert_eq!(error.held_by().memory_bytes, 1000);
-/// println!("{}", error.held_by()); // 1000 bytes of device memory
-/// # drop(memory);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct HeldBy {
@@ -89,41 +77,46 @@ impl HeldBy {
 impl fmt::Display for HeldBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = Vec::new();
-        let mut part = |there: bool, text: String| {
-            if there {
-                parts.push(text);
-            }
-        };
-        part(self.forked, "this is a child of the process that opened it".into());
-        if let Some(error) = &self.lost {
-            part(true, format!("it was lost, and what it had may be leaked ({error})"));
+        if self.forked {
+            parts.push("this is a child of the process that opened it".into());
         }
-        part(self.leaked > 0, format!("{} things could not be given back (the log names each)", self.leaked));
+        if let Some(error) = &self.lost {
+            parts.push(format!("it was lost, and what it had may be leaked ({error})"));
+        }
+        if self.leaked > 0 {
+            parts.push(format!("{} things could not be given back (the log names each)", self.leaked));
+        }
         for HeldPool { name, open, shut_down, buffers, quarantined, quarantined_bytes } in &self.pools {
             let open = match (open, shut_down) {
                 (_, true) => "shut down, handles left, ",
                 (true, false) => "open, ",
                 (false, false) => "",
             };
-            let never = match quarantined {
-                0 => String::new(),
-                n => {
-                    format!(
-                        ", {n} of them quarantined with {}, which never come back",
-                        amount(*quarantined_bytes)
-                    )
-                }
-            };
-            part(true, format!("the pool {name} ({open}{buffers} buffers out{never})"));
+            let mut text = format!("the pool {name} ({open}{buffers} buffers out");
+            if *quarantined > 0 {
+                let bytes = amount(*quarantined_bytes);
+                text += &format!(", {quarantined} of them quarantined with {bytes}, which never come back");
+            }
+            parts.push(text + ")");
         }
-        part(
-            self.streams > 0,
-            format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams),
-        );
-        part(self.memory_bytes > 0, format!("{} of device memory", amount(self.memory_bytes)));
-        part(self.registered_bytes > 0, format!("{} of registered values", amount(self.registered_bytes)));
-        part(self.handles > 0, format!("{} handles to it in all", self.handles));
-        part(self.jobs > 0, format!("{} jobs of its worker thread", self.jobs));
+        if self.streams > 0 {
+            parts
+                .push(format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams));
+        }
+        for (bytes, what) in
+            [(self.memory_bytes, "device memory"), (self.registered_bytes, "registered values")]
+        {
+            if bytes > 0 {
+                parts.push(format!("{} of {what}", amount(bytes)));
+            }
+        }
+        for (count, what) in
+            [(self.handles, "handles to it in all"), (self.jobs, "jobs of its worker thread")]
+        {
+            if count > 0 {
+                parts.push(format!("{count} {what}"));
+            }
+        }
         if parts.is_empty() {
             // What was in the way has ended during the look, or is about to.
             parts.push("its last calls".into());
@@ -148,22 +141,28 @@ impl fmt::Display for HeldBy {
 /// error.wait(Duration::from_secs(10)).expect("nothing keeps it open");
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub struct CloseError(Box<Unclosed>);
+pub struct CloseError(Box<Closing>);
 
-struct Unclosed {
-    watch: HeldWatch,
+/// A device that is being closed, or was not. It keeps nothing open.
+struct Closing {
+    name: String,
+    context: u64,
+    holds: Arc<Holds>,
+    device: Weak<DeviceInner>,
+    listing: Arc<Listing>,
+    /// Whether the device does nothing by itself.
+    stepped: bool,
+    /// What was in the way at the last look.
     held: HeldBy,
     /// Whether the last driver call was made.
     ended: bool,
-    /// Whether nothing is left but what never comes back.
-    hopeless: bool,
 }
 
 impl CloseError {
     /// The device's name.
     #[must_use]
     pub fn device(&self) -> &str {
-        &self.0.watch.name
+        &self.0.name
     }
 
     /// What was in the way when the wait ended.
@@ -184,59 +183,48 @@ impl CloseError {
     /// # Errors
     /// As for [`Device::close`].
     pub fn wait(self, timeout: Duration) -> Result<(), Self> {
-        self.0.watch.wait(timeout)
+        self.0.wait(timeout)
     }
 }
 
 impl fmt::Debug for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Unclosed { watch, held, ended, hopeless: _ } = &*self.0;
         f.debug_struct("CloseError")
-            .field("device", &watch.name)
-            .field("held_by", held)
-            .field("is_closed", ended)
+            .field("device", &self.device())
+            .field("held_by", self.held_by())
+            .field("is_closed", &self.is_closed())
             .finish()
     }
 }
 
 impl fmt::Display for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Unclosed { watch, held, ended, hopeless } = &*self.0;
-        if *ended {
-            return write!(f, "{} is closed, but not everything was given back: {held}", watch.name);
+        let (name, held) = (self.device(), self.held_by());
+        if self.is_closed() {
+            return write!(f, "{name} is closed, but not everything was given back: {held}");
         }
-        let remedy = match (held.forked, hopeless) {
+        let remedy = match (held.forked, self.0.is_hopeless()) {
             (true, _) => "only that process can close it",
             (false, true) => {
                 "this never comes back: waiting changes nothing, it stays until the process ends"
             }
             (false, false) => "drop what came from it, or wait longer",
         };
-        write!(f, "{} is still open: {held}; {remedy}", watch.name)
+        write!(f, "{name} is still open: {held}; {remedy}")
     }
 }
 
 impl std::error::Error for CloseError {}
 
-/// Looks at what keeps a device open, and keeps nothing open itself.
-struct HeldWatch {
-    name: String,
-    context: u64,
-    holds: Arc<Holds>,
-    device: Weak<DeviceInner>,
-    listing: Arc<Listing>,
-    /// Whether the device does nothing by itself.
-    stepped: bool,
-}
-
-impl HeldWatch {
-    fn held_by(&self) -> HeldBy {
+impl Closing {
+    fn look(&mut self) {
         if crate::os::forked() {
-            return HeldBy { forked: true, ..HeldBy::default() };
+            self.held = HeldBy { forked: true, ..HeldBy::default() };
+            return;
         }
         // A reference that is held for a moment here may be the last one: its drop only sends a job.
         let streams = self.listing.known();
-        HeldBy {
+        self.held = HeldBy {
             handles: self.device.strong_count(),
             streams: streams.len(),
             busy_streams: streams.iter().filter(|timeline| !timeline.is_idle()).count(),
@@ -247,18 +235,17 @@ impl HeldWatch {
             leaked: self.holds.leaks(),
             lost: self.holds.lost().cloned(),
             forked: false,
-        }
+        };
     }
 
-    fn failed(self, held: HeldBy, ended: bool) -> CloseError {
-        let hopeless = held.is_hopeless(self.holds.has_quarantined());
-        CloseError(Box::new(Unclosed { watch: self, held, ended, hopeless }))
+    fn is_hopeless(&self) -> bool {
+        self.held.is_hopeless(self.holds.has_quarantined())
     }
 
-    fn wait(self, timeout: Duration) -> Result<(), CloseError> {
-        if crate::os::forked() {
-            let held = self.held_by();
-            return Err(self.failed(held, false));
+    fn wait(mut self: Box<Self>, timeout: Duration) -> Result<(), CloseError> {
+        self.look();
+        if self.held.forked {
+            return Err(CloseError(self));
         }
         let now = Instant::now();
         // The crate's own threads do not wait: they are among what is waited for.
@@ -266,26 +253,22 @@ impl HeldWatch {
         let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
         let mut deadline = if self.stepped { now } else { end };
         loop {
-            if self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL)) {
+            self.ended = self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL));
+            self.look();
+            if self.ended {
                 // The job that let go of the device may not have ended, but it has made its last call.
-                let held = HeldBy { jobs: 0, ..self.held_by() };
-                if held.leaked == 0 && held.lost.is_none() {
-                    return Ok(());
-                }
-                return Err(self.failed(held, true));
+                self.held.jobs = 0;
+                let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
+                return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
-            let held = self.held_by();
             if self.stepped {
                 // No other thread steps the device, but a thread in the middle of its last calls goes on.
-                deadline = if held.is_calls_alone() { end } else { now };
+                deadline = if self.held.is_calls_alone() { end } else { now };
             }
-            let late = Instant::now() >= deadline;
-            if late || held.is_hopeless(self.holds.has_quarantined()) {
-                // The device may have ended during the look.
-                if self.holds.wait(now) {
-                    continue;
-                }
-                return Err(self.failed(held, false));
+            // The device may have ended during the look.
+            let is_over = Instant::now() >= deadline || self.is_hopeless();
+            if is_over && !self.holds.wait(now) {
+                return Err(CloseError(self));
             }
         }
     }
@@ -336,16 +319,18 @@ impl Device {
     /// ```
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
-        let watch = HeldWatch {
+        let closing = Box::new(Closing {
             name: self.name().to_owned(),
             context: context.id(),
             holds: context.holds().clone(),
             device: Arc::downgrade(&self.0),
             listing: self.listing().clone(),
             stepped: context.driver().stepped().is_some(),
-        };
+            held: HeldBy::default(),
+            ended: false,
+        });
         if crate::os::forked() {
-            return watch.wait(timeout);
+            return closing.wait(timeout);
         }
         let span = crate::foreign::span!(INFO, target: "pinpool::device", "close", device = self.name());
         let _entered = span.enter();
@@ -356,7 +341,7 @@ impl Device {
             while (self.reap() | stepped.step()) && until.is_none_or(|until| Instant::now() < until) {}
         }
         drop(self);
-        let closed = watch.wait(timeout);
+        let closed = closing.wait(timeout);
         match &closed {
             Ok(()) => crate::foreign::debug!(target: "pinpool::device", "closed"),
             Err(error) => crate::foreign::warn!(

@@ -273,7 +273,7 @@ impl Driver for HostDriver {
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         let call = Call::Unpin;
         self.enter(call)?;
-        let range = self.pages(call, base, len)?;
+        let range = self.bytes(call, base, len)?;
         self.unlock(call, base, &range)
     }
 
@@ -282,13 +282,6 @@ impl Driver for HostDriver {
         self.enter(call)?;
         let range = self.bytes(call, base, len)?;
         self.lock(call, base, &range)
-    }
-
-    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let call = Call::Unpin;
-        self.enter(call)?;
-        let range = self.bytes(call, base, len)?;
-        self.unlock(call, base, &range)
     }
 
     fn can_use(&self, _: HostKind) -> Result<()> {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceBuffer, DeviceSlice, InFlight, Lend, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceSlice, InFlight, Lend, PinnedBuf, Pool, Stream};
 
 use super::plain::{self, Engine, Words};
 use super::{BYTES, Random, SLOTS, WORDS, message, word};
@@ -83,7 +83,7 @@ pub struct Worker<'a> {
     device: &'a Device,
     pub pool: &'a Pool,
     pub streams: [Stream; 2],
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     /// Ask for just what is needed, in many classes, or for one size only.
     exact: bool,
     pub random: Random,

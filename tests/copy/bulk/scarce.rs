@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSink, FileSource, Fill, Source};
 use pinpool::host::HostConfig;
-use pinpool::{Copier, DeviceBuffer, Error, PinnedBuf, Request, Waited};
+use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Request, Waited};
 
 use super::{Rig, block_on, pattern};
 
@@ -36,7 +36,7 @@ fn taken(rig: &Rig, pages: usize) -> Vec<PinnedBuf> {
     all
 }
 
-type Form = fn(&Copier, &DeviceBuffer, &[u8]) -> Result<(), Error>;
+type Form = fn(&Copier, &DeviceSlice, &[u8]) -> Result<(), Error>;
 
 /// Each kind of call, which puts the bytes there or gets them back.
 const FORMS: [(&str, Form); 10] = [

@@ -575,7 +575,7 @@ fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
 fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     struct Sends {
         copier: Copier,
-        memory: pinpool::DeviceBuffer,
+        memory: pinpool::DeviceSlice,
         told: Mutex<std::sync::mpsc::Sender<Result<(), Error>>>,
     }
     impl std::task::Wake for Sends {

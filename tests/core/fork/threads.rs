@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pinpool::copier::Copier;
 use pinpool::telemetry::Sampler;
-use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Request, Stream, Unpinned};
 
 use super::{device, first_wrong, forked, is_forked};
 use crate::support::own_process;
@@ -39,7 +39,7 @@ fn busy(device: &Device, pool: &Pool, tracked: &Pool, bulk: &Copier, stop: &Atom
 fn child(
     turn: usize,
     (device, pool, tracked, bulk): (Device, Pool, Pool, Copier),
-    (stream, memory): (Stream, DeviceBuffer),
+    (stream, memory): (Stream, DeviceSlice),
     held: PinnedBuf,
     rest: impl Sized,
 ) -> i32 {

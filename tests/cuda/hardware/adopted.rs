@@ -105,7 +105,7 @@ pub fn recreated(gpu: &Gpu) {
 }
 
 /// The error of a download into another stream's buffer.
-fn stream_ready(stream: &pinpool::Stream, memory: &pinpool::DeviceBuffer, buf: pinpool::StreamBuf) -> Error {
+fn stream_ready(stream: &pinpool::Stream, memory: &pinpool::DeviceSlice, buf: pinpool::StreamBuf) -> Error {
     match stream.download(memory, buf) {
         Ok(_) => panic!("a buffer of the old stream was taken for the new one"),
         Err(refused) => refused.error,

@@ -5,7 +5,7 @@
 
 use std::ffi::c_void;
 
-use pinpool::{Device, DeviceBuffer, DeviceSlice, PinnedBuf, Result, Stream};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Result, Stream};
 
 pub use pointers::{address, heap_limit, raw_memory, set_heap_limit};
 pub use streams::{adopt_stream, hold_captured, raw_stream};
@@ -22,7 +22,7 @@ mod streams {
     /// A stream of the driver's, which stays alive until all that is submitted to it is done.
     pub fn adopt_stream(device: &Device, stream: usize) -> Option<Result<Stream>> {
         // SAFETY: the caller's promise, in the line above.
-        Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void) })
+        Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void, ()) })
     }
 
     /// Gives a buffer to the graph that the stream is captured into, which alone keeps it from then on.
@@ -31,12 +31,12 @@ mod streams {
     }
 }
 
-/// `Device::raw_memory`, `DeviceBuffer::address`, `pinpool::cuda::{device_heap_limit, set_device_heap_limit}`.
+/// `Device::raw_memory`, `DeviceSlice::address`, `pinpool::cuda::{device_heap_limit, set_device_heap_limit}`.
 mod pointers {
     use super::*;
 
     /// Where device memory is.
-    pub fn address(memory: &DeviceBuffer) -> Option<u64> {
+    pub fn address(memory: &DeviceSlice) -> Option<u64> {
         Some(memory.address())
     }
 

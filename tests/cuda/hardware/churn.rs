@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 
-use pinpool::{Device, DeviceBuffer, InFlight, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 use super::{Gpu, HANG, bridge, filled, open, skip, until};
 use crate::support::kernels::{self, Counts, Kernels};
@@ -77,7 +77,7 @@ fn worker(
     number: u64,
     count: u64,
 ) -> Totals {
-    let ring: Vec<DeviceBuffer> = (0..RING).map(|_| device.alloc(LARGEST).expect("device memory")).collect();
+    let ring: Vec<DeviceSlice> = (0..RING).map(|_| device.alloc(LARGEST).expect("device memory")).collect();
     let on_gpu = on.map(|(kernels, context)| {
         gpu.raw.set_current(context);
         let stream = bridge::raw_stream(stream).expect("looked at before");

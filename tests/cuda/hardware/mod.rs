@@ -26,7 +26,7 @@ mod two;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Stream};
 
 use crate::support::doubles::{self, HANG, StandIn};
 use crate::support::kernels::{self, Kernels, Raw};
@@ -129,13 +129,13 @@ fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
     unsafe {
         let room = std::slice::from_raw_parts_mut(buf.as_mut_ptr(), len);
         kernels::fill(room, seed);
-        buf.assume_written(len);
+        buf.set_len(len);
     }
     buf
 }
 
 /// There and back; how many bytes were wrong.
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: u64) -> usize {
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: u64) -> usize {
     drop(stream.upload(filled(pool, memory.len(), seed), memory).expect("an upload"));
     let landing = pool.checkout_timeout(memory.len(), HANG).expect("the pool has room");
     let back = stream.download(memory, landing).expect("a download").wait().expect("it lands");

@@ -57,7 +57,7 @@ impl<'a> Fault<'a> {
 }
 
 /// Everything that a lost device refuses.
-fn refuses(device: &Device, stream: &Stream, pool: &pinpool::Pool, memory: &pinpool::DeviceBuffer) {
+fn refuses(device: &Device, stream: &Stream, pool: &pinpool::Pool, memory: &pinpool::DeviceSlice) {
     let refused = stream.upload(filled(pool, 100, 1), memory).expect_err("the device is lost");
     assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{refused:?}");
     for error in [

@@ -23,7 +23,7 @@ impl World<'_> {
     }
 
     /// Blank device memory.
-    pub(super) fn memory(&mut self, device: usize, len: usize) -> Option<DeviceBuffer> {
+    pub(super) fn memory(&mut self, device: usize, len: usize) -> Option<DeviceSlice> {
         if self.dead[device] {
             return None;
         }

@@ -18,7 +18,7 @@ impl World<'_> {
             1 => std::io::Write::write_all(&mut live.buf, &live.bytes).unwrap(),
             2 => {
                 live.buf.try_resize(len, 1).unwrap();
-                live.buf.view_mut::<u8>().unwrap().copy_from_slice(&live.bytes);
+                live.buf.copy_from_slice(&live.bytes);
             }
             _ => {
                 let spare = live.buf.spare_capacity_mut();

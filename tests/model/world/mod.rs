@@ -32,8 +32,8 @@ use bytes::BufMut;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::ClassStats;
 use pinpool::{
-    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request,
-    Result, Shortage, Stream, StreamBuf, SubmitError, Unpinned,
+    Checkout, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Result, Shortage, Stream,
+    StreamBuf, SubmitError, Unpinned,
 };
 
 use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
@@ -91,7 +91,7 @@ struct Shared {
 
 /// Device memory with known contents, once its upload has run.
 struct Region {
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     device: usize,
     lane: usize,
     copy: u64,
@@ -173,7 +173,7 @@ impl Wake for Flag {
 
 enum Pending {
     One(Checkout),
-    Many(CheckoutMany),
+    Many(Checkout<Vec<PinnedBuf>>),
 }
 
 struct Waiting {
@@ -257,7 +257,7 @@ pub struct World<'t> {
     /// Regions that were unpinned since the last look, with the bytes in them.
     gone: Gone,
     /// Device memory that outlives its device.
-    ruins: [Option<DeviceBuffer>; DEVICES],
+    ruins: [Option<DeviceSlice>; DEVICES],
     waiting: Vec<Waiting>,
     /// Addresses that must never be seen again.
     graves: Vec<Range>,

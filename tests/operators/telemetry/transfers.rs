@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
 use pinpool::host::HostConfig;
-use pinpool::{Copier, DeviceBuffer, Error};
+use pinpool::{Copier, DeviceSlice, Error};
 use tracing::Level;
 
 use super::record::{Record, clear, events, record, spans};
@@ -18,7 +18,7 @@ const BYTES: usize = 1 << 20;
 const BEGUN: [&str; 5] = ["bytes", "device", "direction", "priority", "what"];
 
 /// A bench with 1 MiB of device memory, and a copier of small chunks.
-fn rig(priority: Priority) -> (Bench, DeviceBuffer, Copier) {
+fn rig(priority: Priority) -> (Bench, DeviceSlice, Copier) {
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let memory = bench.device.alloc(BYTES).unwrap();
     let builder = Copier::builder(&bench.pool, &bench.device).threads(2).chunk(64 << 10).share(512 << 10);

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use pinpool::{Backing, Copier, Device, DeviceBuffer, Error, PinnedBuf, Request, Stream, Unpinned};
+use pinpool::{Backing, Copier, Device, DeviceSlice, Error, PinnedBuf, Request, Stream, Unpinned};
 use serde_json::{Value, json};
 
 use super::amount::amount;
@@ -137,7 +137,7 @@ pub enum Target {
 pub struct Copies {
     source: Vec<u8>,
     target: Vec<u8>,
-    memory: DeviceBuffer,
+    memory: DeviceSlice,
     bufs: Vec<PinnedBuf>,
     streams: Vec<Stream>,
     threads: usize,
@@ -148,7 +148,7 @@ pub struct Copies {
 impl Copies {
     /// The buffers share the device memory equally. `first` is the place of the first byte in the sample's sequence.
     pub fn new(
-        memory: DeviceBuffer,
+        memory: DeviceSlice,
         mut bufs: Vec<PinnedBuf>,
         streams: Vec<Stream>,
         threads: usize,

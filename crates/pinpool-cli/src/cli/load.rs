@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSource, Piece, Sink, Transfer};
-use pinpool::{Copier, Device, DeviceBuffer, DeviceSlice, Error, Pool, PoolStats, Request};
+use pinpool::{Copier, Device, DeviceSlice, Error, Pool, PoolStats, Request};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
@@ -319,7 +319,7 @@ impl LoadRun {
     }
 
     /// Uploads a file into device memory.
-    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceBuffer) -> Result<()> {
+    fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceSlice) -> Result<()> {
         let from = FileSource::new(file.clone(), source.name.clone());
         let from = from.and_then(|from| from.range(0..source.len)).map_err(|e| source.error(&e))?;
         let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;

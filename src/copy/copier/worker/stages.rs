@@ -60,7 +60,8 @@ impl Worker {
 
     /// The table of a chunk that has no segment: in a small one of its own, which returns by itself.
     fn table(&self, packed: &Packed) -> Option<PinnedBuf> {
-        let mut table = self.engine.segments.pool.try_for_copier((packed.rows * ROW).into()).ok()?;
+        let pool = &self.engine.segments.pool;
+        let mut table = pool.for_copier((packed.rows * ROW).into(), crate::pool::WaitLimit::None).ok()?;
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
         unsafe { packed.write_table(table.as_mut_ptr()) };
         Some(table)

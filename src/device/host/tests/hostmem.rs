@@ -42,7 +42,7 @@ fn ranges_of_bytes_share_pages_and_do_not_overlap() {
     // SAFETY: mapped until the end, and used by no copy.
     let register = |offset: usize, len: usize| unsafe { rig.driver.register(at(offset), len, false) };
     // SAFETY: as above.
-    let unregister = |offset: usize, len: usize| unsafe { rig.driver.unregister(at(offset), len) };
+    let unregister = |offset: usize, len: usize| unsafe { rig.driver.unpin(at(offset), len) };
     register(100, page).unwrap();
     register(100 + page, 50).unwrap();
     register(3 * page - 1, 2).unwrap();
@@ -84,9 +84,9 @@ fn a_page_stays_locked_for_its_neighbour() {
         }
         rig.driver.register(second, page, true).unwrap();
         assert_eq!(of_ours(), 3);
-        rig.driver.unregister(base, page + 10).unwrap();
+        rig.driver.unpin(base, page + 10).unwrap();
         assert_eq!(of_ours(), 2, "the page that both are on is still the other's");
-        rig.driver.unregister(second, page).unwrap();
+        rig.driver.unpin(second, page).unwrap();
         assert_eq!(of_ours(), 0);
         crate::os::unmap(base, 3 * page).unwrap();
     }

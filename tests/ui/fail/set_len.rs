@@ -4,7 +4,7 @@
 use pinpool::PinnedBuf;
 
 fn misuse(mut buf: PinnedBuf) {
-    buf.assume_written(4); //~ E0133
+    buf.set_len(4); //~ E0133
     drop(buf);
 }
 

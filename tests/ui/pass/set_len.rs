@@ -5,7 +5,7 @@ use pinpool::PinnedBuf;
 
 fn misuse(mut buf: PinnedBuf) {
     // SAFETY: only compiled.
-    unsafe { buf.assume_written(4) };
+    unsafe { buf.set_len(4) };
     drop(buf);
 }
 
