@@ -149,13 +149,13 @@ fn equal(a: &[u8], b: &[u8], threads: usize) -> bool {
 }
 
 fn file_row<'a>(name: String, copier: Copier, reading: Reading) -> Row<'a> {
-    let threads = copier.threads();
+    let threads = copier.stats().threads;
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let (file, len, memory) = bench.file.as_ref().expect("made");
         let source = FileSource::open(file.path()).expect("opens").reading(reading);
         let taken = timed(*len, || {
-            copier.upload_file(source, memory).expect("starts").wait().expect("the transfer completes");
+            copier.upload(source, memory).expect("starts").wait().expect("the transfer completes");
         });
         if !std::mem::replace(&mut checked, true) {
             // The file repeats the source.
@@ -174,7 +174,7 @@ fn file_row<'a>(name: String, copier: Copier, reading: Reading) -> Row<'a> {
 }
 
 fn slice_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.threads();
+    let threads = copier.stats().threads;
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
@@ -191,7 +191,7 @@ fn slice_row<'a>(name: String, copier: Copier) -> Row<'a> {
 }
 
 fn touched_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.threads();
+    let threads = copier.stats().threads;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
             copier.download_slice(&bench.memory[DOWN], &mut bench.target).expect("the transfer completes");
@@ -203,11 +203,15 @@ fn touched_row<'a>(name: String, copier: Copier) -> Row<'a> {
 }
 
 fn fresh_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.threads();
+    let threads = copier.stats().threads;
     let run = move |bench: &mut Bench| {
         let mut back = Vec::new();
         let taken = timed(bench.source.len(), || {
-            back = copier.download_vec(&bench.memory[DOWN]).expect("the transfer completes");
+            back = copier
+                .download(&bench.memory[DOWN], Vec::new())
+                .expect("starts")
+                .wait()
+                .expect("the transfer completes");
         });
         assert!(equal(&bench.source, &back, bench.cores), "wrong bytes");
         taken

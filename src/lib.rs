@@ -51,8 +51,8 @@
 //! | choose the memory | [`PoolBuilder::backing`], [`PoolBuilder::numa_node`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
 //! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer; [`Stream::wait_for_copy`] to order other work behind a copy |
 //! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done, [`Stream::hold_captured`] for as long as a graph that is being captured; [`host::launch`] runs functions on the host device as kernels |
-//! | move thousands of pieces by one call | [`Copier::upload_pieces`] and [`Copier::download_pieces`] for borrowed memory; [`Copier::upload_pages`] and [`Copier::download_pages`] for pinned blocks |
-//! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload_file`], [`Copier::upload_read`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the crate `pinpool-safetensors` |
+//! | move thousands of pieces by one call | [`Copier::upload_slices`] and [`Copier::download_slices`] for borrowed memory; [`Copier::upload_pages`] and [`Copier::download_pages`] for pinned blocks |
+//! | move gigabytes | [`Copier::upload_slice`], [`Copier::upload`], [`Copier::upload_read`] and the ways back: the module [`copier`] lists all; for checkpoints in the safetensors format the crate `pinpool-safetensors` |
 //! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Device::raw_memory`] for device memory |
 //! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
 //! | serve from tasks | [`Pool::checkout_async`]; the handles of copies are futures; `operations.md` (Async servers) lists the calls that block |

@@ -11,7 +11,7 @@
 //! # Pageable pieces (`--only pageable`)
 //!
 //! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where
-//! they were: `Copier::upload_pieces` and `download_pieces`, by one caller with the copier's threads, and by 4 and 8
+//! they were: `Copier::upload_slices` and `download_slices`, by one caller with the copier's threads, and by 4 and 8
 //! callers with a part of the pieces each. Beside it the figure over packing alone, by as many threads as pack for one
 //! caller.
 //!

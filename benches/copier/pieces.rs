@@ -66,10 +66,7 @@ pub fn pageable(device: &Device) {
                 std::thread::scope(|scope| {
                     for pieces in &pieces {
                         scope.spawn(|| {
-                            copier
-                                .upload_pieces(pieces)
-                                .and_then(|sent| Ok(sent.wait()?))
-                                .expect("the device works");
+                            copier.upload_slices(pieces).expect("the device works");
                         });
                     }
                 });
@@ -84,7 +81,7 @@ pub fn pageable(device: &Device) {
             let (rate, ratio) = setup.speed(false, || {
                 std::thread::scope(|scope| {
                     for targets in &mut targets {
-                        scope.spawn(|| copier.download_pieces(targets).expect("the device works"));
+                        scope.spawn(|| copier.download_slices(targets).expect("the device works"));
                     }
                 });
             });

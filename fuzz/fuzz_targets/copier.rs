@@ -10,7 +10,7 @@
 //! two of them or two pieces of one met, and where one has failed.
 //!
 //! - A transfer that ends well has moved every byte, and so has one that ends otherwise in the pieces before
-//!   [`landed_pieces`](pinpool::copier::Progress::landed_pieces). Nothing beside the pieces is written, on either side.
+//!   [`landed_to`](pinpool::copier::Progress::landed_to). Nothing beside the pieces is written, on either side.
 //! - Buffers come back in their order with their bytes, from a call that is refused too.
 //! - A call has read what it borrows when it returns: the source is overwritten then.
 //! - Without a fault of the input's there is no error.
@@ -123,11 +123,24 @@ struct Plan {
     cancelled: bool,
 }
 
+impl Plan {
+    /// How many pieces have all their bytes before this offset.
+    fn landed(&self, to: u64) -> usize {
+        let mut end = 0;
+        self.bytes
+            .iter()
+            .take_while(|bytes| {
+                end += bytes.len() as u64;
+                end <= to
+            })
+            .count()
+    }
+}
+
 /// What comes of buffers.
 type Came = Result<Vec<PinnedBuf>, SubmitError<Vec<PinnedBuf>>>;
 
 enum Flight {
-    Up(Transfer, Plan),
     UpOwned(Transfer<Vec<PinnedBuf>>, Plan),
     DownOwned(Transfer<Vec<PinnedBuf>>, Plan),
 }
@@ -346,15 +359,15 @@ impl World {
                 .collect();
             let refused = pieces.iter().any(|(bytes, place)| bytes.len() > place.len());
             self.begins(&spans);
-            let sent = self.copier.upload_pieces(&pieces);
+            let sent = self.copier.upload_slices(&pieces);
             drop(pieces);
             lent.iter_mut().for_each(|bytes| bytes.fill(0xEE));
             let bytes = sources.iter().zip(&spans).map(|(bytes, span)| known(&bytes[span.shift..])).collect();
             let plan = Plan { spans, bytes, cancelled: false };
             match sent {
-                Ok(sent) => {
+                Ok(()) => {
                     assert!(!refused, "a piece is longer than its place");
-                    self.started(Flight::Up(sent, plan), then);
+                    self.ends(&plan, usize::MAX);
                 }
                 Err(error) if refused && matches!(error, Error::Piece { .. }) => self.untouched(&plan),
                 Err(error) => {
@@ -421,7 +434,7 @@ impl World {
             let mut targets: Vec<(DeviceSlice, &mut [u8])> =
                 targets.into_iter().map(|(place, target)| (place, unsafe { &mut *target })).collect();
             let refused = targets.iter().any(|(place, target)| place.len() > target.len());
-            let said = self.copier.download_pieces(&mut targets);
+            let said = self.copier.download_slices(&mut targets);
             drop(targets);
             match said {
                 Err(Error::Piece { .. }) if refused => {
@@ -488,10 +501,6 @@ impl World {
 
     fn cancel(&mut self, at: usize) {
         match &mut self.flights[at] {
-            Flight::Up(handle, plan) => {
-                handle.cancel();
-                plan.cancelled = true;
-            }
             Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan) => {
                 handle.cancel();
                 plan.cancelled = true;
@@ -502,10 +511,6 @@ impl World {
     /// Drops a handle. The transfer goes on.
     fn detach(&mut self, at: usize) {
         match self.flights.swap_remove(at) {
-            Flight::Up(handle, plan) => {
-                drop(handle);
-                self.detached.push(plan);
-            }
             Flight::UpOwned(handle, plan) => {
                 drop(handle);
                 self.detached.push(plan);
@@ -516,13 +521,11 @@ impl World {
 
     fn wait(&mut self, at: usize) {
         match self.flights.swap_remove(at) {
-            Flight::Up(handle, plan) => {
-                // Waited for first, so that what has landed is known after an error as well.
-                let landed = self.over(&handle);
-                self.came_up(handle.wait(), plan, landed);
-            }
             Flight::UpOwned(handle, plan) => {
-                let landed = self.over(&handle);
+                // Waited for first, so that what has landed is known after an error as well.
+                let _ = handle.wait_landed(u64::MAX);
+                assert!(handle.is_over());
+                let landed = plan.landed(handle.progress().landed_to);
                 let came = handle.wait();
                 self.came_up_owned(came, plan, landed);
             }
@@ -531,13 +534,6 @@ impl World {
                 self.came_down(came, &plan);
             }
         }
-    }
-
-    /// Waits until a transfer is over: how many of its pieces have arrived.
-    fn over<T>(&self, handle: &Transfer<T>) -> usize {
-        let _ = handle.wait_pieces(usize::MAX);
-        assert!(handle.is_over());
-        handle.progress().landed_pieces
     }
 
     fn came_up<T>(&mut self, came: Result<T, SubmitError<T>>, plan: Plan, landed: usize) {
@@ -572,16 +568,9 @@ impl World {
 
     fn poll(&mut self, at: usize) {
         match self.flights.swap_remove(at) {
-            Flight::Up(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
-                Poll::Ready(came) => {
-                    let landed = handle.progress().landed_pieces;
-                    self.came_up(came, plan, landed);
-                }
-                Poll::Pending => self.flights.push(Flight::Up(handle, plan)),
-            },
             Flight::UpOwned(mut handle, plan) => match foreign::poll(|cx| Pin::new(&mut handle).poll(cx)) {
                 Poll::Ready(came) => {
-                    let landed = handle.progress().landed_pieces;
+                    let landed = plan.landed(handle.progress().landed_to);
                     self.came_up_owned(came, plan, landed);
                 }
                 Poll::Pending => self.flights.push(Flight::UpOwned(handle, plan)),
@@ -638,25 +627,17 @@ impl World {
             Op::Poll { at } => _ = nth(&self.flights, at).map(|at| self.poll(at)),
             Op::Landed { at, piece } => {
                 let Some(at) = nth(&self.flights, at) else { return };
+                let (Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan)) = &self.flights[at];
                 let piece = usize::from(piece);
-                let (there, progress) = match &self.flights[at] {
-                    Flight::Up(handle, _) => (handle.wait_pieces(piece), handle.progress()),
-                    Flight::UpOwned(handle, _) | Flight::DownOwned(handle, _) => {
-                        (handle.wait_pieces(piece), handle.progress())
-                    }
-                };
-                assert!(if there { progress.landed_pieces >= piece } else { progress.over }, "{progress:?}");
+                let offset = plan.bytes.iter().take(piece).map(|bytes| bytes.len() as u64).sum();
+                let (there, progress) = (handle.wait_landed(offset), handle.progress());
+                assert!(if there { progress.landed_to >= offset } else { progress.over }, "{progress:?}");
             }
             Op::Order { at } => {
                 let Some(at) = nth(&self.flights, at) else { return };
-                let (said, cancelled) = match &self.flights[at] {
-                    Flight::Up(handle, plan) => (handle.order(&self.stream), plan.cancelled),
-                    Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan) => {
-                        (handle.order(&self.stream), plan.cancelled)
-                    }
-                };
-                if let Err(error) = said {
-                    self.failed(&error, cancelled);
+                let (Flight::UpOwned(handle, plan) | Flight::DownOwned(handle, plan)) = &self.flights[at];
+                if let Err(error) = handle.order(&self.stream) {
+                    self.failed(&error, plan.cancelled);
                 }
             }
             Op::Cancel { at } => _ = nth(&self.flights, at).map(|at| self.cancel(at)),

@@ -36,7 +36,7 @@ use crate::stream::hold::{Resource, Retain};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
-    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; a `StreamBuf` becomes a `PinnedBuf` by `wait`; borrowed and plain memory is copied by `Stream::upload_blocking`, `Copier::upload_slice` and `Copier::upload_pieces`"
+    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; a `StreamBuf` becomes a `PinnedBuf` by `wait`; borrowed and plain memory is copied by `Stream::upload_blocking`, `Copier::upload_slice` and `Copier::upload_slices`"
 )]
 pub trait Lend: Sized + Send + Sync + Unpin {
     /// What is handed to the timeline.

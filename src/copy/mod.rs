@@ -36,19 +36,6 @@ const NOT_YET: u64 = u64::MAX;
 
 /// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of
 /// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
-///
-/// ```
-/// # use pinpool::{Device, DeviceRange, Pool, Stream, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
-/// fn zero(pool: &Pool, stream: &Stream, len: usize, memory: impl DeviceRange) -> pinpool::Result<()> {
-///     stream.upload(pool.checkout_zeroed(len)?, memory)?.wait().map(drop)
-/// }
-/// zero(&pool, &stream, 4096, &memory)?;
-/// zero(&pool, &stream, 16, memory.slice(32..48))?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
@@ -125,17 +112,6 @@ impl<T: places::Sealed> Places for T {}
 
 /// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
 /// written to. Sealed.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
-/// let host_ready = stream.download(&memory, pool.checkout(4096)?)?.wait()?;
-/// let stream_ready = stream.download(&memory, pool.checkout_on(&stream, 4096)?)?.wait()?;
-/// assert_eq!((host_ready.len(), stream_ready.len()), (4096, 4096)); // both are a `PinnedBuf` now
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",

@@ -71,10 +71,7 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
     /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
     #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
-        let (device, address, len) = match Self::looked_at(&slice) {
-            Ok(found) => found,
-            Err(error) => return Err(SubmitError::refused(error, slice)),
-        };
+        let ((device, address, len), slice) = SubmitError::unless(Self::looked_at(&slice), slice)?;
         let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
         let owner = Owner { slice: Some(slice), back: back.clone() };
         // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code could use

@@ -1,6 +1,7 @@
 //! Many pieces by a copier, on every device: each byte in its place, borrowed or owned, and what is refused.
 
 use pinpool::Copier;
+use pinpool::copier::CopyRange;
 
 use super::waiting::block_on_with;
 use super::*;
@@ -70,9 +71,7 @@ pub(super) fn pieces(on: &Subject) {
         pieces.push((&[], other.slice(..1).unwrap()));
         pieces.push((&sources[0], other.slice(5..5 + sources[0].len()).unwrap()));
         on.stream().upload_blocking(&[9; 1 << 20], &memory).unwrap();
-        let sent = copier.upload_pieces(&pieces).unwrap();
-        assert_eq!(sent.progress().total, pieces.iter().map(|(bytes, _)| bytes.len() as u64).sum::<u64>());
-        sent.wait().unwrap();
+        copier.upload_slices(&pieces).unwrap();
         let mut all = vec![9; 1 << 20];
         for (source, (at, len)) in sources.iter().zip(&ranges) {
             all[*at..at + len].copy_from_slice(source);
@@ -83,43 +82,49 @@ pub(super) fn pieces(on: &Subject) {
         let mut back: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len]).collect();
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             back.iter_mut().zip(&ranges).map(|(bytes, range)| (target(*range), &mut bytes[..])).collect();
-        copier.download_pieces(&mut targets).unwrap();
+        copier.download_slices(&mut targets).unwrap();
         assert!(back == sources);
-        // Dropped, awaited, asked. The dropped one may still be on its way, and such calls are not ordered: to memory of
-        // its own.
+        // Owned bytes to the same places: dropped, awaited, asked. The dropped one may still be on its way, and transfers
+        // are not ordered: to memory of its own.
         let elsewhere = on.alloc(1 << 20);
-        let apart: Vec<(&[u8], DeviceSlice)> = sources
-            .iter()
-            .zip(&ranges)
-            .map(|(bytes, (at, len))| (&bytes[..], elsewhere.slice(*at..at + len).unwrap()))
-            .collect();
-        drop(copier.upload_pieces(&apart).unwrap());
-        block_on_with(|| pump(on, &copier), copier.upload_pieces(&pieces).unwrap()).unwrap();
-        let sent = copier.upload_pieces(&pieces[..20]).unwrap();
+        let all = sources.concat();
+        let places = |memory: &DeviceBuffer| {
+            let mut from = 0;
+            let place = |(at, len): &(usize, usize)| {
+                let range = CopyRange::new(from as u64, memory.slice(*at..at + len).unwrap());
+                from += len;
+                range
+            };
+            ranges.iter().map(place).collect::<Vec<_>>()
+        };
+        drop(copier.upload(all.clone(), places(&elsewhere)).unwrap());
+        block_on_with(|| pump(on, &copier), copier.upload(all.clone(), places(&memory)).unwrap()).unwrap();
+        let sent = copier.upload(all.clone(), places(&memory)).unwrap();
+        assert_eq!(sent.progress().total, all.len() as u64);
         while !sent.is_over() {
             pump(on, &copier);
         }
-        assert_eq!(sent.progress().landed_pieces, 20);
+        assert_eq!(sent.progress().landed_to, all.len() as u64);
         drop(sent);
         // After a stream's work, and before it.
         let stream = on.stream();
         drop(stream.upload(filled(pool, &[5; 1000]), memory.slice(..1000)).unwrap());
         copier.wait_for(&stream).unwrap();
-        let sent = copier.upload_pieces(&[(&[6; 1000], memory.slice(..1000).unwrap())]).unwrap();
+        let sent = copier.upload(vec![6; 1000], memory.slice(..1000)).unwrap();
         sent.order(&stream).unwrap();
         let back = stream.download(memory.slice(..1000), pool.checkout(1000).unwrap()).unwrap();
         assert!(*back.wait().unwrap() == [6; 1000]);
         drop(sent);
         // Refused, and nothing was copied.
-        let error = copier.upload_pieces(&[(&sources[0], other.slice(..3).unwrap())]).unwrap_err();
+        let error = copier.upload_slices(&[(&sources[0], other.slice(..3).unwrap())]).unwrap_err();
         assert!(matches!(at_fault(&error, 0), Error::TooSmall { have: 3, .. }), "{error}");
-        let error = copier.download_pieces(&mut [(target((0, 8)), &mut [0; 7][..])]).unwrap_err();
+        let error = copier.download_slices(&mut [(target((0, 8)), &mut [0; 7][..])]).unwrap_err();
         assert_eq!(error.to_string(), "piece 0 (8 bytes of device memory): 8 bytes do not fit into 7");
         if let Some(wrong) = &on.other {
             let wrong = DeviceSlice::from(&wrong.alloc(10).unwrap());
-            let error = copier.upload_pieces(&[(&[1; 10], wrong.clone())]).unwrap_err();
+            let error = copier.upload_slices(&[(&[1; 10], wrong.clone())]).unwrap_err();
             assert!(matches!(at_fault(&error, 0), Error::Mismatch { .. }), "{error}");
-            let error = copier.download_pieces(&mut [(wrong, &mut [0; 10][..])]).unwrap_err();
+            let error = copier.download_slices(&mut [(wrong, &mut [0; 10][..])]).unwrap_err();
             assert!(matches!(at_fault(&error, 0), Error::Mismatch { .. }), "{error}");
         }
         assert!(read(on, pool, &other)[5..5 + sources[0].len()] == sources[0]);

@@ -6,6 +6,7 @@
 use std::future::Future as _;
 use std::time::{Duration, Instant};
 
+use pinpool::copier::CopyRange;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
     Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned,
@@ -26,7 +27,7 @@ struct Setup {
 
 impl Setup {
     fn up(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<()> {
-        Ok(self.copier.upload_pieces(pieces)?.wait()?)
+        self.copier.upload_slices(pieces)
     }
 }
 
@@ -71,7 +72,7 @@ impl Pieces {
         let mut back: Vec<Vec<u8>> = self.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             self.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-        s.copier.download_pieces(&mut targets).unwrap();
+        s.copier.download_slices(&mut targets).unwrap();
         for (i, (there, here)) in back.iter().zip(&self.sources).enumerate() {
             assert!(there == here, "piece {i} of {} bytes", here.len());
         }
@@ -118,7 +119,7 @@ fn every_byte_is_in_its_place() {
             ] {
                 s.up(&pieces.all()).unwrap();
                 pieces.come_back(&s);
-                drop(s.copier.upload_pieces(&pieces.all()[..pieces.places.len() / 2]).unwrap());
+                s.copier.upload_slices(&pieces.all()[..pieces.places.len() / 2]).unwrap();
             }
             all_back(&s);
         }
@@ -145,7 +146,7 @@ fn callers_share_the_threads() {
                 for _ in 0..3 {
                     s.up(&pieces.all()).unwrap();
                     pieces.come_back(s);
-                    assert_eq!(threads(), THREADS);
+                    assert_eq!(threads(), THREADS + 1);
                 }
             });
         }
@@ -426,9 +427,7 @@ fn empty_pieces_wait_for_nothing() {
     let (send, receive) = std::sync::mpsc::channel();
     let copier = s.copier.clone();
     std::thread::spawn(move || {
-        let up = copier
-            .upload_pieces(&[(&[], place.clone()), (&[], place.clone())])
-            .and_then(|sent| Ok(sent.wait()?));
+        let up = copier.upload_slices(&[(&[], place.clone()), (&[], place.clone())]);
         send.send(up).unwrap();
     });
     assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
@@ -510,12 +509,12 @@ fn a_refused_piece_is_named() {
         assert!(matches!(**cause, Error::TooSmall { need, have } if (need, have) == (want, room)), "{error}");
     };
     let up: Vec<(&[u8], DeviceSlice)> = (0..1000).map(|i| (&[7; 100][..], pick(i, 777))).collect();
-    small(s.copier.upload_pieces(&up).unwrap_err(), 777, 99, (100, 99));
+    small(s.copier.upload_slices(&up).unwrap_err(), 777, 99, (100, 99));
     let targets = vec![[0_u8; 100]; 1000];
     let cut = |(i, to): (usize, &'static mut [u8])| (place(i), if i == 778 { &mut to[..98] } else { to });
     let targets: &'static mut [[u8; 100]] = targets.leak();
     let mut down: Vec<_> = targets.iter_mut().map(|to| &mut to[..]).enumerate().map(cut).collect();
-    small(s.copier.download_pieces(&mut down).unwrap_err(), 778, 100, (100, 98));
+    small(s.copier.download_slices(&mut down).unwrap_err(), 778, 100, (100, 98));
     let full = |len: usize| {
         let mut buf = s.pool.checkout(len).unwrap();
         buf.try_resize(len, 7).unwrap();
@@ -641,7 +640,7 @@ fn a_copy_of_pieces_fails() {
                     if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
                 assert_eq!(class, due, "{failure:?}");
                 s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-                drop(s.copier.upload_pieces(&pieces.all()));
+                s.up(&pieces.all()).unwrap_err();
                 all_back(&s);
                 s.node.clear_faults();
                 s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
@@ -649,7 +648,7 @@ fn a_copy_of_pieces_fails() {
                     pieces.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
                 let mut targets: Vec<(DeviceSlice, &mut [u8])> =
                     pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-                s.copier.download_pieces(&mut targets).unwrap_err();
+                s.copier.download_slices(&mut targets).unwrap_err();
                 assert_eq!(s.node.clear_faults(), 0);
                 s.up(&pieces.all()).unwrap();
                 pieces.come_back(&s);
@@ -677,7 +676,7 @@ fn a_device_dies_under_pieces() {
                 let mut back: Vec<Vec<u8>> = pieces.sources.iter().map(|b| vec![0; b.len()]).collect();
                 let mut targets: Vec<(DeviceSlice, &mut [u8])> =
                     pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-                s.up(&pieces.all()).and_then(|()| s.copier.download_pieces(&mut targets)).err()
+                s.up(&pieces.all()).and_then(|()| s.copier.download_slices(&mut targets)).err()
             });
             let error = ended.unwrap();
             assert!(error.is_device_lost(), "{error}");
@@ -697,7 +696,7 @@ fn a_waker_that_waits_is_refused() {
     impl std::task::Wake for Waits {
         fn wake(self: std::sync::Arc<Self>) {
             let mut bytes = vec![0; self.memory.len()];
-            let result = self.copier.download_pieces(&mut [((&self.memory).into(), &mut bytes[..])]);
+            let result = self.copier.download_slices(&mut [((&self.memory).into(), &mut bytes[..])]);
             let _ = self.told.send(result);
         }
     }
@@ -809,7 +808,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
         std::thread::spawn(move || {
             let pieces: Vec<(&[u8], DeviceSlice)> =
                 bufs.iter().map(|(buf, place)| (&buf[..], place.clone())).collect();
-            send.send(copier.upload_pieces(&pieces).and_then(|sent| Ok(sent.wait()?))).unwrap();
+            send.send(copier.upload_slices(&pieces)).unwrap();
         });
         let done = receive.recv_timeout(HANG);
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -840,8 +839,8 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
     let (first, last) = (bytes(1, LEN), bytes(2, LEN));
     // They overlap on the device, so they never share a batch.
     let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
-    let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
-    let sent = s.copier.upload_pieces(&pieces).unwrap();
+    let ranges = vec![CopyRange::new(0, places[0].clone()), CopyRange::new(LEN as u64, places[1].clone())];
+    let sent = s.copier.upload([&first[..], &last[..]].concat(), ranges).unwrap();
     assert!(!sent.is_over(), "nothing has been copied yet");
     let since = Instant::now();
     while !sent.is_over() {
@@ -973,7 +972,7 @@ fn a_busy_pool_is_sound() {
             while busy() {
                 let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
                 let (buf, place) = sent.remove(0);
-                s.copier.upload_pieces(&[(&buf, place)]).unwrap().wait().unwrap();
+                s.copier.upload_slices(&[(&buf, place)]).unwrap();
             }
         });
         scope.spawn(|| {

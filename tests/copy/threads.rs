@@ -7,7 +7,8 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Fill, Piece, Priority, Sink, Source, Transfer};
+use crate::support::downloaded;
+use pinpool::copier::{CopyRange, Fill, Priority, Sink, Source, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Error, Pool, Stream, Unpinned};
 
@@ -340,7 +341,7 @@ fn sources_and_sinks_wait_for_another_transfer() {
                 there.store(true, Ordering::Relaxed);
                 up.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
                 down.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-                assert!(s.copier.download_vec(s.memory.slice(..512 << 10).unwrap()).unwrap() == slice);
+                assert!(downloaded(&s.copier, s.memory.slice(..512 << 10).unwrap()) == slice);
             }
             s.all_back();
         });
@@ -353,8 +354,8 @@ fn a_failed_source_leaves_nothing_in_use() {
     let s = setup(HostConfig::new(), |copier| copier.threads(1));
     for _ in 0..20 {
         let fails = Calls(|| Err(std::io::Error::other("no more")));
-        let one = vec![Piece { at: 0, device: s.range(0) }];
-        let said = s.copier.upload_ranges(fails, one).unwrap().wait();
+        let one = vec![CopyRange { at: 0, device: s.range(0) }];
+        let said = s.copier.upload(fails, one).unwrap().wait();
         let Err(failed) = said else { panic!("it fails") };
         assert!(matches!(failed.error, Error::Read { .. }), "{}", failed.error);
         assert_eq!(in_use(&s.pool), 0);

@@ -142,7 +142,7 @@ fn a_thing_of_another_device_is_named_with_both_devices() {
         here.copy(&far, &near).unwrap_err(),
         here.upload_blocking(&[1; LEN], &far).unwrap_err(),
         copier.upload_slice(&[1; LEN], &far).unwrap_err(),
-        copier.upload_pieces(&[(&[1; LEN][..], far.slice(..).unwrap())]).map(drop).unwrap_err(),
+        copier.upload_slices(&[(&[1; LEN][..], far.slice(..).unwrap())]).unwrap_err(),
     ];
     for error in of_memory {
         says(error.clone(), &["device memory of host:1", "with host:0"]);

@@ -791,7 +791,7 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     is::<(DeviceSlice, DeviceSlice)>();
     is::<(Checkout, Checkout<Vec<PinnedBuf>>)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
-    is::<(Transfer, Transfer<Vec<PinnedBuf>>, Canceller)>();
+    is::<(Transfer<Vec<u8>>, Transfer<Vec<PinnedBuf>>, Canceller)>();
     is::<(FileSource, FileSink)>();
     is::<pinpool::telemetry::Sampler>();
 }

@@ -4,6 +4,7 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "the doubles call a driver")]
 
+use crate::support::downloaded;
 use pinpool::copier::{FileSink, FileSource, Priority, Reading};
 use pinpool::{Copier, Device, Error, Pool, Unpinned};
 
@@ -37,7 +38,7 @@ fn what_goes_there_comes_back() {
         let memory = device.alloc(LEN).unwrap();
         let sent = pattern(LEN, 1);
         copier.upload_slice(&sent, &memory).unwrap();
-        assert!(copier.download_vec(&memory).unwrap() == sent);
+        assert!(downloaded(&copier, &memory) == sent);
         let first = copier.with_priority(Priority::Foreground);
         first.upload_slice(&sent[..100_000], memory.slice(7..)).unwrap();
         let mut back = vec![0; 100_000];
@@ -46,7 +47,7 @@ fn what_goes_there_comes_back() {
         let mut buf = pool.checkout(1 << 20).unwrap();
         buf.extend_from_slice(&sent[..1 << 20]);
         copier.upload_pages(vec![(buf, memory.slice(..1 << 20).unwrap())]).unwrap().wait().unwrap();
-        assert!(copier.download_vec(memory.slice(..1 << 20)).unwrap() == sent[..1 << 20]);
+        assert!(downloaded(&copier, memory.slice(..1 << 20)) == sent[..1 << 20]);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
         copier.upload(sent.clone(), &memory).unwrap().wait().unwrap();
@@ -79,18 +80,18 @@ fn many_threads_both_ways_at_once() {
                             assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled { .. })), "{outcome:?}");
                         } else if round % 2 == 0 {
                             load.wait().unwrap();
-                            assert!(copier.download_vec(&memory).unwrap() == sent);
+                            assert!(downloaded(&copier, &memory) == sent);
                         } else {
                             load.wait().unwrap();
                             let mut back = vec![0; 1 << 20];
                             copier.download_slice(&memory, &mut back).unwrap();
                             assert!(back == sent);
                         }
-                        assert!(first.download_vec(&token).unwrap() == sent[..1000]);
+                        assert!(downloaded(&first, &token) == sent[..1000]);
                         let mut own = pool.checkout(1000).unwrap();
                         own.extend_from_slice(&sent[1000..2000]);
                         stream.upload(own, &token).unwrap().wait().unwrap();
-                        assert!(first.download_vec(&token).unwrap() == sent[1000..2000]);
+                        assert!(downloaded(&first, &token) == sent[1000..2000]);
                     }
                 });
             }
@@ -115,8 +116,8 @@ fn files_are_copied_from_the_page_cache_in_every_way() {
                 let source = FileSource::open(file.path()).unwrap().reading(reading);
                 let source = source.range(range.start as u64..range.end as u64).unwrap();
                 copier.upload_slice(&vec![0; LEN], &memory).unwrap();
-                copier.upload_file(source, &memory).unwrap().wait().unwrap();
-                let back = copier.download_vec(memory.slice(..range.len())).unwrap();
+                copier.upload(source, &memory).unwrap().wait().unwrap();
+                let back = downloaded(&copier, memory.slice(..range.len()));
                 assert!(back == sent[range], "{reading:?}");
             }
         }
@@ -141,7 +142,7 @@ fn whatever_call_fails_a_load_is_right_or_an_error_and_leaves_nothing() {
             std::fs::write(file.path(), &sent).unwrap();
             let load = || {
                 let source = FileSource::open(file.path()).unwrap();
-                let loaded = copier.upload_file(source, &memory).unwrap().wait();
+                let loaded = copier.upload(source, &memory).unwrap().wait();
                 loaded.map(drop).map_err(|failed| failed.error)
             };
             let mut failed = 0;
@@ -152,7 +153,7 @@ fn whatever_call_fails_a_load_is_right_or_an_error_and_leaves_nothing() {
                     let loaded = load();
                     stand_in.calm();
                     match loaded {
-                        Ok(()) => assert!(copier.download_vec(&memory).unwrap() == sent, "{call} {nth}"),
+                        Ok(()) => assert!(downloaded(&copier, &memory) == sent, "{call} {nth}"),
                         Err(Error::Transfer { .. }) => failed += 1,
                         Err(other) => panic!("{call} {nth}: {other}"),
                     }
@@ -161,7 +162,7 @@ fn whatever_call_fails_a_load_is_right_or_an_error_and_leaves_nothing() {
             }
             assert!(failed > 0, "copies that are refused are errors");
             load().unwrap();
-            assert!(copier.download_vec(&memory).unwrap() == sent);
+            assert!(downloaded(&copier, &memory) == sent);
             all_is_back(&device, &pool);
         },
     );
@@ -177,7 +178,7 @@ fn loads_aborted_anywhere_leave_nothing() {
         std::fs::write(file.path(), &sent).unwrap();
         for round in 0..40 {
             let source = FileSource::open(file.path()).unwrap();
-            let load = copier.upload_file(source, &memory).unwrap();
+            let load = copier.upload(source, &memory).unwrap();
             while load.progress().done < round * LEN as u64 / 40 && !load.is_over() {
                 std::thread::yield_now();
             }
@@ -193,7 +194,7 @@ fn loads_aborted_anywhere_leave_nothing() {
         }
         all_is_back(&device, &pool);
         copier.upload_slice(&sent, &memory).unwrap();
-        assert!(copier.download_vec(&memory).unwrap() == sent);
+        assert!(downloaded(&copier, &memory) == sent);
     });
 }
 
@@ -209,7 +210,7 @@ fn a_file_that_becomes_shorter_is_an_error_and_no_death() {
             let file = tempfile::NamedTempFile::new().unwrap();
             std::fs::write(file.path(), &sent).unwrap();
             let source = FileSource::open(file.path()).unwrap();
-            let load = copier.upload_file(source, &memory).unwrap();
+            let load = copier.upload(source, &memory).unwrap();
             while load.progress().done < round * len as u64 / 50 && !load.is_over() {
                 std::hint::spin_loop();
             }
@@ -225,7 +226,7 @@ fn a_file_that_becomes_shorter_is_an_error_and_no_death() {
                 Err(other) => panic!("{other}"),
             }
             if right > 0 {
-                assert!(copier.download_vec(memory.slice(..right)).unwrap() == sent[..right], "{round}");
+                assert!(downloaded(&copier, memory.slice(..right)) == sent[..right], "{round}");
             }
         }
         println!("{cut} of 40 were cut off; {:?}", copier.stats());

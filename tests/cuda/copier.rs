@@ -103,7 +103,7 @@ impl Bench {
         let sources: Vec<Vec<u8>> = places.iter().map(|(_, len)| random.bytes(*len)).collect();
         let pieces: Vec<(&[u8], DeviceSlice)> =
             sources.iter().zip(places).map(|(bytes, place)| (&bytes[..], self.slice(*place))).collect();
-        self.copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+        self.copier.upload_slices(&pieces).unwrap();
         for (bytes, (at, len)) in sources.iter().zip(places) {
             self.model[*at..at + len].copy_from_slice(bytes);
         }
@@ -111,7 +111,7 @@ impl Bench {
         let mut back: Vec<Vec<u8>> = places.iter().map(|(_, len)| vec![0x11; len + 3]).collect();
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             places.iter().zip(&mut back).map(|(place, bytes)| (self.slice(*place), &mut bytes[..])).collect();
-        self.copier.download_pieces(&mut targets).unwrap();
+        self.copier.download_slices(&mut targets).unwrap();
         for (n, (there, here)) in back.iter().zip(&sources).enumerate() {
             assert!(
                 there[..here.len()] == here[..],
@@ -141,8 +141,7 @@ impl Bench {
             })
             .collect();
         let sent = self.copier.upload_pages(filled).unwrap();
-        assert!(sent.wait_pieces(blocks.len()), "{case}: the pieces of such a call are its blocks");
-        assert_eq!(sent.progress().landed_pieces, blocks.len(), "{case}");
+        assert!(sent.wait_landed(sent.progress().total), "{case}");
         let came = sent.wait().unwrap();
         assert_eq!(came.len(), blocks.len());
         let expected: Vec<Vec<u8>> = came.iter().map(|buf| buf.to_vec()).collect();
@@ -256,14 +255,14 @@ fn callers_share_a_copier() {
                         let place = |n: usize| b.slice((caller * part + n * 4999, 4096));
                         let pieces: Vec<(&[u8], DeviceSlice)> =
                             sources.iter().enumerate().map(|(n, bytes)| (&bytes[..], place(n))).collect();
-                        b.copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+                        b.copier.upload_slices(&pieces).unwrap();
                         let mut back = vec![vec![0; 4096]; sources.len()];
                         let mut targets: Vec<(DeviceSlice, &mut [u8])> = back
                             .iter_mut()
                             .enumerate()
                             .map(|(n, bytes)| (place(n), &mut bytes[..]))
                             .collect();
-                        b.copier.download_pieces(&mut targets).unwrap();
+                        b.copier.download_slices(&mut targets).unwrap();
                         assert!(back == sources, "caller {caller}");
                     }
                 });

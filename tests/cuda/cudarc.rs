@@ -872,7 +872,7 @@ fn slices_are_lent_to_a_copier_and_come_back() {
             let taken: Vec<_> = (0..5).map(take).collect();
             let pieces: Vec<_> =
                 taken.iter().map(|(slice, sent)| (&sent[..], slice.memory().clone())).collect();
-            copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+            copier.upload_slices(&pieces).unwrap();
             drop(pieces);
             for (slice, sent) in taken {
                 let slice = slice.into_inner().unwrap();

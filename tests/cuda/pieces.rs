@@ -39,7 +39,7 @@ fn pieces_of_one_call_go_in_batches() {
                 if packed {
                     let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
                     let pieces: Vec<_> = (0..COUNT).map(|i| (&all[i][..], place(i))).collect();
-                    return Ok(copier.upload_pieces(&pieces)?.wait()?);
+                    return copier.upload_slices(&pieces);
                 }
                 let blocks = (0..COUNT).map(|i| (filled(&from, &bytes(i, LEN)), place(i)));
                 drop(copier.upload_pages(blocks.collect()).unwrap().wait()?);
@@ -67,7 +67,7 @@ fn pieces_of_one_call_go_in_batches() {
                 if packed {
                     let mut targets: Vec<_> =
                         came.iter_mut().enumerate().map(|(i, to)| (place(i), &mut to[..])).collect();
-                    copier.download_pieces(&mut targets).unwrap();
+                    copier.download_slices(&mut targets).unwrap();
                 } else {
                     let landings = (0..COUNT).map(|i| (place(i), from.checkout(LEN).unwrap()));
                     let bufs = copier.download_pages(landings.collect()).unwrap().wait().unwrap();
@@ -97,7 +97,7 @@ fn one_thread_at_a_time_submits_a_batch() {
         let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
         let pieces: Vec<_> = all.iter().enumerate().map(|(i, piece)| (&piece[..], place(i))).collect();
         for _ in 0..8 {
-            copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+            copier.upload_slices(&pieces).unwrap();
         }
         if let Some(d) = &gpu.stand_in {
             assert!(calls(d, "cuMemcpyBatchAsync") > 8);

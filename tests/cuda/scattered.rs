@@ -44,7 +44,7 @@ fn place(memory: &DeviceSlice, i: usize) -> DeviceSlice {
 fn upload(copier: &Copier, memory: &DeviceSlice, count: usize) -> Result<(), Error> {
     let sources: Vec<_> = (0..count).map(|i| bytes(i, len(i))).collect();
     let pieces: Vec<_> = (0..).zip(&sources).map(|(i, bytes)| (&bytes[..], place(memory, i))).collect();
-    copier.upload_pieces(&pieces)?.wait().map_err(|refused| refused.error)
+    copier.upload_slices(&pieces)
 }
 
 /// Starts an upload of each piece by itself.

@@ -98,11 +98,11 @@ fn every_way(d: &StandIn, device: &Device, same: bool) {
     // Staged pieces, with a ring and without, and plain copies.
     for copier in [copier, Copier::builder(&pool, device).build().unwrap()] {
         let pieces: Vec<(&[u8], DeviceSlice)> = sent[1].chunks(LEN).zip(places(0)).collect();
-        copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+        copier.upload_slices(&pieces).unwrap();
         let mut back = vec![0; COUNT * LEN];
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             places(0).into_iter().zip(back.chunks_mut(LEN)).collect();
-        copier.download_pieces(&mut targets).unwrap();
+        copier.download_slices(&mut targets).unwrap();
         assert!(back == sent[1]);
     }
     round_trip(&pool, device);

@@ -204,7 +204,7 @@ impl Busy {
             });
         }
         let (bulk, memory) = (self.bulk.clone(), memory.clone());
-        on_thread(move || bulk.upload_pieces(&[(&[2; 500], memory.slice(2000..2500)?)]).map(drop));
+        on_thread(move || bulk.upload_slices(&[(&[2; 500], memory.slice(2000..2500)?)]));
         let (bulk, memory) = (self.bulk.clone(), self.memory.clone());
         on_thread(move || bulk.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
     }

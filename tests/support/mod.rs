@@ -31,6 +31,11 @@ pub fn in_use(pool: &pinpool::Pool) -> usize {
     stats.checked_out_bytes + stats.in_flight_bytes
 }
 
+/// What device memory holds, by a copier.
+pub fn downloaded(copier: &pinpool::Copier, from: impl pinpool::copier::CopyRanges) -> Vec<u8> {
+    copier.download(from, Vec::new()).unwrap().wait().unwrap()
+}
+
 /// Bytes that depend on their place and on the seed. They are copied from a table: a test makes many, unoptimised.
 pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
     // No length of a page or a chunk is a multiple of it: bytes that land one of these off differ.

@@ -32,6 +32,7 @@ mod blocks;
 mod status;
 
 use std::ffi::{CStr, c_char, c_void};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -132,19 +133,19 @@ pub unsafe extern "C" fn pinpool_open(
     pool: *mut *mut pinpool_pool,
 ) -> pinpool_status {
     status(|| {
-        given(pool, "pinpool_open: the place for the pool is null")?;
-        // SAFETY: the caller's, and not null.
-        unsafe { pool.write(std::ptr::null_mut()) };
+        // SAFETY: the caller's promise.
+        let pool = unsafe { given(pool, "pinpool_open: the place for the pool is null") }?;
+        pool.write(std::ptr::null_mut());
         // SAFETY: all fields are numbers and pointers, which may be zero.
-        let mut known_options: pinpool_options = unsafe { std::mem::zeroed() };
+        let mut set: pinpool_options = unsafe { std::mem::zeroed() };
         if !options.is_null() {
             // SAFETY: the caller promises as many bytes as their size says, of which both sides know these.
             unsafe {
                 let size = size_of_known(options, "options: set .size to sizeof(pinpool_options)")?;
-                (&raw mut known_options).cast::<u8>().copy_from_nonoverlapping(options.cast(), size);
+                (&raw mut set).cast::<u8>().copy_from_nonoverlapping(options.cast(), size);
             }
         }
-        let options = known_options;
+        let options = set;
         // SAFETY: the texts are the caller's, which live during the call.
         let (names, name) =
             unsafe { (text(options.device, "device")?.unwrap_or("auto"), text(options.name, "name")?) };
@@ -157,12 +158,12 @@ pub unsafe extern "C" fn pinpool_open(
         if options.initial > 0 {
             builder = builder.initial(bytes(options.initial)?);
         }
+        if options.thread_cache > 0 {
+            builder = builder.thread_cache(bytes(options.thread_cache)?);
+        }
         if options.largest > 0 {
             let segment = Request::new(bytes(options.largest)?).segment_bytes()?;
             builder = builder.extent(segment).region(segment);
-        }
-        if options.thread_cache > 0 {
-            builder = builder.thread_cache(bytes(options.thread_cache)?);
         }
         if options.allow_unpinned != 0 {
             builder = builder.unpinned(Unpinned::Allow);
@@ -177,8 +178,7 @@ pub unsafe extern "C" fn pinpool_open(
             builder = builder.name(name);
         }
         let opened = Box::new(pinpool_pool { pool: builder.build()?, devices, blocks: Blocks::default() });
-        // SAFETY: as above.
-        unsafe { pool.write(Box::into_raw(opened)) };
+        pool.write(Box::into_raw(opened));
         Ok(())
     })
 }
@@ -227,15 +227,12 @@ pub unsafe extern "C" fn pinpool_alloc(
     block: *mut *mut c_void,
 ) -> pinpool_status {
     status(|| {
-        given(block, "pinpool_alloc: the place for the block is null")?;
-        // SAFETY: the caller's, and not null.
-        unsafe { block.write(std::ptr::null_mut()) };
+        // SAFETY: the caller's promise.
+        let block = unsafe { given(block, "pinpool_alloc: the place for the block is null") }?;
+        block.write(std::ptr::null_mut());
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
-        let mut request = Request::new(bytes.max(1));
-        if align > 0 {
-            request = request.align(align);
-        }
+        let request = Request::new(bytes.max(1)).align(if align > 0 { align } else { 64 });
         let mut buf = match timeout_ms {
             0 => opened.pool.try_checkout(request),
             u64::MAX => opened.pool.checkout(request),
@@ -243,8 +240,7 @@ pub unsafe extern "C" fn pinpool_alloc(
         }?;
         let start = buf.as_mut_ptr();
         opened.blocks.enter(start.addr(), Block { buf: Arc::new(buf), len: bytes });
-        // SAFETY: as above.
-        unsafe { block.write(start.cast()) };
+        block.write(start.cast());
         Ok(())
     })
 }
@@ -307,22 +303,16 @@ pub unsafe extern "C" fn pinpool_hold_on(
         let (opened, device) = unsafe { (known(pool)?, text(device, "device")?) };
         let buf = opened.blocks.with(address.addr(), |_, block| block.buf.clone())?;
         let is_it = |opened: &Device| device.is_none_or(|name| opened.name() == name);
-        let index = opened.devices.iter().position(is_it);
-        let index = index.ok_or_else(|| Fault::argument("the device is none of those of the pool"))?;
-        let adopt = || {
-            // SAFETY: the caller's promise.
-            unsafe { adopt(&opened.devices[index], stream) }
-        };
+        let none = || Fault::argument("the device is none of those of the pool");
+        let index = opened.devices.iter().position(is_it).ok_or_else(none)?;
+        // SAFETY: the caller's promise.
+        let adopt = || unsafe { adopt(&opened.devices[index], stream) };
         // Under a handle that is known this may be another stream than it was. The holds on the former are over, as the
         // caller promises, and the event of this one is recorded on what has the handle.
         let stream = opened.blocks.stream(index, stream.addr(), adopt)?;
         match stream.hold_patiently(buf) {
-            Ok(held) => {
-                if opened.blocks.held() {
-                    // A look at the stream. What it says of this hold makes no difference.
-                    let _ = held.is_done();
-                }
-            }
+            // With a look at the stream now and then. What it says of this hold makes no difference.
+            Ok(held) => _ = opened.blocks.held().then(|| held.is_done()),
             Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(buf), .. }) => {
                 stream.hold_captured(buf).map_err(|refused| refused.error)?;
                 opened.blocks.held();
@@ -368,15 +358,11 @@ pub unsafe extern "C" fn pinpool_find(
         // SAFETY: the caller promises a pool.
         let blocks = &unsafe { known(pool) }?.blocks;
         let (at, len) = blocks.with(address.addr(), |start, block| (start, block.len))?;
-        // SAFETY: null or the caller's. The block's start has the provenance of the address inside it.
-        unsafe {
-            if !start.is_null() {
-                start.write(address.cast_mut().with_addr(at));
-            }
-            if !bytes.is_null() {
-                bytes.write(len);
-            }
-        }
+        // SAFETY: null or the caller's.
+        let (start, bytes) = unsafe { (given(start, ""), given(bytes, "")) };
+        // The block's start has the provenance of the address inside it.
+        start.into_iter().for_each(|start| _ = start.write(address.cast_mut().with_addr(at)));
+        bytes.into_iter().for_each(|bytes| _ = bytes.write(len));
         Ok(())
     })
 }
@@ -394,14 +380,14 @@ pub unsafe extern "C" fn pinpool_is_idle(
     idle: *mut u32,
 ) -> pinpool_status {
     status(|| {
-        given(idle, "pinpool_is_idle: the place for the answer is null")?;
+        // SAFETY: the caller's promise.
+        let idle = unsafe { given(idle, "pinpool_is_idle: the place for the answer is null") }?;
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
         // The devices' threads end holds from time to time: this looks now.
         opened.devices.iter().for_each(|device| _ = device.reap());
         let alone = opened.blocks.with(address.addr(), |_, block| Arc::get_mut(&mut block.buf).is_some());
-        // SAFETY: the caller's, and not null.
-        unsafe { idle.write(alone?.into()) };
+        idle.write(alone?.into());
         Ok(())
     })
 }
@@ -416,9 +402,7 @@ pub unsafe extern "C" fn pinpool_trim(pool: *mut pinpool_pool, bytes: *mut u64) 
         // SAFETY: the caller promises a pool.
         let trimmed = unsafe { known(pool) }?.pool.trim(0);
         // SAFETY: null or the caller's.
-        if let Some(bytes) = unsafe { bytes.as_mut() } {
-            *bytes = trimmed as u64;
-        }
+        unsafe { given(bytes, "") }.into_iter().for_each(|bytes| _ = bytes.write(trimmed as u64));
         Ok(())
     })
 }
@@ -433,8 +417,10 @@ pub unsafe extern "C" fn pinpool_get_stats(
     stats: *mut pinpool_stats,
 ) -> pinpool_status {
     status(|| {
-        given(stats, "pinpool_get_stats: the place for the numbers is null")?;
-        // SAFETY: the caller's, and not null.
+        // SAFETY: the caller's promise.
+        let stats =
+            unsafe { given(stats, "pinpool_get_stats: the place for the numbers is null") }?.as_mut_ptr();
+        // SAFETY: the caller promises a size, and so many bytes.
         let size = unsafe { size_of_known(stats, "stats: set .size to sizeof(pinpool_stats)") }?;
         // SAFETY: the caller promises a pool.
         let opened = unsafe { known(pool) }?;
@@ -456,9 +442,13 @@ pub unsafe extern "C" fn pinpool_get_stats(
     })
 }
 
-/// Refuses null for a place that the call writes to.
-fn given<T>(place: *mut T, refusal: &str) -> Result<(), Fault> {
-    if place.is_null() { Err(Fault::argument(refusal)) } else { Ok(()) }
+/// A place that the call writes to; null is refused.
+///
+/// # Safety
+/// `place` is null or can be written during the call.
+unsafe fn given<'a, T>(place: *mut T, refusal: &str) -> Result<&'a mut MaybeUninit<T>, Fault> {
+    // SAFETY: the caller's promise.
+    unsafe { place.cast::<MaybeUninit<T>>().as_mut() }.ok_or_else(|| Fault::argument(refusal))
 }
 
 /// # Safety

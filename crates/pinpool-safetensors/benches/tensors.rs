@@ -114,7 +114,12 @@ impl LoadSetup<'_> {
     fn check(&self) {
         let file = std::fs::File::open(self.path).expect("a file");
         for tensor in self.load() {
-            let back = self.copier.download_vec(tensor.slice().expect("it has bytes")).expect("comes back");
+            let back = self
+                .copier
+                .download(tensor.slice().expect("it has bytes"), Vec::new())
+                .expect("starts")
+                .wait()
+                .expect("comes back");
             let mut right = vec![0; back.len()];
             file.read_exact_at(&mut right, tensor.range().start).expect("is read");
             assert!(back == right, "{}", tensor.name());
@@ -129,7 +134,7 @@ impl LoadSetup<'_> {
                 let source = FileSource::open(self.path).and_then(|file| file.range(self.range()));
                 let since = Instant::now();
                 let source = source.expect("a file");
-                let sent = self.copier.upload_file(source, self.memory.slice(..self.bytes));
+                let sent = self.copier.upload(source, self.memory.slice(..self.bytes));
                 sent.expect("starts").wait().expect("the transfer completes");
                 return since.elapsed().as_secs_f64();
             }

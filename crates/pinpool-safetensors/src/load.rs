@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use pinpool::copier::{Canceller, Copier, FileSource, Piece, Progress, Reading, Transfer, may_wait};
+use pinpool::copier::{Canceller, Copier, CopyRange, FileSource, Progress, Reading, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
 use super::header::{Entry, Table, Tensor};
@@ -279,7 +279,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Gives the tensors of a file one block of device memory.
-    fn block_of(&mut self, table: &Table, chosen: &[u32]) -> Result<(Vec<Piece>, Places)> {
+    fn block_of(&mut self, table: &Table, chosen: &[u32]) -> Result<(Vec<CopyRange>, Places)> {
         // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined before
         // pieces are made: there may be tens of thousands of tensors, and the link idles meanwhile.
         let (mut runs, mut end) = (Vec::<Run>::new(), 0);
@@ -298,7 +298,7 @@ impl<'a> Loader<'a> {
             return Ok((Vec::new(), Places::Own(vec![None; chosen.len()])));
         }
         let block = self.block(end)?;
-        let pieces = runs.iter().map(|(at, run)| Ok(Piece::new(*at, block.slice(run.clone())?)));
+        let pieces = runs.iter().map(|(at, run)| Ok(CopyRange::new(*at, block.slice(run.clone())?)));
         Ok((pieces.collect::<Result<_>>()?, Places::Block(block, runs)))
     }
 
@@ -308,7 +308,7 @@ impl<'a> Loader<'a> {
         table: &Arc<Table>,
         chosen: &mut Vec<u32>,
         total: usize,
-    ) -> Result<(Vec<Piece>, Places)> {
+    ) -> Result<(Vec<CopyRange>, Places)> {
         let (mut pieces, mut places, mut kept) = (Vec::new(), Vec::new(), Vec::new());
         let mut tensor = Tensor { table: table.clone(), index: 0 };
         for index in chosen.drain(..) {
@@ -319,7 +319,7 @@ impl<'a> Loader<'a> {
                 let Some(slice) = get(&tensor)? else { continue };
                 let slice = self.claim(&slice, tensor.bytes());
                 let slice = slice.map_err(|cause| not_there(tensor.name(), 0, total, cause))?;
-                pieces.push(Piece::new(tensor.range().start, slice.clone()));
+                pieces.push(CopyRange::new(tensor.range().start, slice.clone()));
                 place = Some(slice);
             }
             kept.push(index);
@@ -330,7 +330,12 @@ impl<'a> Loader<'a> {
     }
 
     /// Starts a transfer.
-    fn upload(&self, files: &Arc<Files>, number: u32, pieces: Vec<Piece>) -> Result<Transfer<FileSource>> {
+    fn upload(
+        &self,
+        files: &Arc<Files>,
+        number: u32,
+        pieces: Vec<CopyRange>,
+    ) -> Result<Transfer<FileSource>> {
         let shard = &files.shards[number as usize];
         shard.unchanged()?;
         let source = match &shard.file {
@@ -341,7 +346,7 @@ impl<'a> Loader<'a> {
                 FileSource::opened_by(open, shard.name.clone(), shard.opened.len())
             }
         };
-        let transfer = self.copier.upload_file_ranges(source.reading(self.reading), pieces);
+        let transfer = self.copier.upload(source.reading(self.reading), pieces);
         transfer.map_err(|refused| refused.error)
     }
 

@@ -98,7 +98,7 @@ pub fn plain(pinned: &Pinned, files: &[PathBuf], block: &DeviceSlice) -> Result<
         let source = FileSource::open(path).map_err(wrap)?;
         let end = at + source.len() as usize;
         let place = block.slice(at..end).map_err(wrap)?;
-        let sent = pinned.copier().upload_file(source, place);
+        let sent = pinned.copier().upload(source, place);
         transfers.push(sent.map_err(|refused| wrap(refused.error))?);
         at = end;
     }

@@ -115,7 +115,7 @@ impl Pinned {
     pub(crate) fn read(&self, slice: &DeviceSlice) -> Result<Vec<u8>> {
         let mut bytes = vec![0; slice.len()];
         let foreground = self.copier.with_priority(Priority::Foreground);
-        foreground.download_pieces(&mut [(slice.clone(), &mut bytes[..])]).map_err(wrap)?;
+        foreground.download_slices(&mut [(slice.clone(), &mut bytes[..])]).map_err(wrap)?;
         Ok(bytes)
     }
 }

@@ -109,7 +109,7 @@ pub(super) struct Ramp {
 impl Ramp {
     pub(super) fn new(settings: &Settings) -> Self {
         let most = settings.chunk;
-        Self { most, least: LEAST.min(most), hands: settings.threads.max(1) }
+        Self { most, least: LEAST.min(most), hands: settings.workers().max(1) }
     }
 
     /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
@@ -156,20 +156,6 @@ pub(super) fn table_at(data: usize) -> usize {
 mod tests {
     use super::*;
 
-    #[test]
-    fn rows_are_a_stretch_cut_into_parts() {
-        let stretch = Stretch { place: DevicePtr(1000), offset: 8, len: 2 * LONGEST_ROW + 5 };
-        let rows: Vec<_> = stretch.rows().map(|row| (row.place.0, row.offset, row.len)).collect();
-        let long = LONGEST_ROW as u32;
-        assert_eq!(
-            rows,
-            [
-                (1000, 8, long),
-                (1000 + u64::from(long), 8 + long, long),
-                (1000 + 2 * u64::from(long), 8 + 2 * long, 5)
-            ]
-        );
-    }
     /// The lengths of the chunks of a call with so many bytes.
     fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {
         let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };

@@ -20,24 +20,13 @@ const LEAST_CHUNK: usize = PAGE;
 const MOST_CHUNK: usize = 1 << 30;
 /// Threads where nothing else is said, if there are as many processors.
 const THREADS: usize = 8;
-const MOST_THREADS: usize = 1 << 10;
 /// Bulk copies in flight in each direction where nothing else is said.
 const DEPTH: usize = 8;
-const MOST_DEPTH: usize = 1 << 10;
 /// Bytes of pinned memory and of device memory that a copier uses at most.
 const SHARE: usize = 256 << 20;
 const RING: usize = 64 << 20;
 
 /// Sets up a [`Copier`]: [`Copier::builder`]. Sizes are bytes.
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// let copier = Copier::builder(&pool, &device).threads(2).chunk(1 << 20).ring(16 << 20).build()?;
-/// # drop(copier);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens until `build`"]
 pub struct CopierBuilder {
@@ -58,9 +47,9 @@ impl CopierBuilder {
     }
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
-    /// processors, at most 8. With the first transfer of a source, sink or file that may block, one more starts, so that
-    /// one is free for other transfers while those wait. A single thread stays alone, and a stepped device has none: there
-    /// such a call holds up all transfers, and must not wait for one of the same copier.
+    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block, and so is
+    /// free for other transfers while those wait. A stepped device has no threads: there such a call holds up all
+    /// transfers, and must not wait for one of the same copier.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -114,23 +103,24 @@ impl CopierBuilder {
     }
 
     fn settings(&self) -> Result<Settings> {
-        let wrong = |text: String| Err(Error::Argument(text));
         self.pool.check_serves(self.device.context())?;
         let is_stepped = self.device.context().driver().stepped().is_some();
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let within = |what: &str, value: Option<usize>, most: usize| match value {
-            Some(0) => Err(Error::Argument(format!("a copier with {what} of 0; it needs at least 1"))),
-            Some(value) if value > most => {
-                Err(Error::Argument(format!("a copier with {what} of {value}; at most {most} make sense")))
+        for (what, value, (least, most)) in [
+            ("threads", self.threads, (1, 1 << 10)),
+            ("a depth", Some(self.depth), (1, 1 << 10)),
+            ("a chunk", self.chunk, (LEAST_CHUNK, MOST_CHUNK)),
+        ] {
+            if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
+                return wrong(format!("{what} of {value}; {least} to {most} make sense"));
             }
-            _ => Ok(()),
-        };
-        within("threads", self.threads, MOST_THREADS)?;
-        within("a depth", Some(self.depth), MOST_DEPTH)?;
-        let threads = if is_stepped { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
-        if self.rate == Some(0) {
-            return wrong("a rate of 0 bytes a second would never end; leave it out for no limit".into());
         }
+        if self.rate == Some(0) {
+            return wrong(
+                "a rate of 0 bytes a second, which would never end; leave it out for no limit".into(),
+            );
+        }
+        let threads = if is_stepped { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
         let (capacity, largest) = self.pool.room();
         let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
         // The segment's header and its rounding, and the pool's class.
@@ -139,31 +129,17 @@ impl CopierBuilder {
             let request = Request::new(segment(chunk)).align(PAGE);
             request.segment_bytes().unwrap_or(usize::MAX)
         };
-        let chunk = match self.chunk {
-            Some(bytes) if (LEAST_CHUNK..=MOST_CHUNK).contains(&bytes) => bytes,
-            Some(bytes) => {
-                return wrong(format!(
-                    "a copier with a chunk of {bytes} bytes; {LEAST_CHUNK} to {MOST_CHUNK} make sense"
-                ));
-            }
-            None => {
-                let mut chunk = CHUNK;
-                while chunk > LEAST_CHUNK && (segment(chunk) > largest || taken(chunk) * 4 > share) {
-                    chunk /= 2;
-                }
-                chunk
-            }
-        };
-        if let Some(share) = self.share.filter(|share| *share < taken(LEAST_CHUNK)) {
-            return wrong(format!(
-                "a copier with a share of {share} bytes; the smallest segment takes {}",
-                taken(LEAST_CHUNK)
-            ));
+        let fits = |chunk: &usize| segment(*chunk) <= largest && taken(*chunk) * 4 <= share;
+        let mut halves = std::iter::successors(Some(CHUNK), |chunk| Some(chunk / 2));
+        let chunk = self.chunk.or_else(|| halves.find(|chunk| *chunk <= LEAST_CHUNK || fits(chunk)));
+        let (chunk, smallest) = (chunk.unwrap_or(LEAST_CHUNK), taken(LEAST_CHUNK));
+        if let Some(share) = self.share.filter(|share| *share < smallest) {
+            return wrong(format!("a share of {share} bytes; the smallest segment takes {smallest}"));
         }
         if segment(chunk) > largest {
             return wrong(format!(
-                "a copier with a chunk of {chunk} bytes; the pool's largest buffer has {largest}, and {BESIDE} are needed \
-                 beside the chunk: make the chunk smaller or the pool or its extents larger"
+                "a chunk of {chunk} bytes; the pool's largest buffer has {largest}, and {BESIDE} are needed beside the \
+                 chunk: make the chunk smaller or the pool or its extents larger"
             ));
         }
         Ok(Settings {
@@ -177,4 +153,8 @@ impl CopierBuilder {
             ring: self.ring,
         })
     }
+}
+
+fn wrong(text: String) -> Result<Settings> {
+    Err(Error::Argument(format!("a copier with {text}")))
 }

@@ -11,7 +11,7 @@ use super::flights::Flights;
 use super::job::Job;
 use super::packing::Host;
 use super::ring::{Ring, Slot};
-use super::scheduler::{Scheduler, Takes};
+use super::scheduler::{Kind, Scheduler, Takes};
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
@@ -43,20 +43,9 @@ impl Takes for Arc<Job> {
         Job::may_take(self)
     }
 
-    fn may_block(&self) -> bool {
-        self.may_block
-    }
-
-    fn needs_none(&self) -> bool {
-        !self.needs_segment
-    }
-
-    fn priority(&self) -> Priority {
-        self.priority
-    }
-
-    fn direction(&self) -> Direction {
-        self.direction
+    fn kind(&self) -> Kind {
+        let Job { priority, direction, may_block, needs_segment, .. } = **self;
+        Kind { priority, direction, may_block, needs_segment }
     }
 }
 
@@ -93,9 +82,6 @@ pub(super) struct Engine {
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
     pub(super) counters: Arc<Counters>,
-    /// Workers that have a place for jobs that may block. Relaxed throughout: it publishes nothing. A worker that gives
-    /// its place back looks for work after that, so one that was refused may sleep.
-    blocking: AtomicUsize,
     /// Foreground copies in flight. Relaxed throughout: a hint for copies that come later.
     urgent: AtomicUsize,
     /// When the next bulk copy may go, by the rate.
@@ -120,7 +106,6 @@ impl Engine {
             scheduler: Scheduler::new(),
             spreaders,
             counters: Arc::default(),
-            blocking: AtomicUsize::new(0),
             urgent: AtomicUsize::new(0),
             next: Mutex::new(Instant::now()),
             lanes,
@@ -148,16 +133,6 @@ impl Engine {
         }
         let spreader = |way| Ok::<_, Error>(Spreader::new(way, device.urgent_stream()?));
         Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
-    }
-
-    /// A permit for a copy that is no chunk's, if there is one now.
-    pub(super) fn permit(
-        &self,
-        direction: Direction,
-        priority: Priority,
-        bytes: usize,
-    ) -> Option<Permit<'_>> {
-        self.may_send(direction, priority, bytes).then(|| Permit { engine: self, direction, priority })
     }
 
     // --- permits ---------------------------------------------------------------------------------------------------
@@ -257,31 +232,6 @@ impl Engine {
         lanes.chain(self.spreaders.iter().flatten().map(Spreader::stream))
     }
 
-    /// How many workers may have chunks of jobs that may block. Where there are several threads, there is one more when
-    /// there are such jobs.
-    fn places(&self) -> usize {
-        // A copier without threads has one worker.
-        self.settings.threads.max(1)
-    }
-
-    /// Whether there is a place for jobs that may block.
-    pub(super) fn has_place(&self) -> bool {
-        self.places_taken() < self.places()
-    }
-
-    pub(super) fn places_taken(&self) -> usize {
-        self.blocking.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn take_place(&self) -> bool {
-        let more = |taken: usize| (taken < self.places()).then_some(taken + 1);
-        self.blocking.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
-    }
-
-    pub(super) fn give_place(&self) {
-        self.blocking.fetch_sub(1, Ordering::Relaxed);
-    }
-
     /// There may be no work left: then nothing of the pool stays in use.
     pub(super) fn rest(&self) {
         if !self.scheduler.has_work(true) {
@@ -364,19 +314,6 @@ impl Engine {
                 (seq, Ok(()))
             }
         }
-    }
-}
-
-/// While this exists, a copy that is no chunk's is in flight.
-pub(super) struct Permit<'a> {
-    engine: &'a Engine,
-    direction: Direction,
-    priority: Priority,
-}
-
-impl Drop for Permit<'_> {
-    fn drop(&mut self) {
-        self.engine.landed(self.direction, self.priority);
     }
 }
 

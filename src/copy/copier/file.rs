@@ -12,11 +12,10 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::source::{Sink, read_error, shrunk, write_error};
-use super::stats::Counters;
+use super::source::{Fill, Sink, Source, read_error, shrunk, write_error};
+use super::stats::{Counters, count};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
@@ -29,14 +28,6 @@ use crate::segment::PAGE;
 const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].
-///
-/// ```
-/// use pinpool::copier::{FileSource, Reading};
-///
-/// let source = FileSource::open("Cargo.toml")?.reading(Reading::Direct);
-/// # drop(source);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
@@ -63,8 +54,8 @@ struct Opened {
 }
 
 impl Opened {
-    fn new(file: Arc<File>, direct: OnceLock<Option<Arc<File>>>) -> Arc<Self> {
-        Arc::new(Self { file, direct })
+    fn new(file: Arc<File>) -> Arc<Self> {
+        Arc::new(Self { file, direct: OnceLock::new() })
     }
 }
 
@@ -95,7 +86,7 @@ enum Access {
 ///
 /// let source = FileSource::open("Cargo.toml")?;
 /// let memory = device.alloc(source.len() as usize)?;
-/// copier.upload_file(source, &memory)?.wait()?;
+/// copier.upload(source, &memory)?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub struct FileSource {
@@ -143,28 +134,16 @@ impl FileSource {
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
-        let direct = OnceLock::new();
-        let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
-        Ok(Self::of(Access::Open(Opened::new(file, direct)), name, whole))
+        let file = match is_direct(&file) {
+            true => Arc::new(reopen(&file).map_err(|error| read_error(&name, 0, &error))?),
+            false => file,
+        };
+        Ok(Self::of(Access::Open(Opened::new(file)), name, whole))
     }
 
     /// A file of `len` bytes that is open only while it is read, for one of so many that they cannot all be open. `open`
     /// is called on the copier's threads, on several at once perhaps, and may be called again after the file was closed; it
     /// gives the same file each time. `name` is for errors.
-    ///
-    /// ```
-    /// # use std::{fs::File, io, sync::Arc};
-    /// use pinpool::{Error, copier::FileSource};
-    ///
-    /// let open = || File::open("Cargo.toml").map(Arc::new).map_err(|error| unread(&error));
-    /// let source = FileSource::opened_by(open, "Cargo.toml", std::fs::metadata("Cargo.toml")?.len());
-    /// # assert!(!source.is_empty());
-    ///
-    /// fn unread(error: &io::Error) -> Error {
-    ///     Error::Read { what: "Cargo.toml".into(), offset: 0, kind: error.kind(), text: error.to_string() }
-    /// }
-    /// # Ok::<(), io::Error>(())
-    /// ```
     pub fn opened_by(
         open: impl Fn() -> Result<Arc<File>> + Send + Sync + 'static,
         name: impl Into<String>,
@@ -190,7 +169,7 @@ impl FileSource {
                     let error = io::Error::other("the program's function that opens it panicked");
                     Err(read_error(&self.name, 0, &error))
                 })?;
-                let opened = Opened::new(file, OnceLock::new());
+                let opened = Opened::new(file);
                 *last.lock() = Arc::downgrade(&opened);
                 Ok(opened)
             }
@@ -210,30 +189,6 @@ impl FileSource {
                 "it is no regular file and has no length; use upload_read",
             ),
             len => Ok(len),
-        }
-    }
-
-    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the
-    /// caller may have put on the file (flock(2)).
-    fn ordinary(
-        name: &str,
-        file: Arc<File>,
-        whole: u64,
-        direct: &OnceLock<Option<Arc<File>>>,
-    ) -> Result<Arc<File>> {
-        match reopen(&file) {
-            Ok(ordinary) => {
-                let _ = direct.set(Some(file));
-                Ok(Arc::new(ordinary))
-            }
-            // It can be read as it is, in whole blocks.
-            Err(_) if whole % PAGE as u64 == 0 => Ok(file),
-            Err(error) => {
-                let text = format!(
-                    "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
-                );
-                Err(read_error(name, 0, &io::Error::new(error.kind(), text)))
-            }
         }
     }
 
@@ -277,14 +232,8 @@ impl FileSource {
         &self.name
     }
 
-    /// First byte of the range.
-    pub(super) fn start(&self) -> u64 {
-        self.range.start
-    }
-
-    /// One past its last byte.
-    pub(super) fn end(&self) -> u64 {
-        self.range.end
+    pub(super) fn bounds(&self) -> Range<u64> {
+        self.range.clone()
     }
 
     /// The file for reading past the cache, if that can be had.
@@ -296,21 +245,19 @@ impl FileSource {
 
     /// Reading past the cache was refused: ordinary reads take its place.
     fn direct_refused(&self, error: &io::Error, counters: &Counters) {
-        Counters::add(&counters.direct_refused, 1);
+        count(counters, |stats| stats.direct_refused += 1);
         let file = &*clean(&self.name, TEXT);
         crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
     }
 
     /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
     /// the page that `at` lies in, so that any page of the file can be read straight to its place.
-    pub(super) fn fill(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
+    pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
         let opened = &*self.opened()?;
         let lead = (at % PAGE as u64) as usize;
         let (start, end) = (at - lead as u64, lead + len);
         // The bytes before `at` are nobody's.
-        let count = |counter: &AtomicU64, before: usize, now: usize| {
-            Counters::add(counter, now.max(lead) - before.max(lead));
-        };
+        let read = |before: usize, now: usize| (now.max(lead) - before.max(lead)) as u64;
         while buf.len() < end {
             let (is_cached, until) = self.stretch(opened, start, buf.len(), end);
             let is_direct = match self.reading {
@@ -323,15 +270,17 @@ impl FileSource {
                 if let Err(error) = read_on(direct, start, until, PAGE, buf) {
                     self.direct_refused(&error, counters);
                 }
-                count(&counters.direct, before, buf.len());
+                count(counters, |stats| stats.direct_bytes += read(before, buf.len()));
             }
             // What is left, which is all of it or what the other way could not read.
-            let counter = if is_cached == Some(true) { &counters.cached } else { &counters.buffered };
             let before = buf.len();
-            let read = read_on(&opened.file, start, until, 1, buf);
-            count(counter, before, buf.len());
+            let said = read_on(&opened.file, start, until, 1, buf);
+            count(counters, |stats| match is_cached {
+                Some(true) => stats.cached_bytes += read(before, buf.len()),
+                _ => stats.buffered_bytes += read(before, buf.len()),
+            });
             let there = (start + buf.len() as u64).max(at);
-            read.map_err(|error| read_error(&self.name, there, &error))?;
+            said.map_err(|error| read_error(&self.name, there, &error))?;
             if buf.len() < until {
                 // Where it ends now, which may be far before this.
                 let end = opened.file.metadata().map_or(there, |m| m.len().min(there));
@@ -356,6 +305,34 @@ impl FileSource {
             until = next(until);
         }
         (Some(first), until)
+    }
+}
+
+impl Source for FileSource {
+    fn len(&self) -> u64 {
+        Self::len(self)
+    }
+
+    fn name(&self) -> Cow<'_, str> {
+        (&*self.name).into()
+    }
+
+    /// By ordinary reads, from the file's own `offset` on. (A copier reads files as [`reading`](Self::reading) says.)
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let opened = self.opened().map_err(io::Error::other)?;
+        while into.remaining() > 0 {
+            let at = offset + into.filled() as u64;
+            match read_at(&opened.file, into.spare(), at)? {
+                0 => break,
+                // SAFETY: the kernel has just put so many bytes at the front.
+                read => unsafe { into.advance(read) },
+            }
+        }
+        Ok(())
+    }
+
+    fn as_file(&self, _: Key) -> Option<&FileSource> {
+        Some(self)
     }
 }
 
@@ -435,20 +412,6 @@ impl FileSink {
 
     /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
     /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
-    ///
-    /// ```
-    /// # use pinpool::{Copier, Device, Pool, Unpinned};
-    /// use pinpool::copier::FileSink;
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let copier = Copier::builder(&pool, &device).build()?;
-    /// # let memory = device.alloc(4096)?;
-    /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
-    ///
-    /// copier.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
-    /// # std::fs::remove_file(path).ok();
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     ///
     /// # Errors
     /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then

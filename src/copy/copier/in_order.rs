@@ -1,33 +1,26 @@
 //! Bytes in order: from a reader to the device, and from the device to a writer.
 //!
-//! The caller's thread fills or empties one segment while the copy of another one is in flight. Both are beside the
-//! copier's share. A call that has a segment goes on with it where the pool has no second one to spare, and waits in the
-//! pool's queue only while it has none.
-//!
-//! Reader and writer are code of the program's. They may panic: then the drop of [`InOrder`] waits until nothing is in
-//! flight. They may wait for other transfers of the copier, so a copy counts against the copier's depth only until any
-//! thread has seen it complete.
+//! The caller's thread fills or empties one segment while the copy of another one, a transfer of pinned blocks, is under
+//! way. Both are beside the copier's share. A call that has a segment goes on with it where the pool has no second one to
+//! spare, and waits in the pool's queue only while it has none.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Copier;
-use super::engine::Then;
 use super::job::late;
 use super::source::{read_error, write_error};
-use super::stats::Counters;
 use super::trace::Trace;
+use super::transfer::Transfer;
 use super::types::Direction;
-use crate::buffer::{InFlight, PinnedBuf};
+use crate::buffer::PinnedBuf;
 use crate::copy::DeviceRange;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 
 /// Segments of a call at most.
 const SEGMENTS: usize = 2;
-/// How long a call sleeps between two looks for a permit.
-const PAUSE: Duration = Duration::from_micros(50);
 
 impl Copier {
     /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
@@ -60,9 +53,9 @@ struct InOrder<'a> {
     direction: Direction,
     memory: DeviceSlice,
     name: &'static str,
-    /// Copies in flight, the oldest first, and where in `memory` each begins.
-    sent: VecDeque<(usize, InFlight<PinnedBuf>)>,
-    /// Bytes whose copies were submitted, and bytes that have arrived.
+    /// Segments under way, the oldest first, and where in `memory` each begins.
+    sent: VecDeque<(usize, Transfer<Vec<PinnedBuf>>)>,
+    /// Bytes that were sent, and bytes that have arrived.
     begun: usize,
     done: usize,
     since: Instant,
@@ -96,7 +89,7 @@ impl<'a> InOrder<'a> {
             };
             ended = self.fill(&mut buf, reader)?;
             if !buf.is_empty() {
-                self.submit(buf)?;
+                self.send(buf)?;
             }
         }
         while !self.sent.is_empty() {
@@ -125,11 +118,11 @@ impl<'a> InOrder<'a> {
     fn write_to(&mut self, writer: &mut impl Write) -> Result<()> {
         let mut spare = None;
         loop {
-            // The next copies are in flight while the writer has a segment.
+            // The next copies are under way while the writer has a segment.
             while self.begun < self.memory.len() && self.sent.len() < SEGMENTS {
                 let free = if spare.is_some() { spare.take() } else { self.segment()? };
                 let Some(buf) = free else { break };
-                self.submit(buf)?;
+                self.send(buf)?;
             }
             if self.sent.is_empty() {
                 return Ok(());
@@ -148,44 +141,28 @@ impl<'a> InOrder<'a> {
 
     /// Another segment. `None`: there is none to spare now, and one of the call's own comes back.
     fn segment(&self) -> Result<Option<PinnedBuf>> {
-        let engine = self.copier.engine();
+        let segments = &self.copier.engine().segments;
         let got = match self.sent.is_empty() {
-            true => engine.segments.wait(self.deadline).map(Some),
-            false => engine.segments.second(),
+            true => segments.wait(self.deadline).map(Some),
+            false => segments.second(),
         };
         got.map_err(|error| match error {
-            Error::Timeout(_) => self.late("a segment of the pool", Some(engine.segments.shortage())),
-            // With a lost device a pool says that it has nothing more to give, which is not the cause.
-            error => self.failed(self.begun, engine.device.lost().unwrap_or(error)),
+            Error::Timeout(_) => self.late("a segment of the pool", Some(segments.shortage())),
+            error => self.failed(self.begun, error),
         })
     }
 
-    /// Submits the copy of the next chunk, when the copier's depth and rate let it go.
-    fn submit(&mut self, buf: PinnedBuf) -> Result<()> {
-        let (engine, priority, direction) = (self.copier.engine(), self.copier.priority, self.direction);
-        let len = if direction == Direction::Up { buf.len() } else { self.room(&buf) };
+    /// Starts the copy of the next chunk.
+    fn send(&mut self, buf: PinnedBuf) -> Result<()> {
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let copier = Copier { timeout: left, ..self.copier.clone() };
+        let len = if self.direction == Direction::Up { buf.len() } else { self.room(&buf) };
         let place = self.memory.slice(self.begun..self.begun + len)?;
-        self.in_time("its caller")?;
-        while !engine.may_send(direction, priority, len) {
-            self.in_time("the rate, or for copies of other transfers")?;
-            match engine.device.context().driver().stepped() {
-                Some(stepped) => _ = self.copier.workers.advance() || stepped.step(),
-                None => std::thread::sleep(PAUSE),
-            }
-        }
-        let stream = engine.stream(direction, priority);
-        let sent = match direction {
-            Direction::Up => stream.upload(buf, &place).map_err(|refused| refused.error),
-            Direction::Down => stream.download(&place, buf).map_err(|refused| refused.error),
+        let sent = match self.direction {
+            Direction::Up => copier.upload_pages(vec![(buf, place)]).map_err(|refused| refused.error),
+            Direction::Down => copier.download_pages(vec![(place, buf)]).map_err(|refused| refused.error),
         };
-        let ticket = sent.as_ref().ok().map(|sent| (sent.ticket().clone(), Then::Nothing));
-        engine.sent(direction, priority, ticket);
-        Counters::add(&engine.counters.batch, len);
-        let sent = sent.map_err(|error| {
-            // The device may have begun the copy all the same.
-            let _ = stream.synchronize();
-            self.failed(self.begun, error)
-        })?;
+        let sent = sent.map_err(|error| self.failed(self.begun, error))?;
         self.sent.push_back((self.begun, sent));
         self.begun += len;
         Ok(())
@@ -193,26 +170,21 @@ impl<'a> InOrder<'a> {
 
     /// Waits for the oldest copy: where in the memory it begins, and its segment.
     fn land(&mut self) -> Result<(usize, PinnedBuf)> {
-        let none = Error::Internal("no copy is in flight");
-        let (at, sent) = self.sent.pop_front().ok_or(none)?;
-        let engine = self.copier.engine();
-        let landed = sent.wait();
-        engine.advance();
-        Counters::add(&engine.counters.chunks, 1);
-        let buf = landed.map_err(|error| self.failed(at, error))?;
+        let none = Error::Internal("no copy is under way");
+        let (at, sent) = self.sent.pop_front().ok_or(none.clone())?;
+        let landed = sent.wait().map_err(|refused| match refused.error {
+            Error::Timeout(_) => self.late("its caller, the rate, or copies of other transfers", None),
+            error => self.failed(at, error),
+        })?;
+        let buf = landed.into_iter().next().ok_or(none)?;
         self.done += buf.len();
         Ok((at, buf))
     }
 
     fn failed(&self, at: usize, cause: Error) -> Error {
-        Error::Transfer { what: self.name.into(), offset: at as u64, cause: Box::new(cause) }
-    }
-
-    /// # Errors
-    /// [`Error::Timeout`] after the deadline, with what the call waited for.
-    fn in_time(&self, what: &str) -> Result<()> {
-        let is_late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        if is_late { Err(self.late(what, None)) } else { Ok(()) }
+        // With a lost device a pool says that it has nothing more to give, which is not the cause.
+        let cause = Box::new(self.copier.engine().device.lost().unwrap_or(cause));
+        Error::Transfer { what: self.name.into(), offset: at as u64, cause }
     }
 
     fn late(&self, what: &str, short: Option<Error>) -> Error {
@@ -227,7 +199,7 @@ impl<'a> InOrder<'a> {
         said.map(|()| self.done as u64)
     }
 
-    /// Waits until nothing is in flight, and closes the span.
+    /// Waits until nothing is under way, and closes the span.
     fn finish(&mut self, said: &Result<()>) {
         while !self.sent.is_empty() {
             let _ = self.land();

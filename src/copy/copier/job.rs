@@ -5,9 +5,7 @@
 //! the job is cancelled, no further chunk is taken. So the thread that sees that a job is over knows that no worker
 //! touches what the job reads or writes.
 //!
-//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits, or owned by the job, which drops it when
-//! it is over. An upload reads all of it before its copies are complete, so a caller that lends bytes may go on as soon
-//! as the job is [read](Job::is_read).
+//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the job.
 //!
 //! A job has one lock. No other lock of the crate is taken under it, but that of the segments from a reader when one of
 //! its chunks is taken.
@@ -34,7 +32,7 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
 /// What a job moves, and how. `fill`, `lend` and `drain` are called without a lock, by several threads at once, for a
-/// chunk by one thread only.
+/// chunk by one thread only. None of them is called when the job is over.
 pub(super) trait Plan: Send + Sync {
     /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
@@ -81,14 +79,6 @@ pub(super) trait Values: Send + Sync {
     fn back(&self, outcome: Result<()>) -> Result<Self::Back, SubmitError<Self::Back>>;
 }
 
-impl Values for () {
-    type Back = ();
-
-    fn back(&self, outcome: Result<()>) -> Result<(), SubmitError<()>> {
-        outcome.map_err(|error| SubmitError { error, buffer: None })
-    }
-}
-
 /// How a chunk ended.
 #[derive(Debug)]
 pub(super) enum End {
@@ -104,47 +94,7 @@ impl From<Result<()>> for End {
     }
 }
 
-/// Where a job's [`Plan`] is: with the job, or with a caller that lends it until the job is over, or (for an upload)
-/// until it is read.
-pub(super) struct Body {
-    plan: *const dyn Plan,
-    _owned: Option<Arc<dyn Plan>>,
-}
-
-// SAFETY: an address of a value that several threads may use at once (`Plan` is `Sync`), and a share of that value.
-unsafe impl Send for Body {}
-// SAFETY: as above.
-unsafe impl Sync for Body {}
-
-impl Body {
-    pub(super) fn owned(plan: Arc<dyn Plan>) -> Self {
-        Self { plan: Arc::as_ptr(&plan), _owned: Some(plan) }
-    }
-
-    /// # Safety
-    /// `plan` stays where it is until the job that is made with this is over, or for an upload until it is read.
-    pub(super) unsafe fn lent(plan: &(dyn Plan + '_)) -> Self {
-        let plan: *const (dyn Plan + '_) = plan;
-        // SAFETY: only the lifetime of the pointer's type changes; the caller's promise stands in for it.
-        let plan =
-            unsafe { std::mem::transmute::<*const (dyn Plan + '_), *const (dyn Plan + 'static)>(plan) };
-        Self { plan, _owned: None }
-    }
-}
-
 /// How far a transfer has come: [`Transfer::progress`](super::Transfer::progress).
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
-/// let load = copier.upload(vec![7; 1 << 20], &memory)?;
-/// let progress = load.progress();
-/// println!("{} of {} bytes, {:?} left", progress.done, progress.total, progress.remaining());
-/// # load.wait()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Progress {
@@ -152,12 +102,9 @@ pub struct Progress {
     pub done: u64,
     /// Bytes in all.
     pub total: u64,
-    /// All bytes before this offset of what is read or written have arrived. For a call with many pieces of memory the
+    /// All bytes before this offset of what is read or written have arrived. Of slices and blocks the
     /// offset counts the bytes of all of them, in the order of the call.
     pub landed_to: u64,
-    /// All pieces of the call before this one have arrived: of a call with pages its blocks. (A source's or file's pieces
-    /// count in the order of their offsets.)
-    pub landed_pieces: usize,
     /// The time since the transfer was started, until now or until it was over.
     pub elapsed: Duration,
     /// Whether it is over, with or without an error.
@@ -212,7 +159,7 @@ pub(super) struct Job {
     pub(super) deadline: Option<Instant>,
     since: Instant,
     ramp: Ramp,
-    body: Body,
+    plan: Arc<dyn Plan>,
     state: Mutex<JobState>,
     /// How far it had come when it was over, for handles that do not keep the job.
     pub(super) last: Arc<OnceLock<Progress>>,
@@ -223,13 +170,11 @@ struct JobState {
     cursor: Cursor,
     /// Chunks that were taken and have not ended.
     active: usize,
-    /// Of these, those that are being prepared.
-    preparing: usize,
     done: u64,
     /// The first chunk that has not arrived; and what follows when those behind it that have arrived are the next.
     missing: usize,
-    early: BTreeMap<usize, (usize, u64)>,
-    landed: (usize, u64),
+    early: BTreeMap<usize, u64>,
+    landed_to: u64,
     /// The error of the first chunk that failed, by its place.
     error: Option<(usize, Error)>,
     cancelled: bool,
@@ -254,10 +199,6 @@ impl JobState {
 
     fn may_take(&self) -> bool {
         self.cursor.left > 0 && !self.is_stopped()
-    }
-
-    fn is_read(&self) -> bool {
-        self.preparing == 0 && !self.may_take()
     }
 
     /// Whether nothing is under way, and nothing will be.
@@ -292,7 +233,6 @@ pub(super) fn late(
 }
 
 /// Who is to be told of a change, after the lock.
-#[derive(Default)]
 struct Told {
     threads: Vec<(u64, Thread)>,
     wakers: Vec<Arc<Task>>,
@@ -306,11 +246,9 @@ impl Told {
 }
 
 impl Job {
-    pub(super) fn new(start: Start, body: Body) -> Arc<Self> {
+    pub(super) fn new(start: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
         let Start { direction, priority, total, name, memories, trace, timeout, ramp } = start;
         let since = Instant::now();
-        // SAFETY: a lender waits from here on.
-        let plan = unsafe { &*body.plan };
         let (may_block, needs_segment) = (plan.may_block(), plan.needs_segment());
         let cursor = Cursor { left: total, ..Cursor::default() };
         let state = JobState { cursor, trace, ..JobState::default() };
@@ -325,7 +263,7 @@ impl Job {
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
             ramp,
-            body,
+            plan,
             state: Mutex::new(state),
             last: Arc::default(),
         });
@@ -336,11 +274,9 @@ impl Job {
     /// What the job reads or writes.
     ///
     /// # Safety
-    /// A chunk can be taken under the lock that the caller holds; or the caller has taken one, and is preparing it, or
-    /// (for a download) has not ended it.
+    /// The caller owns a chunk of the job: a lender waits until no chunk is left.
     pub(super) unsafe fn plan(&self) -> &dyn Plan {
-        // SAFETY: the job's own; or the lender waits until no chunk is being prepared, for a download until none is left.
-        unsafe { &*self.body.plan }
+        &*self.plan
     }
 
     /// Whether a chunk can be taken.
@@ -348,43 +284,33 @@ impl Job {
         self.state.lock().may_take()
     }
 
-    /// Takes the next chunk, for a worker whose segment has so much room, or that has none. Its taker prepares it.
+    /// Takes the next chunk, for a worker whose segment has so much room, or that has none.
     pub(super) fn take(&self, room: Option<usize>) -> Option<Chunk> {
         let mut state = self.state.lock();
         if !state.may_take() {
             return None;
         }
         let most = self.ramp.next(&state.cursor, room);
-        // SAFETY: bytes are left to be taken, so the lender still waits.
-        let chunk = unsafe { self.plan() }.next(&mut state.cursor, most);
+        // Bytes are left to be taken, so a lender still waits.
+        let chunk = self.plan.next(&mut state.cursor, most);
         state.active += 1;
-        state.preparing += 1;
         Some(chunk)
     }
 
-    /// The taker of a chunk has prepared it, and reads or writes the [`Plan`] of an upload no more.
-    pub(super) fn prepared(&self) {
-        let mut state = self.state.lock();
-        state.preparing -= 1;
-        let told = if state.is_read() { state.told() } else { Told::default() };
-        drop(state);
-        told.tell();
-    }
-
-    /// A chunk has ended. Called once for each chunk that was taken, after [`prepared`](Self::prepared).
+    /// A chunk has ended. Called once for each chunk that was taken.
     pub(super) fn end(&self, chunk: &Chunk, end: End) {
         let mut state = self.state.lock();
         state.active -= 1;
         match end {
             End::Arrived => {
                 state.done += chunk.bytes as u64;
-                state.early.insert(chunk.index, (chunk.end.piece, chunk.landed_to));
-                while let Some(landed) = {
+                state.early.insert(chunk.index, chunk.landed_to);
+                while let Some(landed_to) = {
                     let missing = state.missing;
                     state.early.remove(&missing)
                 } {
                     state.missing += 1;
-                    state.landed = landed;
+                    state.landed_to = landed_to;
                 }
             }
             End::Failed(error) if state.error.as_ref().is_none_or(|known| chunk.index < known.0) => {
@@ -408,21 +334,24 @@ impl Job {
 
     /// The job ends with this error, unless a chunk fails.
     pub(super) fn fail(&self, error: Error) {
-        let mut state = self.state.lock();
-        if state.over.is_none() {
+        self.stop(|state| {
             let (place, at) = (state.cursor.chunks, state.cursor.cut);
             state.error.get_or_insert_with(|| (place, self.failed_at(at, error)));
+        });
+    }
+
+    /// Stops the job, if it is not over: no further chunk is taken. `why` is kept in the state.
+    fn stop(&self, why: impl FnOnce(&mut JobState)) {
+        let mut state = self.state.lock();
+        if state.over.is_none() {
+            why(&mut state);
             self.settle(state);
         }
     }
 
     /// No further chunk is taken.
     pub(super) fn cancel(&self) {
-        let mut state = self.state.lock();
-        if state.over.is_none() {
-            state.cancelled = true;
-            self.settle(state);
-        }
+        self.stop(|state| state.cancelled = true);
     }
 
     /// Has the job end at its deadline. `short`: what its pool lacks for a segment.
@@ -449,12 +378,12 @@ impl Job {
             return;
         }
         let is_idle = state.active == 0;
-        let what = match &*state {
-            JobState { preparing: 1.., .. } if self.may_block => {
-                "what is read, a call of which has not returned"
+        let what = match (is_idle, self.may_block) {
+            (true, _) => "a segment of the pool, a thread of the copier, or the transfers before it",
+            (false, true) => {
+                "chunks that are under way, or what is read or written, a call of which has not returned"
             }
-            JobState { active: 1.., .. } => "chunks that are under way",
-            _ => "a segment of the pool, a thread of the copier, or the transfers before it",
+            (false, false) => "chunks that are under way",
         };
         let done = state.done;
         drop(state);
@@ -462,11 +391,7 @@ impl Job {
         // The pool's lock is taken, so without this one.
         let short = if is_idle { short() } else { None };
         let error = late(name, (done, self.total), what, short, self.since);
-        let mut state = self.state.lock();
-        if state.over.is_none() {
-            state.late = Some(error);
-            self.settle(state);
-        }
+        self.stop(|state| state.late = Some(error));
     }
 
     /// Something has changed: tells all that wait, and ends the job if nothing of it is left.
@@ -490,11 +415,6 @@ impl Job {
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
         told.tell();
-    }
-
-    /// Whether no worker will read what the job uploads any more.
-    pub(super) fn is_read(&self) -> bool {
-        self.state.lock().is_read()
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -534,8 +454,7 @@ impl Job {
         Progress {
             done: state.done,
             total: self.total,
-            landed_to: state.landed.1,
-            landed_pieces: state.landed.0,
+            landed_to: state.landed_to,
             elapsed: state.over.unwrap_or_else(|| self.since.elapsed()),
             over: state.over.is_some(),
         }

@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicUsize;
 
 use super::chunk::{Chunk, Cursor, Cut, Ramp};
 use super::flights::Flights;
-use super::job::{Body, End, Job, Plan, Start};
-use super::scheduler::{Scheduler, Takes};
+use super::job::{End, Job, Plan, Start};
+use super::scheduler::{Kind, Scheduler, Takes};
 use super::types::{Direction, Priority};
 use crate::error::Result;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, UnsafeCell, model, step};
@@ -23,20 +23,8 @@ impl Takes for Counted {
         self.0.load(Ordering::SeqCst) > 0
     }
 
-    fn may_block(&self) -> bool {
-        false
-    }
-
-    fn needs_none(&self) -> bool {
-        false
-    }
-
-    fn priority(&self) -> Priority {
-        Priority::Bulk
-    }
-
-    fn direction(&self) -> Direction {
-        Direction::Up
+    fn kind(&self) -> Kind {
+        Kind::default()
     }
 }
 
@@ -151,7 +139,6 @@ impl Plan for Memory {
         cursor.cut_off(end, 1)
     }
 
-    /// The access of either direction.
     fn drain(&self, chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
         // SAFETY: loom fails the model if another thread is at it.
         self.0[chunk.index].with_mut(|cell| unsafe { *cell += 1 });
@@ -159,51 +146,38 @@ impl Plan for Memory {
     }
 }
 
-fn begin(direction: Direction, total: u64) -> Start {
-    let (priority, name, memories) = (Priority::Bulk, None, Vec::new());
+fn begin(total: u64) -> Start {
+    let (direction, priority) = (Direction::Down, Priority::Bulk);
+    let (name, memories) = (None, Vec::new());
     let ramp = Ramp { most: 1, least: 1, hands: 1 };
     Start { direction, priority, total, name, memories, trace: None, timeout: None, ramp }
 }
 
 /// A job of two chunks, and a worker that takes what it finds of it.
-fn start(direction: Direction, memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
-    // SAFETY: the models wait for the job as a caller does, and keep the memory besides.
-    let body = unsafe { Body::lent(&**memory) };
-    let job = Job::new(begin(direction, 2), body);
+fn start(memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
+    let job = Job::new(begin(2), memory.clone());
     let worker = job.clone();
     let worker = loom::thread::spawn(move || {
         while let Some(chunk) = worker.take(None) {
             step();
             // SAFETY: the chunk was taken and has not ended.
-            let touch = || unsafe { worker.plan() }.drain(&chunk, &[]);
-            match direction {
-                Direction::Up => {
-                    touch().unwrap();
-                    worker.prepared();
-                    step();
-                    worker.end(&chunk, End::Arrived);
-                }
-                Direction::Down => {
-                    worker.prepared();
-                    step();
-                    worker.end(&chunk, touch().into());
-                }
-            }
+            let said = unsafe { worker.plan() }.drain(&chunk, &[]);
+            step();
+            worker.end(&chunk, said.into());
         }
     });
     (job, worker)
 }
 
-/// A caller that lends bytes reuses them when they were read, before its copies are complete, and is woken at both.
+/// A caller that lends memory has it back when its job is over, and is woken then.
 #[test]
-fn loom_copier_lent_bytes_were_read() {
-    model("copier: a caller lends bytes", 3, || {
+fn loom_copier_lent_memory_comes_back() {
+    model("copier: a caller lends memory", 3, || {
         let memory = Memory::new();
-        let (job, worker) = start(Direction::Up, &memory);
+        let (job, worker) = start(&memory);
         // With a wake-up missed it sleeps for good, which loom tells.
-        job.wait(None, Job::is_read);
-        memory.reuse();
         job.wait(None, Job::is_over);
+        memory.reuse();
         assert!(job.outcome().is_some_and(|outcome| outcome.is_ok()));
         worker.join().unwrap();
     });
@@ -214,7 +188,7 @@ fn loom_copier_lent_bytes_were_read() {
 fn loom_copier_cancelled_leaves_memory() {
     model("copier: a caller cancels", 3, || {
         let memory = Memory::new();
-        let (job, worker) = start(Direction::Down, &memory);
+        let (job, worker) = start(&memory);
         step();
         job.cancel();
         job.wait(None, Job::is_over);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::chunk::Ramp;
-use super::job::{Body, Job, Plan, Start, Values};
+use super::job::{Job, Plan, Start, Values};
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Piece, Survey};
-use super::stats::Counters;
+use super::stats::count;
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::types::{Direction, Priority};
@@ -29,33 +29,42 @@ const AT_ONCE: usize = 256 << 10;
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
 
-    /// Copies many pieces of borrowed memory to device memory. When this returns, all bytes have been read, and the last
-    /// of them are on their way: the handle tells when all are on the device.
+    /// Copies many slices of borrowed memory, each to the front of its device memory, and returns when all are on the
+    /// device. For many short slices this is far faster than a call for each.
     ///
     /// # Errors
-    /// Before anything is copied: [`Error::Piece`] with the piece's number and [`Error::TooSmall`] or
-    /// [`Error::Mismatch`]; a lost device. Later as for [`Transfer::wait`], when no byte of the pieces is read any more.
-    pub fn upload_pieces(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<Transfer> {
-        let engine = self.engine();
+    /// Before anything is copied: [`Error::Piece`] with the slice's number and [`Error::TooSmall`] or
+    /// [`Error::Mismatch`]; a lost device. Later as for [`Transfer::wait`].
+    pub fn upload_slices(&self, slices: &[(&[u8], DeviceSlice)]) -> Result<()> {
+        self.upload_from(slices, None, None)
+    }
+
+    fn upload_from(
+        &self,
+        slices: &[(&[u8], DeviceSlice)],
+        name: Option<Cow<'static, str>>,
+        trace: Option<Trace>,
+    ) -> Result<()> {
         self.may_block()?;
         let mut survey = Survey::default();
-        for (n, (bytes, memory)) in pieces.iter().enumerate() {
-            survey.add(engine, memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
+        for (n, (bytes, memory)) in slices.iter().enumerate() {
+            survey.add(self.engine(), memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let plan = slices(pieces);
-        let start = self.begin(Direction::Up, survey, None);
-        // SAFETY: lent until the job is read, which is what the call waits for.
-        let job = unsafe { self.lend(start, &plan, Job::is_read) }?;
-        if job.is_stopped() {
-            self.workers.wait(&job, None, Job::is_over);
-            job.outcome().unwrap_or(Ok(()))?;
-        }
-        Ok(Transfer::new(self.clone(), job, Arc::new(())))
+        let get = |n: usize| {
+            let (bytes, memory) = &slices[n];
+            Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+        };
+        // SAFETY: shared borrows of bytes.
+        let plan = unsafe { Borrowed::new(slices.len(), get) };
+        let start = Start { trace, ..self.begin(Direction::Up, survey, name) };
+        // SAFETY: as above.
+        unsafe { self.lend(start, plan) }
     }
 
     /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one call of
     /// the driver, and need no memory of the pool, unless the copier's depth or rate is in the way. The CPU reads the bytes:
-    /// for a file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
+    /// a file that is mapped, and might become shorter meanwhile, is a
+    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload); or
     /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
@@ -69,13 +78,7 @@ impl Copier {
             Ok(said) => return said,
             Err(trace) => trace,
         };
-        let survey = Survey::one(self.engine(), &dst, src.len())?;
-        let pieces = [(src, dst)];
-        let plan = slices(&pieces);
-        let start = Start { trace, ..self.begin(Direction::Up, survey, Some(name.into())) };
-        // SAFETY: lent until the job is over, which is what the call waits for.
-        let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
-        job.outcome().unwrap_or(Ok(()))
+        self.upload_from(&[(src, dst)], Some(name.into()), trace)
     }
 
     /// Copies device memory to the front of borrowed memory, and returns when it is there. After an error the memory's
@@ -111,25 +114,30 @@ impl Copier {
         }
         // Before the permit: a subscriber may start a transfer, which the permit would be in the way of.
         let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
-        let Some(permit) = engine.permit(direction, priority, bytes) else { return Err(Some(trace)) };
+        if !engine.may_send(direction, priority, bytes) {
+            return Err(Some(trace));
+        }
         let since = Instant::now();
-        let said = copy(engine.stream(direction, priority));
-        let of_transfer = |cause| Error::Transfer { what: name.into(), offset: 0, cause: Box::new(cause) };
-        let said = said.map_err(of_transfer);
-        Counters::add(&engine.counters.chunks, 1);
-        Counters::add(&engine.counters.batch, bytes);
-        drop(permit);
+        let said = copy(engine.stream(direction, priority)).map_err(|cause| Error::Transfer {
+            what: name.into(),
+            offset: 0,
+            cause: Box::new(cause),
+        });
+        count(&engine.counters, |stats| {
+            stats.chunks += 1;
+            stats.batch_bytes += bytes as u64;
+        });
+        engine.sent(direction, priority, None);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         Ok(said)
     }
 
-    /// Copies many ranges of device memory to borrowed memory, each as many bytes as its range has, and returns when
-    /// all of it is there.
+    /// Copies many ranges of device memory, each to the front of a borrowed slice, and returns when all of it is there.
     ///
     /// # Errors
-    /// As for [`upload_pieces`](Self::upload_pieces). After an error the targets' contents are undefined.
-    pub fn download_pieces(&self, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        self.download_to(pieces, None, None)
+    /// As for [`upload_slices`](Self::upload_slices). After an error the slices' contents are undefined.
+    pub fn download_slices(&self, slices: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
+        self.download_to(slices, None, None)
     }
 
     fn download_to(
@@ -158,9 +166,8 @@ impl Copier {
         // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
         let plan = unsafe { Borrowed::new(count, get) };
         let start = Start { trace, ..self.begin(Direction::Down, survey, name) };
-        // SAFETY: lent until the job is over, which is what the call waits for.
-        let job = unsafe { self.lend(start, &plan, Job::is_over) }?;
-        job.outcome().unwrap_or(Ok(()))
+        // SAFETY: as above.
+        unsafe { self.lend(start, plan) }
     }
 
     /// What is known of a transfer before it starts.
@@ -175,32 +182,30 @@ impl Copier {
         Start { direction, priority, total, name, memories, trace, timeout: self.timeout, ramp }
     }
 
-    /// Runs a job of memory that the caller lends, and waits until `until` holds.
+    /// Runs a job of memory that the caller lends, and waits until it is over.
     ///
     /// # Safety
-    /// Once `until` holds of a job, it uses the plan no more.
-    pub(super) unsafe fn lend(
-        &self,
-        start: Start,
-        plan: &(dyn Plan + '_),
-        until: fn(&Job) -> bool,
-    ) -> Result<Arc<Job>> {
-        // SAFETY: `Lending` waits until `until` holds, also on unwinding.
-        let body = unsafe { Body::lent(plan) };
-        let job = self.job(start, body);
-        let lending = Lending { workers: &self.workers, job: &job, until };
+    /// The drop of the plan uses nothing that is lent: a worker may keep the job a moment longer than the call lasts.
+    unsafe fn lend<F: Fn(usize) -> Piece>(&self, start: Start, plan: Borrowed<F>) -> Result<()> {
+        let plan: Arc<dyn Plan + '_> = Arc::new(plan);
+        // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for that,
+        // also on unwinding; the drop is the caller's promise.
+        let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
+        let job = self.job(start, plan);
+        let lending = Lending { workers: &self.workers, job: &job };
         self.workers.start().inspect_err(|error| job.fail(error.clone()))?;
         self.workers.add(&job);
         drop(lending);
-        Ok(job)
+        // A wait that ended in the child of a fork, before the job did, has moved nothing here.
+        job.outcome().unwrap_or(Err(Error::Forked))
     }
 
     /// Makes a job, and its span if it has a name.
-    pub(super) fn job(&self, mut start: Start, body: Body) -> Arc<Job> {
+    fn job(&self, mut start: Start, plan: Arc<dyn Plan>) -> Arc<Job> {
         let Start { direction, priority, total, .. } = start;
         let begin = |name: &str| Trace::begin(self.device().name(), direction, priority, total, name);
         start.trace = start.trace.take().or_else(|| start.name.as_deref().map(begin));
-        let job = Job::new(start, body);
+        let job = Job::new(start, plan);
         let engine = Arc::downgrade(self.engine());
         job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
         job
@@ -332,27 +337,16 @@ impl Copier {
         start: Start,
         plan: Arc<impl Plan + Values<Back = B> + 'static>,
     ) -> Transfer<B> {
-        let job = self.job(start, Body::owned(plan.clone()));
+        let job = self.job(start, plan.clone());
         self.workers.add(&job);
         Transfer::new(self.clone(), job, plan)
     }
-}
-
-/// Borrowed bytes on their way to the device.
-fn slices<'a>(pieces: &'a [(&'a [u8], DeviceSlice)]) -> impl Plan + use<'a> {
-    let get = |n: usize| {
-        let (bytes, memory) = &pieces[n];
-        Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
-    };
-    // SAFETY: shared borrows of bytes.
-    unsafe { Borrowed::new(pieces.len(), get) }
 }
 
 /// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.
 struct Lending<'a> {
     workers: &'a Workers,
     job: &'a Arc<Job>,
-    until: fn(&Job) -> bool,
 }
 
 impl Drop for Lending<'_> {
@@ -360,6 +354,6 @@ impl Drop for Lending<'_> {
         if std::thread::panicking() {
             self.job.cancel();
         }
-        self.workers.wait(self.job, None, self.until);
+        self.workers.wait(self.job, None, Job::is_over);
     }
 }

@@ -26,11 +26,9 @@
 //! | from or to | calls | |
 //! | --- | --- | --- |
 //! | borrowed bytes | [`upload_slice`](Copier::upload_slice), [`download_slice`](Copier::download_slice) | blocking |
-//! | many pieces of borrowed bytes | [`upload_pieces`](Copier::upload_pieces), [`download_pieces`](Copier::download_pieces) | a [`Transfer`] when all is read; blocking |
+//! | many slices of borrowed bytes | [`upload_slices`](Copier::upload_slices), [`download_slices`](Copier::download_slices) | blocking |
+//! | owned bytes, a vector, a file, any [`Source`], any [`Sink`] | [`upload`](Copier::upload), [`download`](Copier::download) | a [`Transfer`] |
 //! | pinned blocks of many pages each | [`upload_pages`](Copier::upload_pages), [`download_pages`](Copier::download_pages) | a [`Transfer`] |
-//! | a new vector | [`download_vec`](Copier::download_vec) | blocking |
-//! | owned bytes, any [`Source`], any [`Sink`] | [`upload`](Copier::upload), [`upload_ranges`](Copier::upload_ranges), [`download`](Copier::download), [`download_ranges`](Copier::download_ranges) | a [`Transfer`] |
-//! | files | [`upload_file`](Copier::upload_file), [`upload_file_ranges`](Copier::upload_file_ranges), [`download`](Copier::download) to a [`FileSink`] | a [`Transfer`] |
 //! | `Read`, `Write` | [`upload_read`](Copier::upload_read), [`download_write`](Copier::download_write) | blocking, on the caller's thread |
 //!
 //! # How it works
@@ -167,13 +165,14 @@ use std::time::Duration;
 pub use self::config::CopierBuilder;
 pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
-pub use self::ranges::Piece;
+pub use self::ranges::{CopyRange, CopyRanges};
 pub use self::source::{Fill, Sink, Source};
 pub use self::stats::CopierStats;
 pub use self::transfer::{Canceller, Transfer};
 pub use self::types::Priority;
 
 use self::engine::Engine;
+use self::types::Settings;
 use self::workers::Workers;
 use crate::device::handle::Device;
 use crate::error::{Error, Result};
@@ -216,14 +215,14 @@ pub fn may_wait() -> Result<()> {
 ///
 /// // A thousand blocks of a cache, each to its own place.
 /// let (cache, blocks) = (device.alloc(8 << 20)?, vec![7_u8; 1000 * 4096]);
-/// let mut pieces = Vec::new();
+/// let mut slices = Vec::new();
 /// for (n, block) in blocks.chunks(4096).enumerate() {
-///     pieces.push((block, cache.slice(n * 8192..n * 8192 + 4096)?));
+///     slices.push((block, cache.slice(n * 8192..n * 8192 + 4096)?));
 /// }
-/// copier.upload_pieces(&pieces)?.wait()?;
+/// copier.upload_slices(&slices)?;
 ///
 /// let mut back = vec![0; 4096];
-/// copier.download_pieces(&mut [(cache.slice(999 * 8192..999 * 8192 + 4096)?, &mut back[..])])?;
+/// copier.download_slice(cache.slice(999 * 8192..999 * 8192 + 4096)?, &mut back)?;
 /// assert_eq!(back, blocks[..4096]);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
@@ -261,46 +260,9 @@ impl Copier {
     /// well. What is on the device after the error is undefined, but for the bytes before [`Progress::landed_to`].
     ///
     /// Slices of up to 256 KiB that go by a single call of the driver have no deadline.
-    ///
-    /// ```
-    /// # use pinpool::{Copier, Device, Error, Pool, Unpinned};
-    /// # use std::time::Duration;
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// let copier = Copier::builder(&pool, &device).build()?;
-    /// let memory = device.alloc(4 << 20)?;
-    /// let request = copier.with_timeout(Duration::from_millis(20));
-    /// # pool.wait_pinned(None)?;
-    /// # let tier: Vec<_> = std::iter::from_fn(|| pool.try_checkout(4000).ok()).collect();
-    /// // Others hold the whole pool, and give nothing back.
-    /// match request.upload_slice(&vec![7; 4 << 20], &memory) {
-    ///     Err(Error::Timeout(waited)) => println!("timed out after {waited}"),
-    ///     other => panic!("{other:?}"),
-    /// }
-    /// # drop(tier);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
-    }
-
-    /// Bytes of a chunk.
-    #[must_use]
-    pub fn chunk(&self) -> usize {
-        self.engine().settings.chunk
-    }
-
-    /// Bytes of the pool that it uses at most.
-    #[must_use]
-    pub fn share(&self) -> usize {
-        self.engine().settings.share
-    }
-
-    /// Threads that fill and drain segments.
-    #[must_use]
-    pub fn threads(&self) -> usize {
-        self.engine().settings.threads
     }
 
     /// The pool that it takes segments from.
@@ -319,10 +281,12 @@ impl Copier {
     #[must_use]
     pub fn stats(&self) -> CopierStats {
         let engine = self.engine();
-        let mut stats = engine.counters.stats();
+        let Settings { threads, chunk, share, .. } = engine.settings;
+        let settings = CopierStats { threads, chunk, share, ..CopierStats::default() };
         if crate::os::forked() {
-            return stats;
+            return settings;
         }
+        let mut stats = CopierStats { threads, chunk, share, ..*engine.counters.lock() };
         (stats.ring, stats.ring_refused) = engine.ring.stats();
         for spreader in engine.spreaders.iter().flatten() {
             let (launches, chunks) = spreader.stats();
@@ -333,9 +297,9 @@ impl Copier {
         stats
     }
 
-    /// Moves transfers on as far as that needs no waiting, on the calling thread. Whether anything has changed. For
-    /// [stepped](crate::host::HostConfig::stepped) devices, whose copiers have no threads: there transfers go on within
-    /// this call, and within those that start a transfer or wait for one. Elsewhere it does nothing.
+    /// On a [stepped](crate::host::HostConfig::stepped) device, whose copiers have no threads: moves transfers on as far as
+    /// that needs no waiting. Whether anything has changed.
+    #[doc(hidden)]
     pub fn reap(&self) -> bool {
         !crate::os::forked() && self.workers.advance()
     }

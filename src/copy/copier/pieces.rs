@@ -36,12 +36,6 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Looks at a call of one piece.
-    pub(super) fn one(engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<Self> {
-        let mut survey = Self::default();
-        survey.add(engine, memory, len).map(|()| survey)
-    }
-
     /// Looks at a piece's device memory.
     #[inline]
     pub(super) fn add(&mut self, engine: &Engine, memory: &DeviceSlice, len: usize) -> Result<()> {

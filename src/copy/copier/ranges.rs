@@ -16,41 +16,48 @@ use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, Part, Stretch};
 use super::engine::Engine;
-use super::file::FileSource;
 use super::job::{Plan, Values};
 use super::pieces::{Piece as Place, Survey, cut, fill_parts};
-use super::source::{self, Fill, Sink, Source, read_error, shrunk, write_error};
+use super::source::{Fill, Sink, Source, read_error, shrunk, write_error};
 use super::stats::Counters;
+use super::stores;
 use crate::buffer::PinnedBuf;
+use crate::copy::DeviceRange;
 use crate::device::DevicePtr;
+use crate::device::context::Context;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign::{self, Owned};
 use crate::locks::Mutex;
-use crate::sealed::KEY;
+use crate::sealed::{KEY, Key};
 use crate::segment::PAGE;
 
 /// Bytes of a file between two ranges that are read though no range has them: one longer read is faster than two.
 const GAP: u64 = 32 << 10;
 
-/// Where bytes of a source go on the device, or from where on the device bytes of a sink come.
+/// A range of bytes of a source or sink, and its place on the device.
 ///
 /// ```
-/// # use pinpool::{Device, copier::Piece};
-/// # let memory = Device::open("host")?.alloc(4096)?;
-/// let second_page = Piece::new(4096, memory.slice(..)?); // bytes 4096..8192 of the source
-/// # drop(second_page);
+/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(4096)?);
+/// use pinpool::copier::CopyRange;
+///
+/// // The second half of the source comes first on the device.
+/// let halves = vec![CopyRange::new(2048, memory.slice(..2048)?), CopyRange::new(0, memory.slice(2048..)?)];
+/// copier.upload(vec![7; 4096], halves)?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct CopyRange {
     /// First byte in the source or sink.
     pub at: u64,
     /// As many bytes, on the device.
     pub device: DeviceSlice,
 }
 
-impl Piece {
+impl CopyRange {
     /// The bytes of the source or sink from `at` on, as many as `device` has.
     #[must_use]
     pub fn new(at: u64, device: impl Into<DeviceSlice>) -> Self {
@@ -62,11 +69,50 @@ impl Piece {
     }
 }
 
+/// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a source, from its first
+/// byte on, or for as many bytes of a sink as the range has. Sealed.
+pub trait CopyRanges: list::Sealed {}
+
+impl<T: list::Sealed> CopyRanges for T {}
+
+mod list {
+    use super::{Arc, Context, CopyRange, DeviceRange, Error, KEY, Key, Range, Result};
+
+    pub trait Sealed {
+        /// The ranges. `source`: what the source has.
+        #[doc(hidden)]
+        #[allow(private_interfaces)]
+        fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>>;
+    }
+    impl Sealed for Vec<CopyRange> {
+        #[allow(private_interfaces)]
+        fn list(self, _: &Arc<Context>, _: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
+            Ok(self)
+        }
+    }
+    impl<R: DeviceRange> Sealed for R {
+        #[allow(private_interfaces)]
+        fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
+            let device = self.get(KEY)?;
+            device.check_is_of(of)?;
+            let Some(Range { start: at, end }) = source else {
+                return Ok(vec![CopyRange { at: 0, device: device.clone() }]);
+            };
+            let need = usize::try_from(end - at).unwrap_or(usize::MAX);
+            if need == 0 {
+                return Err(Error::empty());
+            }
+            Error::unless_fits(need, device.len())?;
+            Ok(vec![CopyRange { at, device: device.slice(..need)? }])
+        }
+    }
+}
+
 /// See the module's page.
 pub(super) struct Ranges {
     /// What errors and events call the source, file or sink.
     pub(super) name: Cow<'static, str>,
-    pieces: Vec<Piece>,
+    pieces: Vec<CopyRange>,
     /// The end of the range that reaches furthest.
     end: u64,
 }
@@ -76,7 +122,7 @@ impl Ranges {
     pub(super) fn new(
         engine: &Engine,
         name: Cow<'static, str>,
-        mut pieces: Vec<Piece>,
+        mut pieces: Vec<CopyRange>,
         survey: &mut Survey,
     ) -> Result<Self> {
         if pieces.is_empty() {
@@ -91,7 +137,7 @@ impl Ranges {
             survey.add(engine, &piece.device, len).map_err(|e| e.of_piece(n, len))?;
         }
         pieces.sort_by_key(|piece| piece.at);
-        let mut joined: Vec<Piece> = Vec::with_capacity(pieces.len());
+        let mut joined: Vec<CopyRange> = Vec::with_capacity(pieces.len());
         for piece in pieces {
             let last = joined.last_mut().filter(|last| last.end() == piece.at);
             match last.and_then(|last| last.device.joined(&piece.device).map(|device| (last, device))) {
@@ -100,7 +146,7 @@ impl Ranges {
             }
         }
         joined.shrink_to_fit();
-        let end = joined.iter().map(Piece::end).max().unwrap_or(0);
+        let end = joined.iter().map(CopyRange::end).max().unwrap_or(0);
         Ok(Self { name, pieces: joined, end })
     }
 
@@ -117,7 +163,7 @@ impl Ranges {
 
     /// A piece as the layout knows it. It has no address on the host.
     fn get(&self, n: usize) -> Place {
-        let Piece { device, at } = &self.pieces[n];
+        let CopyRange { device, at } = &self.pieces[n];
         Place { at: *at, ..Place::new(std::ptr::null_mut(), device.len(), device) }
     }
 
@@ -146,194 +192,18 @@ impl Ranges {
     fn cut(&self, cursor: &mut Cursor, most: usize) -> Chunk {
         self.placed(cut(self.pieces.len(), |n| self.get(n), most, cursor))
     }
-}
-
-/// Calls code of the program's, which may panic: that ends its transfer, and no thread.
-fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-    foreign::call("a source or sink panicked: its transfer fails", call)
-        .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
-}
-
-/// What a transfer reads from or writes to, on the host's side.
-pub(super) trait Storage: Send + Sync + 'static {
-    /// What the program gave.
-    type Value;
-
-    fn into_value(self) -> Self::Value;
-
-    /// What errors and events call it.
-    fn name(&self) -> Cow<'static, str>;
-
-    /// What no piece may leave.
-    fn bounds(&self) -> Result<Range<u64>> {
-        Ok(0..u64::MAX)
-    }
-
-    /// See [`Plan::may_block`].
-    fn may_block(&self) -> bool;
-
-    /// Cuts off the next chunk. By default each range's part is read or written by itself.
-    fn cut(ranges: &Ranges, cursor: &mut Cursor, most: usize) -> Chunk {
-        ranges.cut(cursor, most)
-    }
-
-    /// Reads the bytes of a chunk into its segment.
-    fn read(&self, _ranges: &Ranges, _chunk: &Chunk, _segment: &mut PinnedBuf) -> Result<()> {
-        Err(Error::Internal("bytes were read from a sink"))
-    }
-
-    /// Writes the bytes of a chunk from its segment.
-    fn write(&self, _ranges: &Ranges, _chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
-        Err(Error::Internal("bytes were written to a source"))
-    }
-}
-
-/// Ranges of a source, file or sink, as the plan of one job.
-pub(super) struct Blob<S: Storage> {
-    /// Taken by the handle when the job is over. A worker that reads or writes has a share meanwhile.
-    storage: Mutex<Option<Arc<Owned<S>>>>,
-    ranges: Ranges,
-}
-
-impl<S: Storage> Blob<S> {
-    pub(super) fn new(storage: S, ranges: Ranges) -> Arc<Self> {
-        Arc::new(Self { storage: Mutex::new(Some(Arc::new(Owned::new(storage)))), ranges })
-    }
-
-    fn storage(&self) -> Result<Arc<Owned<S>>> {
-        self.storage.lock().clone().ok_or(Error::Closed)
-    }
-}
-
-impl<S: Storage> Plan for Blob<S> {
-    fn may_block(&self) -> bool {
-        self.storage().is_ok_and(|storage| storage.may_block())
-    }
-
-    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
-        S::cut(&self.ranges, cursor, most)
-    }
-
-    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        self.storage()?.read(&self.ranges, chunk, segment)
-    }
-
-    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        self.storage()?.write(&self.ranges, chunk, bytes)
-    }
-}
-
-impl<S: Storage> Values for Blob<S> {
-    type Back = S::Value;
-
-    fn back(&self, outcome: Result<()>) -> Result<S::Value, SubmitError<S::Value>> {
-        let storage = self.storage.lock().take();
-        // The job is over, so no worker has a share.
-        let value = storage.and_then(Arc::into_inner).map(|storage| storage.into_inner().into_value());
-        match (outcome, value) {
-            (Ok(()), Some(value)) => Ok(value),
-            (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),
-        }
-    }
-}
-
-pub(super) struct FromSource<S>(pub(super) S);
-
-impl<S: Source> Storage for FromSource<S> {
-    type Value = S;
-
-    fn into_value(self) -> S {
-        self.0
-    }
-
-    fn name(&self) -> Cow<'static, str> {
-        source::name("the source", || self.0.name().into_owned())
-    }
-
-    fn bounds(&self) -> Result<Range<u64>> {
-        source::length(&self.0).map(|len| 0..len)
-    }
-
-    fn may_block(&self) -> bool {
-        self.0.may_block(KEY)
-    }
-
-    fn read(&self, ranges: &Ranges, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let fill = |n: usize, into: &mut _| {
-            let offset = ranges.part_at(&chunk.parts[n]);
-            let mut fill = Fill::new(into);
-            let filled = guarded(|| self.0.fill(offset, &mut fill));
-            let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
-            filled.map_err(|error| read_error(&ranges.name, end, &error))?;
-            if left > 0 {
-                return Err(shrunk(ranges.name.clone().into_owned(), end, ranges.end));
-            }
-            Ok(())
-        };
-        // SAFETY: a `Fill` counts what was written, and all of it was.
-        unsafe { fill_parts(chunk, segment, fill) }
-    }
-}
-
-pub(super) struct ToSink<S>(pub(super) S);
-
-impl<S: Sink> Storage for ToSink<S> {
-    type Value = S;
-
-    fn into_value(self) -> S {
-        self.0
-    }
-
-    fn name(&self) -> Cow<'static, str> {
-        source::name("the target", || self.0.name().into_owned())
-    }
-
-    fn may_block(&self) -> bool {
-        self.0.may_block(KEY)
-    }
-
-    fn write(&self, ranges: &Ranges, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        chunk.parts.iter().try_for_each(|part| {
-            let (offset, bytes) = (ranges.part_at(part), part.of(bytes)?);
-            guarded(|| self.0.put(offset, bytes))
-                .map_err(|error| write_error(&ranges.name, self.0.lies_at(offset, KEY), &error))
-        })
-    }
-}
-
-/// A file, and where what is read of it counts.
-pub(super) struct FromFile(pub(super) FileSource, pub(super) Arc<Counters>);
-
-impl Storage for FromFile {
-    type Value = FileSource;
-
-    fn into_value(self) -> FileSource {
-        self.0
-    }
-
-    fn name(&self) -> Cow<'static, str> {
-        self.0.name().to_owned().into()
-    }
-
-    fn bounds(&self) -> Result<Range<u64>> {
-        Ok(self.0.start()..self.0.end())
-    }
-
-    fn may_block(&self) -> bool {
-        true
-    }
 
     /// A stretch of the file with all ranges in it, which is read at once.
-    fn cut(ranges: &Ranges, cursor: &mut Cursor, most: usize) -> Chunk {
+    fn cut_file(&self, cursor: &mut Cursor, most: usize) -> Chunk {
         let start = cursor.at;
-        let at = ranges.offset(start);
+        let at = self.offset(start);
         let len = (most / PAGE * PAGE).max(PAGE) as u64;
         // The next chunk starts on a page.
         let most = (at - at % PAGE as u64).saturating_add(len);
         let (mut cut, mut end, mut bytes) = (start, at, 0);
         // The file's bytes lie in the segment from where they are within a page on.
         let (lead, mut stretches) = (at % PAGE as u64, Vec::new());
-        while let Some(piece) = ranges.pieces.get(cut.piece) {
+        while let Some(piece) = self.pieces.get(cut.piece) {
             let from = piece.at + cut.from as u64;
             // A range that overlaps another has chunks of its own.
             if bytes > 0 && (from < end || from >= most || from > end.saturating_add(GAP)) {
@@ -351,15 +221,164 @@ impl Storage for FromFile {
             }
             cut = Cut { piece: cut.piece + 1, from: 0 };
         }
-        let chunk = ranges.placed(cursor.cut_off(cut, bytes));
+        let chunk = self.placed(cursor.cut_off(cut, bytes));
         Chunk { stretches, ..chunk }
     }
+}
 
-    fn read(&self, _: &Ranges, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let Self(file, counters) = self;
+/// Calls code of the program's, which may panic: that ends its transfer, and no thread.
+fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    foreign::call("a source or sink panicked: its transfer fails", call)
+        .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
+}
+
+/// Where a sink in memory has its first byte.
+#[derive(Clone, Copy)]
+struct First(*mut u8);
+
+// SAFETY: an address, which means the same on every thread; each use says why it is valid.
+unsafe impl Send for First {}
+// SAFETY: as above.
+unsafe impl Sync for First {}
+
+/// Ranges of a source, file or sink, as the plan of one job.
+pub(super) struct Blob<T: Send + 'static> {
+    /// What the program gave. Taken by the handle when the job is over; a worker that uses it has a share meanwhile.
+    value: Mutex<Option<Arc<Owned<T>>>>,
+    ranges: Ranges,
+    counters: Arc<Counters>,
+    may_block: bool,
+    /// Chunks are stretches of a file, each read at once.
+    of_file: bool,
+    fill: fn(&Self, &T, &Chunk, &mut PinnedBuf) -> Result<()>,
+    drain: fn(&Self, &T, &Chunk, &[u8]) -> Result<()>,
+    /// Of a sink in memory.
+    first: Option<First>,
+    /// After a transfer that has ended well.
+    finish: fn(&mut T, u64),
+}
+
+impl<S: Source> Blob<S> {
+    pub(super) fn of_source(source: S, ranges: Ranges, counters: Arc<Counters>) -> Self {
+        let (may_block, of_file) = (source.may_block(KEY), source.as_file(KEY).is_some());
+        let fill = if of_file { Self::read_file } else { Self::read };
+        let drain =
+            |_: &Self, _: &S, _: &Chunk, _: &[u8]| Err(Error::Internal("bytes were written to a source"));
+        let value = Mutex::new(Some(Arc::new(Owned::new(source))));
+        Self { value, ranges, counters, may_block, of_file, fill, drain, first: None, finish: |_, _| () }
+    }
+
+    fn read(&self, source: &S, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        let ranges = &self.ranges;
+        let fill = |n: usize, into: &mut _| {
+            let offset = ranges.part_at(&chunk.parts[n]);
+            let mut fill = Fill::new(into);
+            let filled = guarded(|| source.fill(offset, &mut fill));
+            let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
+            filled.map_err(|error| read_error(&ranges.name, end, &error))?;
+            if left > 0 {
+                return Err(shrunk(ranges.name.clone().into_owned(), end, ranges.end));
+            }
+            Ok(())
+        };
+        // SAFETY: a `Fill` counts what was written, and all of it was.
+        unsafe { fill_parts(chunk, segment, fill) }
+    }
+
+    fn read_file(&self, source: &S, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        let file = source.as_file(KEY).ok_or(Error::Internal("a file is none"))?;
         let start = chunk.stretches.first().map_or(0, |first| first.offset);
         let end = chunk.stretches.last().map_or(start, |last| last.offset + last.len);
         segment.clear();
-        file.fill(chunk.at, end - start, segment, counters)
+        file.read(chunk.at, end - start, segment, &self.counters)
+    }
+}
+
+impl<S: Sink> Blob<S> {
+    /// # Errors
+    /// With the sink: no memory for what is to be written to it.
+    pub(super) fn to_sink(
+        mut sink: S,
+        ranges: Ranges,
+        counters: Arc<Counters>,
+    ) -> Result<Self, SubmitError<S>> {
+        // Ranges with gaps between them leave bytes as they are: these must be there.
+        let first = ranges.pieces.first().map_or(0, |piece| piece.at);
+        let is_whole = ranges.pieces.len() == 1;
+        let overlaps = ranges.pieces.windows(2).any(|pair| pair[0].end() > pair[1].at);
+        let target = match sink.memory(if is_whole { first } else { ranges.end }, ranges.end, KEY) {
+            Ok(Some(_)) if overlaps => Err(Error::Argument(
+                "a download to memory with ranges that overlap; download to each byte once".into(),
+            )),
+            target => target,
+        };
+        let (first, sink) = SubmitError::unless(target, sink)?;
+        let (may_block, first) = (sink.may_block(KEY), first.map(First));
+        let fill = |_: &Self, _: &S, _: &Chunk, _: &mut PinnedBuf| {
+            Err(Error::Internal("bytes were read from a sink"))
+        };
+        let finish = |sink: &mut S, end| sink.has_all(end, KEY);
+        let value = Mutex::new(Some(Arc::new(Owned::new(sink))));
+        let (of_file, drain) = (false, Self::write as fn(&Self, &S, &Chunk, &[u8]) -> Result<()>);
+        Ok(Self { value, ranges, counters, may_block, of_file, fill, drain, first, finish })
+    }
+
+    fn write(&self, sink: &S, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        let ranges = &self.ranges;
+        chunk.parts.iter().try_for_each(|part| {
+            let (offset, bytes) = (ranges.part_at(part), part.of(bytes)?);
+            let Some(First(first)) = self.first else {
+                return guarded(|| sink.put(offset, bytes))
+                    .map_err(|error| write_error(&ranges.name, sink.lies_at(offset, KEY), &error));
+            };
+            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses before the job is over. No two
+            // ranges overlap, and each byte is in one chunk.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(first.add(offset as usize).cast(), bytes.len()) };
+            // Past the caches: the memory is read later, if at all.
+            stores::stream(bytes, to);
+            Ok(())
+        })
+    }
+}
+
+impl<T: Send + Sync + 'static> Blob<T> {
+    fn value(&self) -> Result<Arc<Owned<T>>> {
+        self.value.lock().clone().ok_or(Error::Closed)
+    }
+}
+
+impl<T: Send + Sync + 'static> Plan for Blob<T> {
+    fn may_block(&self) -> bool {
+        self.may_block
+    }
+
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        if self.of_file { self.ranges.cut_file(cursor, most) } else { self.ranges.cut(cursor, most) }
+    }
+
+    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        (self.fill)(self, &*self.value()?, chunk, segment)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        (self.drain)(self, &*self.value()?, chunk, bytes)
+    }
+}
+
+impl<T: Send + Sync + 'static> Values for Blob<T> {
+    type Back = T;
+
+    fn back(&self, outcome: Result<()>) -> Result<T, SubmitError<T>> {
+        let value = self.value.lock().take();
+        // The job is over, so no worker has a share.
+        let value = value.and_then(Arc::into_inner).map(Owned::into_inner);
+        match (outcome, value) {
+            (Ok(()), Some(mut value)) => {
+                (self.finish)(&mut value, self.ranges.end);
+                Ok(value)
+            }
+            (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),
+        }
     }
 }

@@ -3,7 +3,7 @@
 //! Jobs wait by priority and direction, and there in the order in which they were started. A worker that looks for work
 //! gets the first job of which a chunk can be taken. Of jobs of one priority it gets one in the direction that it asks
 //! for, if there is one. Workers ask for both directions by turns, since the link carries both at once. Jobs that may block
-//! wait in queues of their own, so that a worker which must not block finds the others behind them. Where there is no
+//! wait in queues of their own, so that the worker which never blocks finds the others behind them. Where there is no
 //! job, a worker that owns no chunk parks. Starting a job wakes as many workers as it is worth.
 //!
 //! All of it is under one lock. A worker joins the list of sleepers under the lock under which it has seen that there
@@ -22,12 +22,18 @@ use crate::sync::thread::{self, Thread};
 pub(super) trait Takes {
     /// Whether a chunk of it can be taken. Once `false`, it stays so.
     fn may_take(&self) -> bool;
-    /// Whether its work may block the worker that takes a chunk.
-    fn may_block(&self) -> bool;
-    /// Whether its chunks are taken by workers without a segment.
-    fn needs_none(&self) -> bool;
-    fn priority(&self) -> Priority;
-    fn direction(&self) -> Direction;
+    fn kind(&self) -> Kind;
+}
+
+/// What of a job decides which workers take its chunks, and when.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Kind {
+    pub(super) priority: Priority,
+    pub(super) direction: Direction,
+    /// Its work may block the worker that takes a chunk.
+    pub(super) may_block: bool,
+    /// The worker that takes a chunk brings a segment.
+    pub(super) needs_segment: bool,
 }
 
 /// How many jobs are looked at for one that needs no segment.
@@ -44,11 +50,19 @@ struct SchedulerState<J> {
     /// Of the foreground, then bulk ones; by direction.
     jobs: [[Queues<J>; 2]; 2],
     next_job: u64,
-    sleepers: Vec<(u64, Thread)>,
+    sleepers: Vec<Sleeper>,
     next_sleeper: u64,
     /// No worker slept when one was to look around: the next one does not park.
     poked: bool,
     closed: bool,
+}
+
+#[derive(Debug)]
+struct Sleeper {
+    number: u64,
+    /// It takes chunks of jobs that may block, too.
+    may_block: bool,
+    thread: Thread,
 }
 
 /// Jobs of one priority and direction, each with its number in the order of their starts.
@@ -88,16 +102,16 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// Starts a job that is worth so many workers.
     pub(super) fn add(&self, job: J, workers: usize) {
         let mut state = self.state.lock();
-        let (rank, direction) = (usize::from(job.priority() == Priority::Bulk), job.direction());
+        let Kind { priority, direction, may_block, .. } = job.kind();
+        let rank = usize::from(priority == Priority::Bulk);
         state.next_job += 1;
         let number = state.next_job;
         let queues = &mut state.jobs[rank][direction as usize];
-        let jobs = if job.may_block() { &mut queues.blocking } else { &mut queues.steady };
+        let jobs = if may_block { &mut queues.blocking } else { &mut queues.steady };
         jobs.push_back((number, job));
-        let awake = state.sleepers.len().saturating_sub(workers);
-        let sleepers = state.sleepers.split_off(awake);
+        let sleepers: Vec<_> = (0..workers).map_while(|_| state.sleeper(may_block)).collect();
         drop(state);
-        sleepers.iter().for_each(|(_, thread)| thread.unpark());
+        sleepers.iter().for_each(|sleeper| sleeper.thread.unpark());
     }
 
     /// The first job of which a chunk can be taken, by a worker that may block or may not. Of one priority, one in this
@@ -113,7 +127,7 @@ impl<J: Takes + Clone> Scheduler<J> {
         let near = |jobs: &[Queues<J>; 2]| {
             let ways = [direction, direction.other()].into_iter();
             ways.flat_map(|way| jobs[way as usize].steady.iter().take(NEAR))
-                .find(|(_, job)| job.may_take() && job.needs_none())
+                .find(|(_, job)| job.may_take() && !job.kind().needs_segment)
                 .map(|(_, job)| job.clone())
         };
         state.jobs.iter().find_map(near)
@@ -128,10 +142,11 @@ impl<J: Takes + Clone> Scheduler<J> {
     /// next that would.
     pub(super) fn poke(&self) {
         let mut state = self.state.lock();
-        let sleeper = state.sleepers.pop();
+        let only_blocking = !state.has_work(false);
+        let sleeper = state.sleeper(only_blocking);
         state.poked |= sleeper.is_none();
         drop(state);
-        sleeper.into_iter().for_each(|(_, thread)| thread.unpark());
+        sleeper.into_iter().for_each(|sleeper| sleeper.thread.unpark());
     }
 
     /// Parks this thread until there may be work for it, or until the deadline. `false`: there is none, and none is to
@@ -146,10 +161,10 @@ impl<J: Takes + Clone> Scheduler<J> {
         }
         state.next_sleeper += 1;
         let number = state.next_sleeper;
-        state.sleepers.push((number, thread::current()));
+        state.sleepers.push(Sleeper { number, may_block, thread: thread::current() });
         drop(state);
         thread::park_until(deadline);
-        self.state.lock().sleepers.retain(|(other, _)| *other != number);
+        self.state.lock().sleepers.retain(|other| other.number != number);
         true
     }
 
@@ -159,7 +174,7 @@ impl<J: Takes + Clone> Scheduler<J> {
         state.closed = true;
         let sleepers = std::mem::take(&mut state.sleepers);
         drop(state);
-        sleepers.iter().for_each(|(_, thread)| thread.unpark());
+        sleepers.iter().for_each(|sleeper| sleeper.thread.unpark());
     }
 }
 
@@ -177,5 +192,11 @@ impl<J: Takes + Clone> SchedulerState<J> {
 
     fn has_work(&mut self, may_block: bool) -> bool {
         self.first(Direction::Up, may_block).is_some()
+    }
+
+    /// Takes the worker out that fell asleep last: one that may block, or any.
+    fn sleeper(&mut self, may_block: bool) -> Option<Sleeper> {
+        let at = self.sleepers.iter().rposition(|sleeper| sleeper.may_block || !may_block)?;
+        Some(self.sleepers.remove(at))
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the free
 //! ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are four:
-//! bulk chunks may keep theirs for as long as the rate wants. The
-//! segments of a reader or a writer (`in_order`) do not count, since it may wait for another transfer meanwhile.
+//! bulk chunks may keep theirs for as long as the rate wants. The segments of a reader or a writer (`in_order`) do not
+//! count, since it may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
 //! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where the
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::types::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
-use crate::error::{Error, Result, Shortage};
+use crate::error::{Error, Result};
 use crate::locks::Mutex;
 use crate::pool::{Checkout, Pool, Request, WaitLimit};
 use crate::segment::PAGE;
@@ -68,11 +68,6 @@ impl Segments {
         Request::new(len).align(PAGE)
     }
 
-    /// A segment that is not short.
-    fn full(&self) -> Request {
-        Self::request(self.len)
-    }
-
     /// Bytes that a chunk may have in this segment.
     pub(super) fn room(&self, segment: &PinnedBuf) -> usize {
         segment.capacity().min(self.len) - BESIDE
@@ -89,89 +84,79 @@ impl Segments {
             return Ok(Some(buf));
         }
         // A chunk that needs a segment while none is in use gets a place in the queue, so it is not held up.
+        let is_busy = state.used > 0;
         let is_early = |retry| Instant::now() < retry;
-        if state.waiting.is_none() && state.used > 0 && state.retry.is_some_and(is_early) {
+        if state.waiting.is_none() && is_busy && state.retry.is_some_and(is_early) {
             return Ok(None);
         }
         state.used += 1;
-        let asked = state.waiting.take();
+        let waiting = state.waiting.take();
         drop(state);
-        let got = self.ask(asked);
+        let got = match waiting {
+            Some(place) => self.look(place),
+            None => self.ask(is_busy),
+        };
         if !matches!(got, Ok(Some(_))) {
             self.state.lock().used -= 1;
         }
         got
     }
 
-    /// Asks the pool, or looks whether what was asked for has come.
-    fn ask(&self, asked: Option<Checkout>) -> Result<Option<PinnedBuf>> {
-        let mut asked = match asked {
-            Some(asked) => asked,
-            None => match self.pool.for_copier(self.full(), WaitLimit::None) {
-                Err(Error::Exhausted(shortage)) => {
-                    let mut state = self.state.lock();
-                    // The one is that which this call asks for.
-                    let is_busy = state.used > 1 || state.waiting.is_some();
-                    if is_busy {
-                        state.retry = Instant::now().checked_add(RETRY);
-                    }
-                    drop(state);
-                    let short = self.shorter(&shortage, LEAST)?;
-                    if is_busy || short.is_some() {
-                        return Ok(short);
-                    }
-                    // What comes is to be exchanged: `or_longer`.
-                    self.pool.checkout_async(Self::request(LEAST)).unbounded()
-                }
-                got => return got.map(Some),
-            },
-        };
-        // No task is woken when it has come: workers ask while there is work.
-        match Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
+    /// Asks the pool. A copier that has none joins the queue.
+    fn ask(&self, is_busy: bool) -> Result<Option<PinnedBuf>> {
+        let found = self.longest(LEAST)?;
+        if is_busy && found.as_ref().is_none_or(|buf| buf.capacity() < self.len) {
+            self.state.lock().retry = Instant::now().checked_add(RETRY);
+        }
+        if is_busy || found.is_some() {
+            return Ok(found);
+        }
+        self.look(self.pool.checkout_async(Self::request(LEAST)).unbounded())
+    }
+
+    /// Looks whether what was asked for has come. No task is woken then: workers ask while there is work.
+    fn look(&self, mut place: Checkout) -> Result<Option<PinnedBuf>> {
+        match Pin::new(&mut place).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(got) => self.or_longer(got?).map(Some),
             Poll::Pending => {
-                let before = self.state.lock().waiting.replace(asked);
+                let before = self.state.lock().waiting.replace(place);
                 drop(before);
                 Ok(None)
             }
         }
     }
 
-    /// The longest segment that the pool had when it was short, if that is no shorter than `least`.
-    fn shorter(&self, shortage: &Shortage, least: usize) -> Result<Option<PinnedBuf>> {
-        // A segment of whole pages, with its header.
-        let len = shortage.largest.min(self.len).saturating_sub(32);
-        if len < least {
-            return Ok(None);
-        }
-        match self.pool.for_copier(Self::request(len), WaitLimit::None) {
-            Err(Error::Exhausted(_)) => Ok(None),
-            got => got.map(Some),
-        }
-    }
-
-    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first one
-    /// is not seen complete: only one of full length, with a segment left in the share and in the pool for the other.
-    pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
-        let (used, usable) = (self.state.lock().used, usable(self.most, Priority::Bulk, true));
-        if used >= usable {
-            return Ok(None);
-        }
-        let Some(second) = self.longest(self.len)? else { return Ok(None) };
-        Ok(self.longest(LEAST)?.map(|_left| second))
-    }
-
-    /// The longest segment that the pool has now and that is no shorter than `least`.
+    /// A segment of full length; where the pool has none, the longest one that it has, if that is no shorter than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        match self.pool.for_copier(self.full(), WaitLimit::None) {
-            Err(Error::Exhausted(shortage)) => self.shorter(&shortage, least),
-            got => got.map(Some),
+        let mut len = self.len;
+        loop {
+            match self.pool.for_copier(Self::request(len), WaitLimit::None) {
+                // A segment of whole pages, with its header.
+                Err(Error::Exhausted(short)) if len == self.len => {
+                    len = short.largest.min(len).saturating_sub(32)
+                }
+                Err(Error::Exhausted(_)) => return Ok(None),
+                got => return got.map(Some),
+            }
+            if len < least {
+                return Ok(None);
+            }
         }
     }
 
     /// What was waited for has come, and is as short as can be: a longer one, if there is any by now.
     fn or_longer(&self, short: PinnedBuf) -> Result<PinnedBuf> {
         Ok(self.longest(short.capacity() + PAGE)?.unwrap_or(short))
+    }
+
+    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first one
+    /// is not seen complete: only one of full length, with a segment left in the share and in the pool for the other.
+    pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
+        if self.state.lock().used >= usable(self.most, Priority::Bulk, true) {
+            return Ok(None);
+        }
+        let Some(second) = self.longest(self.len)? else { return Ok(None) };
+        Ok(self.longest(LEAST)?.map(|_left| second))
     }
 
     /// Waits for a segment that does not count.

@@ -6,19 +6,22 @@
 use std::borrow::Cow;
 use std::io;
 use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::file::FileSource;
 use super::stores;
 use crate::error::{Error, Result};
 use crate::foreign;
-use crate::sealed::Key;
+use crate::sealed::{KEY, Key};
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
-/// Implemented for owned bytes: `Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`.
-/// Implement it for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the
+/// Implemented for owned bytes (`Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`) and for
+/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the
 /// file become shorter, the process dies; a [`FileSource`](super::FileSource) reports an error.
 ///
 /// ```
@@ -41,7 +44,7 @@ use crate::sealed::Key;
 /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
 /// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
 /// copier.upload(Ramp, &memory)?.wait()?;
-/// # assert_eq!(copier.download_vec(memory.slice(256..258))?, [0, 1]);
+/// # assert_eq!(copier.download(memory.slice(256..258), Vec::new())?.wait()?, [0, 1]);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Source: Send + Sync + 'static {
@@ -60,8 +63,8 @@ pub trait Source: Send + Sync + 'static {
 
     /// Puts bytes from `offset` on into `into`, until that is full. Called on the copier's threads; it may block, and
     /// then holds up one of them, and a segment. Other transfers that cannot block go on beside it, so it may wait for
-    /// one of them. Other sources, sinks and files may have to wait until a call returns. On a copier of one thread, of a
-    /// share of one segment, or of a stepped device it holds up all, and must not wait for a transfer of that copier.
+    /// one of them. Other sources, sinks and files may have to wait until a call returns. On a copier of a share
+    /// of one segment, or of a stepped device, it holds up all, and must not wait for a transfer of that copier.
     ///
     /// # Errors
     /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
@@ -73,13 +76,22 @@ pub trait Source: Send + Sync + 'static {
     fn may_block(&self, _: Key) -> bool {
         true
     }
+
+    /// The file, of a source that is one: its offsets are the file's own. Ours alone to say.
+    #[doc(hidden)]
+    fn as_file(&self, _: Key) -> Option<&FileSource> {
+        None
+    }
 }
 
-/// Bytes of a source, by its own word.
-pub(super) fn length(source: &impl Source) -> Result<u64> {
+/// The offsets of a source, by its own word.
+pub(super) fn bounds(source: &impl Source) -> Result<Range<u64>> {
+    if let Some(file) = source.as_file(KEY) {
+        return Ok(file.bounds());
+    }
     let len =
         foreign::call("a source panicked when it was asked for its length: it is refused", || source.len());
-    len.ok_or_else(|| Error::Read {
+    len.map(|len| 0..len).ok_or_else(|| Error::Read {
         what: "the source".into(),
         offset: 0,
         kind: io::ErrorKind::Other,
@@ -94,6 +106,11 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 }
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
+///
+/// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if it
+/// is shorter: what no range covers is zero, and memory that it already has is used. (Of a new one most of the time goes
+/// into touching the memory for the first time.) A vector with ranges that overlap is refused, and after an error it has
+/// its old length.
 ///
 /// ```
 /// use std::sync::Mutex;
@@ -140,6 +157,61 @@ pub trait Sink: Send + Sync + 'static {
     #[doc(hidden)]
     fn lies_at(&self, offset: u64, _: Key) -> u64 {
         offset
+    }
+
+    /// The first byte of a sink in memory, with room up to `end`, of which all from `from` on is written without
+    /// [`put`](Self::put). Ours alone to say.
+    #[doc(hidden)]
+    fn memory(&mut self, _from: u64, _end: u64, _: Key) -> Result<Option<*mut u8>> {
+        Ok(None)
+    }
+
+    /// A sink in memory has all bytes now. Ours alone to say.
+    #[doc(hidden)]
+    fn has_all(&mut self, _end: u64, _: Key) {}
+}
+
+/// Shorter vectors are not worth huge pages.
+const HUGE: usize = 4 << 20;
+
+impl Sink for Vec<u8> {
+    fn name(&self) -> Cow<'_, str> {
+        "a vector".into()
+    }
+
+    /// A copier writes to the vector's memory itself.
+    fn put(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn may_block(&self, _: Key) -> bool {
+        false
+    }
+
+    fn memory(&mut self, from: u64, end: u64, _: Key) -> Result<Option<*mut u8>> {
+        let [from, end] = [from, end].map(|n| usize::try_from(n).unwrap_or(usize::MAX));
+        let len = self.len();
+        let wanted = end.saturating_sub(len);
+        self.try_reserve_exact(wanted).map_err(|e| Error::OutOfMemory { wanted, text: e.to_string() })?;
+        // Touching new memory is what takes longest: on huge pages where the system has them.
+        let spare = self.spare_capacity_mut().as_mut_ptr().cast::<u8>();
+        let page = crate::os::page_size();
+        let front = spare.align_offset(page);
+        if let Some(first) =
+            NonNull::new(spare.wrapping_add(front)).filter(|_| wanted >= HUGE && front < wanted)
+        {
+            crate::os::advise_huge(first, (wanted - front) / page * page);
+        }
+        if len < from {
+            self.resize(from, 0);
+        }
+        Ok(Some(self.as_mut_ptr()))
+    }
+
+    fn has_all(&mut self, end: u64, _: Key) {
+        let len = self.len().max(end as usize);
+        // SAFETY: there is room, and all bytes up to there were written.
+        unsafe { self.set_len(len) };
     }
 }
 

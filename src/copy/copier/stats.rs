@@ -1,22 +1,18 @@
 //! What a copier has done so far.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::locks::Mutex;
 
-/// Counts of a copier since it was built: [`Copier::stats`](super::Copier::stats). Each is right by itself; together
-/// they are of one moment only while nothing is copied.
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// let copier = Copier::builder(&pool, &device).build()?;
-/// let stats = copier.stats();
-/// println!("{} bytes by the ring, {} in batches", stats.ring_bytes, stats.batch_bytes);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// Counts of a copier since it was built, and its settings: [`Copier::stats`](super::Copier::stats). Together the counts
+/// are of one moment only while nothing is copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
+    /// Threads that fill and drain segments.
+    pub threads: usize,
+    /// Bytes of a chunk.
+    pub chunk: usize,
+    /// Bytes of the pool that the copier uses at most.
+    pub share: usize,
     /// Chunks that were moved. A short slice counts as one.
     pub chunks: u64,
     /// Bytes that went through the device ring, spread or collected there by a kernel.
@@ -46,36 +42,10 @@ pub struct CopierStats {
     pub has_kernels: bool,
 }
 
-/// The same, being counted. Relaxed throughout: sums, not signals.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) chunks: AtomicU64,
-    pub(super) ring: AtomicU64,
-    pub(super) batch: AtomicU64,
-    pub(super) in_place: AtomicU64,
-    pub(super) cached: AtomicU64,
-    pub(super) direct: AtomicU64,
-    pub(super) buffered: AtomicU64,
-    pub(super) direct_refused: AtomicU64,
-}
+/// What is counted so far; what is not counted is filled in when a program asks.
+pub(super) type Counters = Mutex<CopierStats>;
 
-impl Counters {
-    pub(super) fn add(counter: &AtomicU64, n: usize) {
-        counter.fetch_add(n as u64, Ordering::Relaxed);
-    }
-
-    pub(super) fn stats(&self) -> CopierStats {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        CopierStats {
-            chunks: read(&self.chunks),
-            ring_bytes: read(&self.ring),
-            batch_bytes: read(&self.batch),
-            in_place_bytes: read(&self.in_place),
-            cached_bytes: read(&self.cached),
-            direct_bytes: read(&self.direct),
-            buffered_bytes: read(&self.buffered),
-            direct_refused: read(&self.direct_refused),
-            ..CopierStats::default()
-        }
-    }
+/// Counts.
+pub(super) fn count(counters: &Counters, count: impl FnOnce(&mut CopierStats)) {
+    count(&mut counters.lock());
 }

@@ -39,7 +39,7 @@ use crate::stream::Stream;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[must_use = "dropping it is fine: the transfer goes on; say so with `drop`"]
-pub struct Transfer<T = ()> {
+pub struct Transfer<T> {
     copier: Copier,
     job: Arc<Job>,
     values: Option<Arc<dyn Values<Back = T>>>,
@@ -106,42 +106,18 @@ impl<T> Transfer<T> {
     /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on, and
     /// by all transfers that are started from then on.
     ///
-    /// ```
-    /// # use pinpool::{Copier, Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
-    /// let load = copier.upload(vec![7; 1 << 20], &memory)?;
-    /// let mut first = vec![0; 4096];
-    /// if load.wait_landed(4096) {
-    ///     copier.download_pieces(&mut [(memory.slice(..4096)?, &mut first[..])])?; // beside the rest of the load
-    /// }
-    /// # assert_eq!(first, [7; 4096]);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
-    ///
     /// Where a source blocks, a chunk's arrival is told when the thread that moves the chunk has returned from the
     /// source.
     #[must_use]
     pub fn wait_landed(&self, offset: u64) -> bool {
-        self.wait_progress(|progress| progress.landed_to >= offset)
-    }
-
-    /// Waits until all pieces of the call before this one (of a call with pages its blocks) have arrived, or until the
-    /// transfer is over. Whether they have arrived. On a thread of the crate it only looks.
-    #[must_use]
-    pub fn wait_pieces(&self, pieces: usize) -> bool {
-        self.wait_progress(|progress| progress.landed_pieces >= pieces)
-    }
-
-    fn wait_progress(&self, there: impl Fn(&Progress) -> bool) -> bool {
         if crate::os::forked() {
             return false;
         }
+        let there = |job: &Job| job.progress().landed_to >= offset;
         if may_wait().is_ok() {
-            self.until(None, |job| there(&job.progress()) || job.is_over());
+            self.until(None, |job| there(job) || job.is_over());
         }
-        there(&self.job.progress())
+        there(&self.job)
     }
 
     /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
@@ -161,8 +137,8 @@ impl<T> Transfer<T> {
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
     /// a chunk go to their places by a kernel that is launched when the chunk has arrived.
     ///
-    /// Behind a part of a transfer a stream is ordered by [`wait_landed`](Self::wait_landed) or
-    /// [`wait_pieces`](Self::wait_pieces): what is submitted to it afterwards finds the part's bytes. So the stream itself
+    /// Behind a part of a transfer a stream is ordered by [`wait_landed`](Self::wait_landed): what is submitted to it
+    /// afterwards finds the part's bytes. So the stream itself
     /// never waits, and has all that it was given before to do meanwhile. (The example `kv_tier` makes each part a
     /// transfer of its own, and orders the stream behind one after the other.)
     ///
@@ -266,21 +242,6 @@ impl<T> std::fmt::Debug for Transfer<T> {
 /// Looks at a transfer and cancels it, from any thread: [`Transfer::canceller`].
 ///
 /// It keeps neither the transfer's memory nor the copier.
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
-/// let transfer = copier.upload(vec![7; 1 << 20], &memory)?;
-/// let canceller = transfer.canceller();
-/// std::thread::spawn(move || canceller.cancel());
-/// match transfer.wait() {
-///     Ok(_) => println!("it was copied before"),
-///     Err(refused) => println!("{}", refused.error),
-/// }
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone)]
 pub struct Canceller {
     job: Weak<Job>,

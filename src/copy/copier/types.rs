@@ -7,18 +7,6 @@ use crate::segment::PAGE;
 pub(super) const BESIDE: usize = 3 * PAGE;
 
 /// Which transfers go first: [`Copier::with_priority`](super::Copier::with_priority).
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (weights, bulk) = (device.alloc(4096)?, Copier::builder(&pool, &device).build()?);
-/// use pinpool::copier::Priority;
-///
-/// let foreground = bulk.with_priority(Priority::Foreground); // the same copier
-/// foreground.upload_slice(&[1; 4096], &weights)?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
     /// Loads of much data: in the order in which they were started, both directions at once, with at most
@@ -45,6 +33,13 @@ pub(super) struct Settings {
     pub(super) rate: Option<u64>,
     /// Bytes of the device ring at most.
     pub(super) ring: usize,
+}
+
+impl Settings {
+    /// Threads that are started: one more, which never blocks, in place of the caller's, which waits.
+    pub(super) fn workers(&self) -> usize {
+        self.threads + usize::from(self.threads > 0)
+    }
 }
 
 /// Which way bytes go.

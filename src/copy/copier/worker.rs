@@ -16,9 +16,8 @@
 //! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
 //! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
 //! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may
-//! block: a worker that is about to call one owns chunks of that job only. Of several threads one is always free for the
-//! other jobs: a worker that has chunks of a job that may block has one of the engine's places, and there is one place less
-//! than threads.
+//! block: a worker that is about to call one owns chunks of that job only. One thread never does, and is free for the
+//! other jobs.
 
 mod stages;
 
@@ -32,7 +31,7 @@ use super::lent::Lent;
 use super::packing::{Host, Packed, Way, transfer};
 use super::ring::{IDLE, Slot, Take};
 use super::spreader::Entry;
-use super::stats::Counters;
+use super::stats::count;
 use super::types::{Direction, Priority};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
@@ -95,15 +94,15 @@ struct Owned {
 pub(super) struct Worker {
     engine: Arc<Engine>,
     owned: Vec<Owned>,
-    /// It has one of the engine's places for jobs that may block.
-    has_place: bool,
+    /// It takes chunks of jobs that may block, too.
+    may_block: bool,
     /// The direction that it turns to next.
     next: Direction,
 }
 
 impl Worker {
-    pub(super) fn new(engine: Arc<Engine>) -> Self {
-        Self { engine, owned: Vec::new(), has_place: false, next: Direction::Up }
+    pub(super) fn new(engine: Arc<Engine>, may_block: bool) -> Self {
+        Self { engine, owned: Vec::new(), may_block, next: Direction::Up }
     }
 
     /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
@@ -116,26 +115,7 @@ impl Worker {
                 self.turn();
             }
         }
-        changed |= self.drain();
-        if !self.owned.iter().any(|owned| owned.job.may_block) {
-            self.give_place();
-        }
-        changed
-    }
-
-    fn may_block(&self) -> bool {
-        self.has_place || self.engine.has_place()
-    }
-
-    fn take_place(&mut self) -> bool {
-        self.has_place = self.has_place || self.engine.take_place();
-        self.has_place
-    }
-
-    fn give_place(&mut self) {
-        if std::mem::take(&mut self.has_place) {
-            self.engine.give_place();
-        }
+        self.drain() || changed
     }
 
     /// The life of a thread of the copier.
@@ -145,7 +125,7 @@ impl Worker {
         loop {
             if self.round() {
                 still = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.may_block()) {
+            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.may_block) {
                 let waited = still.get_or_insert_with(Instant::now).elapsed();
                 if waited < SPIN {
                     std::hint::spin_loop();
@@ -161,7 +141,7 @@ impl Worker {
 
     /// A chunk has ended, and its segment was given back.
     fn end(&self, job: &Job, chunk: &Chunk, end: End) {
-        Counters::add(&self.engine.counters.chunks, 1);
+        count(&self.engine.counters, |stats| stats.chunks += 1);
         // Before a caller can hear of the end: nothing of the pool is in use without work.
         self.engine.rest();
         job.end(chunk, end);
@@ -172,7 +152,7 @@ impl Worker {
         self.engine.segments.rest();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
-        !self.engine.scheduler.park(deadline, self.may_block())
+        !self.engine.scheduler.park(deadline, self.may_block)
     }
 
     /// Whether the worker may take another chunk of this job.
@@ -215,36 +195,21 @@ impl Worker {
     /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
-        let Some(first) = engine.scheduler.first(self.next, self.may_block()) else { return false };
+        let Some(first) = engine.scheduler.first(self.next, self.may_block) else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
             false if self.has_to_wait(&first) => None,
-            false => {
-                let next = self.next;
-                let steady = self.is_held_up(&first).then(|| engine.scheduler.first(next, false));
-                let steady = steady.flatten().filter(|other| self.take(other));
-                let without = || engine.scheduler.without_segment(next);
-                steady.or_else(|| without().filter(|other| self.take(other)))
-            }
+            false => engine.scheduler.without_segment(self.next).filter(|other| self.take(other)),
         };
         let Some(job) = taken else { return false };
         self.next = job.direction.other();
         true
     }
 
-    /// Whether a job that could not be taken may have to wait for calls that block, in other workers. Where there are none,
-    /// it keeps its turn, and others leave it a segment.
-    fn is_held_up(&self, job: &Job) -> bool {
-        job.may_block && self.engine.places_taken() > usize::from(self.has_place)
-    }
-
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
     fn take(&mut self, job: &Arc<Job>) -> bool {
         if !job.may_take() || !self.has_room(job) || self.has_to_wait(job) {
-            return false;
-        }
-        if job.may_block && !self.take_place() {
             return false;
         }
         let segments = &self.engine.segments;
@@ -282,8 +247,8 @@ impl Worker {
         if direction == Direction::Up {
             self.leave_to_others(job);
         }
-        let prepared = foreign::survive("the work of a transfer panicked: the transfer fails", || {
-            // SAFETY: the chunk was taken and is not prepared yet.
+        let prepared = survived(|| {
+            // SAFETY: the chunk was taken and has not ended.
             let plan = unsafe { job.plan() };
             match &mut segment {
                 Some(segment) if direction == Direction::Up => plan.fill(&chunk, segment).map(|()| None),
@@ -291,7 +256,6 @@ impl Worker {
                 None => Ok(plan.lend(&chunk)),
             }
         });
-        let prepared = prepared.unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
         let laid_out = match (prepared, segment) {
             (Ok(None), Some(mut buf)) => {
                 let stretches = std::mem::take(&mut chunk.stretches);
@@ -307,7 +271,6 @@ impl Worker {
                 Err(prepared.err().unwrap_or(Error::Internal("a chunk's bytes are not where its job says")))
             }
         };
-        job.prepared();
         match laid_out {
             Ok((host, packed)) => {
                 let (job, staged) = (job.clone(), matches!(host, Host::Segment(_)));
@@ -323,7 +286,7 @@ impl Worker {
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
     /// not for a while.
     fn leave_to_others(&self, job: &Job) {
-        if job.may_block && self.engine.scheduler.has_work(self.engine.has_place()) {
+        if job.may_block && self.engine.scheduler.has_work(true) {
             self.engine.scheduler.poke();
         }
     }
@@ -343,9 +306,7 @@ impl Worker {
         let Owned { job, chunk, stage: Some(Stage::Landed(buf)), .. } = &self.owned[n] else { return false };
         self.leave_to_others(job);
         // SAFETY: the chunk was taken and has not ended.
-        let drain = || unsafe { job.plan() }.drain(chunk, buf);
-        let said = foreign::survive("the work of a transfer panicked: the transfer fails", drain)
-            .unwrap_or(Err(Error::Internal("the work of a transfer panicked")));
+        let said = survived(|| unsafe { job.plan() }.drain(chunk, buf));
         let Owned { job, chunk, stage, .. } = self.owned.remove(n);
         if let Some(Stage::Landed(buf)) = stage {
             self.engine.segments.give(buf);
@@ -365,10 +326,15 @@ impl Worker {
     }
 }
 
+/// Runs a plan's work. A panic there is a mistake of the crate's, and ends the transfer.
+fn survived<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    foreign::survive("the work of a transfer panicked: the transfer fails", work)
+        .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
+}
+
 impl Drop for Worker {
     fn drop(&mut self) {
         // By a panic, or with the last handle of a copier without threads: a thread that returns owns no chunk.
         self.abandon();
-        self.give_place();
     }
 }

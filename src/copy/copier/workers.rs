@@ -31,7 +31,7 @@ pub(super) struct Workers {
 
 impl Workers {
     pub(super) fn new(engine: Arc<Engine>) -> Self {
-        let inline = Mutex::new(Some(Worker::new(engine.clone())));
+        let inline = Mutex::new(Some(Worker::new(engine.clone(), true)));
         Self { engine, started: Mutex::new(0), inline }
     }
 
@@ -40,22 +40,19 @@ impl Workers {
         self.engine.settings.threads == 0
     }
 
-    /// Starts the threads that are missing. One is enough.
+    /// Starts the threads that are missing. One is enough. The last one never blocks; where it cannot be
+    /// started, jobs that block hold up the others.
     pub(super) fn start(&self) -> Result<()> {
-        self.start_to(self.engine.settings.threads)
-    }
-
-    fn start_to(&self, threads: usize) -> Result<()> {
         let mut started = self.started.lock();
-        while *started < threads {
-            let engine = self.engine.clone();
+        while *started < self.engine.settings.workers() {
+            let (engine, may_block) = (self.engine.clone(), *started < self.engine.settings.threads);
             let name = format!("pinpool-copy-{}", engine.device.name());
             let spawned = crate::os::thread::spawn(name, move || {
                 crate::sync::enter(crate::sync::Own::Copier);
                 crate::os::sleep_precisely();
                 engine.device.context().driver().enter_thread();
                 foreign::live("a thread of a copier panicked: it goes on", || {
-                    Worker::new(engine.clone()).serve()
+                    Worker::new(engine.clone(), may_block).serve()
                 });
             });
             match spawned {
@@ -76,10 +73,6 @@ impl Workers {
     pub(super) fn add(&self, job: &Arc<Job>) {
         if job.is_over() {
             return;
-        }
-        if job.may_block && self.engine.settings.threads > 1 {
-            // One that is free while all others are blocked. Where it cannot be started, they hold other jobs up.
-            let _ = self.start_to(self.engine.settings.threads + 1);
         }
         let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
         self.engine.scheduler.add(job.clone(), chunks);

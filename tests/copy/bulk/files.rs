@@ -4,8 +4,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 
+use crate::support::downloaded;
 use pinpool::Error;
-use pinpool::copier::{FileSink, FileSource, Piece, Reading};
+use pinpool::copier::{CopyRange, FileSink, FileSource, Reading};
 
 use super::{Rig, pattern};
 use crate::support::{cold, own_process, skip};
@@ -22,9 +23,9 @@ fn files_go_up_in_every_way_of_reading() {
         for range in [0..bytes.len(), 1..bytes.len(), 4096..bytes.len() - 1, 70_001..2_000_003] {
             let source = FileSource::open(file.path()).unwrap().reading(reading);
             let source = source.range(range.start as u64..range.end as u64).unwrap();
-            copier.upload_file(source, &memory).unwrap().wait().unwrap();
+            copier.upload(source, &memory).unwrap().wait().unwrap();
             assert!(
-                copier.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                downloaded(&copier, memory.slice(..range.len())) == bytes[range.clone()],
                 "{reading:?} {range:?}"
             );
         }
@@ -47,13 +48,14 @@ fn pieces_of_a_file_go_where_they_belong() {
     let source = FileSource::new(file, "pieces").unwrap();
     // From, length, to: out of order, with gaps, across chunks.
     let pieces = [(900_000, 100_000, 0), (0, 10, 100_001), (17, 5000, 200_000), (30_000, 300_000, 300_000)];
-    let list = pieces.iter().map(|&(at, len, to)| Piece::new(at as u64, memory.slice(to..to + len).unwrap()));
-    copier.upload_file_ranges(source, list.collect()).unwrap().wait().unwrap();
+    let list =
+        pieces.iter().map(|&(at, len, to)| CopyRange::new(at as u64, memory.slice(to..to + len).unwrap()));
+    copier.upload(source, list.collect::<Vec<_>>()).unwrap().wait().unwrap();
     let mut expected = vec![0; 1 << 20];
     for (at, len, to) in pieces {
         expected[to..to + len].copy_from_slice(&bytes[at..at + len]);
     }
-    assert!(copier.download_vec(&memory).unwrap() == expected);
+    assert!(downloaded(&copier, &memory) == expected);
     rig.all_is_back();
 }
 
@@ -132,9 +134,9 @@ fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
         let source = source.range(second.clone()).unwrap();
         let len = (second.end - second.start) as usize;
         assert_eq!(source.len(), len as u64);
-        copier.upload_file(source, &memory).unwrap().wait().unwrap();
+        copier.upload(source, &memory).unwrap().wait().unwrap();
         let part = &bytes[second.start as usize..second.end as usize];
-        assert!(copier.download_vec(memory.slice(..len)).unwrap() == part, "{first:?} {second:?}");
+        assert!(downloaded(&copier, memory.slice(..len)) == part, "{first:?} {second:?}");
     }
     #[allow(clippy::reversed_empty_ranges, reason = "that is to be refused")]
     for wrong in [0..4097, 4097..4097, 20..10] {
@@ -168,11 +170,11 @@ fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
             };
             let source = FileSource::new(opened, "direct").unwrap().reading(reading);
             let source = source.range(range.start as u64..range.end as u64).unwrap();
-            if let Err(failed) = copier.upload_file(source, &memory).unwrap().wait() {
+            if let Err(failed) = copier.upload(source, &memory).unwrap().wait() {
                 panic!("{reading:?} {range:?}: {}", failed.error);
             }
             assert!(
-                copier.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                downloaded(&copier, memory.slice(..range.len())) == bytes[range.clone()],
                 "{reading:?} {range:?}"
             );
         }
@@ -320,9 +322,9 @@ fn a_cold_file_is_read_once_and_only_buffered_reading_fills_the_page_cache() {
     let load = |reading| {
         let before = (cold::read_bytes(), copier.stats());
         let source = FileSource::open(file.path()).unwrap().reading(reading);
-        copier.upload_file(source, &memory).unwrap().wait().unwrap();
+        copier.upload(source, &memory).unwrap().wait().unwrap();
         let (read, stats) = (cold::read_bytes() - before.0, copier.stats());
-        assert!(copier.download_vec(&memory).unwrap() == bytes, "{reading:?}");
+        assert!(downloaded(&copier, &memory) == bytes, "{reading:?}");
         (read, stats.cached_bytes - before.1.cached_bytes, stats.direct_bytes - before.1.direct_bytes)
     };
     let (len, pages) = (bytes.len() as u64, bytes.len().div_ceil(4096));
@@ -358,9 +360,9 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     let warm = cold::cached_pages(file.as_file());
     let before = cold::read_bytes();
     let source = FileSource::open(file.path()).unwrap();
-    copier.upload_file(source, &memory).unwrap().wait().unwrap();
+    copier.upload(source, &memory).unwrap().wait().unwrap();
     let (read, stats) = (cold::read_bytes() - before, copier.stats());
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
     // The kernel may take some of these pages for other files meanwhile.
     let cached = cold::cached_pages(file.as_file());
     assert!((warm - warm / 16..=warm).contains(&cached), "{cached} pages are cached, {warm} were");
@@ -384,14 +386,14 @@ fn short_ranges_of_a_cold_file_are_read_alone() {
     let (len, count) = (5000, 24);
     let memory = rig.device.alloc(len * count).unwrap();
     let place = |n: usize| (n << 20) + 70_001;
-    let piece = |n: usize| Piece::new(place(n) as u64, memory.slice(n * len..(n + 1) * len).unwrap());
+    let piece = |n: usize| CopyRange::new(place(n) as u64, memory.slice(n * len..(n + 1) * len).unwrap());
     let before = cold::read_bytes();
     let source = FileSource::open(file.path()).unwrap();
-    copier.upload_file_ranges(source, (0..count).map(piece).collect()).unwrap().wait().unwrap();
+    copier.upload(source, (0..count).map(piece).collect::<Vec<_>>()).unwrap().wait().unwrap();
     let read = cold::read_bytes() - before;
     assert!(read <= (count * (len + 2 * 4096)) as u64 + BESIDE, "{read} bytes were read for {}", len * count);
     assert_eq!(cold::cached_pages(file.as_file()), 0);
     let expected: Vec<u8> = (0..count).flat_map(|n| bytes[place(n)..place(n) + len].to_vec()).collect();
-    assert!(copier.download_vec(&memory).unwrap() == expected);
+    assert!(downloaded(&copier, &memory) == expected);
     rig.all_is_back();
 }

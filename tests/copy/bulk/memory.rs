@@ -3,8 +3,9 @@
 use std::io::Read;
 use std::sync::Arc;
 
+use crate::support::downloaded;
 use pinpool::Error;
-use pinpool::copier::Piece;
+use pinpool::copier::CopyRange;
 
 use super::{Rig, block_on, pattern};
 
@@ -20,7 +21,7 @@ fn slices_go_up_and_come_back() {
             copier.download_slice(memory.slice(3..3 + len), &mut back).unwrap();
             assert!(back[..len] == bytes, "{len}");
             assert_eq!(back[len..], [0, 0]);
-            assert!(copier.download_vec(memory.slice(3..3 + len)).unwrap() == bytes, "{len}");
+            assert!(downloaded(&copier, memory.slice(3..3 + len)) == bytes, "{len}");
         }
         rig.all_is_back();
     }
@@ -33,7 +34,7 @@ fn a_pool_is_left_with_nothing_in_use() {
     let memory = rig.device.alloc(3 << 20).unwrap();
     copier.upload_slice(&pattern(3 << 20, 1), &memory).unwrap();
     rig.all_is_back();
-    copier.download_vec(&memory).unwrap();
+    downloaded(&copier, &memory);
     rig.all_is_back();
 }
 
@@ -48,15 +49,15 @@ fn owned_bytes_go_up_by_themselves_and_come_back() {
     let progress = transfer.progress();
     assert!(progress.landed_to >= 1 << 20 && progress.done >= 1 << 20 && progress.total == 3 << 20);
     assert!(transfer.wait().unwrap() == bytes, "the source comes back");
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
 
     let shared: Arc<[u8]> = pattern(1 << 20, 3).into();
     let transfer = copier.upload(shared.clone(), memory.slice(..1 << 20)).unwrap();
     block_on(transfer).unwrap();
-    assert!(copier.download_vec(memory.slice(..1 << 20)).unwrap()[..] == shared[..]);
+    assert!(downloaded(&copier, memory.slice(..1 << 20))[..] == shared[..]);
     let transfer = copier.upload(bytes::Bytes::from(shared.to_vec()), memory.slice(1 << 20..)).unwrap();
     transfer.wait().unwrap();
-    assert!(copier.download_vec(memory.slice(1 << 20..2 << 20)).unwrap()[..] == shared[..]);
+    assert!(downloaded(&copier, memory.slice(1 << 20..2 << 20))[..] == shared[..]);
     rig.all_is_back();
 }
 
@@ -72,18 +73,18 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
     assert!(matches!(copier.upload_slice(&[0; 101], &memory), Err(Error::TooSmall { need: 101, have: 100 })));
     let refused = copier.upload(vec![1_u8; 101], &memory).unwrap_err();
     assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer == Some(vec![1; 101]));
-    let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(1, &memory)]).unwrap_err();
+    let refused = copier.upload(vec![1_u8; 50], vec![CopyRange::new(1, &memory)]).unwrap_err();
     assert!(
         matches!(
             &refused.error,
             Error::Argument(text) if text.contains("range")
         ) && refused.buffer.is_some()
     );
-    let refused = copier.upload_ranges(vec![1_u8; 50], vec![Piece::new(u64::MAX, &memory)]).unwrap_err();
+    let refused = copier.upload(vec![1_u8; 50], vec![CopyRange::new(u64::MAX, &memory)]).unwrap_err();
     assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
     // In the last chunk that there is.
-    let last = Piece::new(u64::MAX - 100, memory.slice(..50).unwrap());
-    let refused = copier.upload_ranges(vec![1_u8; 50], vec![last]).unwrap_err();
+    let last = CopyRange::new(u64::MAX - 100, memory.slice(..50).unwrap());
+    let refused = copier.upload(vec![1_u8; 50], vec![last]).unwrap_err();
     assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
     assert!(matches!(copier.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
     let other = Rig::plain();
@@ -113,7 +114,7 @@ fn readers_and_writers_are_served_in_order() {
         // Less than there is room for.
         let mut short = &bytes[7..100_007];
         assert_eq!(copier.upload_read(&mut short, &memory).unwrap(), 100_000);
-        assert!(copier.download_vec(memory.slice(..100_000)).unwrap() == bytes[7..100_007]);
+        assert!(downloaded(&copier, memory.slice(..100_000)) == bytes[7..100_007]);
         // More than there is room for.
         let mut long = &bytes[..];
         assert_eq!(copier.upload_read(&mut long, memory.slice(..70_000)).unwrap(), 70_000);
@@ -133,7 +134,7 @@ fn what_is_pinned_is_not_staged() {
     let bufs = copier.upload_pages(vec![(buf, memory.slice(..).unwrap())]).unwrap().wait().unwrap();
     assert!(*bufs[0] == bytes[..]);
     assert_eq!(rig.pool.stats().checkouts, before, "no segment was taken");
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
     drop(bufs);
     rig.all_is_back();
 }

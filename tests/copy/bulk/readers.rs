@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
+use crate::support::downloaded;
 use pinpool::copier::{Fill, Priority, Source};
 use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Copier, Error};
@@ -18,7 +19,7 @@ const HANG: Duration = Duration::from_secs(10);
 fn a_reader_may_end_where_a_chunk_does() {
     let rig = Rig::plain();
     let copier = rig.copier();
-    let chunk = copier.chunk();
+    let chunk = copier.stats().chunk;
     let bytes = pattern(4 * chunk, 1);
     let memory = rig.device.alloc(1 << 20).unwrap();
     // (The first chunks of an upload may be shorter, each a power of two of pages.)
@@ -26,7 +27,7 @@ fn a_reader_may_end_where_a_chunk_does() {
     {
         copier.upload_slice(&vec![0xa5; 1 << 20], &memory).unwrap();
         assert_eq!(copier.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
-        let back = copier.download_vec(&memory).unwrap();
+        let back = downloaded(&copier, &memory);
         assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
     }
     rig.all_is_back();
@@ -57,7 +58,7 @@ fn a_reader_of_small_parts_fills_chunks() {
     let mut reader = Looks { left: 300_000, given: 0 };
     assert_eq!(copier.upload_read(&mut reader, &memory).unwrap(), 300_000);
     assert!(reader.given > 300_000);
-    assert!(copier.download_vec(memory.slice(..300_000).unwrap()).unwrap().iter().all(|byte| *byte == 7));
+    assert!(downloaded(&copier, memory.slice(..300_000).unwrap()).iter().all(|byte| *byte == 7));
     rig.all_is_back();
 }
 
@@ -108,7 +109,7 @@ fn round_trip(rig: &Rig, copier: Copier) {
         assert_eq!(is_done.recv_timeout(HANG).expect("neither waits for the other"), 4 << 20);
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    assert!(rig.copier().download_vec(&to).unwrap() == bytes);
+    assert!(downloaded(&rig.copier(), &to) == bytes);
 }
 
 #[test]
@@ -150,7 +151,7 @@ fn a_slow_writer_of_the_foreground_leaves_room() {
         assert!(since.elapsed() < HANG);
     };
     first.download_write(&from, &mut Slow(beside, 0)).unwrap();
-    assert!(first.download_vec(&to).unwrap() == bytes);
+    assert!(downloaded(&first, &to) == bytes);
     rig.all_is_back();
 }
 
@@ -218,7 +219,7 @@ fn writers_of_two_downloads_may_wait_for_others() {
                 let (from, other) = (memory[i].slice(..).unwrap(), memory[2].slice(..).unwrap());
                 let (copier, done) = (copier.clone(), done.clone());
                 std::thread::spawn(move || {
-                    let beside = || drop(copier.download_vec(&other).unwrap());
+                    let beside = || drop(downloaded(&copier, &other));
                     copier.download_write(&from, &mut Calls(Some(beside))).unwrap();
                     done.send(()).unwrap();
                 })
@@ -237,7 +238,7 @@ fn readers_that_fail_leave_no_segment_in_use() {
     // One thread, and room for few segments.
     let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let chunk = copier.chunk();
+    let chunk = copier.stats().chunk;
     for round in 0..12 {
         // The only worker.
         let (told, hears) = channel::<()>();
@@ -266,7 +267,7 @@ fn readers_that_fail_leave_no_segment_in_use() {
 fn a_device_that_fails_under_a_reader_leaves_no_segment_in_use() {
     let rig = Rig::plain();
     let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
-    let (memory, chunk) = (rig.device.alloc(1 << 20).unwrap(), copier.chunk());
+    let (memory, chunk) = (rig.device.alloc(1 << 20).unwrap(), copier.stats().chunk);
     let bytes = pattern(6 * chunk, 1);
     for nth in [0, 1, 2, 4] {
         for failure in [Failure::RunsAnyway, Failure::Transient] {

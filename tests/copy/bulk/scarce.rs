@@ -49,20 +49,19 @@ const FORMS: [(&str, Form); 10] = [
         block_on(copier.upload(bytes.to_vec(), memory)?)?;
         Ok(())
     }),
-    ("upload_pieces", |copier, memory, bytes| {
+    ("upload_slices", |copier, memory, bytes| {
         let (most, rest) = bytes.split_at(BYTES / 1000 * 1000);
         let mut pieces = vec![(rest, memory.slice(most.len()..)?)];
         for (n, piece) in most.chunks(1000).enumerate() {
             pieces.push((piece, memory.slice(n * 1000..)?));
         }
-        copier.upload_pieces(&pieces)?.wait()?;
-        Ok(())
+        copier.upload_slices(&pieces)
     }),
-    ("upload_file", |copier, memory, bytes| {
+    ("upload of a file", |copier, memory, bytes| {
         let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         file.write_all(bytes).unwrap();
         file.as_file().sync_all().unwrap();
-        copier.upload_file(FileSource::open(file.path())?, memory)?.wait()?;
+        copier.upload(FileSource::open(file.path())?, memory)?.wait()?;
         Ok(())
     }),
     ("upload_read", |copier, memory, bytes| copier.upload_read(&mut &bytes[..], memory).map(drop)),
@@ -70,13 +69,13 @@ const FORMS: [(&str, Form); 10] = [
         let mut back = vec![0; BYTES];
         copier.download_slice(memory, &mut back).map(|()| assert!(back == bytes))
     }),
-    ("download_pieces", |copier, memory, bytes| {
+    ("download_slices", |copier, memory, bytes| {
         let mut back = vec![0; BYTES];
         let mut pieces = Vec::new();
         for (n, piece) in back.chunks_mut(1000).enumerate() {
             pieces.push((memory.slice(n * 1000..n * 1000 + piece.len())?, piece));
         }
-        copier.download_pieces(&mut pieces).map(|()| assert!(back == bytes))
+        copier.download_slices(&mut pieces).map(|()| assert!(back == bytes))
     }),
     ("download_write", |copier, memory, bytes| {
         let mut back = Vec::new();
@@ -244,7 +243,12 @@ fn a_deadline_ends_every_transfer_that_finds_no_memory() {
             assert!(text.contains(word), "{name}: {text} lacks {word}");
         }
     });
-    assert_eq!(rig.pool.stats().waiting, 0, "its place in the queue is given up");
+    // By the thread that finds no work any more.
+    let since = Instant::now();
+    while rig.pool.stats().waiting > 0 {
+        assert!(since.elapsed() < HANG, "its place in the queue is not given up");
+        std::thread::yield_now();
+    }
     drop(all);
     // Nothing is lost, and a deadline that does not pass changes nothing.
     rig.all_is_back();
@@ -336,12 +340,7 @@ fn chunks_under_way_at_the_deadline_are_waited_for() {
     rig.all_is_back();
     // The last chunk is on its way when the deadline passes, and all bytes arrive.
     let stream = rig.device.stream().unwrap();
-    copier
-        .with_timeout(SOON)
-        .upload_pieces(&[(&[7; 4096], memory.slice(..).unwrap())])
-        .unwrap()
-        .wait()
-        .unwrap();
+    copier.with_timeout(SOON).upload_slices(&[(&[7; 4096], memory.slice(..).unwrap())]).unwrap();
     let mut back = vec![0; 4096];
     stream.download_blocking(memory.slice(..4096), &mut back).unwrap();
     assert_eq!(back, [7; 4096]);

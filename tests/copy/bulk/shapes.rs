@@ -3,8 +3,9 @@
 
 use std::io::Write;
 
+use crate::support::downloaded;
 use pinpool::Copier;
-use pinpool::copier::{FileSource, Piece, Reading};
+use pinpool::copier::{CopyRange, FileSource, Reading};
 use proptest::prelude::*;
 
 use super::{Rig, pattern};
@@ -65,23 +66,23 @@ fn run(rig: &Rig, case: &Case) {
             break;
         }
         expected[to..to + len].copy_from_slice(&source[at..at + len]);
-        list.push(Piece::new(at as u64, memory.slice(to..to + len).unwrap()));
+        list.push(CopyRange::new(at as u64, memory.slice(to..to + len).unwrap()));
         to += len;
     }
     if list.is_empty() {
         return;
     }
     match case.reading {
-        None => drop(copier.upload_ranges(source, list.clone()).unwrap().wait().unwrap()),
+        None => drop(copier.upload(source, list.clone()).unwrap().wait().unwrap()),
         Some(way) => {
             let reading = [Reading::Auto, Reading::Buffered, Reading::Direct][way];
             let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             file.write_all(&source).unwrap();
             let file = FileSource::open(file.path()).unwrap().reading(reading);
-            drop(copier.upload_file_ranges(file, list.clone()).unwrap().wait().unwrap());
+            drop(copier.upload(file, list.clone()).unwrap().wait().unwrap());
         }
     }
-    assert!(copier.download_vec(&memory).unwrap() == expected);
+    assert!(downloaded(&copier, &memory) == expected);
     // And the same pieces back: each to where it came from, in a sink of their own.
     let mut back = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     back.as_file_mut().set_len(ROOM as u64).unwrap();
@@ -89,14 +90,14 @@ fn run(rig: &Rig, case: &Case) {
     let moved = list.iter().scan(0, |at, piece| {
         let here = *at;
         *at += piece.device.len() as u64 + 3;
-        Some(Piece::new(here, piece.device.clone()))
+        Some(CopyRange::new(here, piece.device.clone()))
     });
-    let moved: Vec<Piece> = moved.collect();
+    let moved: Vec<CopyRange> = moved.collect();
     let mut wanted = vec![0; ROOM + 64];
     for (piece, &(at, len, _)) in moved.iter().zip(&case.pieces) {
         wanted[piece.at as usize..piece.at as usize + len].copy_from_slice(&pattern(ROOM, 17)[at..at + len]);
     }
-    copier.download_ranges(moved, sink).unwrap().wait().unwrap();
+    copier.download(moved, sink).unwrap().wait().unwrap();
     let found = std::fs::read(back.path()).unwrap();
     assert!(found[..ROOM] == wanted[..ROOM]);
     rig.all_is_back();
@@ -110,9 +111,9 @@ fn a_range_that_two_pieces_want_has_landed_when_both_have_it() {
     let source = pattern(1 << 20, 3);
     let memory = rig.device.alloc(2 << 20).unwrap();
     let place = |from: usize, len| memory.slice(from..from + len).unwrap();
-    let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
+    let pieces = vec![CopyRange::new(0, place(0, 1 << 20)), CopyRange::new(100_000, place(1 << 20, 200_000))];
     other.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
-    let load = copier.upload_ranges(source.clone(), pieces).unwrap();
+    let load = copier.upload(source.clone(), pieces).unwrap();
     let mut before = 0;
     while !load.is_over() {
         let progress = load.progress();
@@ -122,11 +123,11 @@ fn a_range_that_two_pieces_want_has_landed_when_both_have_it() {
     }
     load.wait().unwrap();
     other.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
-    let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
-    let load = copier.upload_ranges(source.clone(), pieces).unwrap();
+    let pieces = vec![CopyRange::new(0, place(0, 1 << 20)), CopyRange::new(100_000, place(1 << 20, 200_000))];
+    let load = copier.upload(source.clone(), pieces).unwrap();
     assert!(load.wait_landed(300_000));
     // By another copier, which does not wait for this one.
-    let back = other.download_vec(&memory).unwrap();
+    let back = downloaded(&other, &memory);
     assert!(back[..300_000] == source[..300_000]);
     assert!(back[1 << 20..][..200_000] == source[100_000..300_000], "both have it");
     load.wait().unwrap();

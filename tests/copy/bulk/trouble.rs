@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pinpool::copier::{FileSink, FileSource, Fill, Piece, Reading, Sink, Source};
+use crate::support::downloaded;
+use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Sink, Source};
 use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Copier, Error, ErrorClass};
 
@@ -77,7 +78,7 @@ fn a_source_that_fails_ends_its_transfer_with_the_place() {
         // The copier works as before.
         let bytes = pattern(1 << 20, 2);
         copier.upload_slice(&bytes, &memory).unwrap();
-        assert!(copier.download_vec(&memory).unwrap() == bytes);
+        assert!(downloaded(&copier, &memory) == bytes);
         rig.all_is_back();
     }
 }
@@ -126,7 +127,7 @@ fn a_reader_or_writer_that_fails_or_panics_does_so_alone() {
     }
     let bytes = pattern(1 << 20, 2);
     copier.upload_slice(&bytes, &memory).unwrap();
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
 }
 
 #[test]
@@ -142,7 +143,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
             std::fs::write(file.path(), &bytes).unwrap();
             let source = FileSource::open(file.path()).unwrap().reading(reading);
             file.as_file().set_len(cut as u64).unwrap();
-            let failed = copier.upload_file(source, &memory).unwrap().wait().unwrap_err();
+            let failed = copier.upload(source, &memory).unwrap().wait().unwrap_err();
             let name = file.path().display().to_string();
             match failed.error {
                 Error::Read { what, offset, kind: io::ErrorKind::UnexpectedEof, text } => {
@@ -168,7 +169,7 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         std::fs::write(file.path(), &bytes).unwrap();
         let source = FileSource::open(file.path()).unwrap().reading(reading);
-        let load = copier.upload_file(source, &memory).unwrap();
+        let load = copier.upload(source, &memory).unwrap();
         while load.progress().done < (round as u64 * 80_000) && !load.is_over() {
             std::thread::yield_now();
         }
@@ -185,7 +186,7 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
         }
         // What is said to have landed is what the file had.
         if right > 0 {
-            assert!(copier.download_vec(memory.slice(..right)).unwrap() == bytes[..right], "{reading:?}");
+            assert!(downloaded(&copier, memory.slice(..right)) == bytes[..right], "{reading:?}");
         }
         rig.all_is_back();
     }
@@ -223,11 +224,11 @@ fn a_file_that_cannot_be_read_is_an_error() {
     std::fs::write(file.path(), [1; 4096]).unwrap();
     let file = OpenOptions::new().write(true).open(file.path()).unwrap();
     let source = FileSource::new(file, "write-only").unwrap().reading(Reading::Buffered);
-    let failed = copier.upload_file(source, &memory).unwrap().wait().unwrap_err();
+    let failed = copier.upload(source, &memory).unwrap().wait().unwrap_err();
     assert!(matches!(&failed.error, Error::Read { what, .. } if what == "write-only"), "{}", failed.error);
     let empty = FileSource::new(tempfile::tempfile().unwrap(), "empty").unwrap();
     assert!(matches!(
-        copier.upload_file(empty, &memory).unwrap_err().error,
+        copier.upload(empty, &memory).unwrap_err().error,
         Error::Argument(text) if text.contains("nothing to copy")
     ));
     rig.all_is_back();
@@ -257,7 +258,7 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
                 }
                 rig.node.clear_faults();
                 copier.upload_slice(&bytes, &memory).unwrap();
-                assert!(copier.download_vec(&memory).unwrap() == bytes);
+                assert!(downloaded(&copier, &memory) == bytes);
                 rig.all_is_back();
             }
         }
@@ -332,7 +333,7 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
     }
     rig.all_is_back();
     copier.upload_slice(&bytes, &memory).unwrap();
-    assert!(copier.download_vec(&memory).unwrap()[..] == bytes[..]);
+    assert!(downloaded(&copier, &memory)[..] == bytes[..]);
 }
 
 #[test]
@@ -353,7 +354,7 @@ fn a_thousand_loads_aborted_at_random_points() {
         let stop_at = (x >> 33) % (len as u64 * 5 / 4);
         let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Buffered };
         let source = FileSource::open(file.path()).unwrap().reading(reading);
-        let load = copier.upload_file(source, &memory).unwrap();
+        let load = copier.upload(source, &memory).unwrap();
         while load.progress().done < stop_at && !load.is_over() {
             std::thread::yield_now();
         }
@@ -370,7 +371,7 @@ fn a_thousand_loads_aborted_at_random_points() {
     assert!(ended[0] > 50 && ended[1] > 50, "{ended:?}");
     rig.all_is_back();
     copier.upload_slice(&bytes, &memory).unwrap();
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
 }
 
 #[test]
@@ -441,7 +442,7 @@ fn a_panic_that_cannot_be_dropped_ends_its_transfer_and_no_thread() {
         copier.upload_slice(&bytes, &memory).unwrap();
         let down = copier.download(&memory, Bomber(0)).unwrap();
         assert!(down.wait_timeout(long).expect("it is over").is_err());
-        assert!(copier.download_vec(&memory).unwrap() == bytes);
+        assert!(downloaded(&copier, &memory) == bytes);
     }
     rig.all_is_back();
 }
@@ -464,7 +465,7 @@ fn many_threads_at_once_do_not_mix_anything_up() {
                     let len = 1 + (thread * 77_777 + round * 131_313) as usize % 400_000;
                     let bytes = pattern(len, thread * 1000 + round);
                     copier.upload_slice(&bytes, memory.slice(..len)).unwrap();
-                    assert!(copier.download_vec(memory.slice(..len)).unwrap() == bytes);
+                    assert!(downloaded(&copier, memory.slice(..len)) == bytes);
                     if round % 7 == 0 {
                         drop(copier.upload(bytes, other.slice(..len)).unwrap());
                     }
@@ -520,7 +521,7 @@ fn a_waker_that_panics_does_so_alone() {
         let _ = load.as_mut().poll(&mut std::task::Context::from_waker(&waker));
         copier.upload_slice(&bytes, &memory).unwrap();
         assert!(load.is_over());
-        assert!(copier.download_vec(&memory).unwrap() == bytes);
+        assert!(downloaded(&copier, &memory) == bytes);
         drop(load);
         rig.all_is_back();
     }
@@ -538,16 +539,17 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 1, failure });
         // Neighbours in the source and not on the device: one chunk of several copies.
-        let pieces = [0, 1, 2]
-            .map(|n| Piece::new(n * 1000, memory.slice(n as usize * 3000..).unwrap().slice(..1000).unwrap()));
-        let load = copier.upload_ranges(bytes.clone(), pieces.to_vec()).unwrap();
+        let pieces = [0, 1, 2].map(|n| {
+            CopyRange::new(n * 1000, memory.slice(n as usize * 3000..).unwrap().slice(..1000).unwrap())
+        });
+        let load = copier.upload(bytes.clone(), pieces.to_vec()).unwrap();
         std::thread::sleep(Duration::from_millis(50));
         assert!(!load.is_over(), "a copy is in flight");
         rig.node.resume(0);
         assert!(load.wait().is_err());
         copier.upload(new.clone(), memory.slice(..1000).unwrap()).unwrap().wait().unwrap();
         rig.all_is_back();
-        let back = copier.download_vec(memory.slice(..1000).unwrap()).unwrap();
+        let back = downloaded(&copier, memory.slice(..1000).unwrap());
         assert!(back == new, "{failure:?}: what came later is what stays");
         rig.all_is_back();
     }
@@ -565,7 +567,7 @@ fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
         assert!(load.wait().is_err());
         copier.upload(new.clone(), &memory).unwrap().wait().unwrap();
         rig.all_is_back();
-        assert!(copier.download_vec(&memory).unwrap() == new);
+        assert!(downloaded(&copier, &memory) == new);
     }
     rig.all_is_back();
 }

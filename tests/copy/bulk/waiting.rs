@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::io;
 use std::time::{Duration, Instant};
 
+use crate::support::downloaded;
 use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::host::HostConfig;
 use pinpool::{Error, Request};
@@ -57,7 +58,7 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
     drop(told);
     assert!(slow.wait_timeout(HANG).is_ok() && staged.wait_timeout(HANG).is_ok());
     for memory in &memory[1..] {
-        assert!(copier.download_vec(memory).unwrap() == bytes);
+        assert!(downloaded(&copier, memory) == bytes);
     }
     rig.all_is_back();
 }
@@ -97,7 +98,7 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
         copier.upload_read(&mut &bytes[..], &memory[1]).unwrap();
     });
     drop(first);
-    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory[1]) == bytes);
     rig.all_is_back();
 }
 
@@ -130,7 +131,7 @@ fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
     let copier = rig.copier();
     let (bytes, memory) = (pattern(500_000, 4), [0, 1].map(|_| rig.device.alloc(500_000).unwrap()));
     rig.pool.wait_pinned(None).unwrap();
-    let segment = Request::new(copier.chunk() + (12 << 10)).align(4096);
+    let segment = Request::new(copier.stats().chunk + (12 << 10)).align(4096);
     let mut whole: Vec<_> = std::iter::from_fn(|| rig.pool.try_checkout(segment).ok()).collect();
     let _rest = rig.emptied();
     whole.truncate(whole.len() - 2);
@@ -139,7 +140,7 @@ fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
         assert!(load.wait_timeout(HANG).is_ok(), "the call has both");
     };
     copier.upload_read(&mut Second(0, beside), &memory[1]).unwrap();
-    assert!(copier.download_vec(&memory[0]).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory[0]) == bytes);
 }
 
 /// The reader may be waiting for one of the other transfers.
@@ -168,7 +169,7 @@ fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_ba
         }
     };
     copier.upload_read(&mut Reads(Some(beside), &bytes), &memory[1]).unwrap();
-    assert!(copier.download_vec(&memory[1]).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory[1]) == bytes);
     rig.all_is_back();
 }
 
@@ -247,7 +248,7 @@ fn who_waits_for_the_pool_keeps_his_place() {
     assert!(stats.waiting == 1 && stats.timeouts == 0, "no waiter has given up: {stats:?}");
     drop(all);
     assert!(load.wait_timeout(HANG).is_ok());
-    assert!(copier.download_vec(&memory).unwrap() == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
     rig.all_is_back();
 }
 

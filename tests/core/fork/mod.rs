@@ -392,8 +392,8 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             "new pieces",
             Box::new(|| {
                 let mut back = [0; 100];
-                is_forked(copier.upload_pieces(&pieces))
-                    && is_forked(copier.download_pieces(&mut [(at(0..100), &mut back[..])]))
+                is_forked(copier.upload_slices(&pieces))
+                    && is_forked(copier.download_slices(&mut [(at(0..100), &mut back[..])]))
             }),
         ),
         (
@@ -440,7 +440,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         ),
         ("a new transfer", Box::new(|| is_forked(bulk.upload(vec![1_u8; 1000], at(0..1000))))),
         ("a slice", Box::new(|| is_forked(bulk.upload_slice(&[1; 1000], at(0..1000))))),
-        ("a vector", Box::new(|| is_forked(bulk.download_vec(at(0..10))))),
+        ("a vector", Box::new(|| is_forked(bulk.download(at(0..10), Vec::new())))),
         ("a reader", Box::new(|| is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
         ("a writer", Box::new(|| is_forked(bulk.download_write(at(0..10), &mut Vec::new())))),
         ("a copier behind a stream", Box::new(|| is_forked(bulk.wait_for(&stream)))),

@@ -27,7 +27,7 @@ fn thousands_of_very_short_copies_leave_the_device_alive() {
         for copier in &copiers {
             device.stream().unwrap().upload_blocking(&vec![255; memory.len()], &memory).unwrap();
             for _ in 0..rounds {
-                copier.upload_pieces(&pieces).unwrap().wait().unwrap();
+                copier.upload_slices(&pieces).unwrap();
             }
             let mut back = vec![[255_u8; LEN]; count];
             let mut targets: Vec<(DeviceSlice, &mut [u8])> = back
@@ -35,7 +35,7 @@ fn thousands_of_very_short_copies_leave_the_device_alive() {
                 .zip(&pieces)
                 .map(|(bytes, (_, place))| (place.clone(), &mut bytes[..]))
                 .collect();
-            copier.download_pieces(&mut targets).unwrap();
+            copier.download_slices(&mut targets).unwrap();
             assert!(back == sources, "a piece is elsewhere");
         }
         drop((copiers, pieces, memory, pool, device));

@@ -143,7 +143,7 @@ fn what_a_copier_moves_waits_for_its_stream() {
     let of_one = copier.upload_pages(parts).unwrap();
     let long = copier.upload_pages(vec![(filled("long", LONG), place(6, LONG))]).unwrap();
     let packed = filled("packed", 1000);
-    let of_bytes = copier.upload_pieces(&[(&packed[..], place(7, 1000))]).unwrap();
+    let of_bytes = copier.upload(packed.to_vec(), place(7, 1000)).unwrap();
     let mut streams: Vec<u64> = Vec::new();
     for (tag, state) in [
         ("thrice", BufferState::CheckedOut),

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 
+use crate::support::downloaded;
 use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
 use pinpool::host::HostConfig;
 use pinpool::{Copier, DeviceSlice, Error};
@@ -72,7 +73,7 @@ fn only_a_large_transfer_is_told_at_info() {
     let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
     for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
         clear();
-        copier.download_vec(memory.slice(..len)).unwrap();
+        downloaded(&copier, memory.slice(..len));
         let found = spans("pinpool::copier", "transfer");
         assert_eq!(found.iter().map(|span| span.level).collect::<Vec<_>>(), [level], "{len}");
     }
@@ -146,7 +147,7 @@ fn what_a_file_is_called_is_escaped() {
     let none = libc::rlimit { rlim_cur: 0, ..limit };
     // SAFETY: reads the struct, here and below.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
-    let sent = copier.upload_file(source, &memory).map(|transfer| transfer.wait().is_ok());
+    let sent = copier.upload(source, &memory).map(|transfer| transfer.wait().is_ok());
     // SAFETY: as above.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
     assert!(sent.unwrap(), "it is read in another way");

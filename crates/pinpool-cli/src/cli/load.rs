@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{FileSource, Piece, Sink, Transfer};
+use pinpool::copier::{CopyRange, FileSource, Sink, Transfer};
 use pinpool::{Copier, Device, DeviceSlice, Error, Pool, PoolStats, Request};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 use serde_json::{Value, json};
@@ -322,7 +322,7 @@ impl LoadRun {
     fn upload(&self, source: &Input, file: &Arc<File>, memory: &DeviceSlice) -> Result<()> {
         let from = FileSource::new(file.clone(), source.name.clone());
         let from = from.and_then(|from| from.range(0..source.len)).map_err(|e| source.error(&e))?;
-        let transfer = self.copier.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.upload(from, memory).map_err(|e| source.error(&e.error))?;
         self.watched(source, transfer, "up")?;
         Ok(())
     }
@@ -350,7 +350,7 @@ impl LoadRun {
     fn verify(&self, source: &Input, parts: &[Part<'_>], report: &mut LoadReport) -> Result<()> {
         let sums = report.download.add(source.len, || self.download(source, parts))?;
         source.show(source.len, "back, comparing");
-        spread(self.copier.threads(), sums.len(), |number| {
+        spread(self.copier.stats().threads, sums.len(), |number| {
             let ChunkSum { offset, len, sum } = sums[number];
             let part = &parts[parts.partition_point(|part| part.at <= offset) - 1];
             let from = part.from + (offset - part.at);
@@ -382,9 +382,9 @@ impl LoadRun {
 
     /// Downloads all parts. Returns the checksums of their pieces, of which each is one chunk's.
     fn download(&self, source: &Input, parts: &[Part<'_>]) -> Result<Vec<ChunkSum>> {
-        let pieces = parts.iter().map(|part| Piece::new(part.at, part.place.clone())).collect();
+        let pieces: Vec<_> = parts.iter().map(|part| CopyRange::new(part.at, part.place.clone())).collect();
         let sink = ChecksumSink { name: source.name.clone(), sums: Mutex::default() };
-        let transfer = self.copier.download_ranges(pieces, sink).map_err(|e| source.error(&e.error))?;
+        let transfer = self.copier.download(pieces, sink).map_err(|e| source.error(&e.error))?;
         let sums = self.watched(source, transfer, "back")?.sums;
         let mut sums = sums.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         sums.sort_unstable_by_key(|sum| sum.offset);
@@ -586,7 +586,7 @@ mod tests {
             let (all, len) = (tensor.slice().unwrap(), tensor.bytes() as usize);
             for place in [0, len / 2, len - 1] {
                 let place = all.slice(place..=place).unwrap();
-                let right = run.copier.download_vec(&place).unwrap();
+                let right = run.copier.download(&place, Vec::new()).unwrap().wait().unwrap();
                 run.copier.upload_slice(&[!right[0]], &place).unwrap();
                 let (error, tensor) = (verify().unwrap_err(), format!("tensor {:?}", tensor.name()));
                 assert!(matches!(&error, CliError::Mismatch(text) if text.contains(&tensor)), "{error}");

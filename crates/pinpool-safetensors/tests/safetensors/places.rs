@@ -60,7 +60,7 @@ fn each_tensor_goes_to_memory_of_its_own() {
         assert_eq!(tensor.slice().map(DeviceSlice::address), Some(memory.address()));
         let len = tensor.bytes() as usize;
         assert_eq!(tensor.slice().map(DeviceSlice::len), Some(len));
-        let behind = copier.download_vec(memory.slice(len..).unwrap()).unwrap();
+        let behind = copier.download(memory.slice(len..).unwrap(), Vec::new()).unwrap().wait().unwrap();
         assert!(behind.iter().all(|byte| *byte == 0xEE), "{}", tensor.name());
     }
     let none = checkpoint.loader(&copier).places(|_| Ok(None)).load().unwrap();

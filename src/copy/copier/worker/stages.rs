@@ -134,12 +134,18 @@ impl Worker {
                 }
             }
         }
-        let (memories, counter): (Arc<dyn Retain>, _) = match (&slot, &host) {
-            (Some(slot), _) => (slot.memory.allocation(), &engine.counters.ring),
-            (None, Host::Segment(_)) => (job.memories.clone(), &engine.counters.batch),
-            (None, Host::Lent(_)) => (job.memories.clone(), &engine.counters.in_place),
+        count(&engine.counters, |stats| {
+            let bytes = match (&slot, &host) {
+                (Some(_), _) => &mut stats.ring_bytes,
+                (None, Host::Segment(_)) => &mut stats.batch_bytes,
+                (None, Host::Lent(_)) => &mut stats.in_place_bytes,
+            };
+            *bytes += chunk.bytes as u64;
+        });
+        let memories: Arc<dyn Retain> = match &slot {
+            Some(slot) => slot.memory.allocation(),
+            None => job.memories.clone(),
         };
-        Counters::add(counter, chunk.bytes);
         let stream = engine.stream(direction, job.priority);
         let written = (direction == Direction::Down).then_some(packed.data);
         // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
