@@ -549,7 +549,7 @@ fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
         (moved, took) = load.join().expect("loads");
         busy
     });
-    let chunk = bulk.chunk() as f64 / peak / 1e3;
+    let chunk = bulk.stats().chunk as f64 / peak / 1e3;
     println!(
         "bulk load meanwhile: {:.2} GB/s; two chunks take {:.1} us",
         moved as f64 / took / 1e9,

@@ -88,7 +88,7 @@ pub(super) fn pieces(on: &Subject) {
         // are not ordered: to memory of its own.
         let elsewhere = on.alloc(1 << 20);
         let all = sources.concat();
-        let places = |memory: &DeviceBuffer| {
+        let places = |memory: &DeviceSlice| {
             let mut from = 0;
             let place = |(at, len): &(usize, usize)| {
                 let range = CopyRange::new(from as u64, memory.slice(*at..at + len).unwrap());

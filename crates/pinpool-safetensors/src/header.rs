@@ -2,19 +2,21 @@
 //!
 //! # How it works
 //!
-//! The header is JSON, and read in three passes.
+//! The header is JSON, which serde_json reads in place: [`each`] takes the keys and values of an object as they stand in
+//! the text. A header may be a hundred megabytes of anything, and serde_json copies strings that have escapes, and writes
+//! a value of the wrong kind into its error. So only short pieces of the text are read further ([`text`], [`short`]).
 //!
-//! 1. [`Notes`] reads the text in place ([`super::json`]) and notes 32 bytes of each tensor ([`Entry`]). A tensor's text
-//!    is longer than that, so a header that is refused takes at most two and a half times its own bytes of memory, these
-//!    included. Whatever concerns one tensor is checked here.
+//! 1. [`Notes`] notes 32 bytes of each tensor ([`Entry`]), whose text is longer than that: a header that is refused takes
+//!    at most two and a half times its own bytes of memory, these included. Whatever concerns one tensor is checked here.
 //! 2. [`side_by_side`] and [`Names::sort`] check the notes against each other: no gaps, no overlaps, nothing past the end,
 //!    each name once.
-//! 3. [`Notes::keep`] makes what is kept: a table of all tensors, with one text of all names and one list of all axes.
-//!    The notes become its entries. It reads names and axes from the text again.
+//! 3. [`Notes::keep`] makes the table: one text of all names and one list of all axes, for which there is memory now.
 //!
 //! Memory in proportion to the header is asked for in few large pieces, each by way of [`reserved`], so that the system
 //! can refuse it. The `safetensors` crate knows the types of elements.
 
+use std::borrow::Cow;
+use std::cmp::Ordering::{Equal, Greater, Less};
 use std::fmt;
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
@@ -25,9 +27,14 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 use ::safetensors::Dtype;
-use serde::de::{Error as _, IgnoredAny, MapAccess};
+use serde::de::value::StrDeserializer;
+use serde::de::{Deserialize, Error as _, IgnoredAny, MapAccess};
+use serde_json::value::RawValue;
 
-use super::json::{self, Entries, Key, LONGEST_NAME, Object, Text};
+use super::json::{
+    Entries, Key, LONGEST, Object, brackets, first, inside, is_object, named, numbers, place, read_object,
+    text,
+};
 use super::{NAME, blamed, malformed, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -36,7 +43,7 @@ pub(super) const FRONT: usize = 8;
 /// Bytes of a file's start that are looked at to say what it is where it is no safetensors file.
 pub(super) const START: usize = 64;
 /// The longest header that the format allows.
-const LONGEST_HEADER: u64 = 100_000_000;
+pub(super) const LONGEST_HEADER: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
 const AXES: usize = 64;
 /// Characters of a value that a message shows.
@@ -45,7 +52,7 @@ const NEAR: usize = 40;
 const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
 const ENTRY_BRACKETS: usize = 3;
 /// The header's entry that is no tensor.
-const METADATA_KEY: &str = "__metadata__";
+const METADATA: &str = "__metadata__";
 
 /// What a file's header says: a table of its tensors, in the file's order.
 pub(super) struct Table {
@@ -67,7 +74,7 @@ pub(super) struct Entry {
     /// Whether the name stands in the text without escapes.
     plain: bool,
     dtype: Dtype,
-    /// Whether it belongs to the checkpoint: an index may leave it out.
+    /// Whether an index has named it.
     pub(super) listed: bool,
     pub(super) from: u64,
     pub(super) to: u64,
@@ -81,12 +88,6 @@ impl Entry {
     pub(super) fn bytes(&self) -> u64 {
         self.to - self.from
     }
-
-    /// Its name in the header's text.
-    fn text<'a>(&self, text: &'a str) -> Text<'a> {
-        let raw = &text[self.name as usize..][..usize::from(self.name_len)];
-        Text { raw, plain: self.plain }
-    }
 }
 
 impl Table {
@@ -95,9 +96,9 @@ impl Table {
         &self.names[entry.name as usize..][..usize::from(entry.name_len)]
     }
 
-    /// The tensors that belong to the checkpoint.
-    pub(super) fn listed(&self) -> impl Iterator<Item = (u32, &Entry)> {
-        (0..).zip(&self.entries).filter(|(_, entry)| entry.listed)
+    /// The hashes of all names, with their places. `shard` is the file's number. (A file has no 2^32 tensors.)
+    pub(super) fn hashed(&self, shard: u32) -> impl Iterator<Item = (u64, Place)> {
+        (0..self.entries.len() as u32).map(move |tensor| (hash(self.name(tensor)), (shard, tensor)))
     }
 }
 
@@ -154,12 +155,7 @@ impl Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tensor")
-            .field("name", &self.name())
-            .field("dtype", &self.dtype())
-            .field("shape", &self.shape())
-            .field("range", &self.range())
-            .finish()
+        write!(f, "Tensor({:?}, {}, {:?}, {:?})", self.name(), self.dtype(), self.shape(), self.range())
     }
 }
 
@@ -194,13 +190,13 @@ impl Header {
             let there = start.len() - FRONT;
             return Err(malformed(name, format!("its header has {len} bytes, of which {there} are there")));
         };
-        let (table, _) = read(name, Path::new(name), header, file_len)?;
+        let (table, _) = read(name, Path::new(name), header, file_len, 0)?;
         Ok(Self(Arc::new(table)))
     }
 
     /// The tensors, in the file's order.
     pub fn tensors(&self) -> impl Iterator<Item = Tensor> {
-        self.0.listed().map(|(index, _)| Tensor { table: self.0.clone(), index })
+        (0..self.0.entries.len() as u32).map(|index| Tensor { table: self.0.clone(), index })
     }
 
     /// The metadata (`__metadata__`), as the header has it: a JSON object of texts.
@@ -216,8 +212,8 @@ impl fmt::Debug for Header {
     }
 }
 
-/// Reads the header of a file that has `len` bytes: its table, and the places there by names.
-pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64) -> Result<(Table, Names<u32>)> {
+/// Reads the header of a file that has `len` bytes: its table, and the places of its names. `shard` is the file's number.
+pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64, shard: u32) -> Result<(Table, Names)> {
     let unread = |error: io::Error| unread(what, 0, &error);
     let mut start = [0; START];
     let start = &mut start[..len.min(START as u64) as usize];
@@ -228,47 +224,42 @@ pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64) -> Result<
     reserved(bytes.try_reserve_exact(header), what, header)?;
     bytes.resize(header, 0);
     file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
-    read(what, path, &bytes, len)
+    read(what, path, &bytes, len, shard)
 }
 
-fn read(what: &str, path: &Path, header: &[u8], file_len: u64) -> Result<(Table, Names<u32>)> {
+fn read(what: &str, path: &Path, header: &[u8], file_len: u64, shard: u32) -> Result<(Table, Names)> {
     // The whole header at once is faster than each of its strings.
     let text = std::str::from_utf8(header).map_err(|error| no_object(what, &error))?;
-    let Some(brackets) = json::brackets(text) else {
-        return Err(no_object(what, &"it is nested too deeply"));
-    };
+    let brackets = brackets(text).map_err(|said| no_object(what, &said))?;
     let most = (text.len() / SHORTEST_ENTRY + 1).min(brackets / ENTRY_BRACKETS);
-    let mut notes =
-        Notes { text, what, entries: Vec::new(), metadata: None, dtype: None, at: None, refused: None };
+    let mut notes = Notes { text, entries: Vec::new(), metadata: None, dtype: None, at: None, refused: None };
     reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<Entry>())?;
-    let read = json::read(text, &mut notes);
-    if let Some(error) = notes.refused {
-        return Err(error);
-    }
-    read.map_err(|said| match notes.at.filter(|_| !said.is_eof()) {
-        Some(name) if name.is(METADATA_KEY) => no_metadata(what, &said),
-        Some(name) => undescribed(what, name, &said),
-        None => no_object(what, &said),
+    read_object(text, &mut notes).map_err(|said| match (notes.at, notes.refused.take()) {
+        (Some(METADATA), why) => {
+            let said = why.unwrap_or_else(|| said.to_string());
+            malformed(what, format!("its metadata is not an object of texts ({said})"))
+        }
+        (Some(key), Some(why)) => blamed(what, &named(key), why),
+        (Some(key), None) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
+        _ => no_object(what, &said),
     })?;
     // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes before
     // it.
-    let order = |a: &Entry, b: &Entry| {
-        (a.from, a.to).cmp(&(b.from, b.to)).then_with(|| a.text(text).get().cmp(&b.text(text).get()))
-    };
-    if !notes.entries.is_sorted_by(|a, b| order(a, b).is_le()) {
-        notes.entries.sort_unstable_by(order);
+    let order = |entry: &Entry| (entry.from, entry.to, entry.name);
+    if !notes.entries.is_sorted_by_key(order) {
+        notes.entries.sort_unstable_by_key(order);
     }
     let start = (FRONT + header.len()) as u64;
-    side_by_side(what, text, &notes.entries, file_len.saturating_sub(start))?;
-    let name = |tensor: u32| notes.entries[tensor as usize].text(text).get();
+    side_by_side(what, &notes, file_len.saturating_sub(start))?;
+    let name = |(_, tensor): Place| notes.name(&notes.entries[tensor as usize]);
     // (A header has no room for 2^32 tensors.)
     let count = notes.entries.len();
-    let hashed = (0..count as u32).map(|tensor| (hash(&name(tensor)), tensor));
+    let hashed = (0..count as u32).map(|tensor| (hash(&name((shard, tensor))), (shard, tensor)));
     let (names, again) = Names::sort(what, count, hashed, name)?;
     if let Some((tensor, _)) = again {
         return Err(twice(what, &name(tensor)));
     }
-    Ok((notes.keep(path, start)?, names))
+    Ok((notes.keep(what, path, start)?, names))
 }
 
 /// The header's length, from the file's first bytes, checked against the file's length and the format.
@@ -302,82 +293,69 @@ fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
     malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
-fn no_metadata(what: &str, said: &dyn fmt::Display) -> Error {
-    malformed(what, format!("its metadata is not an object of texts ({said})"))
+/// A fault of one tensor, with the remedy for a file that is damaged or made to mislead.
+fn fault(why: impl fmt::Display) -> String {
+    format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted")
 }
 
-/// The error for an entry that is not what the format asks for.
-fn undescribed(what: &str, tensor: Text<'_>, said: &dyn fmt::Display) -> Error {
-    fault(what, tensor, format_args!("is not described as the format asks ({said})"))
+fn undescribed(said: impl fmt::Display) -> String {
+    fault(format_args!("is not described as the format asks ({said})"))
 }
 
-/// The error for a fault of one tensor, with the remedy for a file that is damaged or made to mislead.
-fn fault(what: &str, tensor: Text<'_>, why: impl fmt::Display) -> Error {
-    let why = format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
-    blamed(what, &tensor.start(), why)
-}
-
-/// What the entry of a tensor has: the text from each value on.
-#[derive(Default)]
-struct Fields<'a> {
-    dtype: Option<&'a str>,
-    shape: Option<&'a str>,
-    offsets: Option<&'a str>,
-    again: Option<&'a str>,
-}
-
-impl<'a> Entries<'a> for Fields<'a> {
-    #[inline(always)]
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        let Key { name, rest, .. } = key;
-        map.next_value::<IgnoredAny>()?;
-        let field = match () {
-            () if name.is("dtype") => &mut self.dtype,
-            () if name.is("shape") => &mut self.shape,
-            () if name.is("data_offsets") => &mut self.offsets,
-            () => return Ok(()),
-        };
-        if field.replace(rest).is_some() {
-            self.again = Some(name.raw);
-        }
-        Ok(())
-    }
-}
-
-/// The first pass: reads the header into notes.
+/// What is read of a header before all of it is checked.
 struct Notes<'a> {
     text: &'a str,
-    /// The file's name, for errors.
-    what: &'a str,
     entries: Vec<Entry>,
     metadata: Option<&'a str>,
     /// The type of the tensor before, which most tensors have too.
     dtype: Option<(&'a str, Dtype)>,
     /// The name of the entry that is being read, and why it was refused.
-    at: Option<Text<'a>>,
-    refused: Option<Error>,
+    at: Option<&'a str>,
+    refused: Option<String>,
+}
+
+/// What the entry of a tensor has: the text from each value on, in the order of these names.
+#[derive(Default)]
+struct Fields<'a>([Option<&'a str>; 3]);
+const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
+
+impl<'a> Entries<'a> for Fields<'a> {
+    #[inline(always)]
+    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
+        map.next_value::<IgnoredAny>()?;
+        let name = if key.plain { key.raw.into() } else { text(key.raw).map_err(A::Error::custom)? };
+        let field = FIELDS.iter().position(|field| *field == name);
+        match field.and_then(|field| self.0[field].replace(key.rest)) {
+            None => Ok(()),
+            Some(_) => Err(A::Error::custom(format_args!("its {name} is said twice"))),
+        }
+    }
 }
 
 impl<'a> Entries<'a> for Notes<'a> {
     fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        let Key { name, rest, plain } = key;
-        self.at = Some(name);
-        let noted = if name.is(METADATA_KEY) {
-            let value = json::value(map)?;
-            self.note_metadata(value)
-        } else if json::is_object(rest) {
+        self.at = Some(key.raw);
+        let noted = if key.raw == METADATA {
+            let value = map.next_value::<&RawValue>()?.get();
+            match self.metadata.replace(value) {
+                Some(_) => Err("it is there twice".into()),
+                None if value == "null" => Ok(()),
+                None => read_object(value, &mut Texts).map_err(|said| said.to_string()),
+            }
+        } else if is_object(key.rest) {
             let mut fields = Fields::default();
-            map.next_value_seed(Object { text: rest, plain, entries: &mut fields })?;
-            self.note(name, &fields)
+            map.next_value_seed(Object { text: key.rest, plain: key.plain, entries: &mut fields })?;
+            self.note(key.raw, &fields)
         } else {
-            let told = shown(json::value(map)?, NEAR);
-            Err(undescribed(self.what, name, &format_args!("an object is expected: {told}")))
+            let value = shown(map.next_value::<&RawValue>()?.get(), NEAR);
+            Err(undescribed(format_args!("an object is expected: {value}")))
         };
+        if let Err(why) = noted {
+            self.refused = Some(why);
+            return Err(A::Error::custom(""));
+        }
         self.at = None;
-        noted.map_err(|error| {
-            self.refused = Some(error);
-            A::Error::custom("")
-        })
+        Ok(())
     }
 }
 
@@ -385,170 +363,144 @@ impl<'a> Entries<'a> for Notes<'a> {
 struct Texts;
 
 impl<'a> Entries<'a> for Texts {
-    fn entry<A: MapAccess<'a>>(&mut self, _: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        let text = Text::of(json::value(map)?).map(drop);
-        text.ok_or_else(|| A::Error::custom("a text is expected"))
+    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
+        let value = inside(map.next_value::<&RawValue>()?.get());
+        let value = value.ok_or_else(|| A::Error::custom("a text is expected"))?;
+        // Long ones are not read.
+        let mut short = [key.raw, value].into_iter().filter(|raw| raw.len() <= LONGEST);
+        short.try_for_each(|raw| text(raw).map(drop)).map_err(A::Error::custom)
     }
 }
 
 impl<'a> Notes<'a> {
-    fn note_metadata(&mut self, value: &'a str) -> Result<()> {
-        if self.metadata.replace(value).is_some() {
-            return Err(no_metadata(self.what, &"it is there twice"));
-        }
-        match value {
-            "null" => Ok(()),
-            value => json::read(value, &mut Texts).map_err(|said| no_metadata(self.what, &said)),
-        }
+    /// The name of a tensor as it stands in the text.
+    fn raw(&self, entry: &Entry) -> &'a str {
+        &self.text[entry.name as usize..][..usize::from(entry.name_len)]
     }
 
-    /// Makes the note of a tensor.
-    fn note(&mut self, name: Text<'a>, fields: &Fields<'a>) -> Result<()> {
-        let what = self.what;
-        let wrong = |said: &dyn fmt::Display| undescribed(what, name, said);
-        if name.raw.len() > LONGEST_NAME {
-            return Err(wrong(&"its name is longer than 65,535 bytes"));
+    /// The name of a tensor.
+    fn name(&self, entry: &Entry) -> Cow<'a, str> {
+        let raw = self.raw(entry);
+        if entry.plain { raw.into() } else { named(raw) }
+    }
+
+    /// Makes the note of a tensor, or says why not.
+    fn note(&mut self, key: &'a str, fields: &Fields<'a>) -> Result<(), String> {
+        let plain = text(key).map(|name| matches!(name, Cow::Borrowed(_))).map_err(undescribed)?;
+        let [Some(dtype), Some(shape), Some(offsets)] = fields.0 else {
+            let missing = FIELDS.iter().zip(fields.0).find(|(_, value)| value.is_none());
+            return Err(undescribed(format_args!("it has no {}", missing.map_or("", |(field, _)| field))));
+        };
+        let dtype = self.dtype(dtype)?;
+        let told = |rest| shown(first(rest), NEAR);
+        let (mut axes, mut bits, mut empty) = (0, Some(dtype.bitsize() as u64), false);
+        let are_numbers = numbers(shape, |axis| {
+            (axes, bits) = (axes + 1, bits.and_then(|bits| bits.checked_mul(axis)));
+            empty |= axis == 0;
+        });
+        if !are_numbers || axes > AXES {
+            let what = if are_numbers {
+                "its shape has more than 64 axes"
+            } else {
+                "a list of whole numbers is expected"
+            };
+            return Err(undescribed(format_args!("{what}: {}", told(shape))));
         }
-        if let Some(field) = fields.again {
-            return Err(wrong(&format_args!("its {field} is said twice")));
-        }
-        let dtype = self.dtype(name, fields.dtype.ok_or_else(|| wrong(&"it has no dtype"))?)?;
-        let shape = fields.shape.ok_or_else(|| wrong(&"it has no shape"))?;
-        let told = |rest| shown(json::first(rest), NEAR);
-        let (axes, elements) = axes(shape).map_err(|said| wrong(&format_args!("{said}: {}", told(shape))))?;
-        let offsets = fields.offsets.ok_or_else(|| wrong(&"it has no data_offsets"))?;
         let (mut count, mut from, mut to) = (0, 0, 0);
-        let are_numbers = json::numbers(offsets, |offset| (count, from, to) = (count + 1, to, offset));
-        if !are_numbers || count != 2 {
-            return Err(wrong(&format_args!("two offsets are expected: {}", told(offsets))));
+        if !numbers(offsets, |offset| (count, from, to) = (count + 1, to, offset)) || count != 2 {
+            return Err(undescribed(format_args!("two offsets are expected: {}", told(offsets))));
         }
         if to < from {
-            return Err(fault(what, name, format!("ends at {to}, before its start at {from}")));
+            return Err(fault(format_args!("ends at {to}, before its start at {from}")));
         }
-        let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64));
+        // An axis of no elements makes a tensor of no elements, also where the others would overflow.
+        let bits = if empty { Some(0) } else { bits };
         if bits.is_none_or(|bits| bits % 8 != 0 || bits / 8 != to - from) {
-            return Err(fault(what, name, misfit(dtype, &told(shape), bits, &(from..to))));
+            let need = match bits {
+                None => "more elements than any memory holds".into(),
+                Some(bits) if bits % 8 != 0 => "no whole number of bytes".into(),
+                Some(bits) => format!("{} bytes", bits / 8),
+            };
+            let (shape, have) = (told(shape), to - from);
+            return Err(fault(format_args!(
+                "is {dtype} of shape {shape}, {need}, and has {have} at {from}..{to}"
+            )));
         }
-        self.entries.push(Entry {
-            name: json::place(self.text, name.raw),
-            shape: json::place(self.text, shape),
-            name_len: name.raw.len() as u16,
-            axes,
-            plain: name.plain,
-            dtype,
-            listed: true,
-            from,
-            to,
-        });
+        let (name, shape) = (place(self.text, key), place(self.text, shape));
+        let (name_len, axes) = (key.len() as u16, axes as u8);
+        self.entries.push(Entry { name, shape, name_len, axes, plain, dtype, listed: false, from, to });
         Ok(())
     }
 
-    /// The type of a tensor's elements, whose name starts `rest` of the text.
-    fn dtype(&mut self, tensor: Text<'_>, rest: &'a str) -> Result<Dtype> {
+    /// The type of elements whose name starts `rest` of the text.
+    fn dtype(&mut self, rest: &'a str) -> Result<Dtype, String> {
         if let Some((_, dtype)) = self.dtype.filter(|(last, _)| rest.starts_with(last)) {
             return Ok(dtype);
         }
-        let value = json::first(rest);
-        // No type has a name that is longer, even with each character escaped.
-        let known = Some(value).filter(|value| value.starts_with('"') && value.len() <= 100);
-        let dtype = known.and_then(|value| serde_json::from_str(value).ok()).ok_or_else(|| {
-            let why = format!(
+        let value = first(rest);
+        let name = inside(value).and_then(|name| text(name).ok());
+        let known = name.map(|name| Dtype::deserialize(StrDeserializer::<serde_json::Error>::new(&name)));
+        let Some(Ok(dtype)) = known else {
+            return Err(format!(
                 "has elements of no type that is known: {}; if the file is of a newer version of the format, upgrade \
                  pinpool",
                 shown(value, NEAR)
-            );
-            blamed(self.what, &tensor.start(), why)
-        })?;
+            ));
+        };
         self.dtype = Some((value, dtype));
         Ok(dtype)
     }
 
-    /// The last pass: what is kept of a header that was checked. The data starts at `start` in the file.
-    fn keep(self, path: &Path, start: u64) -> Result<Table> {
-        let Self { text, what, mut entries, .. } = self;
-        let (mut names, mut axes, mut metadata) = (String::new(), Vec::<usize>::new(), String::new());
-        let bytes = entries.iter().map(|entry| usize::from(entry.name_len)).sum();
-        let count = entries.iter().map(|entry| usize::from(entry.axes)).sum();
+    /// Makes what is kept of a header that was checked. The data starts at `start` in the file.
+    fn keep(mut self, what: &str, path: &Path, start: u64) -> Result<Table> {
         let said = self.metadata.filter(|metadata| *metadata != "null");
+        let (mut names, mut axes, mut metadata) = (String::new(), Vec::new(), String::new());
+        let bytes = self.entries.iter().map(|entry| usize::from(entry.name_len)).sum();
+        let count = self.entries.iter().map(|entry| usize::from(entry.axes)).sum();
         let len = said.map_or(0, str::len);
         reserved(names.try_reserve_exact(bytes), what, bytes)?;
         reserved(axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
         reserved(metadata.try_reserve_exact(len), what, len)?;
+        metadata.push_str(said.unwrap_or_default());
+        let mut entries = std::mem::take(&mut self.entries);
         for entry in &mut entries {
             let (name, shape) = (names.len(), axes.len());
-            names.push_str(&entry.text(text).get());
-            // That each axis fits was checked before.
-            json::numbers(&text[entry.shape as usize..], |axis| axes.push(axis as usize));
+            names.push_str(&self.name(entry));
+            numbers(&self.text[entry.shape as usize..], |axis| axes.push(axis as usize));
             (entry.name, entry.name_len, entry.shape) =
                 (name as u32, (names.len() - name) as u16, shape as u32);
             (entry.from, entry.to) = (start + entry.from, start + entry.to);
         }
-        metadata.push_str(said.unwrap_or_default());
-        let metadata = said.map(|_| metadata.into());
-        Ok(Table { path: path.into(), names, axes, entries, metadata })
+        Ok(Table { path: path.into(), names, axes, entries, metadata: said.map(|_| metadata.into()) })
     }
-}
-
-/// How many axes a shape has, and how many elements: `None` where these are more than a number holds.
-fn axes(list: &str) -> Result<(u8, Option<u64>), &'static str> {
-    let (mut axes, mut elements, mut empty, mut fit) = (0, Some(1_u64), false, true);
-    let are_numbers = json::numbers(list, |axis| {
-        axes += 1;
-        empty |= axis == 0;
-        fit &= usize::try_from(axis).is_ok();
-        elements = elements.and_then(|n| n.checked_mul(axis));
-    });
-    if !are_numbers || !fit {
-        return Err("a list of whole numbers is expected");
-    }
-    if axes > AXES {
-        return Err("its shape has more than 64 axes");
-    }
-    // An axis of no elements makes a tensor of no elements, also where the others would overflow.
-    Ok((axes as u8, if empty { Some(0) } else { elements }))
 }
 
 /// Checks tensors, which are in the order of their offsets, against each other and against the `data` bytes of the
 /// file behind the header.
-fn side_by_side(what: &str, text: &str, entries: &[Entry], data: u64) -> Result<()> {
-    let (mut end, mut last) = (0, None);
-    for entry in entries {
-        let (from, to, name) = (entry.from, entry.to, entry.text(text));
-        if from < end {
-            let other = shown(&last.map_or("".into(), Text::start), NAME);
-            let why = format!("starts at {from}, inside of tensor \"{other}\", which ends at {end}");
-            return Err(fault(what, name, why));
+fn side_by_side(what: &str, notes: &Notes<'_>, data: u64) -> Result<()> {
+    let (mut end, mut last) = (0, "");
+    for entry in &notes.entries {
+        let (from, to, key) = (entry.from, entry.to, notes.raw(entry));
+        if from != end || to > data {
+            let other = shown(&named(last), NAME);
+            let why = match from.cmp(&end) {
+                Less => {
+                    fault(format_args!("starts at {from}, inside of tensor \"{other}\", which ends at {end}"))
+                }
+                Greater => fault(format_args!(
+                    "starts at {from}, and bytes {end}..{from} before it belong to no tensor"
+                )),
+                Equal => format!(
+                    "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
+                ),
+            };
+            return Err(blamed(what, &named(key), why));
         }
-        if from > end {
-            let why = format!("starts at {from}, and bytes {end}..{from} before it belong to no tensor");
-            return Err(fault(what, name, why));
-        }
-        if to > data {
-            let why = format!(
-                "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
-            );
-            return Err(blamed(what, &name.start(), why));
-        }
-        (end, last) = (to, Some(name));
+        (end, last) = (to, key);
     }
-    if end < data {
-        let why = format!("{} bytes at its end belong to no tensor; get it again", data - end);
-        return Err(malformed(what, why));
-    }
-    Ok(())
-}
-
-/// Why a tensor has not as many bytes as its type and shape need: `bits`, or `None` for more than a number holds.
-fn misfit(dtype: Dtype, shape: &str, bits: Option<u64>, range: &Range<u64>) -> String {
-    match bits {
-        None => format!("has the shape {shape}, more elements than any memory holds"),
-        Some(bits) if bits % 8 != 0 => {
-            format!("is {dtype} of shape {shape}, which is no whole number of bytes")
-        }
-        Some(bits) => {
-            let (need, have) = (bits / 8, range.end - range.start);
-            format!("is {dtype} of shape {shape}, {need} bytes, and has {have} at {range:?}")
-        }
+    match data - end {
+        0 => Ok(()),
+        left => Err(malformed(what, format!("{left} bytes at its end belong to no tensor; get it again"))),
     }
 }
 
@@ -559,40 +511,44 @@ pub(super) fn twice(what: &str, tensor: &str) -> Error {
 }
 
 /// The hash of a name. Its keys are the process's own, so nobody can make names that collide.
-pub(super) fn hash(name: &str) -> u64 {
+fn hash(name: &str) -> u64 {
     static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     KEYS.hash_one(name)
 }
 
-/// The places of tensors by the hashes of their names, sorted.
-pub(super) struct Names<T>(pub(super) Vec<(u64, T)>);
+/// Where a tensor is: the number of its file, and its place in the file's table.
+pub(super) type Place = (u32, u32);
 
-impl<T: Copy + Ord> Names<T> {
+/// The places of tensors by the hashes of their names, sorted.
+pub(super) struct Names(pub(super) Vec<(u64, Place)>);
+
+impl Names {
     /// Sorts places with their hashes, `count` at most, and gives two that have the same name, if there are two. `what`
     /// has them, for errors.
-    pub(super) fn sort<N: AsRef<str>>(
+    pub(super) fn sort<'n>(
         what: &str,
         count: usize,
-        hashed: impl Iterator<Item = (u64, T)>,
-        name: impl Fn(T) -> N,
-    ) -> Result<(Self, Option<(T, T)>)> {
+        hashed: impl Iterator<Item = (u64, Place)>,
+        name: impl Fn(Place) -> Cow<'n, str>,
+    ) -> Result<(Self, Option<(Place, Place)>)> {
         let mut list = Vec::new();
-        reserved(list.try_reserve_exact(count), what, count.saturating_mul(size_of::<(u64, T)>()))?;
+        reserved(list.try_reserve_exact(count), what, count.saturating_mul(size_of::<(u64, Place)>()))?;
         list.extend(hashed);
-        list.sort_unstable_by_key(|(hash, _)| *hash);
-        let is_same = |a: &(u64, T), b: &(u64, T)| name(a.1).as_ref() == name(b.1).as_ref();
-        let twice = list.chunk_by(|a, b| a.0 == b.0).find_map(|group| {
-            let mut pairs = (1..group.len()).flat_map(|n| group[..n].iter().map(move |a| (a, &group[n])));
-            pairs.find(|(a, b)| is_same(a, b)).map(|(a, b)| (a.1.min(b.1), a.1.max(b.1)))
-        });
+        list.sort_unstable();
+        // Of the same hash are one, or the same names.
+        for same in list.chunk_by_mut(|a, b| a.0 == b.0).filter(|same| same.len() > 1) {
+            same.sort_unstable_by(|(_, a), (_, b)| name(*a).cmp(&name(*b)).then_with(|| a.cmp(b)));
+        }
+        let is_same = |pair: &&[(u64, Place)]| pair[0].0 == pair[1].0 && name(pair[0].1) == name(pair[1].1);
+        let twice = list.windows(2).find(is_same).map(|pair| (pair[0].1, pair[1].1));
         Ok((Self(list), twice))
     }
 
     /// The place of a name. `name`: as for [`sort`](Self::sort).
-    pub(super) fn get<N: AsRef<str>>(&self, wanted: &str, name: impl Fn(T) -> N) -> Option<T> {
+    pub(super) fn get<'n>(&self, wanted: &str, name: impl Fn(Place) -> &'n str) -> Option<Place> {
         let hash = hash(wanted);
         let first = self.0.partition_point(|(other, _)| *other < hash);
         let mut same = self.0[first..].iter().take_while(|(other, _)| *other == hash);
-        same.find(|(_, place)| name(*place).as_ref() == wanted).map(|(_, place)| *place)
+        same.find(|(_, place)| name(*place) == wanted).map(|(_, place)| *place)
     }
 }

@@ -26,23 +26,20 @@
 //! # How it works
 //!
 //! A safetensors file has a header, which gives name, type, shape and place of each tensor, and then the bytes of the
-//! tensors without gaps. A loader that copies tensor by tensor is slow when they are small: each copy takes as long as
-//! moving a hundred kilobytes. So this loader gives the tensors of a file one block of device memory, in the file's
-//! order and side by side, as they are in the file. They are then one range on both sides, and the
-//! [copier](pinpool::copier) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
-//! length is no multiple of the [alignment](Loader::align) has a gap behind it.
+//! tensors without gaps. Copied one by one, small tensors are slow: each copy takes as long as moving a hundred kilobytes.
+//! So this loader gives the tensors of a file one block of device memory, side by side and in the file's order. They are
+//! then one range on both sides, which the [copier](pinpool::copier) copies in large chunks. Only a tensor whose length is
+//! no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
 //! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
 //! [first](Loader::first) before the others. Tasks await them ([`Load::next_tensor`]), threads iterate over them
 //! ([`Load::blocking`]), and many of both share a load, each of which waits for tensors by name ([`Load::take`]).
-//! All files (shards) are queued with the copier at once, so that it does not idle between two of them. Completion is
-//! known by chunks, and a tensor costs time only when it comes out.
+//! All files (shards) are queued with the copier at once, so that it does not idle between two of them.
 //!
 //! A server with an allocation for each tensor gives the loader their places ([`Loader::places`]). Long tensors are copied
 //! as fast so; short ones are packed on the host and spread on the device.
 //!
 //! Opening a checkpoint reads the headers and nothing else, and only tensors that are asked for are read.
-//! [`Checkpoint::tensor`] loads a single one.
 //!
 //! # What is refused
 //!
@@ -52,7 +49,7 @@
 //! - offsets that run backwards, past the file's end, or into another tensor; bytes that belong to no tensor;
 //! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more than 64 axes;
 //! - unknown types; a name that is there twice; a name longer than 65,535 bytes;
-//! - a header longer than 100 MB, or than its file;
+//! - a header longer than 100 MB, or than its file; a text of which more than an eighth are opening brackets;
 //! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder, or more
 //!   than 10,000 files;
 //! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that lacks a file
@@ -62,18 +59,17 @@
 //! bytes included; one that is accepted, at most five times, until it is read. Where the system has no memory for that,
 //! the error is [`Error::OutOfMemory`], and names the file.
 //!
-//! A file that was written to after it was opened (its length or its time of modification has changed) is refused by
-//! the next load, since its header may be wrong by now. If it is written to during a load, the load ends with an error
-//! in the place of the file's last tensor. A file that replaces an opened one under the same name is another file, and
-//! is not read. The first 128 files of a checkpoint stay open, so that they are loaded as they were, whatever their names
-//! mean by then. Those behind them are opened again when they are read: replaced by another file, they are refused.
+//! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by then. A file
+//! that was written to after it was opened (its length or its time of modification has changed) is refused by the next
+//! load, since its header may be wrong by now. If it is written to during a load, the load ends with an error in the place
+//! of the file's last tensor.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
 //! terminal. Show them escaped (`{:?}`), as the errors do.
 
 // This file has what was opened. To read in this order: `json` (serde_json, in place), `header` (what a file says, and
-// whether that can be), `index` (which files there are), `load` (where on the device tensors go, and what comes out),
-// `share` (a load that many wait for).
+// whether that can be), `index` (which files there are), `load` (where on the device tensors go), `share` (what comes
+// out, for many that wait).
 //
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
@@ -100,63 +96,48 @@ pub use self::share::Load;
 #[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
-use self::header::{FRONT, Names, START};
-use self::index::{FoundFiles, Index};
+use self::header::{FRONT, Names, Place, START, Table};
+use self::index::Index;
 
 /// The most characters of a name that messages show.
 const NAME: usize = 200;
-/// The most files of a checkpoint that stay open. A load may open each a second time, and the usual limit is 1,024.
-const KEPT_OPEN: usize = 128;
 
 /// One file or several, whose headers were read and checked. Nothing is loaded yet. A clone is another handle to it.
 #[derive(Clone, Debug)]
 pub struct Checkpoint(Arc<Files>);
 
-/// The files of a checkpoint, and all tensors by name: their files' numbers, and the places there.
+/// The files of a checkpoint, what their headers say, and all tensors by name.
 struct Files {
     shards: Vec<Shard>,
-    names: Names<(u32, u32)>,
+    headers: Vec<Header>,
+    names: Names,
 }
 
-/// One file.
+/// One file, which stays open.
 struct Shard {
-    /// `None`: it is opened again when it is read.
-    file: Option<Arc<File>>,
+    file: Arc<File>,
     /// The path as text, for messages.
     name: String,
     /// What the system said of the file when its header was read.
     opened: fs::Metadata,
-    header: Header,
 }
 
+/// A file that was opened, the table of its tensors, and their names.
+type Opened = (Shard, Table, Names);
+
 impl Shard {
-    /// Opens the file of this number, with the places of its tensors.
-    fn open(path: &Path, number: usize, index: Option<&Index>) -> Result<(Self, Names<u32>)> {
+    /// Opens the file of this number.
+    fn open(path: &Path, number: u32) -> Result<Opened> {
         let name = path.display().to_string();
         let (file, opened) = open_regular(path, &name)?;
-        let (mut table, names) = header::of_file(&file, &name, path, opened.len())?;
-        if let Some(index) = index {
-            index.keep(number as u32, &mut table, &names)?;
-        }
-        let file = (number < KEPT_OPEN).then(|| Arc::new(file));
-        Ok((Self { file, name, opened, header: Header(Arc::new(table)) }, names))
+        let (table, names) = header::of_file(&file, &name, path, opened.len(), number)?;
+        Ok((Self { file: file.into(), name, opened }, table, names))
     }
 
-    /// An error if the file was written to or, where it does not stay open, replaced since its header was read.
+    /// An error if the file was written to since its header was read.
     fn unchanged(&self) -> Result<()> {
-        let now = match &self.file {
-            Some(file) => file.metadata(),
-            None => fs::metadata(&self.header.0.path),
-        };
-        self.compare(&now.map_err(|error| unread(&self.name, 0, &error))?)
-    }
-
-    fn compare(&self, now: &fs::Metadata) -> Result<()> {
+        let now = self.file.metadata().map_err(|error| unread(&self.name, 0, &error))?;
         let was = &self.opened;
-        if (now.dev(), now.ino()) != (was.dev(), was.ino()) {
-            let why = "another file has its name since it was opened; open the checkpoint again";
-            return Err(malformed(&self.name, why));
-        }
         if now.len() < was.len() {
             let text = format!(
                 "it ends there, not at {}: it has become shorter since its length was taken; load it again while no \
@@ -167,18 +148,11 @@ impl Shard {
             return Err(Error::Read { what, offset: now.len(), kind, text });
         }
         let modified = |of: &fs::Metadata| (of.len(), of.mtime(), of.mtime_nsec());
-        if modified(now) != modified(was) {
+        if modified(&now) != modified(was) {
             let why = "it was written to since it was opened; open it again while no process writes to it";
             return Err(malformed(&self.name, why));
         }
         Ok(())
-    }
-
-    /// The file, opened again.
-    fn reopened(&self) -> Result<Arc<File>> {
-        let (file, metadata) = open_regular(&self.header.0.path, &self.name)?;
-        self.compare(&metadata)?;
-        Ok(Arc::new(file))
     }
 }
 
@@ -217,11 +191,11 @@ impl Checkpoint {
     /// [`Error::OutOfMemory`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let index = match index::find(path)? {
-            FoundFiles::Files(files) => return Self::open_files(&files),
-            FoundFiles::Index(index) => index,
-        };
-        Self::of(index.paths(), Some(&index)).map_err(|error| index.incomplete(path, error))
+        let (files, index) = index::find(path)?;
+        Self::of(&files, index.as_ref()).map_err(|error| match index {
+            Some(_) => index::incomplete(path, &files, error),
+            None => error,
+        })
     }
 
     /// Opens several files that belong together and have no index: all tensors of all of them.
@@ -233,44 +207,40 @@ impl Checkpoint {
         if paths.is_empty() {
             return Err(Error::Argument("no file was named; name at least one".into()));
         }
-        Self::of(paths.iter().map(AsRef::as_ref), None)
+        Self::of(paths, None)
     }
 
     /// Opens files, one at a time, so that a missing one ends it: an index may name thousands.
-    fn of<P: AsRef<Path>>(paths: impl Iterator<Item = P>, index: Option<&Index>) -> Result<Self> {
-        let opened = paths.enumerate().map(|(number, path)| Shard::open(path.as_ref(), number, index));
-        let (shards, lists): (Vec<_>, Vec<_>) = opened.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let table = |shard: u32| &*shards[shard as usize].header.0;
-        // (No memory has room for 2^32 files.)
-        let hashed = (0..).zip(&lists).flat_map(|(shard, names)| {
-            let listed = names
-                .0
-                .iter()
-                .copied()
-                .filter(move |(_, tensor)| table(shard).entries[*tensor as usize].listed);
-            listed.map(move |(hash, tensor)| (hash, (shard, tensor)))
-        });
-        let (what, count) = (&shards[0].name, lists.iter().map(|names| names.0.len()).sum());
-        let name = |(shard, tensor): (u32, u32)| table(shard).name(tensor);
-        let (names, twice) = Names::sort(what, count, hashed, name)?;
-        if let Some((first, second)) = twice {
-            let [first, file] = [first.0, second.0].map(|shard| &shards[shard as usize].name);
-            let why = format!("is in {first} too: it is there twice; load the files one by one");
-            return Err(blamed(file, name(second), why));
+    fn of<P: AsRef<Path>>(paths: &[P], index: Option<&Index>) -> Result<Self> {
+        let opened = (0..).zip(paths).map(|(number, path)| Shard::open(path.as_ref(), number));
+        let mut opened = opened.collect::<Result<Vec<_>>>()?;
+        if let Some(index) = index {
+            index.choose(&mut opened)?;
         }
-        Ok(Self(Arc::new(Files { shards, names })))
+        let hashed = opened.iter().flat_map(|(.., names)| names.0.iter().copied());
+        let count = opened.iter().map(|(.., names)| names.0.len()).sum();
+        let file = |(shard, _): Place| &opened[shard as usize].0.name;
+        let name = |place: Place| opened[place.0 as usize].1.name(place.1).into();
+        let (names, twice) = Names::sort(file((0, 0)), count, hashed, name)?;
+        if let Some((first, second)) = twice {
+            let why = format!("is in {} too: it is there twice; load the files one by one", file(first));
+            return Err(blamed(file(second), &name(second), why));
+        }
+        let opened = opened.into_iter().map(|(shard, table, _)| (shard, Header(Arc::new(table))));
+        let (shards, headers) = opened.unzip();
+        Ok(Self(Arc::new(Files { shards, headers, names })))
     }
 
     /// The tensors, file by file, in the order in which they lie in the files.
     pub fn tensors(&self) -> impl Iterator<Item = Tensor> {
-        self.0.shards.iter().flat_map(|shard| shard.header.tensors())
+        self.0.headers.iter().flat_map(Header::tensors)
     }
 
     /// The tensor of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Tensor> {
         let (shard, index) = self.0.place(name)?;
-        Some(Tensor { table: self.0.shards[shard as usize].header.0.clone(), index })
+        Some(Tensor { table: self.0.headers[shard as usize].0.clone(), index })
     }
 
     /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).
@@ -281,7 +251,7 @@ impl Checkpoint {
 
     /// The metadata of the headers that have it (`__metadata__`), file by file: JSON objects of texts.
     pub fn metadata(&self) -> impl Iterator<Item = &str> {
-        self.0.shards.iter().filter_map(|shard| shard.header.metadata())
+        self.0.headers.iter().filter_map(Header::metadata)
     }
 
     /// Starts setting up a load through a copier, of all tensors by default.
@@ -301,8 +271,8 @@ impl Checkpoint {
 
 impl Files {
     /// Which file has the tensor of this name, and where.
-    fn place(&self, name: &str) -> Option<(u32, u32)> {
-        self.names.get(name, |(shard, tensor)| self.shards[shard as usize].header.0.name(tensor))
+    fn place(&self, name: &str) -> Option<Place> {
+        self.names.get(name, |(shard, tensor)| self.headers[shard as usize].0.name(tensor))
     }
 }
 
@@ -319,28 +289,17 @@ fn stand_in(start: &[u8]) -> Option<String> {
     let is_text = text.len() + 3 >= start.len().max(FRONT + 3)
         && text.chars().all(|c| !c.is_control() || c.is_ascii_whitespace());
     is_text.then(|| {
-        let shown = shown(text.trim(), START);
-        format!("it is a text in the place of the file, and begins \"{shown}\"; get the file itself")
+        format!("it is a text in the place of the file, and begins \"{}\"; get the file itself", text.trim())
     })
 }
 
-/// The start of a text from outside as a message shows it: escaped, at most `most` characters, and `...` if there are
-/// more.
+/// The start of a text from outside for a message, which shows it escaped: at most `most` characters, and `...` if there
+/// are more.
 fn shown(text: &str, most: usize) -> String {
-    let (mut shown, mut left) = (String::new(), most);
-    for character in text.chars() {
-        let escaped: String = match character {
-            '"' | '\'' | '\\' => character.into(),
-            _ => character.escape_debug().collect(),
-        };
-        let Some(rest) = left.checked_sub(escaped.chars().count()) else {
-            shown.push_str("...");
-            break;
-        };
-        shown.push_str(&escaped);
-        left = rest;
+    match text.char_indices().nth(most) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.into(),
     }
-    shown
 }
 
 /// The error for a file that cannot be read.

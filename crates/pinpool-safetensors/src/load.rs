@@ -1,31 +1,19 @@
-//! Loading: where on the device tensors go, and handing them out as their copies complete.
+//! Setting up a load: which tensors, where on the device they go, and the transfers that bring them there.
 //!
 //! [`Loader`] collects what is asked for, chooses tensors, and starts one transfer of the copier for each file, or for each
-//! prefix that comes [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. [`Driver`] hands
-//! the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known to be on the device,
-//! and asks the transfer only when a tensor ends behind that.
-//!
-//! # Invariants
-//!
-//! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
-//!   takes the place of a tensor, and ends the load.
-//! - A call that waits (`load`, `Checkpoint::tensor`) returns only when nothing of its transfers is under way: its
-//!   `Driver` waits when it is dropped.
+//! prefix that comes [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. A [`Load`] then
+//! hands them out.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::future::Future;
+use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
-use std::time::Instant;
 
-use pinpool::copier::{Canceller, Copier, CopyRange, FileSource, Progress, Reading, Transfer, may_wait};
+use pinpool::copier::{Copier, CopyRange, FileSource, Reading, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
-use super::header::{Entry, Table, Tensor};
-use super::share::Load;
-use super::{Checkpoint, Files, NAME, Shard, reserved, shown};
+use super::header::{Table, Tensor};
+use super::share::{Driver, Load, Part, Places};
+use super::{Checkpoint, NAME, Shard, shown};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
 /// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
@@ -38,8 +26,8 @@ const LARGEST_ALIGN: usize = 2 << 20;
 /// is dropped.
 #[derive(Clone, Debug)]
 pub struct DeviceTensor {
-    tensor: Tensor,
-    slice: Option<DeviceSlice>,
+    pub(super) tensor: Tensor,
+    pub(super) slice: Option<DeviceSlice>,
 }
 
 impl DeviceTensor {
@@ -73,7 +61,7 @@ enum Memory<'a> {
 }
 
 /// Which tensors of a file are loaded by one transfer: the file's number, and the places in its table, in their order.
-pub(super) type Chosen = (u32, Vec<u32>);
+type Chosen = (u32, Vec<u32>);
 
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
@@ -94,6 +82,13 @@ pub(super) type Chosen = (u32, Vec<u32>);
 /// let own = |tensor: &Tensor| device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
 /// let tensors = checkpoint.loader(&copier).places(own).load()?;
 /// # assert_eq!(tensors.len(), 1);
+///
+/// // Several threads, each of which waits for the tensors that it needs.
+/// let load = checkpoint.loader(&copier).first("h.0.").start()?;
+/// let other = load.clone();
+/// let layer = std::thread::spawn(move || other.take("h.0.w"));
+/// assert_eq!(layer.join().unwrap()?.map(|tensor| tensor.shape().to_vec()), Some(vec![4]));
+/// assert!(load.take("h.0.w")?.is_none(), "a tensor comes out once");
 /// # std::fs::remove_file(path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -181,9 +176,8 @@ impl<'a> Loader<'a> {
     /// file that has become shorter since it was opened, [`Error::Malformed`] for one that was written to;
     /// [`Error::Forked`]. Transfers of other files that were started are cancelled.
     pub fn start(mut self) -> Result<Load> {
-        let (chosen, mut driver) = (self.chosen(), Driver::new(false));
-        self.begin(chosen, &mut driver)?;
-        Ok(Load::new(self.checkpoint.0.clone(), driver))
+        let chosen = self.chosen();
+        self.begin(chosen, false)
     }
 
     /// Loads the tensors, and waits until all are on the device. They come in the order of the files.
@@ -196,110 +190,98 @@ impl<'a> Loader<'a> {
         self.load_chosen(chosen)
     }
 
-    pub(super) fn load_chosen(mut self, chosen: Vec<Chosen>) -> Result<Vec<DeviceTensor>> {
+    pub(super) fn load_chosen(self, chosen: Vec<Chosen>) -> Result<Vec<DeviceTensor>> {
         // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
-        // Made first: where a later file is refused, its drop waits for the transfers that have begun.
-        let mut driver = Driver::new(true);
-        self.begin(chosen, &mut driver)?;
-        let (mut tensors, bytes) = (Vec::new(), driver.count * size_of::<DeviceTensor>());
-        reserved(tensors.try_reserve_exact(driver.count), "the list of tensors", bytes)?;
-        // (Without a context, `advance` waits.)
-        while let Poll::Ready(Some(tensor)) = driver.advance(None) {
-            tensors.push(tensor?);
-        }
-        Ok(tensors)
+        self.begin(chosen, true)?.blocking().collect()
     }
 
     /// What is loaded, in the order of the load.
     fn chosen(&mut self) -> Vec<Chosen> {
-        // Those of each prefix, and the rest.
-        let mut groups = vec![Vec::new(); self.first.len() + 1];
-        for (number, shard) in (0..).zip(&self.checkpoint.0.shards) {
-            let mut chosen = vec![Vec::new(); groups.len()];
-            chosen[self.first.len()].reserve(shard.header.0.entries.len());
-            let mut tensor = Tensor { table: shard.header.0.clone(), index: 0 };
-            for (index, _) in shard.header.0.listed() {
+        let mut chosen = Vec::new();
+        for (number, header) in (0_u32..).zip(&self.checkpoint.0.headers) {
+            let mut tensor = Tensor { table: header.0.clone(), index: 0 };
+            for index in 0..header.0.entries.len() as u32 {
                 tensor.index = index;
                 if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
                     let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
-                    chosen[group.unwrap_or(self.first.len())].push(index);
+                    chosen.push((group.unwrap_or(self.first.len()), number, index));
                 }
             }
-            groups.iter_mut().zip(chosen).for_each(|(group, chosen)| group.push((number, chosen)));
         }
-        groups.into_iter().flatten().filter(|(_, chosen)| !chosen.is_empty()).collect()
+        // Those of each prefix, and the rest, each in the order of the files.
+        chosen.sort_by_key(|(group, ..)| *group);
+        let parts = chosen.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1));
+        parts.map(|part| (part[0].1, part.iter().map(|(.., index)| *index).collect())).collect()
     }
 
-    /// Starts the transfers of all files.
-    fn begin(&mut self, chosen: Vec<Chosen>, driver: &mut Driver) -> Result<()> {
+    /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one is refused.
+    fn begin(mut self, chosen: Vec<Chosen>, waits: bool) -> Result<Load> {
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::Argument(format!(
                 "{} is no alignment: it must be a power of two of at most {LARGEST_ALIGN}",
                 self.align
             )));
         }
-        for (shard, chosen) in chosen {
-            let part = self.begin_file(shard, chosen, driver.count)?;
-            if part.chosen.is_empty() {
-                continue;
-            }
-            if let Some(transfer) = &part.transfer {
-                driver.watch.total += transfer.progress().total;
-                driver.watch.transfers.push(transfer.canceller());
-            }
+        // Made first: where a later file is refused, its drop cancels the transfers that have begun.
+        let mut driver = Driver::new(self.checkpoint.0.clone(), waits);
+        for (number, chosen) in chosen {
+            let part = self.begin_file(number, chosen, driver.count)?;
             driver.count += part.chosen.len();
-            driver.parts.push_back(part);
+            if !part.chosen.is_empty() {
+                driver.parts.push_back(part);
+            }
         }
-        Ok(())
+        Ok(Load::new(self.checkpoint.0.clone(), driver))
     }
 
     /// Starts the transfer of a file. `before`: tensors of the load so far.
-    fn begin_file(&mut self, shard: u32, mut chosen: Vec<u32>, before: usize) -> Result<Part> {
-        let files = &self.checkpoint.0;
-        let (table, total) = (files.shards[shard as usize].header.0.clone(), before + chosen.len());
+    fn begin_file(&mut self, number: u32, mut chosen: Vec<u32>, before: usize) -> Result<Part> {
+        let files = &*self.checkpoint.0;
+        let (table, total) = (&files.headers[number as usize].0, before + chosen.len());
         let (pieces, places) = match self.memory {
-            Memory::Places(_) => self.places_of(&table, &mut chosen, total)?,
-            Memory::Device | Memory::Blocks(_) => self.block_of(&table, &chosen)?,
+            Memory::Places(_) => self.places_of(table, &mut chosen, total)?,
+            Memory::Device | Memory::Blocks(_) => self.block_of(table, &chosen)?,
         };
-        let transfer = (!pieces.is_empty()).then(|| self.upload(files, shard, pieces)).transpose();
-        let transfer = transfer.map_err(|error| match (error, &places) {
-            (Error::Piece { piece, cause, .. }, Places::Own(_)) => {
-                let mut with_bytes =
-                    chosen.iter().filter(|index| !table.entries[**index as usize].is_empty());
-                let tensor = with_bytes.nth(piece).map_or("", |index| table.name(*index));
+        let transfer = (!pieces.is_empty()).then(|| self.upload(&files.shards[number as usize], pieces));
+        let transfer = transfer.transpose().map_err(|error| match (error, &places) {
+            (Error::Piece { piece, cause, .. }, Places::Own(places)) => {
+                let mut with_bytes = chosen.iter().zip(places).filter(|(_, place)| place.is_some());
+                let tensor = with_bytes.nth(piece).map_or("", |(index, _)| table.name(*index));
                 not_there(tensor, 0, total, *cause)
             }
             // All pieces are parts of one block.
             (Error::Piece { cause, .. }, Places::Block(..)) => *cause,
             (error, _) => error,
         })?;
-        let (files, chosen) = (files.clone(), chosen.into());
-        Ok(Part { files, table, shard, first: before, chosen, places, next: 0, transfer, complete_to: 0 })
+        Ok(Part { number, chosen: chosen.into(), places, next: 0, transfer })
     }
 
     /// Gives the tensors of a file one block of device memory.
     fn block_of(&mut self, table: &Table, chosen: &[u32]) -> Result<(Vec<CopyRange>, Places)> {
         // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined before
         // pieces are made: there may be tens of thousands of tensors, and the link idles meanwhile.
-        let (mut runs, mut end) = (Vec::<Run>::new(), 0);
-        let entries = chosen.iter().map(|index| &table.entries[*index as usize]);
-        for entry in entries.filter(|entry| !entry.is_empty()) {
-            let place = next_place(end, entry.bytes(), self.align)?;
-            end = place.end;
+        let (mut runs, mut starts) = (Vec::<(u64, Range<usize>)>::new(), Vec::with_capacity(chosen.len()));
+        let mut end = 0_usize;
+        for entry in chosen.iter().map(|index| &table.entries[*index as usize]) {
+            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than any
+            // memory.)
+            let start =
+                if entry.is_empty() { end } else { end.saturating_add(self.align - 1) & !(self.align - 1) };
+            end = start.saturating_add(usize::try_from(entry.bytes()).unwrap_or(usize::MAX));
+            starts.push(start);
             match runs.last_mut() {
-                Some((at, run)) if *at + run.len() as u64 == entry.from && run.end == place.start => {
-                    run.end = place.end;
-                }
-                _ => runs.push((entry.from, place)),
+                _ if entry.is_empty() => {}
+                Some((at, run)) if *at + run.len() as u64 == entry.from && run.end == start => run.end = end,
+                _ => runs.push((entry.from, start..end)),
             }
         }
         if runs.is_empty() {
             return Ok((Vec::new(), Places::Own(vec![None; chosen.len()])));
         }
         let block = self.block(end)?;
-        let pieces = runs.iter().map(|(at, run)| Ok(CopyRange::new(*at, block.slice(run.clone())?)));
-        Ok((pieces.collect::<Result<_>>()?, Places::Block(block, runs)))
+        let pieces = runs.into_iter().map(|(at, run)| Ok(CopyRange::new(at, block.slice(run)?)));
+        Ok((pieces.collect::<Result<_>>()?, Places::Block(block, starts)))
     }
 
     /// Asks the caller for the places of tensors. Those without one are left out.
@@ -330,24 +312,10 @@ impl<'a> Loader<'a> {
     }
 
     /// Starts a transfer.
-    fn upload(
-        &self,
-        files: &Arc<Files>,
-        number: u32,
-        pieces: Vec<CopyRange>,
-    ) -> Result<Transfer<FileSource>> {
-        let shard = &files.shards[number as usize];
+    fn upload(&self, shard: &Shard, pieces: Vec<CopyRange>) -> Result<Transfer<FileSource>> {
         shard.unchanged()?;
-        let source = match &shard.file {
-            Some(file) => FileSource::new(file.clone(), shard.name.clone())?,
-            None => {
-                let files = files.clone();
-                let open = move || files.shards[number as usize].reopened();
-                FileSource::opened_by(open, shard.name.clone(), shard.opened.len())
-            }
-        };
-        let transfer = self.copier.upload(source.reading(self.reading), pieces);
-        transfer.map_err(|refused| refused.error)
+        let source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
+        self.copier.upload(source, pieces).map_err(|refused| refused.error)
     }
 
     /// Device memory of so many bytes that starts on the alignment.
@@ -358,13 +326,14 @@ impl<'a> Loader<'a> {
         }
         // A device aligns its memory by itself, mostly to more than is asked for.
         let device = self.copier.device();
-        let mut slice = device.alloc(len)?;
-        if slice.address() % self.align as u64 != 0 {
-            drop(slice);
-            slice = device.alloc(len.saturating_add(self.align))?;
+        let misfit = |slice: &DeviceSlice| slice.address().wrapping_neg() as usize & (self.align - 1);
+        let slice = device.alloc(len)?;
+        if misfit(&slice) == 0 {
+            return Ok(slice);
         }
-        let skip = (slice.address().next_multiple_of(self.align as u64) - slice.address()) as usize;
-        slice.slice(skip..skip + len)
+        drop(slice);
+        let slice = device.alloc(len.saturating_add(self.align))?;
+        slice.slice(misfit(&slice)..misfit(&slice) + len)
     }
 
     /// The front of memory of the caller's, which nothing else of the load uses. Bytes beyond `len` are not written to.
@@ -380,8 +349,8 @@ impl<'a> Loader<'a> {
                  loader for less"
             )));
         }
-        let (below, above) = (self.given.range(..=start).next_back(), self.given.range(start..).next());
-        if below.is_some_and(|(_, until)| *until > start) || above.is_some_and(|(from, _)| *from < end) {
+        // The one that starts last before its end reaches furthest, since none overlaps another.
+        if self.given.range(..end).next_back().is_some_and(|(_, until)| *until > start) {
             return Err(Error::Argument(
                 "its memory overlaps what was given before; give each tensor, or each file, memory of its own".into(),
             ));
@@ -393,228 +362,11 @@ impl<'a> Loader<'a> {
 
 impl std::fmt::Debug for Loader<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Loader")
-            .field("first", &self.first)
-            .field("align", &self.align)
-            .finish_non_exhaustive()
+        f.debug_struct("Loader").field("first", &self.first).finish_non_exhaustive()
     }
-}
-
-/// Where a tensor of `len` bytes, at least one, goes in a block behind another that ends at `end`.
-fn next_place(end: usize, len: u64, align: usize) -> Result<Range<usize>> {
-    // The alignment is a power of two; a division would be most of a plan's time.
-    let start = end.checked_add(align - 1).map(|end| end & !(align - 1));
-    let place = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| {
-        let end = start.checked_add(len).filter(|end| *end <= isize::MAX as usize)?;
-        Some(start..end)
-    });
-    place.ok_or_else(|| Error::OutOfMemory {
-        wanted: usize::MAX,
-        text: "the tensors are more than the address space holds".into(),
-    })
 }
 
 /// The error for a tensor that is not on the device, while `landed` of the load's `total` are.
-fn not_there(tensor: &str, landed: usize, total: usize, cause: Error) -> Error {
+pub(super) fn not_there(tensor: &str, landed: usize, total: usize, cause: Error) -> Error {
     Error::Tensor { tensor: shown(tensor, NAME).into(), landed, total, cause: cause.into() }
-}
-
-/// Bytes that lie side by side in the file, from this offset on, and in a block.
-type Run = (u64, Range<usize>);
-
-/// Where the tensors of a part go.
-enum Places {
-    /// Into one block.
-    Block(DeviceSlice, Vec<Run>),
-    /// Each to memory of its own. `None`: it has no bytes, or has come out.
-    Own(Vec<Option<DeviceSlice>>),
-}
-
-/// What is loaded of one file by one transfer.
-pub(super) struct Part {
-    files: Arc<Files>,
-    /// Of its file.
-    table: Arc<Table>,
-    pub(super) shard: u32,
-    /// How many tensors of the load come before.
-    pub(super) first: usize,
-    /// Which of the file's tensors, in its order.
-    pub(super) chosen: Arc<Vec<u32>>,
-    places: Places,
-    /// How many have come out.
-    next: usize,
-    /// `None` where the chosen tensors have no bytes, and when it is over.
-    transfer: Option<Transfer<FileSource>>,
-    /// All of the file before this offset is on the device, as of the last time that the transfer was asked.
-    complete_to: u64,
-}
-
-impl Part {
-    fn shard(&self) -> &Shard {
-        &self.files.shards[self.shard as usize]
-    }
-
-    fn is_last(&self) -> bool {
-        self.next + 1 == self.chosen.len()
-    }
-
-    /// The next tensor, which has not come out.
-    fn entry(&self) -> &Entry {
-        &self.table.entries[self.chosen[self.next] as usize]
-    }
-
-    /// The end of the next tensor in the file.
-    fn end(&self) -> u64 {
-        let entry = self.entry();
-        if entry.is_empty() { 0 } else { entry.to }
-    }
-
-    /// The next tensor, which is on the device.
-    fn out(&mut self) -> Result<DeviceTensor> {
-        let index = self.chosen[self.next];
-        let (from, bytes) = (self.entry().from, self.entry().bytes() as usize);
-        let slice = match &mut self.places {
-            Places::Own(slices) => slices[self.next].take(),
-            Places::Block(..) if bytes == 0 => None,
-            Places::Block(block, runs) => {
-                // The last run that starts no later than the tensor has it.
-                let (at, run) = &runs[runs.partition_point(|(at, _)| *at <= from).saturating_sub(1)];
-                let start = run.start + (from - at) as usize;
-                Some(block.slice(start..start + bytes)?)
-            }
-        };
-        self.next += 1;
-        Ok(DeviceTensor { tensor: Tensor { table: self.table.clone(), index }, slice })
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        self.transfer.iter().for_each(Transfer::cancel);
-    }
-}
-
-/// Looks at the transfers of a load and cancels them.
-#[derive(Clone, Debug)]
-pub(super) struct Watch {
-    transfers: Vec<Canceller>,
-    total: u64,
-    pub(super) since: Instant,
-}
-
-impl Watch {
-    pub(super) fn cancel(&self) {
-        self.transfers.iter().for_each(Canceller::cancel);
-    }
-
-    /// The load is over when all of its transfers are.
-    pub(super) fn progress(&self) -> Progress {
-        let mut all = Progress::default();
-        (all.total, all.over) = (self.total, true);
-        let mut whole = true;
-        for progress in self.transfers.iter().map(Canceller::progress) {
-            all.done += progress.done;
-            whole = whole && progress.done == progress.total;
-            all.landed_to += if whole { progress.total } else { 0 };
-            all.over = all.over && progress.over;
-            all.elapsed = all.elapsed.max(progress.elapsed);
-        }
-        if !all.over {
-            all.elapsed = self.since.elapsed();
-        }
-        all
-    }
-}
-
-/// Hands out the tensors of a load, in its order. Not shared: see [`Load`].
-pub(super) struct Driver {
-    pub(super) parts: VecDeque<Part>,
-    /// Tensors of the whole load.
-    pub(super) count: usize,
-    pub(super) watch: Watch,
-    /// Its drop waits until nothing of it is under way.
-    waits: bool,
-}
-
-impl Driver {
-    /// A load of nothing yet.
-    fn new(waits: bool) -> Self {
-        let watch = Watch { transfers: Vec::new(), total: 0, since: Instant::now() };
-        Self { parts: VecDeque::new(), count: 0, watch, waits }
-    }
-
-    /// The next tensor, if it is known to be on the device and is not the last of its file.
-    pub(super) fn landed(&mut self) -> Option<Result<DeviceTensor>> {
-        let part = self.parts.front_mut()?;
-        (!part.is_last() && part.end() <= part.complete_to).then(|| part.out())
-    }
-
-    /// The next tensor. The thread waits for it, or, with `cx`, the task does. The last tensor of a file comes out when
-    /// the file's transfer is over, since the caller need not call again to learn of an error.
-    pub(super) fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
-        if pinpool::forked() {
-            self.parts.clear();
-            return Poll::Ready(Some(Err(Error::Forked)));
-        }
-        if let Some(tensor) = self.landed() {
-            return Poll::Ready(Some(tensor));
-        }
-        let Some(part) = self.parts.front_mut() else { return Poll::Ready(None) };
-        let end = part.end();
-        if let Some(transfer) = part.transfer.as_mut().filter(|_| end > part.complete_to) {
-            let _ = match &mut cx {
-                None => transfer.wait_landed(end),
-                Some(cx) => ready!(transfer.poll_landed(cx, end)),
-            };
-            part.complete_to = transfer.progress().landed_to;
-        }
-        let complete = end <= part.complete_to;
-        if complete && !part.is_last() {
-            return Poll::Ready(Some(part.out()));
-        }
-        // The transfer is over, or about to be: all of its copies are complete, or it has failed.
-        let has_bytes = part.transfer.is_some();
-        let over = match (&mut part.transfer, &mut cx) {
-            (None, _) => None,
-            (Some(transfer), Some(cx)) => Some(ready!(Pin::new(transfer).poll(cx))),
-            (transfer, None) => transfer.take().map(Transfer::wait),
-        };
-        let over = over.map_or(Ok(()), |over| over.map(drop).map_err(|refused| refused.error));
-        // Checked after the last byte was read.
-        let over = over.and_then(|()| if has_bytes { part.shard().unchanged() } else { Ok(()) });
-        let last = over.and_then(|()| if complete { part.out() } else { Err(Error::Closed) });
-        let last = last.map_err(|error| match error {
-            // Those are of the load or of the file, and not of a tensor.
-            Error::Cancelled { .. } | Error::Timeout(_) | Error::Malformed { .. } | Error::Forked => error,
-            cause => {
-                let tensor = part.table.name(part.chosen[part.next]);
-                not_there(tensor, part.first + part.next, self.count, cause)
-            }
-        });
-        self.parts.pop_front();
-        if last.is_err() {
-            // The transfers of the other files are cancelled. Bytes of theirs that were copied count all the same.
-            match cx {
-                None => self.cancel_and_wait(),
-                Some(_) => self.parts.clear(),
-            }
-        }
-        Poll::Ready(Some(last))
-    }
-
-    /// Cancels all transfers that are left, and then waits for each until the device is done with it.
-    fn cancel_and_wait(&mut self) {
-        self.watch.cancel();
-        for transfer in self.parts.drain(..).filter_map(|mut part| part.transfer.take()) {
-            let _ = transfer.wait();
-        }
-    }
-}
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        if self.waits {
-            self.cancel_and_wait();
-        }
-    }
 }

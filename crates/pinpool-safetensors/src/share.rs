@@ -1,56 +1,51 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! A load gives its tensors out in its own order, by one [`Driver`]. So of the threads that wait one takes the driver, and
-//! asks for one tensor after the other, without a lock; the others wait until a tensor has come out. The driver is put
-//! back after each tensor: the next thread goes on. Tensors that come out for others wait in `arrived`.
+//! A [`Driver`] polls the transfers, file by file, in the load's order. Whoever waits takes it, polls it without a lock,
+//! and puts it back with the tensors that have come out, which wait in `arrived` for those who want them. A thread that
+//! waits is a task that parks.
 //!
-//! A task takes the driver only for as long as a poll of it takes. The driver's waker is then one that wakes all tasks that
-//! wait. A task that found the driver taken is woken when it is put back, since nothing has polled for it.
+//! The driver's waker wakes all tasks that wait. A task that found the driver taken is woken when it is put back, since
+//! nothing has polled for it.
+//!
+//! # Invariants
+//!
+//! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
+//!   takes the place of a tensor, and ends the load.
+//! - A call that waits for all of its load (`load`, `Checkpoint::tensor`) returns only when nothing of its transfers is
+//!   under way: its `Driver` waits when it is dropped.
 
-use std::collections::BTreeMap;
-use std::future::poll_fn;
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, RefUnwindSafe, UnwindSafe, catch_unwind};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Wake, Waker, ready};
+use std::thread::{self, Thread};
 
-use parking_lot::{Condvar, Mutex};
-use pinpool::copier::{Progress, may_wait};
-use pinpool::{Error, Result};
+use parking_lot::Mutex;
+use pinpool::copier::{Canceller, FileSource, Progress, Transfer, may_wait};
+use pinpool::{DeviceSlice, Error, Result};
 
 use super::Files;
-use super::load::{DeviceTensor, Driver, Watch};
+use super::header::Tensor;
+use super::load::{DeviceTensor, not_there};
 
 /// A load under way. A task gets the next tensor by [`next_tensor`](Self::next_tensor), on any runtime, a thread by the
 /// iterator [`blocking`](Self::blocking), which waits. A clone is another handle to the same load: many threads and tasks
 /// share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are being copied.
 ///
 /// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of the
-/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. The load has ended when the last tensor comes out: the copier
-/// has then given back all memory that it used for it, and no further call is needed.
+/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. The load has ended
+/// when the last tensor comes out: the copier has then given back all memory that it used for it, and no further call is
+/// needed.
 ///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// # use pinpool_safetensors::Checkpoint;
-/// # let path = std::env::temp_dir().join(format!("pinpool-shared-{}.safetensors", std::process::id()));
-/// # let header = br#"{"h.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
-/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let copier = Copier::builder(&pool, &device).build()?;
-/// let load = Checkpoint::open(&path)?.loader(&copier).first("h.0.").start()?;
-/// let other = load.clone();
-/// let layer = std::thread::spawn(move || other.take("h.0.w"));
-/// assert_eq!(layer.join().unwrap()?.map(|tensor| tensor.shape().to_vec()), Some(vec![4]));
-/// assert!(load.take("h.0.w")?.is_none(), "a tensor comes out once");
-/// # std::fs::remove_file(path)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
+/// [`Loader`](super::Loader) has an example.
 ///
 /// # Errors
 /// [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the cause
-/// ([`Error::Read`] and [`Error::Read`] with file and offset, [`Error::Transfer`] with the error of the pool or the
-/// device); [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline
+/// ([`Error::Read`] with file and offset, [`Error::Transfer`] with the error of the pool or the device);
+/// [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline
 /// ([`Copier::with_timeout`](pinpool::Copier::with_timeout)), when the tensors that have arrived by then have come out;
 /// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors may
 /// then be wrong; [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink), which
@@ -68,75 +63,48 @@ impl Clone for Load {
     }
 }
 
-/// What a wait is for.
-#[derive(Clone, Copy)]
-enum Wanted<'a> {
-    /// The tensor at this place in the load's order.
-    Place(usize),
-    /// The next that nobody has taken, for the handle that has this mark.
-    Next(&'a AtomicBool),
-}
-
-impl Wanted<'_> {
-    /// Whether the handle's iteration has given the load's error before. It has from now on.
-    fn is_told(self) -> bool {
-        matches!(self, Self::Next(told) if told.swap(true, Ordering::Relaxed))
-    }
-
-    /// What there is to say in the child of a fork, where a lock may have been taken for ever: the error, once for a
-    /// handle's iteration. `None`: this is no such child.
-    fn forked(self) -> Option<Option<Result<DeviceTensor>>> {
-        pinpool::forked().then(|| (!self.is_told()).then_some(Err(Error::Forked)))
-    }
-}
-
 struct Shared {
     files: Arc<Files>,
-    /// For each part of the load its file's number, how many tensors come before it, and which of the file's it has.
-    parts: Vec<(u32, usize, Arc<Vec<u32>>)>,
-    /// Tensors of the whole load.
-    count: usize,
-    watch: Watch,
+    /// For each part of the load its file's number, and which of the file's tensors it has.
+    parts: Vec<(u32, Arc<[u32]>)>,
+    cancellers: Vec<Canceller>,
     state: Mutex<State>,
-    /// A tensor has come out, or the driver was put back.
-    moved: Condvar,
-    /// The driver's waker, for tasks.
+    /// The driver's waker.
     waker: Waker,
 }
 
+#[derive(Default)]
 struct State {
     /// `None` while a thread has it.
     driver: Option<Driver>,
-    /// How many tensors have come out of it, in the order of the load.
-    out: usize,
-    /// Those of them that nobody has taken, by their places in that order.
-    arrived: BTreeMap<usize, DeviceTensor>,
+    /// The tensors that have come out of it, in the order of the load. `None`: it was taken.
+    arrived: Vec<Option<DeviceTensor>>,
+    /// How many were taken; all before `next` were.
+    taken: usize,
+    next: usize,
     /// How far the load had come when it ended, and the error that it ended with.
     over: Option<Progress>,
     error: Option<Error>,
     /// Tasks that wait: those that the driver wakes, and those that found it taken.
-    tasks: Vec<Arc<Waker>>,
-    missed: Vec<Arc<Waker>>,
+    tasks: Vec<Waker>,
+    missed: Vec<Waker>,
 }
 
 impl State {
-    /// The tensor that is wanted. An outer `None`: it is to be waited for.
-    fn found(&mut self, wanted: Wanted<'_>) -> Option<Option<Result<DeviceTensor>>> {
-        let Wanted::Place(place) = wanted else {
-            if let Some((_, tensor)) = self.arrived.pop_first() {
-                return Some(Some(Ok(tensor)));
+    /// The tensor at a place in the load's order, or the next that nobody has taken. An outer `None`: it is to be waited
+    /// for.
+    fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
+        let arrived = match wanted {
+            Some(place) => self.arrived.get_mut(place).map(Option::take),
+            None => {
+                let left = self.arrived[self.next..].iter_mut();
+                let tensor = left.inspect(|_| self.next += 1).find_map(Option::take);
+                tensor.map(Some)
             }
-            if let Some(tensor) = self.driver.as_mut().and_then(Driver::landed) {
-                self.out += 1;
-                return Some(Some(tensor));
-            }
-            self.over?;
-            return Some(self.error.clone().filter(|_| !wanted.is_told()).map(Err));
         };
-        if place < self.out {
-            return Some(self.arrived.remove(&place).map(Ok));
-        }
-        self.over.map(|_| self.error.clone().map(Err))
+        let Some(tensor) = arrived else { return self.over.map(|_| self.error.clone().map(Err)) };
+        self.taken += usize::from(tensor.is_some());
+        Some(tensor.map(Ok))
     }
 }
 
@@ -147,154 +115,146 @@ impl Wake for WakesTasks {
     fn wake(self: Arc<Self>) {
         let Some(shared) = self.0.upgrade() else { return };
         let mut state = shared.state.lock();
-        let tasks = [std::mem::take(&mut state.tasks), std::mem::take(&mut state.missed)];
+        let mut tasks = std::mem::take(&mut state.tasks);
+        tasks.append(&mut state.missed);
         drop(state);
-        wake_all(tasks.into_iter().flatten());
+        wake_all(tasks);
     }
 }
 
 /// Wakes tasks, under no lock: wakers are code of the program's. One that panics keeps none of the others asleep.
-fn wake_all(tasks: impl Iterator<Item = Arc<Waker>>) {
+fn wake_all(tasks: Vec<Waker>) {
     for task in tasks {
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(move || task.wake_by_ref())) {
-            // Its drop may panic too, so it is leaked.
-            std::mem::forget(payload);
-        }
+        // The drop of what it panics with may panic too, so that is leaked.
+        let _ = catch_unwind(AssertUnwindSafe(|| task.wake())).map_err(std::mem::forget);
     }
 }
 
-/// The driver, while a thread has it. Its drop puts it back, also when the thread panics.
-struct Turn<'a> {
-    shared: &'a Shared,
-    driver: Option<Driver>,
-    /// What it has given, if it has.
-    next: Option<Result<DeviceTensor>>,
-}
+/// The waker of a thread that waits.
+struct Unparks(Thread);
 
-impl Turn<'_> {
-    /// Waits for the next tensor, or with `cx` has the task wait for it. Whether it has come.
-    fn advance(mut self, cx: Option<&mut Context<'_>>) -> bool {
-        let polled = self.driver.as_mut().map_or(Poll::Ready(None), |driver| driver.advance(cx));
-        self.next = match polled {
-            Poll::Ready(next) => Some(next.unwrap_or(Err(Error::Closed))),
-            Poll::Pending => None,
-        };
-        self.next.is_some()
+impl Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let has_ended = self.driver.as_ref().is_none_or(|driver| driver.parts.is_empty());
-        let over = has_ended.then(|| self.shared.watch.progress());
-        let mut state = self.shared.state.lock();
-        let mut woken = std::mem::take(&mut state.missed);
-        if let Some(next) = self.next.take() {
-            // Whoever waits looks.
-            woken.append(&mut state.tasks);
-            match next {
-                Ok(tensor) => {
-                    let place = state.out;
-                    state.arrived.insert(place, tensor);
-                    state.out += 1;
-                }
-                Err(error) => state.error = Some(error),
-            }
-        }
-        state.over = over.map(ended);
-        state.driver = self.driver.take();
-        drop(state);
-        self.shared.moved.notify_all();
-        wake_all(woken.into_iter());
-    }
-}
-
-fn ended(mut progress: Progress) -> Progress {
-    progress.over = true;
-    progress
+thread_local! {
+    static THREAD: Waker = Arc::new(Unparks(thread::current())).into();
 }
 
 impl Shared {
     /// The place of a tensor in the load's order.
     fn place(&self, name: &str) -> Option<usize> {
         let (shard, tensor) = self.files.place(name)?;
-        let mut parts = self.parts.iter().filter(|(number, ..)| *number == shard);
-        parts.find_map(|(_, first, chosen)| Some(first + chosen.binary_search(&tensor).ok()?))
+        let mut before = 0;
+        self.parts.iter().find_map(|(number, chosen)| {
+            let place = chosen.binary_search(&tensor).ok().filter(|_| *number == shard);
+            before += chosen.len();
+            place.map(|place| before - chosen.len() + place)
+        })
     }
 
-    fn wait(&self, wanted: Wanted<'_>) -> Option<Result<DeviceTensor>> {
-        if let Some(forked) = wanted.forked() {
-            return forked;
+    fn progress(&self, over: bool) -> Progress {
+        let (mut all, mut whole) = (Progress::default(), true);
+        for progress in self.cancellers.iter().map(Canceller::progress) {
+            all.total += progress.total;
+            all.done += progress.done;
+            whole = whole && progress.done == progress.total;
+            all.landed_to += if whole { progress.total } else { 0 };
+            all.elapsed = all.elapsed.max(progress.elapsed);
         }
-        loop {
-            let mut state = self.state.lock();
-            if let Some(found) = state.found(wanted) {
-                return found;
-            }
-            if let Err(error) = may_wait() {
-                return Some(Err(error));
-            }
-            let Some(driver) = state.driver.take() else {
-                self.moved.wait(&mut state);
-                continue;
-            };
-            drop(state);
-            Turn { shared: self, driver: Some(driver), next: None }.advance(None);
-        }
+        all.over = over;
+        all
     }
 
-    fn poll(&self, cx: &Context<'_>, wanted: Wanted<'_>) -> Poll<Option<Result<DeviceTensor>>> {
-        if let Some(forked) = wanted.forked() {
-            return Poll::Ready(forked);
+    fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
+        // There a lock may have been taken for ever.
+        if pinpool::forked() {
+            return Poll::Ready(Some(Err(Error::Forked)));
         }
         if let Some(found) = self.state.lock().found(wanted) {
             return Poll::Ready(found);
         }
-        // Outside of the lock: cloning a waker is code of the program's.
-        let task = Arc::new(cx.waker().clone());
         loop {
+            // Outside of the lock: cloning a waker is code of the program's.
+            let task = cx.waker().clone();
             let mut state = self.state.lock();
             if let Some(found) = state.found(wanted) {
                 return Poll::Ready(found);
             }
             let driver = state.driver.take();
             let list = if driver.is_some() { &mut state.tasks } else { &mut state.missed };
-            if !list.iter().any(|other| other.will_wake(cx.waker())) {
-                list.push(task.clone());
+            if !list.iter().any(|other| other.will_wake(&task)) {
+                list.push(task);
             }
             drop(state);
             let Some(driver) = driver else { return Poll::Pending };
-            let turn = Turn { shared: self, driver: Some(driver), next: None };
-            if !turn.advance(Some(&mut Context::from_waker(&self.waker))) {
+            if !self.advance(driver) {
                 return Poll::Pending;
             }
         }
+    }
+
+    /// Polls the driver, which was taken, and puts it back. Whether anything has come of it.
+    fn advance(&self, mut driver: Driver) -> bool {
+        let mut out = Vec::new();
+        let polled = driver.advance(&mut Context::from_waker(&self.waker), &mut out);
+        let over = driver.parts.is_empty().then(|| self.progress(true));
+        let mut state = self.state.lock();
+        let mut woken = std::mem::take(&mut state.missed);
+        if polled.is_ready() {
+            // Whoever waits looks.
+            woken.append(&mut state.tasks);
+        }
+        state.arrived.extend(out.into_iter().map(Some));
+        if let Poll::Ready(Err(error)) = &polled {
+            state.error = Some(error.clone());
+        }
+        (state.over, state.driver) = (over, Some(driver));
+        drop(state);
+        wake_all(woken);
+        polled.is_ready()
+    }
+
+    /// The same as [`poll`](Self::poll) for a thread, which waits.
+    fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
+        THREAD.with(|waker| {
+            loop {
+                if let Poll::Ready(found) = self.poll(&Context::from_waker(waker), wanted) {
+                    return found;
+                }
+                if let Err(error) = may_wait() {
+                    return Some(Err(error));
+                }
+                thread::park();
+            }
+        })
     }
 }
 
 impl Load {
     pub(super) fn new(files: Arc<Files>, driver: Driver) -> Self {
-        let parts = driver.parts.iter().map(|part| (part.shard, part.first, part.chosen.clone())).collect();
-        let (count, watch) = (driver.count, driver.watch.clone());
-        let state = State {
-            over: driver.parts.is_empty().then(|| ended(watch.progress())),
-            driver: Some(driver),
-            out: 0,
-            arrived: BTreeMap::new(),
-            error: None,
-            tasks: Vec::new(),
-            missed: Vec::new(),
-        };
+        let parts: Vec<_> = driver.parts.iter().map(|part| (part.number, part.chosen.clone())).collect();
+        let transfers = driver.parts.iter().filter_map(|part| part.transfer.as_ref());
+        let cancellers = transfers.map(Transfer::canceller).collect();
         let shared = Arc::new_cyclic(|shared| Shared {
             files,
             parts,
-            count,
-            watch,
-            state: Mutex::new(state),
-            moved: Condvar::new(),
+            cancellers,
+            state: Mutex::new(State { driver: Some(driver), ..State::default() }),
             waker: Waker::from(Arc::new(WakesTasks(shared.clone()))),
         });
+        if shared.parts.is_empty() {
+            shared.state.lock().over = Some(shared.progress(true));
+        }
         Self { shared, told: AtomicBool::new(false) }
+    }
+
+    /// What an iteration gives: the load's error once. (A thread that must not wait may be told so again and again.)
+    fn tell(&self, next: Option<Result<DeviceTensor>>) -> Option<Result<DeviceTensor>> {
+        let ends = matches!(&next, Some(Err(error)) if !matches!(error, Error::Unsupported(_)));
+        next.filter(|_| !ends || !self.told.swap(true, Ordering::Relaxed))
     }
 
     /// The next tensor that nobody has taken, for a task, which is not blocked. `None`: there are no more.
@@ -302,13 +262,13 @@ impl Load {
     /// # Errors
     /// See [`Load`].
     pub async fn next_tensor(&self) -> Option<Result<DeviceTensor>> {
-        poll_fn(|cx| self.shared.poll(cx, Wanted::Next(&self.told))).await
+        self.tell(poll_fn(|cx| self.shared.poll(cx, None)).await)
     }
 
     /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread meanwhile. Dropped,
     /// it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
-        std::iter::from_fn(|| self.shared.wait(Wanted::Next(&self.told)))
+        std::iter::from_fn(|| self.tell(self.shared.wait(None)))
     }
 
     /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was taken.
@@ -317,7 +277,7 @@ impl Load {
     /// Of a tensor that is not on the device when the load ends: what the load has ended with (see [`Load`]), for each of
     /// them.
     pub fn take(&self, name: &str) -> Result<Option<DeviceTensor>> {
-        self.shared.place(name).and_then(|place| self.shared.wait(Wanted::Place(place))).transpose()
+        self.shared.place(name).and_then(|place| self.shared.wait(Some(place))).transpose()
     }
 
     /// The same for a task, which is not blocked, on any runtime. A future that is dropped has taken nothing.
@@ -326,7 +286,7 @@ impl Load {
     /// As for [`take`](Self::take).
     pub async fn take_async(&self, name: &str) -> Result<Option<DeviceTensor>> {
         let Some(place) = self.shared.place(name) else { return Ok(None) };
-        poll_fn(|cx| self.shared.poll(cx, Wanted::Place(place))).await.transpose()
+        poll_fn(|cx| self.shared.poll(cx, Some(place))).await.transpose()
     }
 
     /// The number of tensors that can still be taken: 0 behind an error, but for those that had come out before.
@@ -336,7 +296,9 @@ impl Load {
             return 0;
         }
         let state = self.shared.state.lock();
-        state.arrived.len() + if state.over.is_some() { 0 } else { self.shared.count - state.out }
+        let all = self.shared.parts.iter().map(|(_, chosen)| chosen.len()).sum();
+        let all = if state.over.is_some() { state.arrived.len() } else { all };
+        all - state.taken
     }
 
     /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
@@ -344,28 +306,136 @@ impl Load {
     /// tensor.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let mut progress = self.shared.watch.progress();
-        if !pinpool::forked() {
-            let over = self.shared.state.lock().over;
-            (progress.over, progress.elapsed) = (false, self.shared.watch.since.elapsed());
-            progress = over.unwrap_or(progress);
-        }
-        progress
+        let now = self.shared.progress(false);
+        if pinpool::forked() { now } else { self.shared.state.lock().over.unwrap_or(now) }
     }
 
     /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
     /// [`Error::Cancelled`].
     pub fn cancel(&self) {
-        self.shared.watch.cancel();
+        self.shared.cancellers.iter().for_each(Canceller::cancel);
     }
 }
 
-// Its state is whole at any time: a turn puts the driver back, also when the thread panics.
+// Its state is whole at any time: no code of the program's runs while the driver is taken.
 impl UnwindSafe for Load {}
 impl RefUnwindSafe for Load {}
 
 impl std::fmt::Debug for Load {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Load").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+/// Where the tensors of a part go.
+pub(super) enum Places {
+    /// Into one block, from these places on.
+    Block(DeviceSlice, Vec<usize>),
+    /// Each to memory of its own. `None`: it has no bytes, or has come out.
+    Own(Vec<Option<DeviceSlice>>),
+}
+
+/// What is loaded of one file by one transfer.
+pub(super) struct Part {
+    /// The file's.
+    pub(super) number: u32,
+    /// Which of the file's tensors, in its order.
+    pub(super) chosen: Arc<[u32]>,
+    pub(super) places: Places,
+    /// How many have come out.
+    pub(super) next: usize,
+    /// `None` where the chosen tensors have no bytes.
+    pub(super) transfer: Option<Transfer<FileSource>>,
+}
+
+/// Brings out the tensors of a load, in its order.
+pub(super) struct Driver {
+    files: Arc<Files>,
+    pub(super) parts: VecDeque<Part>,
+    /// Tensors of the whole load, and those that have come out.
+    pub(super) count: usize,
+    out: usize,
+    /// Its end waits until nothing of it is under way.
+    waits: bool,
+}
+
+impl Driver {
+    /// A load of nothing yet.
+    pub(super) fn new(files: Arc<Files>, waits: bool) -> Self {
+        Self { files, parts: VecDeque::new(), count: 0, out: 0, waits }
+    }
+
+    /// Brings out the tensors that are on the device, at least one. The last tensor of a file comes out by itself, when the
+    /// file's transfer is over, since the caller need not call again to learn of an error.
+    fn advance(&mut self, cx: &mut Context<'_>, out: &mut Vec<DeviceTensor>) -> Poll<Result<()>> {
+        let Some(Part { number, chosen, places, next, transfer }) = self.parts.front_mut() else {
+            return Poll::Ready(Err(Error::Closed));
+        };
+        let table = &self.files.headers[*number as usize].0;
+        let entry = |next: usize| &table.entries[chosen[next] as usize];
+        let end = |next: usize| if entry(next).is_empty() { 0 } else { entry(next).to };
+        let mut bring = |next: usize| {
+            let bytes = entry(next).bytes() as usize;
+            let slice = match places {
+                Places::Own(slices) => slices[next].take(),
+                Places::Block(..) if bytes == 0 => None,
+                Places::Block(block, starts) => Some(block.slice(starts[next]..starts[next] + bytes)?),
+            };
+            out.push(DeviceTensor { tensor: Tensor { table: table.clone(), index: chosen[next] }, slice });
+            Ok(())
+        };
+        let (first, last, mut landed_to, mut over) = (*next, chosen.len() - 1, u64::MAX, Ok(()));
+        if let Some(transfer) = transfer {
+            let _ = ready!(transfer.poll_landed(cx, end(first)));
+            landed_to = transfer.progress().landed_to;
+            if first == last || end(first) > landed_to {
+                // It is over, or about to be: all of its copies are complete, or it has failed.
+                over = ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|refused| refused.error);
+                // Checked after the last byte was read.
+                over = over.and_then(|()| self.files.shards[*number as usize].unchanged());
+            }
+        }
+        while over.is_ok() && *next <= last && end(*next) <= landed_to && (*next < last || first == last) {
+            over = bring(*next);
+            *next += 1;
+        }
+        let brought = *next - first;
+        let error = match over {
+            Ok(()) if brought > 0 => None,
+            // Those are of the load or of the file, and not of a tensor.
+            Err(
+                error @ (Error::Cancelled { .. }
+                | Error::Timeout(_)
+                | Error::Malformed { .. }
+                | Error::Forked),
+            ) => Some(error),
+            over => {
+                let cause = over.err().unwrap_or(Error::Closed);
+                Some(not_there(table.name(chosen[first]), self.out, self.count, cause))
+            }
+        };
+        self.out += brought;
+        let is_over = *next > last;
+        if error.is_some() {
+            self.end();
+        } else if is_over {
+            self.parts.pop_front();
+        }
+        Poll::Ready(error.map_or(Ok(()), Err))
+    }
+
+    /// Cancels the transfers that are left, and drops them, or waits for each until the device is done with it.
+    fn end(&mut self) {
+        let transfers: Vec<_> = self.parts.drain(..).filter_map(|part| part.transfer).collect();
+        transfers.iter().for_each(Transfer::cancel);
+        for transfer in transfers.into_iter().filter(|_| self.waits) {
+            let _ = transfer.wait();
+        }
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.end();
     }
 }

@@ -72,7 +72,7 @@ fn lies_about_a_tensor_name_it() {
         (r#"{"x":{"dtype":"U8","shape":[[1]],"data_offsets":[0,1]}}"#.into(), 1, "x", "whole numbers"),
         (r#"{"x":{"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "no type"),
         (r#"{"x":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "twice"),
-        (r#"{"x":{"\ud800":1,"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "surrogate"),
+        (r#"{"x":{"\ud800":1,"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(), 1, "x", "hex escape"),
         // Twice: which of them is meant?
         (
             format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}}}"#),
