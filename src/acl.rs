@@ -178,19 +178,6 @@ pub fn raw_context(device: &Device) -> Result<*mut c_void> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of a device that is not Ascend's.
-///
-/// ```no_run
-/// # fn launch_kernel_on(_: *mut std::ffi::c_void) {}
-/// # use pinpool::{Device, Pool, acl};
-/// # let device = Device::open("acl:0")?;
-/// # let pool = Pool::builder(&device).build()?;
-/// # let buffer = pool.checkout(100)?;
-/// let stream = device.stream()?;
-/// launch_kernel_on(acl::raw_stream(&stream)?);
-/// let held = stream.hold(buffer)?; // until that kernel is complete
-/// # drop(held);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
     acl(stream.device())?;
     stream.timeline().share();

@@ -14,25 +14,6 @@ use crate::stream::hold::{Resource, Retain};
 /// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
 /// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
 /// without a host buffer, such as a copy within the device. Sealed.
-///
-/// # Examples
-///
-/// ```
-/// use pinpool::{Device, DeviceSlice, Lend, Result, Stream};
-///
-/// /// Uploads, and waits until the copy is done.
-/// fn upload<B: Lend>(stream: &Stream, buf: B, to: &DeviceSlice) -> Result<B> {
-///     stream.upload(buf, to).map_err(|refused| refused.error)?.wait()
-/// }
-/// # use pinpool::{Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// let mut buf = pool.checkout(3)?;
-/// buf.extend_from_slice(b"abc");
-/// let shared = std::sync::Arc::new(upload(&device.stream()?, buf, &device.alloc(3)?)?);
-/// upload(&device.stream()?, shared, &device.alloc(3)?)?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",

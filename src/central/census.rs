@@ -216,7 +216,7 @@ impl Core {
 /// Counts on what a thread cache has counted.
 fn count_on(tally: &mut ClassTally, cache: &ThreadCache) {
     for class in listed() {
-        let count = cache.count(class);
-        tally.count_on(class, count.takes, count.puts);
+        let (takes, puts) = cache.count(class);
+        tally.count_on(class, takes, puts);
     }
 }

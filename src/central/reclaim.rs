@@ -238,7 +238,8 @@ impl CentralPool {
     /// [`CentralPool::reclaim_all`] where all owners are shut out already.
     pub(super) fn reclaim_quiet(&self, core: &mut Core) -> bool {
         let Core { arena, table, .. } = &mut *core;
-        let any = table.quiet().fold(false, |any, held| empty(arena, held) || any);
+        let mut any = false;
+        table.quiet().for_each(|held| any |= empty(arena, held));
         self.drain_transfers(core) || any
     }
 }

@@ -182,11 +182,7 @@ impl ClassList {
         }
         // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not null; the caller
         // holds the thread cache.
-        let descriptor = unsafe {
-            let descriptor = self.place(count).load(Ordering::Relaxed);
-            std::hint::assert_unchecked(!descriptor.is_null());
-            NonNull::new_unchecked(descriptor)
-        };
+        let descriptor = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
         self.went.store(went.wrapping_add(1), Ordering::Relaxed);
         Some(descriptor)
     }
@@ -226,13 +222,6 @@ impl Drop for ThreadCache {
     }
 }
 
-/// What a thread cache has counted for one class.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct CacheCounts {
-    pub(crate) takes: u64,
-    pub(crate) puts: u64,
-}
-
 impl ThreadCache {
     pub(super) fn new(gate: &Gate) -> Self {
         Self {
@@ -266,13 +255,13 @@ impl ThreadCache {
         }
     }
 
-    /// What was counted for a class. Exact while no thread works on the list. Otherwise the counts are not less
+    /// The checkouts and returns that were counted for a class. Exact while no thread works on the list. Otherwise the counts are not less
     /// than they were when the call began.
     ///
     /// The four counters belong together and are read one after the other. What the owner does between two of these
     /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
     /// the counters are read again: a reader that lost its processor in between would otherwise report nonsense.
-    pub(crate) fn count(&self, class: Class) -> CacheCounts {
+    pub(crate) fn count(&self, class: Class) -> (u64, u64) {
         let list = self.class_list(list_of(class));
         // Acquire: pairs with the releases in `note`. `filled` and `drained` are read first, so that they never exceed
         // `came` and `went`. The acquires also keep `came` before `went`, so that a take from this list whose return to
@@ -288,7 +277,7 @@ impl ThreadCache {
             seen = again;
         }
         let [filled, drained, came, went] = seen;
-        CacheCounts { takes: went.wrapping_sub(drained), puts: came.wrapping_sub(filled) }
+        (went.wrapping_sub(drained), came.wrapping_sub(filled))
     }
 
     /// Whether the thread cache is one of this gate's.

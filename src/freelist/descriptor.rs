@@ -1,7 +1,7 @@
 //! Segment descriptors: what the pool knows of one segment, in 32 bytes beside the pinned memory, never in it.
 //!
-//! A hit only reads a descriptor, for where the memory is. So different threads may
-//! own descriptors that lie in one cache line, and none of these threads slows another down.
+//! A hit only reads a descriptor, for where the memory is. So different threads may own descriptors that lie in one
+//! cache line, and none of these threads slows another down.
 //!
 //! # The state word
 //!
@@ -339,6 +339,13 @@ mod tests {
         assert_eq!(descriptor.set(state::HOST), flight.with(state::HOST));
         let large = Descriptor::new(NonNull::dangling(), None, 0, 0);
         assert_eq!((large.class(), large.list(), large.word().class()), (None, LISTS, None));
+    }
+
+    #[test]
+    fn each_state_has_a_name() {
+        let names: Vec<&str> = (0..8).map(state::name).collect();
+        assert_eq!(names[..4], ["free or checked out", "unknown", "in flight", "in flight, handle dropped"]);
+        assert_eq!(names[4..], ["completed", "claimed", "quarantined", "unknown"]);
     }
 
     #[test]

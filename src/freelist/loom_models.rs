@@ -10,7 +10,7 @@ use std::sync::Arc;
 use loom::thread::spawn;
 
 use super::*;
-use crate::sync::{Mutex, Ordering, UnsafeCell, model, step};
+use crate::sync::{Mutex, UnsafeCell, model, model_fenced, step};
 
 /// Segments outside of any list. The field `run` of their descriptors holds their number.
 struct Segments {
@@ -76,17 +76,8 @@ struct Store {
 
 impl Store {
     fn new(count: u32) -> Arc<Self> {
-        Self::with(Gate::new(true), count)
-    }
-
-    /// The store of a machine without the asymmetric fence.
-    fn fenced(count: u32) -> Arc<Self> {
-        Self::with(Gate::new(false), count)
-    }
-
-    fn with(gate: Gate, count: u32) -> Arc<Self> {
         Arc::new(Self {
-            gate,
+            gate: Gate::new(crate::sync::asymmetric()),
             cold: Mutex::new((CacheTable::default(), Vec::new())),
             segments: Segments::new(count),
         })
@@ -173,8 +164,8 @@ fn reclaimed(store: &Arc<Store>) {
     store.reclaim();
     store.reclaim();
     owner.join().unwrap();
-    let count = cache.count(class());
-    assert!(count.takes <= 2 && count.puts <= 2);
+    let (takes, puts) = cache.count(class());
+    assert!(takes <= 2 && puts <= 2);
     assert_eq!(store.all(), [0, 1]);
 }
 
@@ -202,7 +193,7 @@ fn loom_cache_reclaimed() {
 
 #[test]
 fn loom_fenced_cache_reclaimed() {
-    model("thread cache: the same where owners fence for themselves", 3, || reclaimed(&Store::fenced(2)));
+    model_fenced("thread cache: the same where owners fence for themselves", 3, || reclaimed(&Store::new(2)));
 }
 
 #[test]
@@ -212,7 +203,7 @@ fn loom_cache_revoked() {
 
 #[test]
 fn loom_fenced_cache_revoked() {
-    model("thread cache: the same where owners fence for themselves", 3, || revoked(&Store::fenced(3)));
+    model_fenced("thread cache: the same where owners fence for themselves", 3, || revoked(&Store::new(3)));
 }
 
 #[test]

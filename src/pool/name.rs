@@ -69,18 +69,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_pool_has_a_name_of_its_own_and_leaves_it_to_the_next() {
-        let (first, second) = (Name::take("twins"), Name::take("twins"));
-        assert_eq!((&*first, &*second), ("twins", "twins#2"));
-        assert_eq!(&*Name::take("twins#2"), "twins#2#2");
-        drop(first);
-        assert_eq!(&*Name::take("twins"), "twins");
-        drop(second);
-        let again = Name::take("twins");
-        assert_eq!((&*again, &*Name::take("twins")), ("twins", "twins#2"));
-    }
-
-    #[test]
     fn names_are_short_and_printable() {
         assert_eq!(&*Name::take("a\u{1b}[2J\nb\u{202e}"), "a\\u{1b}[2J\\nb\\u{202e}");
         assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST_POOL_NAME + 3);

@@ -19,18 +19,6 @@ const STATS_READS: usize = 8;
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
 /// always. Each part is exact while no thread uses the pool, and otherwise off by no more than what the calls under way
 /// move.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// let buf = pool.checkout(10_000)?;
-/// let stats = pool.stats();
-/// assert_eq!(stats.requested_bytes, 10_000);
-/// assert!(stats.checked_out_bytes > 10_000 && stats.checked_out_bytes < 12_000); // rounding included
-/// # drop(buf);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {

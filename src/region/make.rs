@@ -215,17 +215,18 @@ impl Regions {
     /// region may have been removed already.
     pub(super) fn served(self: &Arc<Self>, id: RegionId, len: usize, busy: Duration, longest: Duration) {
         let mut progress = self.progress.lock();
-        let again = progress.region(id).map(|region| {
+        let mut again = false;
+        if let Some(region) = progress.region(id) {
             region.ready += len;
-            region.unpinned().next().is_some()
-        });
+            again = region.unpinned().next().is_some();
+            progress.pinning.ready += len;
+        }
         let pinning = &mut progress.pinning;
-        pinning.ready += if again.is_some() { len } else { 0 };
         pinning.busy += busy;
         pinning.made += len;
         pinning.longest_call = pinning.longest_call.max(longest);
         drop(progress);
-        if again == Some(true) {
+        if again {
             self.pin_again_after(AGAIN);
         }
     }

@@ -139,6 +139,8 @@ impl Driver for Late {
         Ok(EventHandle(queue.events.len() as u64 - 1))
     }
     fn record(&self, event: EventHandle, _: StreamHandle) -> Result<()> {
+        // Another thread may come to the end of its call first.
+        step();
         let mut queue = self.stream.lock();
         if self.refuses.swap(false, Ordering::Relaxed) {
             return Err(Error::Device(DeviceError {

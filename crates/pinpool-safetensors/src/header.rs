@@ -1,10 +1,6 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! # How it works
-//!
-//! The header is JSON, which serde_json reads in place: [`each`] takes the keys and values of an object as they stand in
-//! the text. A header may be a hundred megabytes of anything, and serde_json copies strings that have escapes, and writes
-//! a value of the wrong kind into its error. So only short pieces of the text are read further ([`text`], [`short`]).
+//! The header is JSON, which serde_json reads in place ([`super::json`]).
 //!
 //! 1. [`Notes`] notes 32 bytes of each tensor ([`Entry`]), whose text is longer than that: a header that is refused takes
 //!    at most two and a half times its own bytes of memory, these included. Whatever concerns one tensor is checked here.

@@ -1,8 +1,7 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
 //! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files right beside
-//! the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text again when they are open:
-//! it leaves of their tensors those that the index names, and finds one that is named twice, or that its file lacks.
+//! the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text again when they are open.
 //!
 //! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
 //! files of each numbered set (`model-00002-of-00003`).

@@ -26,20 +26,14 @@
 //! # How it works
 //!
 //! A safetensors file has a header, which gives name, type, shape and place of each tensor, and then the bytes of the
-//! tensors without gaps. Copied one by one, small tensors are slow: each copy takes as long as moving a hundred kilobytes.
-//! So this loader gives the tensors of a file one block of device memory, side by side and in the file's order. They are
-//! then one range on both sides, which the [copier](pinpool::copier) copies in large chunks. Only a tensor whose length is
-//! no multiple of the [alignment](Loader::align) has a gap behind it.
+//! tensors without gaps. This loader gives the tensors of a file one block of device memory, side by side and in the
+//! file's order. They are then one range on both sides, which the [copier](pinpool::copier) copies in large chunks: copied
+//! one by one, small tensors are slow. All files (shards) are queued with the copier at once.
 //!
-//! Tensors come out in the file's order, each as soon as its bytes are on the device, those that are needed
-//! [first](Loader::first) before the others. Tasks await them ([`Load::next_tensor`]), threads iterate over them
-//! ([`Load::blocking`]), and many of both share a load, each of which waits for tensors by name ([`Load::take`]).
-//! All files (shards) are queued with the copier at once, so that it does not idle between two of them.
-//!
-//! A server with an allocation for each tensor gives the loader their places ([`Loader::places`]). Long tensors are copied
-//! as fast so; short ones are packed on the host and spread on the device.
-//!
-//! Opening a checkpoint reads the headers and nothing else, and only tensors that are asked for are read.
+//! Tensors come out in that order, each as soon as its bytes are on the device: for tasks ([`Load::next_tensor`]), threads
+//! ([`Load::blocking`]), and many of both that wait for tensors by name ([`Load::take`]). A server with an allocation for
+//! each tensor gives the loader their places ([`Loader::places`]). Opening a checkpoint reads the headers and nothing else,
+//! and only tensors that are asked for are read.
 //!
 //! # What is refused
 //!
@@ -56,13 +50,12 @@
 //!   of a numbered set (`model-00002-of-00003.safetensors`).
 //!
 //! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory, its own
-//! bytes included; one that is accepted, at most five times, until it is read. Where the system has no memory for that,
-//! the error is [`Error::OutOfMemory`], and names the file.
+//! bytes included; one that is accepted, at most five times, until it is read.
 //!
 //! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by then. A file
 //! that was written to after it was opened (its length or its time of modification has changed) is refused by the next
-//! load, since its header may be wrong by now. If it is written to during a load, the load ends with an error in the place
-//! of the file's last tensor.
+//! load, since its header may be wrong. If it is written to during a load, the load ends with an error in the place of the
+//! file's last tensor.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
 //! terminal. Show them escaped (`{:?}`), as the errors do.

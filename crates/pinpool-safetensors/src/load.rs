@@ -1,8 +1,7 @@
 //! Setting up a load: which tensors, where on the device they go, and the transfers that bring them there.
 //!
-//! [`Loader`] collects what is asked for, chooses tensors, and starts one transfer of the copier for each file, or for each
-//! prefix that comes [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. A [`Load`] then
-//! hands them out.
+//! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes [`first`](Loader::first) in it
+//! ([`Part`]), all before the first tensor comes out. A [`Load`] then hands them out.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -126,10 +125,8 @@ impl<'a> Loader<'a> {
     }
 
     /// Loads tensors whose name starts with `prefix` before the others, and gives them out first: what a server needs
-    /// first, such as the embedding and the first layers. Called several times: in the order of the calls. A tensor
-    /// that several prefixes meet comes with the first of them. Default: the order of the files.
-    ///
-    /// Each prefix makes a transfer of its own for each file that has such tensors.
+    /// first, such as the first layers. Called several times: in the order of the calls; a tensor that several prefixes
+    /// meet comes with the first of them. Each makes a transfer of its own for each file that has such tensors.
     pub fn first(mut self, prefix: impl Into<String>) -> Self {
         self.first.push(prefix.into());
         self

@@ -1,11 +1,8 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! A [`Driver`] polls the transfers, file by file, in the load's order. Whoever waits takes it, polls it without a lock,
-//! and puts it back with the tensors that have come out, which wait in `arrived` for those who want them. A thread that
-//! waits is a task that parks.
-//!
-//! The driver's waker wakes all tasks that wait. A task that found the driver taken is woken when it is put back, since
-//! nothing has polled for it.
+//! A [`Driver`] polls the transfers in the load's order. Whoever waits takes it, polls it without a lock, and puts it back
+//! with the tensors that have come out, which wait in `arrived`. The driver's waker wakes all tasks that wait; one that
+//! found the driver taken is woken when it is put back. A thread that waits is a task that parks.
 //!
 //! # Invariants
 //!
@@ -31,14 +28,12 @@ use super::Files;
 use super::header::Tensor;
 use super::load::{DeviceTensor, not_there};
 
-/// A load under way. A task gets the next tensor by [`next_tensor`](Self::next_tensor), on any runtime, a thread by the
-/// iterator [`blocking`](Self::blocking), which waits. A clone is another handle to the same load: many threads and tasks
-/// share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are being copied.
+/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load: many threads and
+/// tasks share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are copied.
 ///
 /// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of the
-/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. The load has ended
-/// when the last tensor comes out: the copier has then given back all memory that it used for it, and no further call is
-/// needed.
+/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. When the last
+/// tensor comes out, the copier has given back all memory that it used for the load.
 ///
 /// [`Loader`](super::Loader) has an example.
 ///
@@ -77,11 +72,12 @@ struct Shared {
 struct State {
     /// `None` while a thread has it.
     driver: Option<Driver>,
-    /// The tensors that have come out of it, in the order of the load. `None`: it was taken.
-    arrived: Vec<Option<DeviceTensor>>,
-    /// How many were taken; all before `next` were.
+    /// The tensors that have come out of it, in the order of the load, behind some that were all taken. `None`: it was
+    /// taken.
+    arrived: VecDeque<Option<DeviceTensor>>,
+    before: usize,
+    /// How many were taken.
     taken: usize,
-    next: usize,
     /// How far the load had come when it ended, and the error that it ended with.
     over: Option<Progress>,
     error: Option<Error>,
@@ -95,11 +91,11 @@ impl State {
     /// for.
     fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
         let arrived = match wanted {
-            Some(place) => self.arrived.get_mut(place).map(Option::take),
+            Some(place) if place < self.before => Some(None),
+            Some(place) => self.arrived.get_mut(place - self.before).map(Option::take),
             None => {
-                let left = self.arrived[self.next..].iter_mut();
-                let tensor = left.inspect(|_| self.next += 1).find_map(Option::take);
-                tensor.map(Some)
+                let arrived = std::iter::from_fn(|| self.arrived.pop_front());
+                arrived.inspect(|_| self.before += 1).find(Option::is_some)
             }
         };
         let Some(tensor) = arrived else { return self.over.map(|_| self.error.clone().map(Err)) };
@@ -297,7 +293,7 @@ impl Load {
         }
         let state = self.shared.state.lock();
         let all = self.shared.parts.iter().map(|(_, chosen)| chosen.len()).sum();
-        let all = if state.over.is_some() { state.arrived.len() } else { all };
+        let all = if state.over.is_some() { state.before + state.arrived.len() } else { all };
         all - state.taken
     }
 
@@ -326,6 +322,9 @@ impl std::fmt::Debug for Load {
         f.debug_struct("Load").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }
+
+/// Tensors that come out at once, at most: they are in the processor's cache when they are taken.
+const BATCH: usize = 64;
 
 /// Where the tensors of a part go.
 pub(super) enum Places {
@@ -395,7 +394,8 @@ impl Driver {
                 over = over.and_then(|()| self.files.shards[*number as usize].unchanged());
             }
         }
-        while over.is_ok() && *next <= last && end(*next) <= landed_to && (*next < last || first == last) {
+        let until = if first == last { last + 1 } else { last.min(first + BATCH) };
+        while over.is_ok() && *next < until && end(*next) <= landed_to {
             over = bring(*next);
             *next += 1;
         }

@@ -308,15 +308,6 @@ impl Device {
     /// - where the device was let go of ([`CloseError::is_closed`]): what could not be given back, or that the device
     ///   was lost. Waiting longer changes nothing;
     /// - in the child of a fork, at once: that this is one. Everything there belongs to the parent.
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// # use pinpool::Device;
-    /// let device = Device::open("host")?;
-    /// // ... serve, stop what submits, shut the pools down, drop everything ...
-    /// device.close(Duration::from_secs(30)).expect("everything was given back");
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
         let closing = Box::new(Closing {
