@@ -5,8 +5,8 @@
 //! context under a key of its own. So a device that is opened twice is one device with one reaper. The table holds weak
 //! references: it keeps no device open.
 //!
-//! This module uses `stream` (for the reaper). The modules above `stream` use this one: `buffer`, `config`, `pool`,
-//! `copy`, `telemetry`. A `Stream` keeps its `Device`, and does not call it.
+//! This module uses `stream` (for the reaper). The public `Stream` (`stream::handle`) and the modules above it use this
+//! one: `buffer`, `config`, `pool`, `copy`, `telemetry`.
 
 #![allow(unsafe_code)]
 

@@ -68,15 +68,18 @@ impl Index {
 
     fn read(path: &Path) -> Result<Found> {
         let what = path.display().to_string();
-        let (mut file, metadata) = open_regular(path, &what)?;
+        let (file, metadata) = open_regular(path, &what)?;
         let (mut text, len) = (Vec::new(), metadata.len());
         if len > LONGEST_HEADER {
             let why = format!("more than {LONGEST_HEADER} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        reserved(text.try_reserve_exact(len as usize), &what, len as usize)?;
-        text.resize(len as usize, 0);
-        file.read_exact(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        let most = len as usize + 1;
+        reserved(text.try_reserve_exact(most), &what, most)?;
+        file.take(len + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        if text.len() == most {
+            return Err(malformed(&what, "it has grown while it was read; open it again when it is written"));
+        }
         // What some editors put before a text: a byte order mark.
         if text.starts_with("\u{feff}".as_bytes()) {
             text.drain(.."\u{feff}".len());

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::Copier;
+use super::file::bounds;
 use super::job::{Plan, Values};
 use super::pieces::Survey;
 use super::ranges::{Blob, CopyRange, CopyRanges, Ranges};
@@ -32,7 +33,7 @@ impl Copier {
         places: impl CopyRanges,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let looked = self.alive().and_then(|()| {
-            let bounds = source::bounds(&source)?;
+            let bounds = bounds(&source)?;
             let name = source::name("the source", || source.name().into_owned());
             let (survey, ranges) =
                 self.survey_ranges(name, places.list(self.device().context(), Some(bounds.clone()), KEY)?)?;

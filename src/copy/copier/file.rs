@@ -7,6 +7,7 @@
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
 //! becomes shorter is an error with the place where it ends now.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::fs::{File, Metadata};
 use std::io;
@@ -14,7 +15,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::source::{Fill, Sink, Source, read_error, shrunk, write_error};
+use super::source::{Fill, Sink, Source, length, read_error, shrunk, write_error};
 use super::stats::{Counters, count};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
@@ -232,10 +233,6 @@ impl FileSource {
         &self.name
     }
 
-    pub(super) fn bounds(&self) -> Range<u64> {
-        self.range.clone()
-    }
-
     /// The file for reading past the cache, if that can be had.
     fn direct<'a>(&self, opened: &'a Opened, counters: &Counters) -> Option<&'a File> {
         let reopen =
@@ -330,9 +327,18 @@ impl Source for FileSource {
         }
         Ok(())
     }
+}
 
-    fn as_file(&self, _: Key) -> Option<&FileSource> {
-        Some(self)
+/// The file, of a source that is one.
+pub(super) fn file_of(source: &impl Source) -> Option<&FileSource> {
+    (source as &dyn Any).downcast_ref()
+}
+
+/// The offsets of a source: of a file its own.
+pub(super) fn bounds(source: &impl Source) -> Result<Range<u64>> {
+    match file_of(source) {
+        Some(file) => Ok(file.range.clone()),
+        None => length(source).map(|len| 0..len),
     }
 }
 

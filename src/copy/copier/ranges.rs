@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, Part, Stretch};
 use super::engine::Engine;
+use super::file::file_of;
 use super::job::{Plan, Values};
 use super::pieces::{Piece as Place, Survey, cut, fill_parts};
 use super::source::{Fill, Sink, Source, read_error, shrunk, write_error};
@@ -260,7 +261,7 @@ pub(super) struct Blob<T: Send + 'static> {
 
 impl<S: Source> Blob<S> {
     pub(super) fn of_source(source: S, ranges: Ranges, counters: Arc<Counters>) -> Self {
-        let (may_block, of_file) = (source.may_block(KEY), source.as_file(KEY).is_some());
+        let (may_block, of_file) = (source.may_block(KEY), file_of(&source).is_some());
         let fill = if of_file { Self::read_file } else { Self::read };
         let drain =
             |_: &Self, _: &S, _: &Chunk, _: &[u8]| Err(Error::Internal("bytes were written to a source"));
@@ -286,7 +287,7 @@ impl<S: Source> Blob<S> {
     }
 
     fn read_file(&self, source: &S, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let file = source.as_file(KEY).ok_or(Error::Internal("a file is none"))?;
+        let file = file_of(source).ok_or(Error::Internal("a file is none"))?;
         let start = chunk.stretches.first().map_or(0, |first| first.offset);
         let end = chunk.stretches.last().map_or(start, |last| last.offset + last.len);
         segment.clear();

@@ -6,17 +6,15 @@
 use std::borrow::Cow;
 use std::io;
 use std::mem::MaybeUninit;
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::file::FileSource;
 use super::stores;
 use crate::error::{Error, Result};
 use crate::foreign;
-use crate::sealed::{KEY, Key};
+use crate::sealed::Key;
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
@@ -76,22 +74,13 @@ pub trait Source: Send + Sync + 'static {
     fn may_block(&self, _: Key) -> bool {
         true
     }
-
-    /// The file, of a source that is one: its offsets are the file's own. Ours alone to say.
-    #[doc(hidden)]
-    fn as_file(&self, _: Key) -> Option<&FileSource> {
-        None
-    }
 }
 
-/// The offsets of a source, by its own word.
-pub(super) fn bounds(source: &impl Source) -> Result<Range<u64>> {
-    if let Some(file) = source.as_file(KEY) {
-        return Ok(file.bounds());
-    }
+/// Bytes of a source, by its own word.
+pub(super) fn length(source: &impl Source) -> Result<u64> {
     let len =
         foreign::call("a source panicked when it was asked for its length: it is refused", || source.len());
-    len.map(|len| 0..len).ok_or_else(|| Error::Read {
+    len.ok_or_else(|| Error::Read {
         what: "the source".into(),
         offset: 0,
         kind: io::ErrorKind::Other,
