@@ -76,7 +76,7 @@ fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceSlice, round: usi
 }
 
 /// Calls whose failure may leave something allocated: they would have freed it, or led to that.
-const ENDING: [&str; 13] = [
+const ENDING: [&str; 14] = [
     "aclrtFree",
     "aclrtFreeHost",
     "aclrtDestroyEvent",
@@ -85,6 +85,7 @@ const ENDING: [&str; 13] = [
     "aclrtResetDevice",
     "aclrtSynchronizeDevice",
     "aclrtSynchronizeStream",
+    "aclrtSynchronizeStreamWithTimeout",
     "aclrtStreamQuery",
     "aclrtGetCurrentContext",
     "aclrtSetCurrentContext",
