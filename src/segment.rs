@@ -57,6 +57,10 @@ use crate::error::{Error, Result};
 /// Every segment starts on a multiple of this, in bytes.
 pub const SEGMENT_ALIGN: usize = 64;
 
+/// A region's number in its pool, never used twice. In a [`RegionInfo`](crate::RegionInfo).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub(crate) u64);
+
 /// The unit in which a pool divides its memory into runs, in bytes. It is a constant, and may differ from the system's
 /// page size.
 pub const PAGE: usize = 4096;

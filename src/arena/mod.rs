@@ -55,7 +55,7 @@ use std::ptr::NonNull;
 use slab::Slab;
 
 use crate::freelist::{Chain, Descriptor, state};
-use crate::region::RegionId;
+use crate::segment::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
 pub(crate) use windows::{PageRange, Window, WindowId};

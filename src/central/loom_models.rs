@@ -14,8 +14,8 @@ use loom::thread::{JoinHandle, spawn};
 
 use super::*;
 use crate::freelist::list_of;
-use crate::region::RegionId;
 use crate::segment::PAGE;
+use crate::segment::RegionId;
 use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};
 use crate::telemetry::ledger::CheckoutSite;
 

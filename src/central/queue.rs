@@ -31,7 +31,7 @@ use crate::arena::{Arena, PageRange};
 use crate::error::Error;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
-use crate::region::RegionId;
+use crate::segment::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement};
 use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
@@ -374,7 +374,7 @@ fn give_all(arena: &mut Arena, taken: Vec<NonNull<Descriptor>>) {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::region::RegionId;
+    use crate::segment::RegionId;
     use crate::sync::thread;
 
     const SMALL: usize = 1000;

@@ -9,8 +9,8 @@ use super::growth::{Refusal, growth_failure, least};
 use super::transfer::tests::central;
 use super::*;
 use crate::freelist::{list_of, state};
-use crate::region::RegionId;
 use crate::segment::PAGE;
+use crate::segment::RegionId;
 use crate::sync::thread;
 use crate::telemetry::ledger::CheckoutSite;
 

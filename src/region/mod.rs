@@ -56,16 +56,13 @@ use crate::locks::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
+pub use crate::segment::RegionId;
 pub(crate) use adopted::Adoptee;
 use make::{RegionSource, page};
 pub use touch::HugePages;
 
 /// Regions that the pool maps itself start on a multiple of this, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
-
-/// A region's number in its pool, never used twice. In a [`RegionInfo`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(pub(crate) u64);
 
 /// Where a pool gets its memory from. Set by [`PoolBuilder::backing`](crate::PoolBuilder::backing).
 ///

@@ -25,9 +25,9 @@ use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
-use crate::region::RegionId;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
+use crate::segment::RegionId;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
 /// A length whose class has no list in thread caches under loom: every take and return goes through the central pool.

@@ -4,8 +4,8 @@ use super::super::tests::{got, pages, small, with_extents};
 use super::super::{CentralConfig, ReclaimLevel, Segment, transfer};
 use super::*;
 use crate::freelist::list_of;
-use crate::region::RegionId;
 use crate::segment::PAGE;
+use crate::segment::RegionId;
 use crate::sync::thread;
 
 /// A central pool that does not grow, of extents of so many pages, each of which is a region.

@@ -49,7 +49,9 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     for error in ends {
         let text = error.to_string();
         assert!(error.is_retryable() && matches!(error, Error::Timeout(_)), "{text}");
-        for word in ["0 bytes of 1.5 MiB (1572864 bytes) of ", "1.safetensors", "a segment of the pool", " free"] {
+        for word in
+            ["0 bytes of 1.5 MiB (1572864 bytes) of ", "1.safetensors", "a segment of the pool", " free"]
+        {
             assert!(text.contains(word), "{text:?} lacks {word:?}");
         }
     }
