@@ -50,7 +50,7 @@
 //!   of a numbered set (`model-00002-of-00003.safetensors`).
 //!
 //! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory, its own
-//! bytes included; one that is accepted, at most five times, until it is read.
+//! bytes included, beside the names of an index's files; one that is accepted, at most five times, until it is read.
 //!
 //! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by then. A file
 //! that was written to after it was opened (its length or its time of modification has changed) is refused by the next
@@ -178,6 +178,9 @@ impl Checkpoint {
     /// Opens a `.safetensors` file, an index (any `.json` file) with the files that it names, or a folder: the index in
     /// it (`*.safetensors.index.json`, with a variant too: `model.safetensors.index.fp16.json`), or else all of its
     /// `.safetensors` files.
+    ///
+    /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past the page cache opens each
+    /// a second time: a checkpoint of many hundred files may need more than the usual 1,024 (`ulimit -n`).
     ///
     /// # Errors
     /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or folder;

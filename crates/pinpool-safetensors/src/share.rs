@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::thread::{self, Thread};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use pinpool::copier::{Canceller, FileSource, Progress, Transfer, may_wait};
@@ -89,14 +90,18 @@ struct State {
 impl State {
     /// The tensor at a place in the load's order, or the next that nobody has taken. An outer `None`: it is to be waited
     /// for.
+    #[inline]
     fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
         let arrived = match wanted {
             Some(place) if place < self.before => Some(None),
             Some(place) => self.arrived.get_mut(place - self.before).map(Option::take),
-            None => {
-                let arrived = std::iter::from_fn(|| self.arrived.pop_front());
-                arrived.inspect(|_| self.before += 1).find(Option::is_some)
-            }
+            None => loop {
+                let Some(next) = self.arrived.pop_front() else { break None };
+                self.before += 1;
+                if next.is_some() {
+                    break Some(next);
+                }
+            },
         };
         let Some(tensor) = arrived else { return self.over.map(|_| self.error.clone().map(Err)) };
         self.taken += usize::from(tensor.is_some());
@@ -164,12 +169,19 @@ impl Shared {
         all
     }
 
-    fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
+    /// [`State::found`], now. Inlined, as what it calls is: a tensor that passes through the memory of several functions
+    /// costs more than finding it.
+    #[inline]
+    fn now(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
         // There a lock may have been taken for ever.
         if pinpool::forked() {
-            return Poll::Ready(Some(Err(Error::Forked)));
+            return Some(Some(Err(Error::Forked)));
         }
-        if let Some(found) = self.state.lock().found(wanted) {
+        self.state.lock().found(wanted)
+    }
+
+    fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
+        if let Some(found) = self.now(wanted) {
             return Poll::Ready(found);
         }
         loop {
@@ -194,7 +206,7 @@ impl Shared {
 
     /// Polls the driver, which was taken, and puts it back. Whether anything has come of it.
     fn advance(&self, mut driver: Driver) -> bool {
-        let mut out = Vec::new();
+        let mut out = VecDeque::with_capacity(BATCH);
         let polled = driver.advance(&mut Context::from_waker(&self.waker), &mut out);
         let over = driver.parts.is_empty().then(|| self.progress(true));
         let mut state = self.state.lock();
@@ -203,7 +215,11 @@ impl Shared {
             // Whoever waits looks.
             woken.append(&mut state.tasks);
         }
-        state.arrived.extend(out.into_iter().map(Some));
+        if state.arrived.is_empty() {
+            state.arrived = out;
+        } else {
+            state.arrived.append(&mut out);
+        }
         if let Poll::Ready(Err(error)) = &polled {
             state.error = Some(error.clone());
         }
@@ -214,7 +230,13 @@ impl Shared {
     }
 
     /// The same as [`poll`](Self::poll) for a thread, which waits.
+    #[inline]
     fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
+        self.now(wanted).unwrap_or_else(|| self.park(wanted))
+    }
+
+    #[cold]
+    fn park(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
         THREAD.with(|waker| {
             loop {
                 if let Poll::Ready(found) = self.poll(&Context::from_waker(waker), wanted) {
@@ -223,7 +245,8 @@ impl Shared {
                 if let Err(error) = may_wait() {
                     return Some(Err(error));
                 }
-                thread::park();
+                // A device that is stepped moves only when a thread polls.
+                thread::park_timeout(LOOK);
             }
         })
     }
@@ -248,6 +271,7 @@ impl Load {
     }
 
     /// What an iteration gives: the load's error once. (A thread that must not wait may be told so again and again.)
+    #[inline]
     fn tell(&self, next: Option<Result<DeviceTensor>>) -> Option<Result<DeviceTensor>> {
         let ends = matches!(&next, Some(Err(error)) if !matches!(error, Error::Unsupported(_)));
         next.filter(|_| !ends || !self.told.swap(true, Ordering::Relaxed))
@@ -325,6 +349,8 @@ impl std::fmt::Debug for Load {
 
 /// Tensors that come out at once, at most: they are in the processor's cache when they are taken.
 const BATCH: usize = 64;
+/// How long a thread waits at most before it polls again without being woken.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Where the tensors of a part go.
 pub(super) enum Places {
@@ -366,7 +392,11 @@ impl Driver {
 
     /// Brings out the tensors that are on the device, at least one. The last tensor of a file comes out by itself, when the
     /// file's transfer is over, since the caller need not call again to learn of an error.
-    fn advance(&mut self, cx: &mut Context<'_>, out: &mut Vec<DeviceTensor>) -> Poll<Result<()>> {
+    fn advance(
+        &mut self,
+        cx: &mut Context<'_>,
+        out: &mut VecDeque<Option<DeviceTensor>>,
+    ) -> Poll<Result<()>> {
         let Some(Part { number, chosen, places, next, transfer }) = self.parts.front_mut() else {
             return Poll::Ready(Err(Error::Closed));
         };
@@ -380,7 +410,8 @@ impl Driver {
                 Places::Block(..) if bytes == 0 => None,
                 Places::Block(block, starts) => Some(block.slice(starts[next]..starts[next] + bytes)?),
             };
-            out.push(DeviceTensor { tensor: Tensor { table: table.clone(), index: chosen[next] }, slice });
+            let tensor = Tensor { table: table.clone(), index: chosen[next] };
+            out.push_back(Some(DeviceTensor { tensor, slice }));
             Ok(())
         };
         let (first, last, mut landed_to, mut over) = (*next, chosen.len() - 1, u64::MAX, Ok(()));

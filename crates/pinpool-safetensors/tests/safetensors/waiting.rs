@@ -4,6 +4,7 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use pinpool::Error;
+use pinpool::host::HostConfig;
 use pinpool_safetensors::{Checkpoint, Load};
 
 use super::{Folder, Made, Rig, arrived, block_on, file, made};
@@ -207,4 +208,17 @@ fn waits_by_name_and_iterations_share_a_load() {
         assert!(load.progress().over && load.blocking().next().is_none());
     }
     rig.all_is_back();
+}
+
+/// A stepped device moves only when a thread polls, so one that waits for a tensor does.
+#[test]
+fn a_thread_that_waits_moves_a_stepped_device() {
+    let (rig, folder) = (Rig::new(HostConfig::new().stepped(3), 16 << 20), Folder::new());
+    let (tensors, checkpoint) = checkpoint(&folder);
+    let copier = rig.copier();
+    let loaded = checkpoint.loader(&copier).load().unwrap();
+    arrived(&copier, &loaded, &tensors.iter().collect::<Vec<_>>());
+    let load = checkpoint.loader(&copier).start().unwrap();
+    assert_eq!(load.take("t23").unwrap().unwrap().name(), "t23");
+    assert_eq!(load.blocking().map(Result::unwrap).count(), COUNT - 1);
 }
