@@ -29,9 +29,9 @@ pub struct ControlGroup {
 pub struct ControlGroups {
     /// 1 or 2.
     pub version: u32,
-    /// Where the hierarchy is mounted, by the convention that all distributions and container runtimes follow.
+    /// Where the hierarchy is mounted.
     #[allow(dead_code, reason = "the command's checks read it")]
-    pub point: &'static str,
+    pub point: String,
     /// From this process's own group upward. A mount point without limits is the root of all groups, and left out.
     pub groups: Vec<ControlGroup>,
 }
@@ -44,22 +44,24 @@ impl ControlGroup {
 }
 
 impl ControlGroups {
-    /// Reads the groups of this process from the files below `root`. `None`: no group counts memory, or the files cannot
-    /// be read.
+    /// Reads the groups of this process from the files below `root`. `None`: no group counts memory, the files cannot be
+    /// read, or only groups of others are mounted.
     pub fn read(root: &Path) -> Option<Self> {
         let own = text(root, "/proc/self/cgroup")?;
-        let (version, path) = match group(&own, "memory") {
-            Some(path) => (1, path),
-            None => (2, group(&own, "")?),
+        let mounts = text(root, "/proc/self/mountinfo").unwrap_or_default();
+        let (version, path, kind, option, usual) = match group(&own, "memory") {
+            Some(path) => (1, path, "cgroup", "memory", "/sys/fs/cgroup/memory"),
+            None => (2, group(&own, "")?, "cgroup2", "", "/sys/fs/cgroup"),
         };
-        let point = if version == 1 { "/sys/fs/cgroup/memory" } else { "/sys/fs/cgroup" };
-        // A container without a namespace of its own has only its group mounted, and not the folders above it. Of a
-        // process outside of what its namespace shows the kernel writes `/..`.
-        let inner = if path.split('/').any(|part| part == "..") { "" } else { path.trim_start_matches('/') };
-        let dirs = Path::new(inner).ancestors().map(|part| format!("{point}/{}", part.display()));
+        let mut mounts = mounts.lines().filter_map(|line| mount(line, kind, option)).peekable();
+        let (point, inner) = match mounts.peek() {
+            Some(_) => mounts.find_map(|(top, point)| Some((point, below(top, &path)?)))?,
+            None => (usual, below("/", &path)?),
+        };
+        let dirs = inner.ancestors().map(|part| format!("{point}/{}", part.display()));
         let groups =
             dirs.filter_map(|dir| one(root, version, dir.trim_end_matches('/').to_owned())).collect();
-        Some(Self { version, point, groups })
+        Some(Self { version, point: point.to_owned(), groups })
     }
 
     /// The name of the file with the limit at which the kernel ends a process.
@@ -87,6 +89,24 @@ pub fn available(root: &Path) -> [Option<u64>; 2] {
     let meminfo = text(root, "/proc/meminfo").unwrap_or_default();
     let kib = stat(&meminfo, "MemAvailable:");
     [kib.and_then(|kib| kib.checked_mul(1024)), ControlGroups::read(root).and_then(|groups| groups.left())]
+}
+
+/// What a line of `/proc/self/mountinfo` mounts, if it is a file system `kind` that has `option` among its options: the
+/// folder inside of the file system, and the mount point. The line: `36 35 98:0 /folder /point rw shared:1 - kind source
+/// options`. A path with white space, which the kernel writes in digits, is no path of anything, so its groups are unknown.
+fn mount<'a>(line: &'a str, kind: &str, option: &str) -> Option<(&'a str, &'a str)> {
+    let (front, back) = line.split_once(" - ")?;
+    let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
+    let wanted =
+        back.next()? == kind && (option.is_empty() || back.nth(1)?.split(',').any(|word| word == option));
+    if wanted { Some((front.next()?, front.next()?)) } else { None }
+}
+
+/// The path of a group from the group `top` on, which is mounted. `None`: it is not below that one. Of a process outside
+/// of what its namespace shows the kernel writes `/..`: there what is mounted counts as its group.
+fn below<'a>(top: &str, path: &'a str) -> Option<&'a Path> {
+    let is_outside = [top, path].iter().any(|path| path.split('/').any(|part| part == ".."));
+    if is_outside { Some(Path::new("")) } else { Path::new(path).strip_prefix(top).ok() }
 }
 
 fn one(root: &Path, version: u32, path: String) -> Option<ControlGroup> {
@@ -129,4 +149,65 @@ pub fn group(text: &str, controller: &str) -> Option<String> {
         let (controllers, path) = (parts.next()?, parts.next()?);
         controllers.split(',').any(|name| name == controller).then(|| path.to_owned())
     })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// What is left in the tightest group of a machine whose process is in the group `own`, of version 2. Mounted are
+    /// these folders of the hierarchy; what a group below each of them has left is one byte more than below the one before.
+    fn left(own: &str, mounted: &[(&str, &str)]) -> Option<u64> {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path.trim_start_matches('/'));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let mut mounts = String::from("22 1 0:5 / /proc rw - proc proc rw\n");
+        for (n, (top, point)) in mounted.iter().enumerate() {
+            mounts +=
+                &format!("36 35 0:30 {top} {point} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n");
+            for (path, max) in [("", 1000 + n), ("/worker", 100 + n)] {
+                write(&format!("{point}{path}/memory.current"), "0\n");
+                write(&format!("{point}{path}/memory.max"), &format!("{max}\n"));
+            }
+        }
+        write("/proc/self/mountinfo", &mounts);
+        write("/proc/self/cgroup", &format!("0::{own}\n"));
+        ControlGroups::read(root.path())?.left()
+    }
+
+    #[test]
+    fn the_path_of_a_group_begins_at_what_is_mounted() {
+        let container = [("/docker/abc", "/sys/fs/cgroup")];
+        assert_eq!(left("/docker/abc", &container), Some(1000));
+        assert_eq!(left("/docker/abc/worker", &container), Some(100), "a group below the container's");
+        assert_eq!(left("/worker", &[("/", "/sys/fs/cgroup")]), Some(100));
+        assert_eq!(
+            left("/worker", &[("/", "/elsewhere")]),
+            Some(100),
+            "the mount point is what is mounted there"
+        );
+        assert_eq!(left("/worker", &[]), None);
+        assert_eq!(left("/../abc", &container), Some(1000), "outside of what its namespace shows");
+    }
+
+    #[test]
+    fn a_group_of_others_that_is_mounted_is_not_ones_own() {
+        let container = ("/docker/abc", "/sys/fs/cgroup");
+        for other in ["/user.slice/shell", "/docker/abcd", "/docker", "/"] {
+            assert_eq!(left(other, &[container]), None, "{other}");
+        }
+        assert_eq!(left("/worker", &[container, ("/", "/host")]), Some(101), "its own is mounted, too");
+        assert_eq!(left("/a b", &[("/a\\040b", "/sys/fs/cgroup")]), None, "what cannot be told is unknown");
+    }
+
+    #[test]
+    fn the_hierarchy_of_version_1_is_found_by_its_controller() {
+        let line = "36 35 0:30 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory";
+        assert_eq!(mount(line, "cgroup", "memory"), Some(("/docker/abc", "/sys/fs/cgroup/memory")));
+        assert_eq!(mount(line, "cgroup", "cpu"), None);
+        assert_eq!(mount(line, "cgroup2", ""), None);
+    }
 }

@@ -80,7 +80,7 @@ fn many_threads_both_ways_at_once() {
                             assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled { .. })), "{outcome:?}");
                         } else if round % 2 == 0 {
                             load.wait().unwrap();
-                            assert!(downloaded(&copier, &memory) == sent);
+                            assert!(downloaded(copier, &memory) == sent);
                         } else {
                             load.wait().unwrap();
                             let mut back = vec![0; 1 << 20];

@@ -110,8 +110,8 @@ impl Pinned {
         }
     }
 
-    /// Bytes that have landed. By a call with pieces, which the copier does not order behind the whole transfer that wrote
-    /// these.
+    /// Bytes that have landed, while the transfer that wrote them may still be under way: the copier orders no call behind
+    /// another.
     pub(crate) fn read(&self, slice: &DeviceSlice) -> Result<Vec<u8>> {
         let mut bytes = vec![0; slice.len()];
         let foreground = self.copier.with_priority(Priority::Foreground);

@@ -13,14 +13,13 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 
 use super::source::{Fill, Sink, Source, length, read_error, shrunk, write_error};
 use super::stats::{Counters, count};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
-use crate::locks::Mutex;
 use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen, reopen_direct, write_all_at};
 use crate::sealed::Key;
 use crate::segment::PAGE;
@@ -43,31 +42,8 @@ pub enum Reading {
     Direct,
 }
 
-/// Opens the file of a source.
-type Opens = dyn Fn() -> Result<Arc<File>> + Send + Sync;
-
-/// An open file.
-#[derive(Debug)]
-struct Opened {
-    file: Arc<File>,
-    /// For reading past the cache, if that can be had.
-    direct: OnceLock<Option<Arc<File>>>,
-}
-
-impl Opened {
-    fn new(file: Arc<File>) -> Arc<Self> {
-        Arc::new(Self { file, direct: OnceLock::new() })
-    }
-}
-
-/// How a source comes to its file.
-enum Access {
-    Open(Arc<Opened>),
-    /// The file is open while a thread reads it.
-    Again(Box<Opens>, Mutex<Weak<Opened>>),
-}
-
-/// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
+/// A file, or a part of one, as the source of an upload. The offsets of a [`CopyRange`](super::CopyRange) and of errors
+/// are the file's own. A program's source that wraps one fills from its [range](Self::range), whose first byte is at 0.
 ///
 /// # Files that change meanwhile
 ///
@@ -91,7 +67,9 @@ enum Access {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub struct FileSource {
-    access: Access,
+    file: Arc<File>,
+    /// For reading past the cache, if that can be had.
+    direct: OnceLock<Option<Arc<File>>>,
     name: String,
     /// Bytes that the file had when it was opened.
     whole: u64,
@@ -135,46 +113,15 @@ impl FileSource {
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
-        let file = match is_direct(&file) {
-            true => Arc::new(reopen(&file).map_err(|error| read_error(&name, 0, &error))?),
-            false => file,
-        };
-        Ok(Self::of(Access::Open(Opened::new(file)), name, whole))
-    }
-
-    /// A file of `len` bytes that is open only while it is read, for one of so many that they cannot all be open. `open`
-    /// is called on the copier's threads, on several at once perhaps, and may be called again after the file was closed; it
-    /// gives the same file each time. `name` is for errors.
-    pub fn opened_by(
-        open: impl Fn() -> Result<Arc<File>> + Send + Sync + 'static,
-        name: impl Into<String>,
-        len: u64,
-    ) -> Self {
-        Self::of(Access::Again(Box::new(open), Mutex::new(Weak::new())), name.into(), len)
-    }
-
-    fn of(access: Access, name: String, whole: u64) -> Self {
-        Self { access, name, whole, range: 0..whole, reading: Reading::Auto }
-    }
-
-    fn opened(&self) -> Result<Arc<Opened>> {
-        match &self.access {
-            Access::Open(opened) => Ok(opened.clone()),
-            Access::Again(open, last) => {
-                if let Some(opened) = last.lock().upgrade() {
-                    return Ok(opened);
-                }
-                // Of two threads that come here at once each opens it.
-                let panicked = "opening the file of a source panicked: its transfer ends";
-                let file = crate::foreign::call(panicked, open).unwrap_or_else(|| {
-                    let error = io::Error::other("the program's function that opens it panicked");
-                    Err(read_error(&self.name, 0, &error))
-                })?;
-                let opened = Opened::new(file);
-                *last.lock() = Arc::downgrade(&opened);
-                Ok(opened)
+        let (file, direct) = match is_direct(&file) {
+            // The program's file stays open: a lock that was put on it (flock(2)) lasts as long.
+            true => {
+                let ordinary = reopen(&file).map_err(|error| read_error(&name, 0, &error))?;
+                (Arc::new(ordinary), Some(file).into())
             }
-        }
+            false => (file, OnceLock::new()),
+        };
+        Ok(Self { file, direct, name, whole, range: 0..whole, reading: Reading::Auto })
     }
 
     /// Bytes that a file has.
@@ -193,8 +140,9 @@ impl FileSource {
         }
     }
 
-    /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets
-    /// too. Called again it names another part, anywhere in the file.
+    /// A part of it, by the file's offsets: what is uploaded when the whole source is. A
+    /// [`CopyRange`](super::CopyRange) must lie within it, and names the file's offsets too. Called again it names another
+    /// part, anywhere in the file.
     ///
     /// # Errors
     /// [`Error::Argument`] for a range that leaves the file, as long as it was when it was opened.
@@ -234,10 +182,10 @@ impl FileSource {
     }
 
     /// The file for reading past the cache, if that can be had.
-    fn direct<'a>(&self, opened: &'a Opened, counters: &Counters) -> Option<&'a File> {
+    fn direct(&self, counters: &Counters) -> Option<&File> {
         let reopen =
-            || reopen_direct(&opened.file).map(Arc::new).map_err(|e| self.direct_refused(&e, counters)).ok();
-        opened.direct.get_or_init(reopen).as_deref()
+            || reopen_direct(&self.file).map(Arc::new).map_err(|e| self.direct_refused(&e, counters)).ok();
+        self.direct.get_or_init(reopen).as_deref()
     }
 
     /// Reading past the cache was refused: ordinary reads take its place.
@@ -250,19 +198,18 @@ impl FileSource {
     /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
     /// the page that `at` lies in, so that any page of the file can be read straight to its place.
     pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
-        let opened = &*self.opened()?;
         let lead = (at % PAGE as u64) as usize;
         let (start, end) = (at - lead as u64, lead + len);
         // The bytes before `at` are nobody's.
         let read = |before: usize, now: usize| (now.max(lead) - before.max(lead)) as u64;
         while buf.len() < end {
-            let (is_cached, until) = self.stretch(opened, start, buf.len(), end);
+            let (is_cached, until) = self.stretch(start, buf.len(), end);
             let is_direct = match self.reading {
                 Reading::Auto => is_cached == Some(false),
                 Reading::Buffered => false,
                 Reading::Direct => true,
             };
-            if let Some(direct) = if is_direct { self.direct(opened, counters) } else { None } {
+            if let Some(direct) = if is_direct { self.direct(counters) } else { None } {
                 let before = buf.len();
                 if let Err(error) = read_on(direct, start, until, PAGE, buf) {
                     self.direct_refused(&error, counters);
@@ -271,7 +218,7 @@ impl FileSource {
             }
             // What is left, which is all of it or what the other way could not read.
             let before = buf.len();
-            let said = read_on(&opened.file, start, until, 1, buf);
+            let said = read_on(&self.file, start, until, 1, buf);
             count(counters, |stats| match is_cached {
                 Some(true) => stats.cached_bytes += read(before, buf.len()),
                 _ => stats.buffered_bytes += read(before, buf.len()),
@@ -280,7 +227,7 @@ impl FileSource {
             said.map_err(|error| read_error(&self.name, there, &error))?;
             if buf.len() < until {
                 // Where it ends now, which may be far before this.
-                let end = opened.file.metadata().map_or(there, |m| m.len().min(there));
+                let end = self.file.metadata().map_or(there, |m| m.len().min(there));
                 return Err(shrunk(self.name.clone(), end, self.range.end));
             }
         }
@@ -289,8 +236,8 @@ impl FileSource {
 
     /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts
     /// and is told. `start` is the file's offset of the buffer's first byte.
-    fn stretch(&self, opened: &Opened, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
-        let ask = |from: usize, to: usize| cached(&opened.file, start + from as u64, to - from);
+    fn stretch(&self, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
+        let ask = |from: usize, to: usize| cached(&self.file, start + from as u64, to - from);
         let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
         if told != Some(Cached::Part) {
             return (told.map(|told| told == Cached::All), end);
@@ -314,18 +261,23 @@ impl Source for FileSource {
         (&*self.name).into()
     }
 
-    /// By ordinary reads, from the file's own `offset` on. (A copier reads files as [`reading`](Self::reading) says.)
+    /// By ordinary reads; `offset` counts from the range's first byte, and nothing behind the range is read. (A copier that
+    /// is given the file itself reads it as [`reading`](Self::reading) says.)
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        let opened = self.opened().map_err(io::Error::other)?;
-        while into.remaining() > 0 {
-            let at = offset + into.filled() as u64;
-            match read_at(&opened.file, into.spare(), at)? {
-                0 => break,
+        let first = self.range.start.saturating_add(offset);
+        loop {
+            let at = first.saturating_add(into.filled() as u64);
+            let left = usize::try_from(self.range.end.saturating_sub(at)).unwrap_or(usize::MAX);
+            let most = into.remaining().min(left);
+            if most == 0 {
+                return Ok(());
+            }
+            match read_at(&self.file, &mut into.spare()[..most], at)? {
+                0 => return Ok(()),
                 // SAFETY: the kernel has just put so many bytes at the front.
                 read => unsafe { into.advance(read) },
             }
         }
-        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::chunk::Ramp;
+use super::engine::Engine;
 use super::job::{Job, Plan, Start, Values};
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Piece, Survey};
@@ -117,6 +118,7 @@ impl Copier {
         if !engine.may_send(direction, priority, bytes) {
             return Err(Some(trace));
         }
+        let permit = Permit { engine, direction, priority };
         let since = Instant::now();
         let said = copy(engine.stream(direction, priority)).map_err(|cause| Error::Transfer {
             what: name.into(),
@@ -127,7 +129,7 @@ impl Copier {
             stats.chunks += 1;
             stats.batch_bytes += bytes as u64;
         });
-        engine.sent(direction, priority, None);
+        drop(permit);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         Ok(said)
     }
@@ -343,6 +345,19 @@ impl Copier {
     }
 }
 
+/// A permit ([`Engine::may_send`]) for a copy that its caller waits for. Its drop, also on unwinding, gives it back.
+struct Permit<'a> {
+    engine: &'a Engine,
+    direction: Direction,
+    priority: Priority,
+}
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        self.engine.sent(self.direction, self.priority, None);
+    }
+}
+
 /// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.
 struct Lending<'a> {
     workers: &'a Workers,
@@ -355,5 +370,23 @@ impl Drop for Lending<'_> {
             self.job.cancel();
         }
         self.workers.wait(self.job, None, Job::is_over);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::handle::Device;
+    use crate::{Pool, Unpinned};
+
+    #[test]
+    fn a_copy_that_unwinds_gives_its_permit_back() {
+        let device = Device::open("host").unwrap();
+        let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
+        let copy = || copier.at_once(Direction::Up, 1, "one byte", |_| panic!("the driver's copy panics"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(copy)).is_err());
+        let sent = copier.at_once(Direction::Up, 1, "one byte", |_| Ok(()));
+        assert!(matches!(sent, Ok(Ok(()))), "there is one permit, and it is free");
     }
 }

@@ -162,6 +162,22 @@ impl Ranges {
         Err(Error::out_of_range(clip(first), clip(self.end), clip(end)))
     }
 
+    /// Whether any byte is in two ranges.
+    fn overlap(&self) -> bool {
+        self.pieces.windows(2).any(|pair| pair[0].end() > pair[1].at)
+    }
+
+    /// What lies before and between ranges that do not overlap, and is in none.
+    fn gaps(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        let starts = self.pieces.iter().map(|piece| piece.at);
+        let ends = self.pieces.iter().map(CopyRange::end);
+        std::iter::once(0)
+            .chain(ends)
+            .zip(starts)
+            .map(|(end, start)| end..start)
+            .filter(|gap| !gap.is_empty())
+    }
+
     /// A piece as the layout knows it. It has no address on the host.
     fn get(&self, n: usize) -> Place {
         let CopyRange { device, at } = &self.pieces[n];
@@ -256,7 +272,7 @@ pub(super) struct Blob<T: Send + 'static> {
     /// Of a sink in memory.
     first: Option<First>,
     /// After a transfer that has ended well.
-    finish: fn(&mut T, u64),
+    finish: fn(&mut T, &Ranges),
 }
 
 impl<S: Source> Blob<S> {
@@ -297,28 +313,19 @@ impl<S: Source> Blob<S> {
 
 impl<S: Sink> Blob<S> {
     /// # Errors
-    /// With the sink: no memory for what is to be written to it.
+    /// With the sink, which is as it was: no memory for what is to be written to it, or ranges that overlap in memory.
     pub(super) fn to_sink(
         mut sink: S,
         ranges: Ranges,
         counters: Arc<Counters>,
     ) -> Result<Self, SubmitError<S>> {
-        // Ranges with gaps between them leave bytes as they are: these must be there.
-        let first = ranges.pieces.first().map_or(0, |piece| piece.at);
-        let is_whole = ranges.pieces.len() == 1;
-        let overlaps = ranges.pieces.windows(2).any(|pair| pair[0].end() > pair[1].at);
-        let target = match sink.memory(if is_whole { first } else { ranges.end }, ranges.end, KEY) {
-            Ok(Some(_)) if overlaps => Err(Error::Argument(
-                "a download to memory with ranges that overlap; download to each byte once".into(),
-            )),
-            target => target,
-        };
+        let target = sink.memory(ranges.end, ranges.overlap(), KEY);
         let (first, sink) = SubmitError::unless(target, sink)?;
         let (may_block, first) = (sink.may_block(KEY), first.map(First));
         let fill = |_: &Self, _: &S, _: &Chunk, _: &mut PinnedBuf| {
             Err(Error::Internal("bytes were read from a sink"))
         };
-        let finish = |sink: &mut S, end| sink.has_all(end, KEY);
+        let finish = |sink: &mut S, ranges: &Ranges| sink.has_all(&mut ranges.gaps(), ranges.end, KEY);
         let value = Mutex::new(Some(Arc::new(Owned::new(sink))));
         let (of_file, drain) = (false, Self::write as fn(&Self, &S, &Chunk, &[u8]) -> Result<()>);
         Ok(Self { value, ranges, counters, may_block, of_file, fill, drain, first, finish })
@@ -376,7 +383,7 @@ impl<T: Send + Sync + 'static> Values for Blob<T> {
         let value = value.and_then(Arc::into_inner).map(Owned::into_inner);
         match (outcome, value) {
             (Ok(()), Some(mut value)) => {
-                (self.finish)(&mut value, self.ranges.end);
+                (self.finish)(&mut value, &self.ranges);
                 Ok(value)
             }
             (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),

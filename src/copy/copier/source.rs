@@ -6,6 +6,7 @@
 use std::borrow::Cow;
 use std::io;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -148,16 +149,16 @@ pub trait Sink: Send + Sync + 'static {
         offset
     }
 
-    /// The first byte of a sink in memory, with room up to `end`, of which all from `from` on is written without
-    /// [`put`](Self::put). Ours alone to say.
+    /// The first byte of a sink in memory, with room up to `end`, which is written without [`put`](Self::put). `overlap`:
+    /// some byte would be written twice. Ours alone to say.
     #[doc(hidden)]
-    fn memory(&mut self, _from: u64, _end: u64, _: Key) -> Result<Option<*mut u8>> {
+    fn memory(&mut self, _end: u64, _overlap: bool, _: Key) -> Result<Option<*mut u8>> {
         Ok(None)
     }
 
-    /// A sink in memory has all bytes now. Ours alone to say.
+    /// A sink in memory has all bytes up to `end` now, but for these gaps. Ours alone to say.
     #[doc(hidden)]
-    fn has_all(&mut self, _end: u64, _: Key) {}
+    fn has_all(&mut self, _gaps: &mut dyn Iterator<Item = Range<u64>>, _end: u64, _: Key) {}
 }
 
 /// Shorter vectors are not worth huge pages.
@@ -177,10 +178,13 @@ impl Sink for Vec<u8> {
         false
     }
 
-    fn memory(&mut self, from: u64, end: u64, _: Key) -> Result<Option<*mut u8>> {
-        let [from, end] = [from, end].map(|n| usize::try_from(n).unwrap_or(usize::MAX));
-        let len = self.len();
-        let wanted = end.saturating_sub(len);
+    fn memory(&mut self, end: u64, overlap: bool, _: Key) -> Result<Option<*mut u8>> {
+        if overlap {
+            return Err(Error::Argument(
+                "a download to memory with ranges that overlap; download to each byte once".into(),
+            ));
+        }
+        let wanted = usize::try_from(end).unwrap_or(usize::MAX).saturating_sub(self.len());
         self.try_reserve_exact(wanted).map_err(|e| Error::OutOfMemory { wanted, text: e.to_string() })?;
         // Touching new memory is what takes longest: on huge pages where the system has them.
         let spare = self.spare_capacity_mut().as_mut_ptr().cast::<u8>();
@@ -191,16 +195,21 @@ impl Sink for Vec<u8> {
         {
             crate::os::advise_huge(first, (wanted - front) / page * page);
         }
-        if len < from {
-            self.resize(from, 0);
-        }
+        // The length stays until all is there.
         Ok(Some(self.as_mut_ptr()))
     }
 
-    fn has_all(&mut self, end: u64, _: Key) {
-        let len = self.len().max(end as usize);
-        // SAFETY: there is room, and all bytes up to there were written.
-        unsafe { self.set_len(len) };
+    fn has_all(&mut self, gaps: &mut dyn Iterator<Item = Range<u64>>, end: u64, _: Key) {
+        let len = self.len();
+        let spare = self.spare_capacity_mut();
+        for gap in gaps {
+            // What the vector had stays as it is.
+            let [from, to] = [gap.start, gap.end].map(|at| (at as usize).saturating_sub(len));
+            spare[from..to].fill(MaybeUninit::new(0));
+        }
+        // SAFETY: there is room, and all bytes from the old length up to there were written: those of ranges by the
+        // transfer, all others just now.
+        unsafe { self.set_len(len.max(end as usize)) };
     }
 }
 

@@ -7,7 +7,8 @@ use crate::locks::Mutex;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
-    /// Threads that fill and drain segments.
+    /// Threads that fill and drain segments. One more, which never blocks on a program's code, is not counted. A stepped
+    /// device has none.
     pub threads: usize,
     /// Bytes of a chunk.
     pub chunk: usize,
@@ -19,7 +20,8 @@ pub struct CopierStats {
     pub ring_bytes: u64,
     /// Bytes that went between a segment and their places by copies, and those of short slices, which need no segment.
     pub batch_bytes: u64,
-    /// Bytes of pinned blocks that were copied between where they are and their places, without the ring.
+    /// Bytes of pinned blocks that were copied between where they are and their places, without the ring. The segments of
+    /// readers and writers count as such blocks.
     pub in_place_bytes: u64,
     /// Bytes of files that were read from the page cache.
     pub cached_bytes: u64,

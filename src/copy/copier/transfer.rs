@@ -127,6 +127,9 @@ impl<T> Transfer<T> {
             false if progress.over => Poll::Ready(false),
             false => Poll::Pending,
         };
+        if looked(self.progress()).is_pending() {
+            self.copier.workers.advance();
+        }
         // The waker first: what changes after the look wakes the task.
         if looked(self.progress()).is_pending() {
             self.job.wake_later(&mut self.waker, cx.waker());

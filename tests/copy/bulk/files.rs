@@ -3,10 +3,11 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Arc;
 
 use crate::support::downloaded;
 use pinpool::Error;
-use pinpool::copier::{CopyRange, FileSink, FileSource, Reading};
+use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Source};
 
 use super::{Rig, pattern};
 use crate::support::{cold, own_process, skip};
@@ -396,4 +397,50 @@ fn short_ranges_of_a_cold_file_are_read_alone() {
     let expected: Vec<u8> = (0..count).flat_map(|n| bytes[place(n)..place(n) + len].to_vec()).collect();
     assert!(downloaded(&copier, &memory) == expected);
     rig.all_is_back();
+}
+
+/// A program's source that passes a file on.
+struct Wrapped(FileSource);
+
+impl Source for Wrapped {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        self.0.fill(offset, into)
+    }
+}
+
+#[test]
+fn a_wrapped_part_of_a_file_is_read_from_the_parts_first_byte() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let bytes = pattern(1000, 9);
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(100).unwrap();
+    let part = || Wrapped(FileSource::open(file.path()).unwrap().range(500..600).unwrap());
+    copier.upload(part(), &memory).unwrap().wait().unwrap();
+    assert!(downloaded(&copier, &memory) == bytes[500..600]);
+    let end = CopyRange::new(90, memory.slice(..10).unwrap());
+    copier.upload(part(), vec![end]).unwrap().wait().unwrap();
+    assert!(downloaded(&copier, memory.slice(..10)) == bytes[590..600]);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_opened_past_the_cache_stays_open_and_so_a_lock_on_it() {
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&[1; 4096]).unwrap();
+    let mut how = OpenOptions::new();
+    let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
+        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+        return;
+    };
+    // A lock (flock(2)) ends when the file that it was taken through is closed, which is when its last owner goes.
+    let opened = Arc::new(opened);
+    let source = FileSource::new(opened.clone(), "locked").unwrap();
+    assert_eq!(Arc::strong_count(&opened), 2, "the source keeps it");
+    drop(source);
+    assert_eq!(Arc::strong_count(&opened), 1);
 }

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::support::downloaded;
 use pinpool::Error;
@@ -136,5 +137,56 @@ fn what_is_pinned_is_not_staged() {
     assert_eq!(rig.pool.stats().checkouts, before, "no segment was taken");
     assert!(downloaded(&copier, &memory) == bytes);
     drop(bufs);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_vector_keeps_its_length_until_all_is_there() {
+    let rig = Rig::late();
+    let copier = rig.copier();
+    let bytes = pattern(3 << 20, 4);
+    let memory = rig.device.alloc(3 << 20).unwrap();
+    copier.upload_slice(&bytes, &memory).unwrap();
+    let range =
+        |at: u64, from: usize, len: usize| CopyRange::new(at, memory.slice(from..from + len).unwrap());
+    let overlap = vec![range(0, 0, 100), range(50, 100, 100)];
+    let refused = copier.download(overlap, vec![1, 2, 3]).unwrap_err();
+    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("overlap")), "{}", refused.error);
+    let buffer = refused.buffer.unwrap();
+    assert_eq!(buffer, [1, 2, 3]);
+    assert!(buffer.capacity() < 150, "nothing was taken for it");
+    // It ends before its first chunk.
+    let apart = || vec![range(2, 0, 2 << 20), range((2 << 20) + 9, 2 << 20, 1 << 20)];
+    let late = copier.with_timeout(Duration::ZERO).download(apart(), vec![1, 2, 3]).unwrap().wait();
+    assert_eq!(late.unwrap_err().buffer.unwrap().len(), 3);
+    let cancelled = copier.download(apart(), vec![1, 2, 3]).unwrap();
+    cancelled.cancel();
+    match cancelled.wait() {
+        Ok(back) => assert_eq!(back.len(), (3 << 20) + 9),
+        Err(stopped) => assert_eq!(stopped.buffer.unwrap().len(), 3),
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_vector_has_zeros_where_no_range_is_and_keeps_what_it_had() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let memory = rig.device.alloc(10).unwrap();
+    copier.upload_slice(&[9; 10], &memory).unwrap();
+    let range = |at: u64, len: usize| CopyRange::new(at, memory.slice(..len).unwrap());
+    // Memory that it has already, with other bytes behind its end.
+    let old = |len: usize| {
+        let mut old = vec![7; 40];
+        old.truncate(len);
+        old
+    };
+    let got = |ranges, len| copier.download(ranges, old(len)).unwrap().wait().unwrap();
+    assert_eq!(got(vec![range(6, 2), range(2, 2)], 0), [0, 0, 9, 9, 0, 0, 9, 9]);
+    assert_eq!(got(vec![range(6, 2), range(2, 2)], 1), [7, 0, 9, 9, 0, 0, 9, 9]);
+    assert_eq!(got(vec![range(6, 2), range(2, 2)], 5), [7, 7, 9, 9, 7, 0, 9, 9]);
+    assert_eq!(got(vec![range(6, 2), range(2, 2)], 9), [7, 7, 9, 9, 7, 7, 9, 9, 7]);
+    assert_eq!(got(vec![range(3, 2)], 1), [7, 0, 0, 9, 9]);
+    assert_eq!(got(vec![range(0, 2), range(2, 3)], 1), [9; 5]);
     rig.all_is_back();
 }

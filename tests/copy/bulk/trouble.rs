@@ -465,7 +465,7 @@ fn many_threads_at_once_do_not_mix_anything_up() {
                     let len = 1 + (thread * 77_777 + round * 131_313) as usize % 400_000;
                     let bytes = pattern(len, thread * 1000 + round);
                     copier.upload_slice(&bytes, memory.slice(..len)).unwrap();
-                    assert!(downloaded(&copier, memory.slice(..len)) == bytes);
+                    assert!(downloaded(copier, memory.slice(..len)) == bytes);
                     if round % 7 == 0 {
                         drop(copier.upload(bytes, other.slice(..len)).unwrap());
                     }

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::io;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
@@ -461,5 +462,20 @@ fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
             });
         }
     });
+    rig.all_is_back();
+}
+
+#[test]
+fn on_a_stepped_device_polling_for_a_part_moves_it() {
+    let rig = Rig::new(HostConfig::new().stepped(7), 4 << 20);
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let mut transfer = rig.copier().upload(pattern(1 << 20, 3), &memory).unwrap();
+    let mut cx = Context::from_waker(Waker::noop());
+    let landed = (0..10_000).any(|_| {
+        rig.node.step();
+        transfer.poll_landed(&mut cx, 1 << 20) == Poll::Ready(true)
+    });
+    assert!(landed, "{:?}", transfer.progress());
+    transfer.wait().unwrap();
     rig.all_is_back();
 }

@@ -42,7 +42,7 @@ pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
         return Ok(Verdict::ok("no group counts memory here"));
     };
     // A mount point without limits is the root of all groups. One that is not mounted may have any limit.
-    if all.groups.is_empty() && !case.system.lists(all.point) {
+    if all.groups.is_empty() && !case.system.lists(&all.point) {
         return Err(Unseen(all.point.into()));
     }
     let limits = all.groups.iter().flat_map(|group| {
