@@ -123,8 +123,10 @@ impl PoolBuilder {
     ///   classes share an eighth of the bytes, at least 8 MiB. Where two segments of another class do not fit, the classes
     ///   that have the most room lose it.
     /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the caches
-    ///   of threads that have been idle for a millisecond; if it may not wait for the growth, also half of the segments of
-    ///   its own class that an active thread has. Once the pool can grow no more, or a request waits, it reaches everything.
+    ///   of threads that have been idle for a millisecond. If it may not wait for the growth
+    ///   ([`try_checkout`](crate::Pool::try_checkout)), it reaches everything: first half of the segments of its own class
+    ///   that the thread with most of them has, and if that does not serve it, all that is cached. Once the pool can grow
+    ///   no more, or a request waits, every request reaches everything.
     ///
     /// A thread that ends leaves its cache to the pool.
     pub fn thread_cache(mut self, bytes: usize) -> Self {

@@ -184,8 +184,8 @@ impl CentralPool {
     /// Adds an extent and serves waiters from it.
     ///
     /// # Safety
-    /// As for `Arena::add_extent`. The memory stays until the central pool is freed or [`CentralPool::retire`] has
-    /// removed it.
+    /// As for `Arena::add_extent`. The memory stays until the central pool is freed or `Core::retire` has removed
+    /// it.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);

@@ -4,8 +4,8 @@
 //! order, cheapest first:
 //!
 //! 1. *hit*: this thread's cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
-//! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache (two atomic
-//!    operations; `transfer`);
+//! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache, under the lock
+//!    of that one (`transfer`);
 //! 3. *batch*: under the lock, a batch of neighbours from a run; the request gets one, and the thread cache the others;
 //! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, and the request is tried
 //!    again (`reclaim`);
@@ -523,6 +523,11 @@ impl CentralPool {
             // own.
             unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
         }
+    }
+
+    /// A reference that keeps the central pool alive beyond the return of the caller's segment.
+    pub(crate) fn kept(&self) -> Option<Arc<Self>> {
+        self.me.upgrade()
     }
 
     /// Number of segments that are out.

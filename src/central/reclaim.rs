@@ -18,6 +18,7 @@
 //! a large request needs neighbours, and these may be in any cache.)
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::{Arena, CentralPool, Core, lease};
@@ -163,7 +164,7 @@ impl CentralPool {
                 }
             }
         }
-        if self.could_help(core, placement) && self.reclaim_all(core) {
+        if self.could_help(core, placement, core.table.caches().as_slice()) && self.reclaim_all(core) {
             core.serve();
             return core.arena.take(placement);
         }
@@ -176,12 +177,12 @@ impl CentralPool {
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether the segments in transfer caches and thread caches might serve a request. `false` is almost certain: an owner
-    /// that works now may have one segment more.
-    fn could_help(&self, core: &Core, placement: Placement) -> bool {
+    /// Whether the segments in transfer caches and these thread caches might serve a request. `false` is almost certain: an
+    /// owner that works now may have one segment more.
+    fn could_help(&self, core: &Core, placement: Placement, caches: &[Arc<ThreadCache>]) -> bool {
         let cached = |class: Class| {
-            let listed = core.table.caches().map(|cache| cache.cached(class) as usize).sum::<usize>();
-            // A batch that is being moved counts in its slot, in its thread's cache, or in both.
+            let listed = caches.iter().map(|cache| cache.cached(class) as usize).sum::<usize>();
+            // A batch that is being moved counts in the transfer cache, in its thread's cache, or in both.
             (listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)) * class.stride()
         };
         let (bytes, all) = (core.arena.bytes(), Class::all().map(cached).sum::<usize>());
@@ -200,7 +201,7 @@ impl CentralPool {
         let mut any = self.drain_transfers(core);
         any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));
         let idle = core.table.idle((!self.config.timeless).then(Instant::now));
-        if !idle.is_empty() && placement.is_none_or(|placement| self.could_help(core, placement)) {
+        if !idle.is_empty() && placement.is_none_or(|placement| self.could_help(core, placement, &idle)) {
             self.gate.revoke(&idle, |held| any |= empty(&mut core.arena, held));
         }
         core.stats.reclaims += u64::from(any);

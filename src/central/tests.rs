@@ -386,6 +386,43 @@ fn what_idle_threads_have_cached_is_reclaimed_where_that_may_help() {
     assert_eq!((cached(&central, 100_000), central.core.lock().stats.reclaims), (0, 1));
 }
 
+/// What idle threads have cached stays theirs where it would take the caches of busy threads to serve the request.
+#[test]
+fn idle_threads_keep_what_helps_only_with_the_caches_of_busy_ones() {
+    const LEN: usize = 100_000;
+    let (central, mut out) = all_out_but_one(LEN, false);
+    let (central, idles) = (&*central, std::sync::Barrier::new(2));
+    let mut all = || out.pop().unwrap();
+    let idle = all();
+    (0..2).for_each(|_| release(all()));
+    let asks = |want| elsewhere(|| central.try_take(want, ReclaimLevel::Idle).unwrap().is_some());
+    // This thread is the busy one: it works between two looks at it, however late the second one comes.
+    let asks_later = |want| {
+        std::thread::sleep(Duration::from_millis(2));
+        release(got(central, LEN));
+        asks(want)
+    };
+    let all_cached = || {
+        let core = central.core.lock();
+        let class = Class::of(LEN).unwrap();
+        (core.table.caches().map(|cache| cache.cached(class)).sum::<u64>(), core.stats.reclaims)
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            release(idle);
+            idles.wait();
+            idles.wait();
+        });
+        idles.wait();
+        assert!(!asks(pages(60)), "the first look notes the counts");
+        assert!(!asks_later(pages(60)));
+        assert_eq!((cached(central, LEN), all_cached()), (3, (4, 0)));
+        asks_later(pages(20));
+        assert_eq!((cached(central, LEN), all_cached()), (3, (3, 1)), "this alone may help");
+        idles.wait();
+    });
+}
+
 /// What busy threads have cached is theirs, unless the request can be served in no other way.
 #[test]
 fn what_busy_threads_have_cached_is_reclaimed_by_levels() {

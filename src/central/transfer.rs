@@ -2,8 +2,8 @@
 //!
 //! A thread that takes more than it returns finds its cache empty, and takes a batch that another thread has left in
 //! the class's transfer cache. A thread that returns more than it takes finds its list full, and moves half of it to
-//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the lock. A batch that finds no slot goes to its runs,
-//! under the lock.
+//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the central pool's lock. A batch that finds no room there goes to
+//! its runs, under the central pool's lock.
 //!
 //! Neither can overtake a waiter. What a waiter has a right to is in no cache: it was taken out when the waiter came or
 //! chose its window, and a class to which it may have a right is *closed* (`waiting`), which this module looks at
@@ -75,7 +75,7 @@ impl CentralPool {
     fn make_room(&self, cache: &ThreadCache, class: Class) -> bool {
         let Some(mut held) = self.gate.enter(cache) else { return false };
         let half = held.room(class).div_ceil(2);
-        // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
+        // A half that finds no room there stays in the list until this thread has the lock, so that a check or another thread
         // that reclaims finds it at any time.
         if half > 0 && held.offload(class, half, &self.transfers[list_of(class)]) > 0 {
             return true;
@@ -190,13 +190,13 @@ pub(super) mod tests {
             let central = central(quota);
             let bytes = |len: usize| transferred(&central, len) * (len + 64);
             for _ in 0..2 {
-                // The second round empties some slots and fills them again.
+                // The second round takes batches and leaves new ones.
                 for len in [LEN, OTHER] {
                     let (before, to_nearest) = (transferred(&central, LEN), quota + (len + 64) / 2);
                     burst(&central, len, 40);
                     assert!(bytes(len) <= to_nearest, "{} bytes of at most {quota}", bytes(len));
                     let fits = to_nearest >= 4 * (len + 64);
-                    assert_eq!(bytes(len) > 0, fits, "a class has no slots where four segments do not fit");
+                    assert_eq!(bytes(len) > 0, fits, "a class keeps nothing where four segments do not fit");
                     assert!(
                         len == LEN || transferred(&central, LEN) == before,
                         "another class has its quota"

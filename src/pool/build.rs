@@ -28,6 +28,7 @@ impl PoolBuilder {
     /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
+        crate::os::check_fork()?;
         let (config, options, initial) = self.plan()?;
         self.devices[0].context().alive()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);

@@ -148,8 +148,8 @@ impl Pool {
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
-    /// try may succeed. As long as the pool can grow, little of what active threads have cached is taken from them:
-    /// [`PoolBuilder::thread_cache`] says how much.
+    /// try may succeed. What active threads have cached is taken from them if nothing else serves the request:
+    /// [`PoolBuilder::thread_cache`] says in which order.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
@@ -159,8 +159,8 @@ impl Pool {
         self.checkout_with(request.into(), WaitLimit::None)
     }
 
-    /// A checkout for a copier. A refusal is not counted where the copier tries again later, since a pool that is short
-    /// refuses no checkout of the program's then. [`PoolBuilder::max_waiting`] bounds the program's requests, so a wait of a
+    /// A checkout for a copier, which waits or tries again later ([`WaitLimit::Retry`]). A refusal is not counted then, since
+    /// a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the program's requests, so a wait of a
     /// copier joins the queue however many requests wait.
     #[track_caller]
     pub(crate) fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
@@ -386,8 +386,11 @@ impl Pool {
         let len = central::sum(requests.iter().map(|request| request.len));
         let (waiter, deadline) = match limit {
             // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
-            _ if crate::sync::own().is_some() => (Waiter::None, None),
-            WaitLimit::None => (Waiter::None, None),
+            _ if crate::sync::own().is_some() && !matches!(limit, WaitLimit::Retry) => {
+                (Waiter::None(ReclaimLevel::All), None)
+            }
+            WaitLimit::None => (Waiter::None(ReclaimLevel::All), None),
+            WaitLimit::Retry => (Waiter::None(ReclaimLevel::Idle), None),
             WaitLimit::For(timeout) => (Waiter::Thread, since.checked_add(timeout)),
             WaitLimit::Forever => (Waiter::Thread, None),
         };
@@ -440,8 +443,9 @@ impl Pool {
             Waiter::Thread => Wake::Thread(crate::sync::thread::current()),
             Waiter::Task(waker) => Wake::Task(Task::of(waker)),
             // The growth is for later requests. This one may not wait for it.
-            Waiter::None => {
-                let got = self.try_all(&wants, ReclaimLevel::All)?;
+            Waiter::None(while_growing) => {
+                let level = if growing { while_growing } else { ReclaimLevel::All };
+                let got = self.try_all(&wants, level)?;
                 let short = || central.exhausted(central::sum(wants.iter().map(|want| want.len)));
                 return got.map(Begun::Granted).ok_or_else(short);
             }
@@ -582,6 +586,8 @@ impl Pool {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WaitLimit {
     None,
+    /// The same for a caller that tries again later: while memory is being pinned, it leaves their caches to busy threads.
+    Retry,
     For(Duration),
     Forever,
 }
@@ -589,8 +595,8 @@ pub(crate) enum WaitLimit {
 /// What is woken when a request that waits is served.
 #[derive(Clone, Copy)]
 enum Waiter<'a> {
-    /// The request does not wait.
-    None,
+    /// The request does not wait. While memory is being pinned, it reclaims this much.
+    None(ReclaimLevel),
     Thread,
     Task(&'a Waker),
 }

@@ -139,18 +139,20 @@ impl Flown {
     }
 
     /// The device is done with it: leaves the segment to its handle or its claimer; or, if the handle was dropped, gives
-    /// it to the caller, which has to return it to the pool. Returns whether it was claimed, too.
-    pub(super) fn complete(&self) -> (Option<Segment>, bool) {
+    /// it to the caller, which has to return it to the pool.
+    ///
+    /// A segment that is left to another thread keeps neither the descriptor nor the central pool alive any more.
+    pub(super) fn complete(&self) -> Option<Segment> {
         if self.exchange(state::FLIGHT, state::COMPLETED) {
-            return (None, false);
+            return None;
         }
         // Only a claimer and the completing thread change a word from DETACHED or CLAIMED, and where claims are possible
         // both hold the timeline's lock.
-        let is_detached = self.exchange(state::DETACHED, state::HOST);
-        (
-            is_detached.then(|| self.segment.alias()),
-            !is_detached && self.exchange(state::CLAIMED, state::HOST),
-        )
+        if self.exchange(state::DETACHED, state::HOST) {
+            return Some(self.segment.alias());
+        }
+        self.exchange(state::CLAIMED, state::HOST);
+        None
     }
 
     /// The device can never be shown to be done with it. Returns the segment if this call has quarantined it.
@@ -177,9 +179,12 @@ impl Loan {
 
 impl Drop for Loan {
     fn drop(&mut self) {
+        // The change ends after the word says that the flight is complete. From then on the handle may return the segment,
+        // and with the last segment of a closed pool the central pool would be freed.
+        let _kept = self.0.segment.central().kept();
         let returned = self.0.segment.central().in_one(|central| {
             central.unlisted_in_flight(-(self.0.bytes as isize));
-            self.0.complete().0
+            self.0.complete()
         });
         if let Some(segment) = returned {
             // SAFETY: completed: the handle is gone, and every hold was released, so the device is done with it.

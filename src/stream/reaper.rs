@@ -102,6 +102,10 @@ impl Watcher for Listing {
             self.doorbell.notify_one();
         }
     }
+
+    fn ended(&self) {
+        self.known.lock().retain(|timeline| timeline.strong_count() > 0);
+    }
 }
 
 impl Listing {
@@ -149,9 +153,7 @@ impl Listing {
         confined: Option<Confined>,
     ) -> Arc<Timeline> {
         let timeline = Timeline::new(context, stream, own, claims, confined, self.clone());
-        let mut known = self.known.lock();
-        known.retain(|timeline| timeline.strong_count() > 0);
-        known.push(Arc::downgrade(&timeline));
+        self.known.lock().push(Arc::downgrade(&timeline));
         timeline
     }
 
@@ -429,8 +431,6 @@ mod tests {
         assert_eq!(device.listing().known().len(), 2);
         device.listing().advance();
         drop(streams);
-        assert!(device.listing().known().is_empty());
-        let _stream = device.stream().unwrap();
-        assert_eq!(device.listing().known.lock().len(), 1);
+        assert!(device.listing().known.lock().is_empty());
     }
 }

@@ -130,7 +130,7 @@ impl Segments {
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         let mut len = self.len;
         loop {
-            match self.pool.for_copier(Self::request(len), WaitLimit::None) {
+            match self.pool.for_copier(Self::request(len), WaitLimit::Retry) {
                 // A segment of whole pages, with its header.
                 Err(Error::Exhausted(short)) if len == self.len => {
                     len = short.largest.min(len).saturating_sub(32)

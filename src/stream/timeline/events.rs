@@ -89,6 +89,7 @@ impl Timeline {
             return used;
         }
         state.events.push_back((seq, event));
+        state.record_failures = 0;
         if state.unpublished <= seq {
             state.unpublished = 0;
         }
@@ -114,7 +115,7 @@ impl Timeline {
             }
             // On a device with a limited number of events, published events are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();
-            !comes_back && state.gives_up(error)
+            !comes_back && gives_up(&mut state.record_failures, error)
         };
         crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
         if give_up {
@@ -156,7 +157,7 @@ impl Timeline {
                     break;
                 }
                 Err(error) => {
-                    if !self.state.lock().gives_up(&error) {
+                    if !gives_up(&mut self.state.lock().ask_failures, &error) {
                         break;
                     }
                     drop(role);
@@ -187,7 +188,7 @@ impl Timeline {
             return false;
         }
         state.events.pop_front();
-        state.failures = 0;
+        (state.record_failures, state.ask_failures) = (0, 0);
         if seq > self.completed.load(Ordering::Relaxed) {
             let flights = self.context.flights();
             state.complete(seq, &mut after, |since| flights.record(since.elapsed()));
@@ -365,14 +366,14 @@ impl TimelineState {
         self.unpublished = self.unpublished.max(seq);
         self.aside.push((self.open, event));
     }
+}
 
-    /// Counts a failed attempt. Returns whether there is to be no other attempt.
-    fn gives_up(&mut self, error: &Error) -> bool {
-        // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
-        if error.class() == ErrorClass::Capture {
-            return false;
-        }
-        self.failures += 1;
-        error.is_device_lost() || self.failures >= EVENT_TRIES
+/// Counts a failed attempt. Returns whether there is to be no other attempt.
+fn gives_up(failures: &mut u32, error: &Error) -> bool {
+    // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
+    if error.class() == ErrorClass::Capture {
+        return false;
     }
+    *failures += 1;
+    error.is_device_lost() || *failures >= EVENT_TRIES
 }

@@ -146,8 +146,10 @@ struct TimelineState {
     under_way: u32,
     /// Threads that have quarantined segments here and have not yet told the central pools.
     quarantining: u32,
-    /// Failures of recording and asking, none of them passing, after which nothing was seen complete.
-    failures: u32,
+    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both, nothing
+    /// was seen complete.
+    record_failures: u32,
+    ask_failures: u32,
     /// What is in flight, oldest first, and behind it what is being submitted.
     entries: VecDeque<TimelineEntry>,
     /// Published events in the order of their publication, each with the highest sequence number that it covers.
@@ -178,6 +180,9 @@ pub(crate) trait Watcher: std::fmt::Debug + Send + Sync {
 
     /// A thread or a task begins to wait for the timeline: it is looked at now, and after the shortest pause again.
     fn expedite(&self, timeline: &Timeline);
+
+    /// A timeline ends: no counted reference to it is left.
+    fn ended(&self) {}
 }
 
 /// A stream's timeline. The module's page describes it.
@@ -399,8 +404,8 @@ impl Timeline {
     // --- stream-ready reuse ------------------------------------------------------------------------------------------
 
     // A segment in flight is claimed for later work on the same stream, which comes after the earlier work by the
-    // stream's order. The pool first asks its central pool whether a request waits for memory
-    // ([`CentralPool::awaited`]); while one does, the pool claims nothing. The completing thread and the claimer decide by
+    // stream's order. A segment that a waiting request may have a right to is not
+    // claimed ([`CentralPool::may_claim`]). The completing thread and the claimer decide by
     // one compare-and-swap on the segment's state word, from DETACHED. A claim ends when its segment is submitted again,
     // becomes host-ready or is given up.
 
@@ -465,6 +470,7 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
+        self.watcher.ended();
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
         let idle = self.state.get_mut().is_idle();
@@ -546,9 +552,10 @@ impl TimelineState {
             self.completed += 1;
             since.into_iter().for_each(&mut timed);
             if let Some(flown) = flown {
-                let (returned, was_claimed) = flown.complete();
-                flown.count(-1, -isize::from(was_claimed));
-                after.returned.extend(returned);
+                // Counted before the word changes: from then on the handle may return the segment, and with the last
+                // segment of a closed pool the central pool is freed.
+                flown.count(-1, -isize::from(flown.is_claimed()));
+                after.returned.extend(flown.complete());
             }
             after.released.extend(host.into_iter().chain(memory));
         }

@@ -379,6 +379,23 @@ fn a_driver_that_cannot_answer_for_long_loses_no_stream() {
     assert_eq!(completed(&rig.stream), 1);
 }
 
+/// Only failures in a row show that no event can be recorded: behind a long kernel nothing is complete in between.
+#[test]
+fn failures_to_record_with_successes_in_between_lose_no_stream() {
+    let rig = Rig::stepped();
+    for _ in 0..=EVENT_TRIES {
+        rig.fail(Call::Record, Failure::Argument);
+        rig.hold();
+        rig.close();
+        rig.close();
+        assert_eq!(rig.node.clear_faults(), 0);
+    }
+    rig.stream.timeline().usable().unwrap();
+    assert_eq!(completed(&rig.stream), 0);
+    rig.settle();
+    assert!(rig.stream.timeline().is_idle());
+}
+
 /// Otherwise a thread that steps the device would take another thread's work under way for the end of all work.
 #[test]
 fn a_timeline_is_busy_while_a_thread_asks_records_or_quarantines() {
