@@ -14,7 +14,8 @@
 //! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
 //! grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other for
 //! good would each wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every
-//! request may reclaim everything, and so may one that does not wait for the growth. (A part of it would not do in step 4:
+//! request may reclaim everything, and so may one that does not wait for the growth,
+//! except a copier's, which is tried again. (A part of it would not do in step 4:
 //! a large request needs neighbours, and these may be in any cache.)
 
 use std::ptr::NonNull;

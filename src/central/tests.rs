@@ -391,7 +391,7 @@ fn what_idle_threads_have_cached_is_reclaimed_where_that_may_help() {
 fn idle_threads_keep_what_helps_only_with_the_caches_of_busy_ones() {
     const LEN: usize = 100_000;
     let (central, mut out) = all_out_but_one(LEN, false);
-    let (central, idles) = (&*central, std::sync::Barrier::new(2));
+    let central = &*central;
     let mut all = || out.pop().unwrap();
     let idle = all();
     (0..2).for_each(|_| release(all()));
@@ -408,18 +408,20 @@ fn idle_threads_keep_what_helps_only_with_the_caches_of_busy_ones() {
         (core.table.caches().map(|cache| cache.cached(class)).sum::<u64>(), core.stats.reclaims)
     };
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        // Dropped at the end, by a panic too: then the idle thread ends.
+        let (_end, ends) = std::sync::mpsc::channel::<()>();
+        let (idles, begun) = std::sync::mpsc::channel();
+        scope.spawn(move || {
             release(idle);
-            idles.wait();
-            idles.wait();
+            idles.send(()).unwrap();
+            ends.recv().unwrap_err();
         });
-        idles.wait();
+        begun.recv().unwrap();
         assert!(!asks(pages(60)), "the first look notes the counts");
         assert!(!asks_later(pages(60)));
         assert_eq!((cached(central, LEN), all_cached()), (3, (4, 0)));
         asks_later(pages(20));
         assert_eq!((cached(central, LEN), all_cached()), (3, (3, 1)), "this alone may help");
-        idles.wait();
     });
 }
 

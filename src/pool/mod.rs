@@ -160,8 +160,8 @@ impl Pool {
     }
 
     /// A checkout for a copier, which waits or tries again later ([`WaitLimit::Retry`]). A refusal is not counted then, since
-    /// a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the program's requests, so a wait of a
-    /// copier joins the queue however many requests wait.
+    /// a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the program's requests,
+    /// so a wait of a copier joins the queue however many requests wait.
     #[track_caller]
     pub(crate) fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
         let site = Location::caller();

@@ -229,7 +229,7 @@ impl<'a> Loader<'a> {
                 driver.parts.push_back(part);
             }
         }
-        Ok(Load::new(self.checkpoint.0.clone(), driver))
+        Ok(Load::new(self.copier.clone(), self.checkpoint.0.clone(), driver))
     }
 
     /// Starts the transfer of a file. `before`: tensors of the load so far.

@@ -19,10 +19,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::thread::{self, Thread};
-use std::time::Duration;
 
 use parking_lot::Mutex;
-use pinpool::copier::{Canceller, FileSource, Progress, Transfer, may_wait};
+use pinpool::copier::{Canceller, Copier, FileSource, Progress, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
 use super::Files;
@@ -60,6 +59,7 @@ impl Clone for Load {
 }
 
 struct Shared {
+    copier: Copier,
     files: Arc<Files>,
     /// For each part of the load its file's number, and which of the file's tensors it has.
     parts: Vec<(u32, Arc<[u32]>)>,
@@ -245,19 +245,22 @@ impl Shared {
                 if let Err(error) = may_wait() {
                     return Some(Err(error));
                 }
-                // A device that is stepped moves only when a thread polls.
-                thread::park_timeout(LOOK);
+                match self.copier.step() {
+                    true => thread::yield_now(),
+                    false => thread::park(),
+                }
             }
         })
     }
 }
 
 impl Load {
-    pub(super) fn new(files: Arc<Files>, driver: Driver) -> Self {
+    pub(super) fn new(copier: Copier, files: Arc<Files>, driver: Driver) -> Self {
         let parts: Vec<_> = driver.parts.iter().map(|part| (part.number, part.chosen.clone())).collect();
         let transfers = driver.parts.iter().filter_map(|part| part.transfer.as_ref());
         let cancellers = transfers.map(Transfer::canceller).collect();
         let shared = Arc::new_cyclic(|shared| Shared {
+            copier,
             files,
             parts,
             cancellers,
@@ -349,8 +352,6 @@ impl std::fmt::Debug for Load {
 
 /// Tensors that come out at once, at most: they are in the processor's cache when they are taken.
 const BATCH: usize = 64;
-/// How long a thread waits at most before it polls again without being woken.
-const LOOK: Duration = Duration::from_millis(5);
 
 /// Where the tensors of a part go.
 pub(super) enum Places {

@@ -304,6 +304,13 @@ impl Copier {
         !crate::os::forked() && self.workers.advance()
     }
 
+    /// On a [stepped](crate::host::HostConfig::stepped) device: lets it take a step and moves transfers on. `false`: the
+    /// device moves by itself.
+    #[doc(hidden)]
+    pub fn step(&self) -> bool {
+        !crate::os::forked() && self.workers.step()
+    }
+
     /// Makes all copies that are submitted from now on wait for what was submitted to `stream` so far: for kernels that
     /// still use the memory, or that write what is downloaded. The caller does not wait; transfers of others do.
     ///

@@ -114,6 +114,13 @@ impl Workers {
         Some(said)
     }
 
+    /// On a stepped device: lets it take a step and moves transfers on. `false`: the device moves by itself.
+    pub(super) fn step(&self) -> bool {
+        let stepped = self.engine.device.context().driver().stepped().map(|stepped| stepped.step());
+        self.advance();
+        stepped.is_some()
+    }
+
     /// Waits until `until` holds of a job: the device moves only when it is told to step. Where nothing is left to step,
     /// nothing will change any more, and the job fails.
     fn step_until(&self, job: &Job, until: impl Fn(&Job) -> bool) {

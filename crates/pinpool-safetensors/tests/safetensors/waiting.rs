@@ -210,7 +210,7 @@ fn waits_by_name_and_iterations_share_a_load() {
     rig.all_is_back();
 }
 
-/// A stepped device moves only when a thread polls, so one that waits for a tensor does.
+/// A stepped device moves only when a thread steps it, so one that waits for a tensor does.
 #[test]
 fn a_thread_that_waits_moves_a_stepped_device() {
     let (rig, folder) = (Rig::new(HostConfig::new().stepped(3), 16 << 20), Folder::new());

@@ -43,7 +43,7 @@ pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
     };
     // A mount point without limits is the root of all groups. One that is not mounted may have any limit.
     if all.groups.is_empty() && !case.system.lists(&all.point) {
-        return Err(Unseen(all.point.into()));
+        return Err(Unseen(all.point));
     }
     let limits = all.groups.iter().flat_map(|group| {
         let limit = |file, limit: Option<u64>| Some((group.left(limit)?, limit?, file, group));
