@@ -267,6 +267,40 @@ fn loom_reclaim_from_the_busy() {
     model("reclaim: from an owner at work", 3, || reclaimed(false));
 }
 
+// --- transfer caches -------------------------------------------------------------------------------------------------
+
+/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does.
+fn offload(store: &Store) {
+    step();
+    let Placement::Class(class) = store.want().placement else { unreachable!() };
+    let mut held = store.central.gate.enter(store.central.cache().unwrap()).unwrap();
+    let moved = held.offload(class, 1, &store.central.transfers[list_of(class)]);
+    assert_eq!(moved, 1, "there is room for two");
+}
+
+#[test]
+fn loom_transfer_passes_on() {
+    model("transfer caches: one leaves a segment while another takes one", 3, || {
+        let store = Store::new(PAGE);
+        let [one, two] = [store.take().unwrap(), store.take().unwrap()];
+        one.put();
+        offload(&store);
+        let leaver = worker({
+            let store = store.clone();
+            move || {
+                two.put();
+                offload(&store);
+            }
+        });
+        // A third segment was never taken, but the transfer cache comes before the runs.
+        let got = store.take().unwrap();
+        leaver.join().unwrap();
+        store.central.check(|_, _| ()).unwrap();
+        got.put();
+        store.finish();
+    });
+}
+
 // --- closing ---------------------------------------------------------------------------------------------------------
 
 fn close_counts() {
