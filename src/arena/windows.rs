@@ -13,8 +13,8 @@
 //!
 //! A range is made of whole runs, and of free pages between them and at its edges. A run in a window is *marked*: its
 //! class does not take from it, and it is dissolved when all of its segments are back. The free pages of a range are free
-//! runs that the set of free runs does not have; they are joined when the window ends. Of a range
-//! for one segment each run has to come back: with fewer of them, a shorter range would have had fewer bytes out.
+//! runs that the set of free runs does not have; they are joined when the window ends. A range for one segment is served
+//! when all of its runs are back: if fewer were enough, a shorter range with fewer bytes out would have been chosen.
 
 use std::collections::VecDeque;
 

@@ -169,8 +169,8 @@ impl Shared {
         all
     }
 
-    /// [`State::found`], now. Inlined, as what it calls is: a tensor that passes through the memory of several functions
-    /// costs more than finding it.
+    /// Looks for a tensor without waiting: [`State::found`] under the lock. Inlined with it, since each function that a
+    /// tensor is passed through by memory costs more than finding it.
     #[inline]
     fn now(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
         // There a lock may have been taken for ever.
@@ -229,12 +229,13 @@ impl Shared {
         polled.is_ready()
     }
 
-    /// The same as [`poll`](Self::poll) for a thread, which waits.
+    /// Blocks the thread until a tensor is found: [`poll`](Self::poll) for threads.
     #[inline]
     fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
         self.now(wanted).unwrap_or_else(|| self.park(wanted))
     }
 
+    /// Polls and parks by turns until the tensor is found. A stepped device, which wakes nobody, is stepped in between.
     #[cold]
     fn park(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
         THREAD.with(|waker| {

@@ -404,10 +404,9 @@ impl Timeline {
     // --- stream-ready reuse ------------------------------------------------------------------------------------------
 
     // A segment in flight is claimed for later work on the same stream, which comes after the earlier work by the
-    // stream's order. A segment that a waiting request may have a right to is not
-    // claimed ([`CentralPool::may_claim`]). The completing thread and the claimer decide by
-    // one compare-and-swap on the segment's state word, from DETACHED. A claim ends when its segment is submitted again,
-    // becomes host-ready or is given up.
+    // stream's order. A segment that a waiting request may have a right to is not claimed ([`CentralPool::may_claim`]).
+    // The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED. A
+    // claim ends when its segment is submitted again, becomes host-ready or is given up.
 
     /// Claims a segment of this class and central pool that is in flight on this stream alone and whose handle was
     /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then on.
