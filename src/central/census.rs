@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Books, CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
+use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
 use crate::freelist::{Descriptor, ThreadCache, listed};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::{ClassStats, ClassTally, Histogram};
@@ -60,7 +60,7 @@ impl CentralPool {
     /// How long requests waited for memory, and how long timed buffers were out.
     pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
         let core = self.lock();
-        (*core.queue.waited(), *core.books.ledger.holding())
+        (*core.queue.waited(), *core.ledger.holding())
     }
 
     /// Whether every checkout is to be entered in the ledger.
@@ -72,21 +72,21 @@ impl CentralPool {
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
         fresh.track();
         let segment = fresh.segment();
-        segment.central().lock().books().enter(segment, origin);
+        segment.central().lock().as_is().enter(segment, origin);
     }
 
     /// Starts the ledger's entry of a segment anew, if it has one.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
         let mut core = self.lock();
-        if core.books.ledger.has(name(segment.descriptor())) {
-            core.books().enter(segment, origin);
+        if core.ledger.has(name(segment.descriptor())) {
+            core.as_is().enter(segment, origin);
         }
     }
 
     /// The segments that the ledger has, or that are quarantined, for at least `threshold`, in no particular order.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let core = self.lock();
-        let ledger = &core.books.ledger;
+        let ledger = &core.ledger;
         let entered = ledger.entries().map(|(at, entry)| (entry.run, at, entry.since, Some(*entry)));
         let quarantined = core.quarantined_segments.iter().filter(|(_, at, _)| !ledger.has(*at));
         let quarantined = quarantined.map(|&(run, at, since)| (run, at, since, None));
@@ -140,14 +140,12 @@ impl CentralPool {
     }
 }
 
-impl Books {
+impl Core {
     fn enter(&mut self, segment: &Segment, origin: CheckoutSite) {
         let descriptor = segment.descriptor();
         self.ledger.enter(name(descriptor), descriptor.run(), segment.len(), origin);
     }
-}
 
-impl Core {
     /// What was counted of each class, under the lock and by all threads. Exact while all owners are shut out.
     pub(super) fn tally(&self) -> ClassTally {
         let mut tally = self.classes.clone();
@@ -157,7 +155,7 @@ impl Core {
 
     /// Counts on what a thread cache has counted that leaves the table. Its owner has ended.
     pub(super) fn count_on(&mut self, cache: &ThreadCache) {
-        self.books.requested = self.books.requested.wrapping_add(cache.requested());
+        self.requested = self.requested.wrapping_add(cache.requested());
         count_on(&mut self.classes, cache);
     }
 
@@ -166,7 +164,7 @@ impl Core {
     fn snapshot(&self, takes: u64, puts: u64, out: u64) -> CentralSnapshot {
         let bytes = self.arena.bytes();
         let requested = |sum: u64, cache: &Arc<ThreadCache>| sum.wrapping_add(cache.requested());
-        let requested = self.table.caches().fold(self.books.requested, requested);
+        let requested = self.table.caches().fold(self.requested, requested);
         let taken = (out as i64).max(0) as usize;
         let taken = taken.min(bytes.total - bytes.cut).max(self.quarantined);
         let free = bytes.total - bytes.cut - taken;

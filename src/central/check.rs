@@ -77,8 +77,8 @@ impl CentralPool {
         if takes.wrapping_sub(puts) != out {
             return Err(format!("{takes} takes less {puts} returns are not the {out} segments that are out"));
         }
-        if core.outstanding.is_some_and(|n| n != out) {
-            return Err(format!("{:?} segments are counted as outstanding, {out} are", core.outstanding));
+        if core.left.is_some_and(|n| n != out) {
+            return Err(format!("{:?} segments are counted as outstanding, {out} are", core.left));
         }
         self.check_waiting(core, |class| classes[class.index()])?;
         Ok(())
@@ -89,8 +89,7 @@ impl CentralPool {
 mod tests {
 
     use super::*;
-    use crate::central::tests::{got, release};
-    use crate::central::transfer::tests::{BYTES, CACHE, central};
+    use crate::central::tests::{CACHE, MIB, central, got, release};
     use crate::central::{WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
@@ -195,16 +194,16 @@ mod tests {
         miscount(1);
         assert_eq!(violation(&central), "3 takes less 1 returns are not the 1 segments that are out");
         miscount(u64::MAX);
-        central.core.lock().outstanding = Some(2);
+        central.core.lock().left = Some(2);
         assert_eq!(violation(&central), "Some(2) segments are counted as outstanding, 1 are");
-        central.core.lock().outstanding = Some(1);
+        central.core.lock().left = Some(1);
         central.check(|_, _| ()).unwrap();
     }
 
     #[test]
     fn a_check_sees_what_returns_are_not_told() {
         let central = cached();
-        let wants = vec![central.place(BYTES - 32, 64).unwrap()];
+        let wants = vec![central.place(MIB - 32, 64).unwrap()];
         let wake = || Wake::Thread(thread::current());
         let large = central.join(wants, wake(), false, usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();

@@ -7,12 +7,14 @@
 //! carried out after the lock is released, by the region thread of the device, which unpins before it pins. On a device
 //! without threads the caller does it at once. Each extent serves waiters as soon as it is pinned.
 //!
-//! # After a failure
+//! # The rule
 //!
-//! A refusal that may pass strands nobody. While requests wait, a growth that failed is tried again: at once with half as
-//! many bytes, down to what the queue's head needs, and then after a pause that doubles. A growth that
-//! succeeds ends that. A request that only growing can serve does not wait for that: it gets the error once a growth of what the head
-//! needs has failed. Without a clock the next call on the slow path is the pause.
+//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no room
+//!    for it, for the first waiter that the room is enough for.
+//! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what the
+//!    waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the pause.)
+//! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will not
+//!    be tried again.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -38,7 +40,7 @@ pub(super) struct Refusal {
     pub(super) error: Error,
     /// Bytes that did not come.
     missing: usize,
-    /// How long the queue's head waits until its growth is tried again, and whether that is over.
+    /// How long it takes until a growth as short as this is tried again, and whether that is over.
     pause: Duration,
     due: bool,
 }
@@ -50,6 +52,11 @@ impl Refusal {
 
     fn may_pass(&self) -> bool {
         self.error.class() == ErrorClass::Transient
+    }
+
+    /// Whether a growth of `need` bytes is tried at once, since it is shorter.
+    fn allows(&self, need: usize) -> bool {
+        self.may_pass() && self.missing > need
     }
 }
 
@@ -64,10 +71,14 @@ pub(super) fn least(wants: &[Want]) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
-/// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
-/// segments to come back.
+/// The error of the last growth, for wants that no segment that may come back can ever serve, if no shorter growth
+/// follows. Other wants wait for segments to come back.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
-    let refusal = core.refused().filter(|refusal| !core.shrinks(refusal, wants))?;
+    let refusal = core.refused()?;
+    let next = if core.queue.is_empty() { Some(wants) } else { core.next_to_grow().map(|next| next.0) };
+    if next.is_some_and(|next| refusal.allows(core.need(next))) {
+        return None;
+    }
     core.never(wants).map(|_| refusal.error.clone())
 }
 
@@ -80,7 +91,8 @@ impl CentralPool {
     /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
     /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
-        self.lock().may_grow(wants)
+        let core = self.lock();
+        core.config.step > 0 && core.refused().is_none() && core.room_beside() >= least(wants)
     }
 
     /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
@@ -90,15 +102,14 @@ impl CentralPool {
     /// [extents](Self::extents), which the caller asked before it tried: many threads often miss at once, and one region
     /// may serve them all. If it does not, the queue's head has another one pinned.
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
-        let growth = {
-            let mut core = self.lock();
-            if core.growing > 0 || self.extents() != extents {
-                return true;
-            }
-            // While others wait, a request that is not in the queue takes no idle region away from them.
-            let idle = core.queue.is_empty();
-            core.plan(wants, idle)
-        };
+        let mut core = self.lock();
+        if core.growing > 0 || self.extents() != extents {
+            return true;
+        }
+        // While others wait, a request that is not in the queue takes no idle region away from them.
+        let may_move = core.queue.is_empty();
+        let growth = core.plan(wants, may_move);
+        drop(core);
         growth.map(|growth| self.carry_out(growth)).is_some()
     }
 
@@ -144,34 +155,29 @@ impl CentralPool {
     ///
     /// # Errors
     /// [`Error::Exhausted`] if the capacity has no room for it now, [`Error::Impossible`] if never, [`Error::Closed`],
-    /// [`Error::Forked`], and what the region thread answers. The error carries the memory back.
+    /// and what the region thread answers. The error carries the memory back.
     pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let Some(regions) = &self.regions else {
+        let Some(regions) = self.regions.as_ref().filter(|_| !self.closed()) else {
             return Err(SubmitError { error: Error::Closed, buffer: Some(memory) });
         };
-        if let Err(error) = self.refuse_if_shut() {
-            return Err(SubmitError { error, buffer: Some(memory) });
-        }
         let adoptee = Adoptee::new(memory)?;
         let len = adoptee.len();
-        {
-            let mut core = self.lock();
-            let room = core.room();
-            if len > room {
-                let (quarantined, capacity) = (core.quarantined, self.config.capacity);
-                let error = if len > capacity.saturating_sub(quarantined) {
-                    Error::Impossible { len, quarantined, capacity }
-                } else {
-                    Error::Exhausted(Box::new(Shortage { room: Some(room), ..core.shortage(len) }))
-                };
-                drop(core);
-                return Err(adoptee.refused(error));
-            }
-            core.growing += len;
+        let mut core = self.lock();
+        let (room, quarantined, capacity) = (core.room(), core.quarantined, self.config.capacity);
+        if len > room {
+            let error = if len > capacity.saturating_sub(quarantined) {
+                Error::Impossible { len, quarantined, capacity }
+            } else {
+                Error::Exhausted(Box::new(Shortage { room: Some(room), ..core.shortage(len) }))
+            };
+            drop(core);
+            return Err(adoptee.refused(error));
         }
+        core.growing += len;
+        drop(core);
         let serve = |id, base, len, pinned| {
             // SAFETY: an extent of a region, which lives until the central pool is freed. It is handed over once.
             unsafe { self.add_extent(id, base, len, pinned) };
@@ -205,14 +211,8 @@ impl CentralPool {
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
-        let mut pause = None;
         if let Some(error) = error {
-            core.stats.growth_failures += 1;
-            let before = core.refusal.take().filter(|_| !core.queue.is_empty());
-            let mut refusal = Refusal::new(error.clone(), missing);
-            refusal.pause = before.map_or(PAUSE, |before| before.pause);
-            pause = refusal.may_pass().then_some((refusal.pause, core.stats.growth_failures));
-            core.refusal = Some(refusal);
+            core.refuse(error.clone(), missing);
         } else if missing == 0 {
             core.refusal = None;
         }
@@ -220,9 +220,11 @@ impl CentralPool {
             core.fail(|core, wants| growth_failure(core, wants).or_else(|| self.hopeless(core, wants)));
             core.extended();
         }
-        let has_clock = !core.timeless && !cfg!(loom);
+        let is_timed = error.is_some() && !core.config.timeless && !cfg!(loom);
+        let refusal = core.refusal.as_ref().filter(|refusal| is_timed && refusal.may_pass());
+        let (pause, failures) = (refusal.map(|refusal| refusal.pause), core.stats.growth_failures);
         drop(core);
-        if let Some((pause, failures)) = pause.filter(|_| has_clock) {
+        if let Some(pause) = pause {
             let central = self.me.clone();
             crate::timer::after(pause, move || {
                 let Some(central) = central.upgrade() else { return };
@@ -250,7 +252,7 @@ impl CentralPool {
             total -= if goes { *len } else { 0 };
             goes
         });
-        let going = core.retire(going);
+        core.retire(&going);
         drop(core);
         let bytes = going.iter().map(|(_, len)| len).sum();
         self.unpin(going);
@@ -259,22 +261,16 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Plans a region for the head of the queue, to be carried out after the unlock: other requests may have taken what
-    /// was pinned for the head, and regions may be idle by now. After a growth that failed, one is planned if it may be
-    /// shorter, or a pause is over. For each waiter idle regions are replaced at most once, since that may not help.
-    /// `true`: a region is planned.
+    /// Plans a region as the rule at the head of this module says, to be carried out after the unlock. `true`: one is
+    /// planned. For each waiter idle regions are replaced at most once, since that may not help.
     pub(super) fn grow_for_head(&mut self) -> bool {
         // These cheap tests decide most cases.
         let Some((wants, may_move)) = self.next_to_grow() else { return false };
-        let may = |refusal: &Refusal| refusal.may_pass() && (refusal.due || self.shrinks(refusal, wants));
-        if !self.refused().is_none_or(may) {
+        if !self.refused().is_none_or(|refusal| refusal.due || refusal.allows(self.need(wants))) {
             return false;
         }
         let wants = wants.to_vec();
         let Some(growth) = self.plan(&wants, may_move) else { return false };
-        if let Some(refusal) = self.refusal.as_mut().filter(|refusal| refusal.due) {
-            (refusal.pause, refusal.due) = ((refusal.pause * 2).min(MOST_PAUSE), false);
-        }
         if !growth.going.is_empty() {
             self.queue.head().into_iter().for_each(|head| self.queue.note_replaced(head));
         }
@@ -286,7 +282,7 @@ impl Core {
     /// be room for a region for it. After a growth that failed also the one that needs least, since the failed one may have
     /// been for any.
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
-        let head = self.queue.head().filter(|_| self.step > 0)?;
+        let head = self.queue.head().filter(|_| self.config.step > 0)?;
         let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
         let (failed, least_of_head) = (self.refused().is_some(), least(head));
         let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
@@ -304,35 +300,36 @@ impl Core {
         self.refusal.as_ref().filter(|_| self.growing == 0)
     }
 
-    /// Whether the growth after one that was refused may be shorter: that for a waiter, or for these wants where nothing
-    /// waits.
-    fn shrinks(&self, refusal: &Refusal, wants: &[Want]) -> bool {
-        let next = if self.queue.is_empty() { Some(wants) } else { self.next_to_grow().map(|next| next.0) };
-        refusal.may_pass() && next.is_some_and(|next| refusal.missing > self.need(next))
+    /// Notes that a growth failed. If it was one after a pause, the next pause is twice as long.
+    fn refuse(&mut self, error: Error, missing: usize) {
+        self.stats.growth_failures += 1;
+        let mut refusal = Refusal::new(error, missing);
+        if let Some(before) = self.refusal.take().filter(|_| !self.queue.is_empty()) {
+            let longer = if before.due { before.pause * 2 } else { before.pause };
+            refusal.pause = longer.min(MOST_PAUSE);
+        }
+        self.refusal = Some(refusal);
     }
 
     /// The pause after a growth that failed is over.
     pub(super) fn growth_is_due(&mut self) {
-        self.refusal.iter_mut().for_each(|refusal| refusal.due = true);
-    }
-
-    fn may_grow(&self, wants: &[Want]) -> bool {
-        self.step > 0 && self.refused().is_none() && self.room_beside() >= least(wants)
+        let passing = self.refusal.iter_mut().filter(|refusal| refusal.may_pass());
+        passing.for_each(|refusal| refusal.due = true);
     }
 
     /// Bytes that could be pinned now.
     pub(super) fn room(&self) -> usize {
         let held = self.arena.bytes().total + self.growing + self.leaving;
-        self.capacity.saturating_sub(held) / page() * page()
+        self.config.capacity.saturating_sub(held) / page() * page()
     }
 
     /// Bytes that could be pinned if every segment came back and all regions that are idle then were unpinned.
     pub(super) fn movable(&self) -> usize {
-        if self.step == 0 {
+        if self.config.step == 0 {
             return 0;
         }
         let kept = self.arena.stuck_regions();
-        self.capacity.saturating_sub(kept + self.growing) / page() * page()
+        self.config.capacity.saturating_sub(kept + self.growing) / page() * page()
     }
 
     /// Plans a region for these wants. Its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
@@ -341,7 +338,7 @@ impl Core {
     pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
         let least = least(wants);
         let mut going = Vec::new();
-        if self.step == 0 {
+        if self.config.step == 0 {
             return None;
         }
         let mut left = self.room_beside();
@@ -350,17 +347,18 @@ impl Core {
                 return None;
             }
             going = self.idle_regions();
-            let wanted = going.iter().position(|(_, len)| {
+            let enough = going.iter().position(|(_, len)| {
                 left += len;
                 left >= least
             });
-            going.truncate(wanted? + 1);
-            going = self.retire(going);
+            going.truncate(enough? + 1);
+            self.retire(&going);
             // This plan may count on these bytes. For other plans they are leaving, and no room yet.
             left = self.room_beside() + going.iter().map(|(_, len)| len).sum::<usize>();
         }
         let half = |refusal: &Refusal| refusal.missing / 2 / page() * page();
-        let most = self.refusal.as_ref().map_or(self.step, half).min(self.step);
+        let step = self.config.step;
+        let most = self.refusal.as_ref().map_or(step, half).min(step);
         let bytes = most.max(self.need(wants)).min(left);
         self.growing += bytes;
         self.stats.growths += 1;
@@ -368,31 +366,32 @@ impl Core {
     }
 
     /// The regions of which nothing is used, the newest first, each with its bytes.
-    fn idle_regions(&mut self) -> Vec<(RegionId, usize)> {
-        let regions = self.arena.regions().into_iter();
-        let mut idle: Vec<_> =
-            regions.filter(|(_, len, free)| len == free).map(|(id, len, _)| (id, len)).collect();
+    fn idle_regions(&self) -> Vec<(RegionId, usize)> {
+        let regions = self.arena.regions().into_iter().filter(|(_, len, free)| len == free);
+        let mut idle: Vec<_> = regions.map(|(id, len, _)| (id, len)).collect();
         idle.sort_unstable_by(|a, b| b.cmp(a));
         idle
     }
 
-    /// Removes those of these regions that may go. Their bytes count as leaving, and not as room, until the region thread
-    /// was told to unpin them.
-    fn retire(&mut self, mut regions: Vec<(RegionId, usize)>) -> Vec<(RegionId, usize)> {
-        regions.retain(|(id, _)| self.arena.retire(*id).is_some());
-        self.leaving += regions.iter().map(|(_, len)| len).sum::<usize>();
-        regions
+    /// Removes idle regions. Their bytes count as leaving, and not as room, until the region thread was told to unpin them.
+    fn retire(&mut self, idle: &[(RegionId, usize)]) {
+        for (id, len) in idle {
+            self.leaving += len;
+            let gone = self.arena.retire(*id);
+            debug_assert_eq!(gone, Some(*len), "an idle region can go");
+        }
     }
 
     /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of each alignment, and
     /// regions start well aligned.
     fn need(&self, wants: &[Want]) -> usize {
         // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.
+        let extent = self.config.largest + 32;
         let need = wants.iter().fold(0usize, |at, w| {
             let (pages, align) = w.placement.fresh_pages();
             let bytes = (pages + align - 1) * segment::PAGE;
-            let left = self.extent - at % self.extent;
-            let at = if bytes > left { at.saturating_add(left % self.extent) } else { at };
+            let left = extent - at % extent;
+            let at = if bytes > left { at.saturating_add(left % extent) } else { at };
             at.saturating_add(bytes)
         });
         need.checked_next_multiple_of(page()).unwrap_or(usize::MAX)

@@ -4,11 +4,11 @@
 //! itself serves the queue before it lets the lock go, and makes the wakes after that. No path can forget it: nothing
 //! else locks the core.
 //!
-//! The books are the exception. What is written there serves no one, and is written under locks of other modules.
+//! What serves no one is the exception: the ledger, and counts, which are written under locks of other modules.
 
 use std::ops::{Deref, DerefMut};
 
-use super::{Books, CentralPool, Core, Wake};
+use super::{CentralPool, Core, Wake};
 use crate::sync::{Mutex, MutexGuard};
 
 /// The core and its lock. [`CentralPool::lock`] is the only way in.
@@ -49,7 +49,7 @@ impl CentralPool {
     /// The lock, for a request that is not in the queue.
     pub(super) fn lock_to_take(&self) -> Locked<'_> {
         let mut locked = self.lock();
-        if locked.timeless {
+        if locked.config.timeless {
             self.tick(&mut locked);
         }
         locked
@@ -57,14 +57,9 @@ impl CentralPool {
 }
 
 impl Locked<'_> {
-    /// The core for a check, or for a look that changes nothing that a waiter could have: the queue is not served.
+    /// The core for a check, or for a change of nothing that a waiter could have: the queue is not served.
     pub(super) fn as_is(&mut self) -> &mut Core {
         &mut self.core
-    }
-
-    /// The books, whose changes the queue does not wait for.
-    pub(super) fn books(&mut self) -> &mut Books {
-        &mut self.core.books
     }
 }
 

@@ -92,8 +92,8 @@ impl Store {
             let fresh = unsafe { Fresh::of_tag(&self.central, descriptor, tag(LEN, list_of(class))) };
             return Some(self.out(fresh));
         }
-        match self.central.try_take(want, ReclaimLevel::All) {
-            Ok(fresh) => fresh.map(|fresh| self.out(fresh)),
+        match self.central.try_take(&[want], ReclaimLevel::All) {
+            Ok(fresh) => fresh?.pop().map(|fresh| self.out(fresh)),
             Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
         }
@@ -424,7 +424,8 @@ fn loom_sums_hold() {
 fn loom_ledger_closes() {
     model("ledger: an entered segment returns on another thread, while the ledger is looked at", 3, || {
         let store = Store::new(PAGE);
-        let mut fresh = store.central.try_take(store.want(), ReclaimLevel::All).unwrap().unwrap();
+        let mut fresh =
+            store.central.try_take(&[store.want()], ReclaimLevel::All).unwrap().unwrap().remove(0);
         CentralPool::enter(&mut fresh, CheckoutSite::default());
         let out = store.out(fresh);
         let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();

@@ -19,10 +19,10 @@
 //! # How long a central pool lives
 //!
 //! A buffer holds a bare pointer to its central pool, since a reference count would cost more than everything else in a
-//! hit together. All buffers together hold one strong count, *the outstanding reference*. When the pool closes, the
-//! mode word makes every return slow from then on. So the segments that are still out can be counted exactly, and the
-//! return of the last one drops the outstanding reference. A buffer that never comes back (leaked, or quarantined)
-//! keeps the central pool and its memory for good, as it must.
+//! hit together. All buffers together hold one strong count, *the outstanding reference*, which the core keeps. When the
+//! pool closes, the mode word makes every return slow from then on. So the segments that are still out can be counted
+//! exactly, and the return of the last one takes the outstanding reference out of the core and drops it. A buffer that
+//! never comes back (leaked, or quarantined) keeps the central pool and its memory for good, as it must.
 //!
 //! # Invariants
 //!
@@ -152,6 +152,12 @@ pub(crate) struct CentralPool {
 
 #[derive(Debug)]
 struct Core {
+    config: CentralConfig,
+    /// The outstanding reference, until the pool is closed and nothing is out.
+    outstanding: Option<Arc<CentralPool>>,
+    /// After closing: the number of segments that are still out.
+    left: Option<u64>,
+    me: Weak<CentralPool>,
     arena: Arena,
     table: CacheTable,
     queue: WaitQueue,
@@ -159,19 +165,14 @@ struct Core {
     windows: Windows,
     /// Takes and returns on the slow path, by class, and those of thread caches that have left the table.
     classes: ClassTally,
-    books: Books,
+    ledger: Ledger,
+    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
+    /// slow path return).
+    requested: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
     /// Each of them: its run, the address of its descriptor, and when it was quarantined.
     quarantined_segments: Vec<(u32, usize, Instant)>,
-    /// In bytes, from the configuration; `extent` is the length of an extent.
-    capacity: usize,
-    extent: usize,
-    step: usize,
-    timeless: bool,
-    me: Weak<CentralPool>,
-    /// After closing: the number of segments that are still out.
-    outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
     /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
@@ -181,15 +182,6 @@ struct Core {
     stats: Stats,
     /// What the thread that has the lock does after the unlock.
     wakes: Vec<Wake>,
-}
-
-/// What is only written down: no change of it serves a waiter.
-#[derive(Debug, Default)]
-struct Books {
-    ledger: Ledger,
-    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
-    /// slow path return).
-    requested: u64,
 }
 
 /// What happened on the slow path since the central pool was made.
@@ -245,31 +237,30 @@ impl CentralPool {
             extents: StdAtomicU64::new(0),
             me: me.clone(),
             core: crossbeam::utils::CachePadded::new(CoreLock::new(Core {
+                config: config.clone(),
+                outstanding: None,
+                left: None,
+                me: me.clone(),
                 arena: Arena::new(),
                 table: CacheTable::default(),
                 queue: WaitQueue::default(),
                 windows: Windows::default(),
-                books: Books::default(),
-                wakes: Vec::new(),
                 classes: ClassTally::new(),
+                ledger: Ledger::default(),
+                requested: 0,
                 quarantined: 0,
                 quarantined_segments: Vec::new(),
-                capacity: config.capacity,
-                extent: config.largest + 32,
-                step: config.step,
-                timeless: config.timeless,
-                me: me.clone(),
-                outstanding: None,
                 growing: 0,
                 leaving: 0,
                 refusal: None,
                 stats: Stats::default(),
+                wakes: Vec::new(),
             })),
             config,
         });
         crate::os::empty_in_child(lease::forget);
-        // The outstanding reference: see "How long a central pool lives".
-        std::mem::forget(central.clone());
+        // See "How long a central pool lives".
+        central.lock().as_is().outstanding = Some(central.clone());
         central
     }
 
@@ -346,57 +337,36 @@ impl CentralPool {
         if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// Takes a segment if one is free, or is cached within the reclaim level, and no waiter has a right to it. `None`:
-    /// not now.
+    /// Takes a segment for each of `wants`, or none at all: from what is free, or is cached within the reclaim level, and
+    /// no waiter has a right to. `None`: not now.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
     #[cold]
-    pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Option<Fresh>> {
+    pub(crate) fn try_take(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
-        if let Placement::Class(class) = want.placement {
-            if let Some(descriptor) = self.take_via_transfer(class, want.len) {
-                return Ok(Some(self.fresh(Grant { descriptor, len: want.len })));
-            }
+        let single = match wants {
+            [Want { len, placement: Placement::Class(class) }] => Some((*class, *len)),
+            _ => None,
+        };
+        if let Some(fresh) = single.and_then(|(class, len)| self.refill(class, len)) {
+            return Ok(Some(vec![fresh]));
         }
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
         let mut core = self.lock_to_take();
         self.refuse_if_shut()?;
-        if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
-            if let Some(descriptor) = self.batch(&mut core, cache, class) {
-                return Ok(Some(self.fresh(core.took(descriptor, want.len))));
-            }
-        }
-        let mut taken = core.arena.take(want.placement);
-        if taken.is_none() {
-            taken = self.reclaim(&mut core, want.placement, cache, level);
-        }
-        let grant = taken.map(|descriptor| core.took(descriptor, want.len));
-        drop(core);
-        Ok(grant.map(|grant| self.fresh(grant)))
-    }
-
-    /// Takes a segment for each of `wants`, or none at all. `None`: not now.
-    ///
-    /// # Errors
-    /// As for [`CentralPool::try_take`].
-    pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
-        self.refuse_if_shut()?;
-        let cache = self.cache();
-        let mut core = self.lock_to_take();
-        self.refuse_if_shut()?;
-        let mut grants = queue::take_all(&mut core.arena, wants);
-        if grants.is_none() && self.reclaim_idle(&mut core, cache, None) {
-            core.serve();
-            grants = queue::take_all(&mut core.arena, wants);
-        }
-        if grants.is_none() && level == ReclaimLevel::All && self.reclaim_all(&mut core) {
-            core.serve();
-            grants = queue::take_all(&mut core.arena, wants);
-        }
-        let grants: Option<Vec<Grant>> =
-            grants.map(|grants| grants.iter().map(|g| core.took(g.descriptor, g.len)).collect());
+        let batch = single.zip(cache).and_then(|((class, len), cache)| {
+            let descriptor = self.batch(&mut core, cache, class)?;
+            Some(vec![Grant { descriptor, len }])
+        });
+        let grants = batch
+            .or_else(|| queue::take_all(&mut core.arena, wants))
+            .or_else(|| self.reclaim(&mut core, wants, cache, level));
+        let grants = grants.map(|mut grants| {
+            grants.iter_mut().for_each(|grant| *grant = core.took(grant.descriptor, grant.len));
+            grants
+        });
         drop(core);
         Ok(grants.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect()))
     }
@@ -435,7 +405,7 @@ impl CentralPool {
         let segment = unsafe { descriptor.as_ref() };
         if list == LISTS {
             // The ledger may have an entry: its segments are handed out without a list, so that their return comes here.
-            central.lock().books().ledger.close(descriptor.addr().get());
+            central.lock().as_is().ledger.close(descriptor.addr().get());
             segment.untrack();
         }
         // SAFETY: as above.
@@ -447,12 +417,8 @@ impl CentralPool {
         unsafe { core.put(Grant { descriptor, len }) };
         let last = core.came_back(1);
         drop(core);
-        if last {
-            // SAFETY: this drops the outstanding reference, once: the last segment is back. Nothing is touched
-            // afterwards. (`me` and not `this` gives the pointer: `this` may be derived from a reference, which is
-            // valid for the central pool and not for the reference counts beside it.)
-            unsafe { Arc::decrement_strong_count(central.me.as_ptr()) };
-        }
+        // This may free the central pool. Nothing of it is touched afterwards.
+        drop(last);
     }
 
     /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
@@ -460,9 +426,6 @@ impl CentralPool {
     /// # Safety
     /// This is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
     unsafe fn quarantine(&self, descriptor: NonNull<Descriptor>) {
-        if crate::os::forked() {
-            return;
-        }
         let mut core = self.lock();
         // SAFETY: a descriptor that is out is alive.
         let (bytes, run) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().run()) };
@@ -506,7 +469,7 @@ impl CentralPool {
             return;
         }
         let mut core = self.lock();
-        if core.outstanding.is_some() {
+        if core.left.is_some() {
             return;
         }
         self.gate.quiesce(mode::CLOSED, &core.table);
@@ -515,14 +478,10 @@ impl CentralPool {
         self.reopen(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts, _) = core.tally().sums();
-        core.outstanding = Some(takes - puts);
+        core.left = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);
-        if last {
-            // SAFETY: this drops the outstanding reference, once: no segment is out. The caller holds a count of its
-            // own.
-            unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
-        }
+        drop(last);
     }
 
     /// A reference that keeps the central pool alive beyond the return of the caller's segment.
@@ -533,7 +492,7 @@ impl CentralPool {
     /// Number of segments that are out.
     pub(crate) fn outstanding(&self) -> u64 {
         let core = self.lock();
-        core.outstanding.unwrap_or_else(|| {
+        core.left.unwrap_or_else(|| {
             // While owners work, a return may be counted before the checkout that it ends.
             let (takes, puts, _) = core.tally().sums();
             (takes.wrapping_sub(puts) as i64).max(0) as u64
@@ -555,7 +514,7 @@ impl CentralPool {
     /// Changes the requested length of a segment that stays out.
     fn change_requested(&self, from: usize, to: usize) {
         let mut core = self.lock();
-        let requested = &mut core.books().requested;
+        let requested = &mut core.as_is().requested;
         *requested = requested.wrapping_add(to as u64).wrapping_sub(from as u64);
     }
 }
@@ -570,7 +529,7 @@ impl Core {
         };
         self.classes.took(class, granted);
         self.arena.note_peak();
-        self.books.requested = self.books.requested.wrapping_add(len as u64);
+        self.requested = self.requested.wrapping_add(len as u64);
         Grant { descriptor, len }
     }
 
@@ -582,7 +541,7 @@ impl Core {
         // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
         self.classes.gave(class, granted);
-        self.books.requested = self.books.requested.wrapping_sub(len as u64);
+        self.requested = self.requested.wrapping_sub(len as u64);
         // SAFETY: as above.
         unsafe { descriptor.as_ref() }.returned();
         // SAFETY: this function's contract.
@@ -595,15 +554,13 @@ impl Core {
         }
     }
 
-    /// After closing: counts `n` segments as back. `true`: no segment is out any more.
-    fn came_back(&mut self, n: u64) -> bool {
-        match &mut self.outstanding {
-            Some(left) => {
-                *left -= n;
-                *left == 0
-            }
-            None => false,
-        }
+    /// After closing: counts `n` segments as back. When none is out any more, returns the outstanding reference, to be
+    /// dropped after the unlock.
+    #[must_use]
+    fn came_back(&mut self, n: u64) -> Option<Arc<CentralPool>> {
+        let left = self.left.as_mut()?;
+        *left -= n;
+        if *left == 0 { self.outstanding.take() } else { None }
     }
 }
 

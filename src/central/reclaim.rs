@@ -22,7 +22,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Arena, CentralPool, Core, lease};
+use super::queue::{Grant, take_all};
+use super::{Arena, CentralPool, Core, Want, lease, sum};
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
 use crate::segment::{Class, Placement};
@@ -139,37 +140,38 @@ impl CentralPool {
 
     // --- reclaiming --------------------------------------------------------------------------------------------------
 
-    /// Takes a segment after reclaiming what is cached, in the steps of the head of this module.
+    /// Takes a segment for each of `wants` after reclaiming what is cached, in the steps of the head of this module.
     pub(super) fn reclaim(
         &self,
         core: &mut Core,
-        placement: Placement,
+        wants: &[Want],
         mine: Option<&ThreadCache>,
         level: ReclaimLevel,
-    ) -> Option<NonNull<Descriptor>> {
-        // What comes back is first for those that wait.
-        if self.reclaim_idle(core, mine, Some(placement)) {
+    ) -> Option<Vec<Grant>> {
+        let take = |core: &mut Core, is_reclaimed: bool| {
+            if !is_reclaimed {
+                return None;
+            }
+            // What comes back is first for those that wait.
             core.serve();
-            if let Some(descriptor) = core.arena.take(placement) {
-                return Some(descriptor);
+            take_all(&mut core.arena, wants)
+        };
+        let bytes = sum(wants.iter().map(|want| want.placement.bytes()));
+        let is_reclaimed = self.reclaim_idle(core, mine, bytes);
+        let taken = take(core, is_reclaimed);
+        if taken.is_some() || level == ReclaimLevel::Idle {
+            return taken;
+        }
+        if let [Want { placement: Placement::Class(class), .. }] = wants {
+            let is_reclaimed = self.reclaim_half(core, *class);
+            let taken = take(core, is_reclaimed);
+            if taken.is_some() {
+                return taken;
             }
         }
-        if level == ReclaimLevel::Idle {
-            return None;
-        }
-        if let Placement::Class(class) = placement {
-            if self.reclaim_half(core, class) {
-                core.serve();
-                if let Some(descriptor) = core.arena.take(placement) {
-                    return Some(descriptor);
-                }
-            }
-        }
-        if self.could_help(core, placement, core.table.caches().as_slice()) && self.reclaim_all(core) {
-            core.serve();
-            return core.arena.take(placement);
-        }
-        None
+        let may = self.could_help(core, bytes, core.table.caches().as_slice());
+        let is_reclaimed = may && self.reclaim_all(core);
+        take(core, is_reclaimed)
     }
 
     /// Whether anything is cached. Exact while no call is under way on the fast path.
@@ -178,31 +180,25 @@ impl CentralPool {
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether the segments in transfer caches and these thread caches might serve a request. `false` is almost certain: an
-    /// owner that works now may have one segment more.
-    fn could_help(&self, core: &Core, placement: Placement, caches: &[Arc<ThreadCache>]) -> bool {
+    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. `false` is almost
+    /// certain: an owner that works now may have one segment more.
+    fn could_help(&self, core: &Core, bytes: usize, caches: &[Arc<ThreadCache>]) -> bool {
         let cached = |class: Class| {
             let listed = caches.iter().map(|cache| cache.cached(class) as usize).sum::<usize>();
             // A batch that is being moved counts in the transfer cache, in its thread's cache, or in both.
             (listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)) * class.stride()
         };
-        let (bytes, all) = (core.arena.bytes(), Class::all().map(cached).sum::<usize>());
-        let neighbours = all > 0 && bytes.free - bytes.withheld + all >= placement.bytes();
-        matches!(placement, Placement::Class(class) if cached(class) > 0) || neighbours
+        let (arena, all) = (core.arena.bytes(), Class::all().map(cached).sum::<usize>());
+        all > 0 && arena.free - arena.withheld + all >= bytes
     }
 
     /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and the caches of idle
-    /// threads (these only if that may help the request). `false`: there was nothing.
-    pub(super) fn reclaim_idle(
-        &self,
-        core: &mut Core,
-        mine: Option<&ThreadCache>,
-        placement: Option<Placement>,
-    ) -> bool {
+    /// threads (these only if that may help a request for `bytes` bytes). `false`: there was nothing.
+    fn reclaim_idle(&self, core: &mut Core, mine: Option<&ThreadCache>, bytes: usize) -> bool {
         let mut any = self.drain_transfers(core);
         any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));
         let idle = core.table.idle((!self.config.timeless).then(Instant::now));
-        if !idle.is_empty() && placement.is_none_or(|placement| self.could_help(core, placement, &idle)) {
+        if !idle.is_empty() && self.could_help(core, bytes, &idle) {
             self.gate.revoke(&idle, |held| any |= empty(&mut core.arena, held));
         }
         core.stats.reclaims += u64::from(any);

@@ -26,25 +26,16 @@ impl CentralPool {
     /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the lock,
     /// and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
-        if self.gate.mode() != 0 {
-            return None;
-        }
-        Some(self.fresh(Grant { descriptor: self.take_via_transfer(class, len)?, len }))
-    }
-
-    /// [`CentralPool::refill`] without the look at the mode, and without making a buffer of the segment.
-    pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         let mut held = self.gate.enter(self.cache()?)?;
         // Some callers have not tried for a hit: a thread that has completed copies since.
-        if let Some(descriptor) = held.take(class, len) {
-            return Some(descriptor);
-        }
-        // A class without a list has no room either.
-        if held.room(class) == 0 {
-            return None;
-        }
-        held.take_batch(class, &self.transfers[list_of(class)]);
-        held.take(class, len)
+        let descriptor = held.take(class, len).or_else(|| {
+            // A class without a list has no room either.
+            if held.room(class) > 0 {
+                held.take_batch(class, &self.transfers[list_of(class)]);
+            }
+            held.take(class, len)
+        })?;
+        Some(self.fresh(Grant { descriptor, len }))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -131,79 +122,5 @@ impl CentralPool {
             unsafe { core.arena.give_chain(chain) };
         }
         any
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-pub(super) mod tests {
-    use std::sync::Arc;
-
-    use super::list_of;
-    use crate::central::tests::{got, release, with_extents};
-    use crate::central::{CentralConfig, CentralPool};
-    use crate::segment::{Class, PAGE};
-
-    pub(in crate::central) const BYTES: usize = 1 << 20;
-
-    /// What a thread caches: half of it are two segments of 8 KiB.
-    pub(in crate::central) const CACHE: usize = 4 * (8192 + 64);
-
-    /// A central pool with 1 MiB.
-    pub(in crate::central) fn central(transfer_cache: usize) -> Arc<CentralPool> {
-        let config = CentralConfig {
-            capacity: BYTES,
-            thread_cache: CACHE,
-            transfer_cache,
-            largest: BYTES - 32,
-            step: 0,
-            timeless: true,
-            serves: Vec::new(),
-            track: false,
-        };
-        with_extents(config, &[BYTES / PAGE])
-    }
-
-    /// Takes `count` segments and returns them all. What a thread cache cannot hold goes to the transfer cache.
-    fn burst(central: &CentralPool, len: usize, count: usize) {
-        let out: Vec<_> = (0..count).map(|_| got(central, len)).collect();
-        out.into_iter().for_each(release);
-        central.check(|_, _| ()).unwrap();
-    }
-
-    /// Segments in the transfer cache of the class of `len`.
-    fn transferred(central: &CentralPool, len: usize) -> usize {
-        let mut count = 0;
-        central.transfers[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
-        count
-    }
-
-    fn end(central: &Arc<CentralPool>) {
-        central.close();
-        assert_eq!(central.outstanding(), 0);
-    }
-
-    #[test]
-    fn what_lies_between_threads_stays_within_the_quota_of_its_class() {
-        const LEN: usize = 4096;
-        const OTHER: usize = 8192;
-        for quota in [0, 10_000, 40_000, 1 << 20] {
-            let central = central(quota);
-            let bytes = |len: usize| transferred(&central, len) * (len + 64);
-            for _ in 0..2 {
-                // The second round takes batches and leaves new ones.
-                for len in [LEN, OTHER] {
-                    let (before, to_nearest) = (transferred(&central, LEN), quota + (len + 64) / 2);
-                    burst(&central, len, 40);
-                    assert!(bytes(len) <= to_nearest, "{} bytes of at most {quota}", bytes(len));
-                    let fits = to_nearest >= 4 * (len + 64);
-                    assert_eq!(bytes(len) > 0, fits, "a class keeps nothing where four segments do not fit");
-                    assert!(
-                        len == LEN || transferred(&central, LEN) == before,
-                        "another class has its quota"
-                    );
-                }
-            }
-            end(&central);
-        }
     }
 }

@@ -42,7 +42,6 @@
 //! While memory for all waiters is being pinned, nothing is closed and no window is chosen.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -202,7 +201,7 @@ impl CentralPool {
         while self.settle(core) {
             core.serve();
         }
-        if core.timeless && !core.queue.is_empty() {
+        if core.config.timeless && !core.queue.is_empty() {
             // The next call is the end of the pause.
             core.growth_is_due();
         }
@@ -220,7 +219,7 @@ impl CentralPool {
         if core.growing > 0 && !core.windows.uncovered {
             return false;
         }
-        if !core.timeless {
+        if !core.config.timeless {
             core.plan_look();
         }
         let chosen = core.windows.wanted;
@@ -363,22 +362,19 @@ impl CentralPool {
         let mut core = self.lock();
         let (outcome, waker) = core.leave(key);
         core.stats.abandoned += u64::from(matches!(outcome, WaitOutcome::Waiting));
-        let mut last = false;
+        let mut last = None;
         if let WaitOutcome::Granted(grants) = outcome {
             for grant in grants {
                 // SAFETY: granted, so out and alive, and no other code has it: the waiter never saw it.
                 unsafe { core.put(grant) };
-                last |= core.came_back(1);
+                last = core.came_back(1);
             }
         }
         // The next waiter may be waiting for what this one gives back, or for its place at the head.
         drop(core);
         drop(waker);
-        if last {
-            // SAFETY: this drops the outstanding reference, once: the last segment is back. The caller holds a count of
-            // its own.
-            unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
-        }
+        // After the unlock, since it may be the last reference.
+        drop(last);
     }
 
     /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
@@ -544,7 +540,7 @@ impl Core {
                 continue;
             }
             let len = sum(self.queue.wants(head).iter().map(|w| w.len));
-            let (quarantined, capacity) = (self.quarantined, self.capacity);
+            let (quarantined, capacity) = (self.quarantined, self.config.capacity);
             let impossible = Error::Impossible { len, quarantined, capacity };
             let error = self.refused().map_or(impossible, |refusal| refusal.error.clone());
             self.end(head, WaitOutcome::Failed(error));
@@ -781,7 +777,7 @@ impl Core {
     /// ones never can.
     fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
         let wants = self.queue.wants(key);
-        let may = self.step > 0 && self.growing == 0 && self.leaving == 0 && self.refused().is_none();
+        let may = self.config.step > 0 && self.growing == 0 && self.leaving == 0 && self.refused().is_none();
         if !may || self.queue.replaced(key) || self.never(wants).is_none() {
             return None;
         }
@@ -819,7 +815,7 @@ impl Core {
             largest: bytes.largest_free,
             withheld: bytes.withheld,
             withheld_for: self.withheld_for(),
-            capacity: self.capacity,
+            capacity: self.config.capacity,
             waiting: self.queue.len(),
             growth: self.refusal.as_ref().map(|refusal| Box::new(refusal.error.clone())),
             ..Shortage::default()

@@ -456,11 +456,7 @@ impl Pool {
     }
 
     fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
-        let central = &self.0.central;
-        match wants {
-            [want] => Ok(central.try_take(*want, level)?.map(|fresh| vec![fresh])),
-            _ => central.try_take_all(wants, level),
-        }
+        self.0.central.try_take(wants, level)
     }
 
     /// What requests that are made together want of the central pool. Checks them.

@@ -216,7 +216,7 @@ impl Setup {
     /// Takes a segment and writes to it.
     fn take(&self) -> Option<Segment> {
         let want = self.central.place(LEN, 64).unwrap();
-        let fresh = self.central.try_take(want, ReclaimLevel::All).unwrap()?;
+        let fresh = self.central.try_take(&[want], ReclaimLevel::All).unwrap()?.pop()?;
         let segment = fresh.into_segment();
         self.driver.write(&segment);
         Some(segment)

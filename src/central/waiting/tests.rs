@@ -1,7 +1,9 @@
+use std::sync::Arc;
+
 use super::super::growth::Refusal;
 use super::super::queue::Grant;
-use super::super::tests::{got, pages, small, with_extents};
-use super::super::{CentralConfig, ReclaimLevel, Segment, transfer};
+use super::super::tests::{central, got, pages, small, with_extents};
+use super::super::{CentralConfig, ReclaimLevel, Segment};
 use super::*;
 use crate::freelist::list_of;
 use crate::segment::PAGE;
@@ -11,7 +13,7 @@ use crate::sync::thread;
 /// A central pool that does not grow, of extents of so many pages, each of which is a region.
 fn pool(extents: &[usize], timeless: bool) -> Arc<CentralPool> {
     let (capacity, largest) = (extents.iter().sum::<usize>() * PAGE, (4 << 20) - 32);
-    let config = transfer::tests::central(0).config.clone();
+    let config = central(0).config.clone();
     with_extents(CentralConfig { capacity, largest, timeless, ..config }, extents)
 }
 
@@ -88,7 +90,7 @@ fn a_segment_outside_of_all_windows_may_be_cached() {
 
 #[test]
 fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
-    let central = transfer::tests::central(0);
+    let central = central(0);
     let class = Class::of(4096).unwrap();
     let [first, second, third] = [(); 3].map(|()| got(&central, 4096).into_segment().into_descriptor());
     let kept = |descriptor| {
@@ -213,7 +215,7 @@ fn equal_buffers_of_a_request_have_to_fit_together() {
 fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
     let central = pool(&[256, 256, 1], true);
     let _held = [256, 256, 1].map(|n| out(&central, pages(n)));
-    central.core.lock().step = PAGE;
+    central.core.lock().config.step = PAGE;
     central.core.lock().growing = PAGE;
     let key = join(&central, &[pages(300)]);
     assert_eq!(windows(&central), 0, "no region serves it, and others are being pinned");
@@ -222,17 +224,17 @@ fn regions_are_withheld_to_be_replaced_when_nothing_else_is_being_pinned() {
     core.growing = 0;
     assert_eq!(ranges(&core), Some(2));
     let preventions: [fn(&mut Core); 5] = [
-        |core| core.step = 0,
+        |core| core.config.step = 0,
         |core| core.growing = PAGE,
         |core| core.leaving = PAGE,
         |core| core.refusal = Some(Refusal::new(Error::empty(), 0)),
-        |core| core.capacity += 300 * PAGE,
+        |core| core.config.capacity += 300 * PAGE,
     ];
     for prevent in preventions {
-        let before = (core.step, core.growing, core.leaving, core.refusal.take(), core.capacity);
+        let before = (core.config.clone(), core.growing, core.leaving, core.refusal.take());
         prevent(&mut core);
         assert_eq!(ranges(&core), None);
-        (core.step, core.growing, core.leaving, core.refusal, core.capacity) = before;
+        (core.config, core.growing, core.leaving, core.refusal) = before;
     }
 }
 
@@ -244,8 +246,8 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
         let central = pool(&[256, 256], true);
         let held = [256, 256].map(|n| out(&central, pages(n)));
         let step = 16 * PAGE;
-        central.core.lock().capacity += if extent { step } else { 0 };
-        (central.core.lock().step, central.core.lock().growing) = (step, PAGE);
+        central.core.lock().config.capacity += if extent { step } else { 0 };
+        (central.core.lock().config.step, central.core.lock().growing) = (step, PAGE);
         let key = join(&central, &[pages(300)]);
         central.grown(PAGE, None);
         assert_eq!(windows(&central), 2, "both regions are withheld");
@@ -319,7 +321,7 @@ fn a_request_for_several_buffers_keeps_no_other_of_its_size_waiting() {
 #[test]
 fn what_is_given_back_at_once_was_never_in_use() {
     let central = pool(&[64], true);
-    let got = central.try_take_all(&[pages(60), pages(10)], ReclaimLevel::All).unwrap();
+    let got = central.try_take(&[pages(60), pages(10)], ReclaimLevel::All).unwrap();
     assert!(got.is_none());
     assert_eq!(central.take_peak(), 0);
     let held = out(&central, pages(10));
