@@ -47,14 +47,8 @@ struct Out {
 }
 
 impl Store {
-    /// With one page.
-    fn new(transfer_cache: usize) -> Self {
-        Self::of_pages(1, transfer_cache, true)
-    }
-
-    /// With one page or two, each an extent. Without a clock (`timeless`) every owner counts as idle; with a clock, no
-    /// owner does.
-    fn of_pages(pages: usize, transfer_cache: usize, timeless: bool) -> Self {
+    /// With so many pages, each an extent. `timeless` counts every owner as idle; with a clock no owner gets idle.
+    fn new(pages: usize, transfer_cache: usize, timeless: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
             thread_cache: TWO,
@@ -74,8 +68,18 @@ impl Store {
         Self { central, memory: Arc::new(Memory(std::array::from_fn(|_| UnsafeCell::new(0)))) }
     }
 
+    /// With one page and transfer caches.
+    fn of_a_page() -> Self {
+        Self::new(1, PAGE, true)
+    }
+
     fn want(&self) -> Want {
         self.central.place(LEN, 64).unwrap()
+    }
+
+    fn class(&self) -> Class {
+        let Placement::Class(class) = self.want().placement else { unreachable!() };
+        class
     }
 
     fn out(&self, fresh: Fresh) -> Out {
@@ -85,14 +89,13 @@ impl Store {
     /// A checkout: a hit, or any free segment.
     fn take(&self) -> Option<Out> {
         step();
-        let want = self.want();
-        let Placement::Class(class) = want.placement else { unreachable!() };
+        let class = self.class();
         if let Some(descriptor) = self.central.hit(class, LEN) {
             // SAFETY: taken just now, of this class.
             let fresh = unsafe { Fresh::of_tag(&self.central, descriptor, tag(LEN, list_of(class))) };
             return Some(self.out(fresh));
         }
-        match self.central.try_take(&[want], ReclaimLevel::All) {
+        match self.central.try_take(&[self.want()], ReclaimLevel::All) {
             Ok(fresh) => fresh?.pop().map(|fresh| self.out(fresh)),
             Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
@@ -110,17 +113,10 @@ impl Store {
         worker(move || store.take().into_iter().for_each(Out::put))
     }
 
-    /// Joins the queue for so many segments.
-    fn join(&self, wants: usize) -> Result<usize> {
+    /// Joins the queue for these wants.
+    fn join(&self, wants: Vec<Want>) -> Result<usize> {
         step();
-        self.central.join(vec![self.want(); wants], Wake::Thread(thread::current()), false, usize::MAX)
-    }
-
-    /// Joins the queue for a whole page.
-    fn join_for_a_page(&self) -> usize {
-        step();
-        let page = self.central.place(PAGE - 32, 64).unwrap();
-        self.central.join(vec![page], Wake::Thread(thread::current()), false, usize::MAX).unwrap()
+        self.central.join(wants, Wake::Thread(thread::current()), false, usize::MAX)
     }
 
     /// Waits as a task does, after it has joined the queue.
@@ -197,7 +193,7 @@ fn task(thread: thread::Thread) -> Waker {
 #[test]
 fn loom_exit_against_reclaim() {
     model("exit: a thread ends while its thread cache is reclaimed", 4, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let other = store.user();
         step();
         store.central.trim(usize::MAX);
@@ -206,65 +202,29 @@ fn loom_exit_against_reclaim() {
     });
 }
 
-#[test]
-fn loom_exit_against_close() {
-    model("exit: a thread ends while the pool is dropped", 4, || {
-        let store = Store::new(PAGE);
-        let other = worker({
-            let store = store.clone();
-            move || {
-                let out = store.take();
-                // The pool's last handle may be dropped here, and the last segment then frees the central pool.
-                let Store { central, .. } = store;
-                drop(central);
-                out.into_iter().for_each(Out::put);
-            }
-        });
-        close_and_drop(store, other);
-    });
-}
-
-/// Closes and drops a pool beside a thread. With the last return it is freed.
-fn close_and_drop(store: Store, other: JoinHandle<()>) {
-    let freed = Arc::downgrade(&store.central);
-    step();
-    store.central.close();
-    drop(store);
-    other.join().unwrap();
-    assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
-}
-
 // --- reclaiming ------------------------------------------------------------------------------------------------------
-
-/// One thread takes and returns, and then caches segments. Another thread needs one of these.
-fn reclaimed(timeless: bool) {
-    let store = Store::of_pages(1, PAGE, timeless);
-    let first = store.take().unwrap();
-    let other = worker({
-        let store = store.clone();
-        move || {
-            let two = [store.take(), store.take()];
-            two.into_iter().flatten().for_each(Out::put);
-        }
-    });
-    step();
-    // Unless the other thread has two, there is a segment for this one, no matter where it is cached.
-    let second = store.take();
-    second.into_iter().for_each(Out::put);
-    other.join().unwrap();
-    let rest = store.take_all::<2>();
-    rest.into_iter().chain([first]).for_each(Out::put);
-    store.finish();
-}
-
-#[test]
-fn loom_reclaim_from_the_idle() {
-    model("reclaim: from an owner that counts as idle and is not", 3, || reclaimed(true));
-}
 
 #[test]
 fn loom_reclaim_from_the_busy() {
-    model("reclaim: from an owner at work", 3, || reclaimed(false));
+    model("reclaim: from an owner at work", 3, || {
+        let store = Store::new(1, PAGE, false);
+        let first = store.take().unwrap();
+        let other = worker({
+            let store = store.clone();
+            move || {
+                let two = [store.take(), store.take()];
+                two.into_iter().flatten().for_each(Out::put);
+            }
+        });
+        step();
+        // Unless the other thread has two, there is a segment for this one, no matter where it is cached.
+        let second = store.take();
+        second.into_iter().for_each(Out::put);
+        other.join().unwrap();
+        let rest = store.take_all::<2>();
+        rest.into_iter().chain([first]).for_each(Out::put);
+        store.finish();
+    });
 }
 
 // --- transfer caches -------------------------------------------------------------------------------------------------
@@ -272,7 +232,7 @@ fn loom_reclaim_from_the_busy() {
 /// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does.
 fn offload(store: &Store) {
     step();
-    let Placement::Class(class) = store.want().placement else { unreachable!() };
+    let class = store.class();
     let mut held = store.central.gate.enter(store.central.cache().unwrap()).unwrap();
     let moved = held.offload(class, 1, &store.central.transfers[list_of(class)]);
     assert_eq!(moved, 1, "there is room for two");
@@ -281,7 +241,7 @@ fn offload(store: &Store) {
 #[test]
 fn loom_transfer_passes_on() {
     model("transfer caches: one leaves a segment while another takes one", 3, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let [one, two] = [store.take().unwrap(), store.take().unwrap()];
         one.put();
         offload(&store);
@@ -303,8 +263,18 @@ fn loom_transfer_passes_on() {
 
 // --- closing ---------------------------------------------------------------------------------------------------------
 
+#[test]
+fn loom_close_counts() {
+    model("close: two return while the pool closes", 3, close_counts);
+}
+
+#[test]
+fn loom_fenced_close_counts() {
+    model_fenced("close: the same where owners fence for themselves", 2, close_counts);
+}
+
 fn close_counts() {
-    let store = Store::new(PAGE);
+    let store = Store::of_a_page();
     let held = store.take();
     let users = [(); 2].map(|()| store.user());
     step();
@@ -316,16 +286,6 @@ fn close_counts() {
     store.finish();
 }
 
-#[test]
-fn loom_close_counts() {
-    model("close: two return while the pool closes", 3, close_counts);
-}
-
-#[test]
-fn loom_fenced_close_counts() {
-    model_fenced("close: the same where owners fence for themselves", 2, close_counts);
-}
-
 /// A thread that returns all segments: more than its cache can hold. Without transfer caches the rest goes to the runs.
 fn overflow(store: &Store) -> JoinHandle<()> {
     let outs = store.take_all::<ALL>();
@@ -334,17 +294,22 @@ fn overflow(store: &Store) -> JoinHandle<()> {
 
 #[test]
 fn loom_close_frees_under_returns() {
-    model("close: the overflow of a thread cache while the pool is dropped", 4, || {
-        let store = Store::new(0);
+    model("close: a thread cache overflows, and its thread ends, while the pool is dropped", 4, || {
+        let store = Store::new(1, 0, true);
         let other = overflow(&store);
-        close_and_drop(store, other);
+        let freed = Arc::downgrade(&store.central);
+        step();
+        store.central.close();
+        drop(store);
+        other.join().unwrap();
+        assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
     });
 }
 
 #[test]
 fn loom_check_finds_everything() {
     model("check: the overflow of a thread cache while everything is counted", 3, || {
-        let store = Store::new(0);
+        let store = Store::new(1, 0, true);
         let other = overflow(&store);
         step();
         store.central.check(|_, _| ()).unwrap();
@@ -355,46 +320,38 @@ fn loom_check_finds_everything() {
 
 // --- counting --------------------------------------------------------------------------------------------------------
 
-/// Counts of the takes and returns that have begun and ended. Reads are read-modify-writes, which see the latest value.
-#[derive(Clone)]
-struct Progress(Arc<[AtomicU64; 4]>);
-
-impl Progress {
-    fn note(&self, which: usize) {
-        // AcqRel, here and below: a thread that sees that a call has ended sees what the call counted.
-        self.0[which].fetch_add(1, Ordering::AcqRel);
-    }
-    fn read(&self) -> [u64; 4] {
-        std::array::from_fn(|i| self.0[i].fetch_add(0, Ordering::AcqRel))
-    }
-}
-
 #[test]
 fn loom_sums_hold() {
-    const TAKES: usize = 0;
-    const TAKEN: usize = 1;
-    const PUTS: usize = 2;
-    const PUT: usize = 3;
-    model("sums: a look while two take and return", 2, || {
-        let store = Store::new(PAGE);
-        let progress = Progress(Arc::new(std::array::from_fn(|_| AtomicU64::new(0))));
+    /// Takes and returns that have begun and ended. All accesses are read-modify-writes, which see the latest value.
+    #[derive(Default)]
+    struct Calls {
+        takes: AtomicU64,
+        taken: AtomicU64,
+        puts: AtomicU64,
+        put: AtomicU64,
+    }
+    // AcqRel: a thread that sees that a call has ended sees what the call counted.
+    let note = |count: &AtomicU64, by| count.fetch_add(by, Ordering::AcqRel);
+    model("sums: a look while two take and return", 2, move || {
+        let store = Store::of_a_page();
+        let calls = Arc::new(Calls::default());
         let users = [0, 1].map(|_| {
-            let (store, progress) = (store.clone(), progress.clone());
+            let (store, calls) = (store.clone(), calls.clone());
             worker(move || {
                 for _ in 0..2 {
-                    progress.note(TAKES);
+                    note(&calls.takes, 1);
                     let out = store.take();
-                    progress.note(TAKEN);
-                    progress.note(PUTS);
+                    note(&calls.taken, 1);
+                    note(&calls.puts, 1);
                     out.into_iter().for_each(Out::put);
-                    progress.note(PUT);
+                    note(&calls.put, 1);
                 }
             })
         });
         step();
-        let before = progress.read();
+        let ended = [&calls.taken, &calls.put].map(|count| note(count, 0));
         let (s, classes) = store.central.snapshot_by_class();
-        let after = progress.read();
+        let begun = [&calls.takes, &calls.puts].map(|count| note(count, 0));
         assert_eq!(s.free + s.out + s.quarantined + s.cut, s.total, "the parts sum to the whole: {s:?}");
         let out: u64 = classes.iter().map(|class| class.out).sum();
         let bytes: usize = classes.iter().map(|class| class.out_bytes).sum();
@@ -403,19 +360,15 @@ fn loom_sums_hold() {
         assert_eq!(sums, (s.takes, s.puts), "the classes' counts sum to the whole");
         assert_eq!(s.takes - s.puts, out, "takes less returns are out: {s:?}, {classes:?}");
         // Each call under way may be off by one, and may also move one segment to or from a transfer cache.
-        let moving = after[TAKES] - before[TAKEN] + after[PUTS] - before[PUT];
-        let within = |count: u64, least: u64, most: u64| least <= count && count <= most + moving;
-        assert!(within(s.takes, before[TAKEN], after[TAKES]), "{} of {before:?} to {after:?}", s.takes);
-        assert!(within(s.puts, before[PUT], after[PUTS]), "{} of {before:?} to {after:?}", s.puts);
+        let moving = begun[0] - ended[0] + begun[1] - ended[1];
+        for ((count, ended), begun) in [s.takes, s.puts].into_iter().zip(ended).zip(begun) {
+            assert!(ended <= count && count <= begun + moving, "{count} of {ended} to {begun}");
+        }
         for user in users {
             user.join().unwrap();
         }
-        let (s, classes) = store.central.snapshot_by_class();
-        assert_eq!(
-            (s.takes, s.puts, s.out, s.requested),
-            (4, 4, 0, 0),
-            "exact with no call under way: {classes:?}"
-        );
+        let s = store.central.snapshot();
+        assert_eq!((s.takes, s.puts, s.out, s.requested), (4, 4, 0, 0), "exact with no call under way");
         store.finish();
     });
 }
@@ -423,7 +376,7 @@ fn loom_sums_hold() {
 #[test]
 fn loom_ledger_closes() {
     model("ledger: an entered segment returns on another thread, while the ledger is looked at", 3, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let mut fresh =
             store.central.try_take(&[store.want()], ReclaimLevel::All).unwrap().unwrap().remove(0);
         CentralPool::enter(&mut fresh, CheckoutSite::default());
@@ -446,10 +399,10 @@ fn loom_ledger_closes() {
 #[test]
 fn loom_wait_is_woken() {
     model("wait: a hit returns while another begins to wait", 4, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let held = store.take_all::<2>();
         let other = store.user();
-        let key = store.join(1).unwrap();
+        let key = store.join(vec![store.want()]).unwrap();
         let grants = store.central.wait(key, LEN, None, Instant::now()).unwrap();
         grants.into_iter().for_each(|grant| store.out(grant).put());
         other.join().unwrap();
@@ -461,10 +414,10 @@ fn loom_wait_is_woken() {
 #[test]
 fn loom_wait_cancelled() {
     model("wait: the first gives up while its grant is on the way to it", 3, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let [one, two, three] = store.take_all();
-        let first = store.join(1).unwrap();
-        let second = store.join(1).unwrap();
+        let first = store.join(vec![store.want()]).unwrap();
+        let second = store.join(vec![store.want()]).unwrap();
         let canceller = worker({
             let store = store.clone();
             move || {
@@ -484,11 +437,11 @@ fn loom_wait_cancelled() {
 #[test]
 fn loom_wait_in_order() {
     model("wait: first come, first served", 3, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let [one, two, three] = store.take_all();
         // The first waiter needs two segments, the second one.
-        let first = store.join(2).unwrap();
-        let second = store.join(1).unwrap();
+        let first = store.join(vec![store.want(); 2]).unwrap();
+        let second = store.join(vec![store.want()]).unwrap();
         let givers = [one, two].map(|out| {
             let store = store.clone();
             worker(move || {
@@ -518,11 +471,10 @@ fn loom_wait_in_order() {
 #[test]
 fn loom_wait_for_a_window() {
     // Three preemptions take half an hour.
-    model("wait: one returns inside of a window, and another takes and returns outside of it", 2, || {
-        let store = Store::of_pages(2, 0, false);
-        // The window is the first page, where one segment is out and two are cached.
+    model("wait: two return inside of a window, the waiter one of them, and one beside it", 2, || {
+        let store = Store::new(2, 0, false);
+        // The window is the first page, where two segments are out and one is cached.
         let [one, two, three, beyond] = store.take_all();
-        two.put();
         three.put();
         let others = [
             worker(move || one.put()),
@@ -535,7 +487,9 @@ fn loom_wait_for_a_window() {
                 }
             }),
         ];
-        let key = store.join_for_a_page();
+        let key = store.join(vec![store.central.place(PAGE - 32, 64).unwrap()]).unwrap();
+        // Not to this thread's cache, where it would be for as long as the thread waits.
+        two.put();
         // It writes to the whole page.
         store.wait_as_task(key).unwrap().into_iter().for_each(Out::put);
         for other in others {
@@ -546,32 +500,13 @@ fn loom_wait_for_a_window() {
 }
 
 #[test]
-fn loom_wait_after_a_return_of_its_own() {
-    model("wait: one who waits for a window returns a segment of it, and so does another", 3, || {
-        let store = Store::of_pages(2, 0, false);
-        // The window is the first page, where two segments are out and one is cached.
-        let [one, two, three, beyond, four, five] = store.take_all();
-        three.put();
-        let other = worker(move || one.put());
-        let key = store.join_for_a_page();
-        // Not to this thread's cache, where it would be for as long as the thread waits.
-        two.put();
-        // It writes to the whole page.
-        let got = store.wait_as_task(key).unwrap();
-        got.into_iter().chain([beyond, four, five]).for_each(Out::put);
-        other.join().unwrap();
-        store.finish();
-    });
-}
-
-#[test]
 fn loom_wait_ends_with_the_pool() {
     model("wait: the pool closes on one who waits", 3, || {
-        let store = Store::new(PAGE);
+        let store = Store::of_a_page();
         let [one, two, three] = store.take_all();
         let waiter = worker({
             let store = store.clone();
-            move || match store.join(1).and_then(|key| store.wait_as_task(key)) {
+            move || match store.join(vec![store.want()]).and_then(|key| store.wait_as_task(key)) {
                 Ok(outs) => outs.into_iter().for_each(Out::put),
                 Err(error) => assert_eq!(error, Error::Closed),
             }
