@@ -12,16 +12,13 @@ use super::*;
 struct Sums {
     total: usize,
     cut: usize,
-    free_slots: usize,
-    held_slots: usize,
-    free_pages: usize,
-    held_pages: usize,
+    out: usize,
+    unheld: usize,
     runs: usize,
-    /// By class: segments that are out in windows, and segments of the runs.
-    watched: Vec<u32>,
+    /// Segments of the runs, by class.
     carved: Vec<u32>,
     /// Segments that are out, by window.
-    windows: BTreeMap<usize, u32>,
+    windows: BTreeMap<WindowId, u32>,
 }
 
 fn must(holds: bool, says: impl FnOnce() -> String) -> Result<(), String> {
@@ -39,11 +36,10 @@ impl Arena {
         outside: &HashSet<usize>,
         mut visit: impl FnMut(&Descriptor, usize, bool),
     ) -> Result<(), String> {
-        let zeros = || vec![0; CLASSES];
-        let mut sums = Sums { watched: zeros(), carved: zeros(), ..Sums::default() };
+        let mut sums = Sums { carved: vec![0; CLASSES], ..Sums::default() };
         sums.windows = self.windows.iter().map(|(id, _)| (id, 0)).collect();
         self.check_ranges()?;
-        let mut cached = 0;
+        let (mut cached, mut listed) = (0, 0);
         for (i, e) in &self.extents {
             let (mut at, mut was_free) = (0u32, false);
             while at < e.pages {
@@ -54,7 +50,8 @@ impl Arena {
                     self.check_free(i as u32, at, entry, range.map(|range| range.1))?;
                     let is_free = range.is_none();
                     must(!(was_free && is_free), || format!("extent {i}: two free runs meet at page {at}"))?;
-                    *if is_free { &mut sums.free_pages } else { &mut sums.held_pages } += pages as usize;
+                    sums.unheld += if is_free { pages as usize * PAGE } else { 0 };
+                    listed += usize::from(is_free);
                     (at, was_free) = (at + pages, is_free);
                     continue;
                 }
@@ -78,18 +75,14 @@ impl Arena {
         let counted = Sums {
             total: self.total,
             cut: self.cut,
-            free_slots: self.free_slot_bytes,
-            held_slots: self.held_slot_bytes,
-            free_pages: self.free_pages,
-            held_pages: self.held_pages,
+            out: self.out,
+            unheld: self.unheld,
             runs: self.runs.len(),
-            watched: self.watched.clone(),
             carved: self.carved.clone(),
             windows: self.windows.iter().map(|(id, window)| (id, window.out)).collect(),
         };
         must(sums == counted, || format!("the sums are {sums:?}, counted as {counted:?}"))?;
-        let free: usize = self.free.iter().map(|f| f.0 as usize).sum();
-        must(free == sums.free_pages, || "the set of free runs has others than the page maps".into())?;
+        must(self.free.len() == listed, || "the set of free runs has others than the page maps".into())?;
         must(cached == outside.len(), || {
             format!("{} segments are cached, and {cached} of them belong to the arena", outside.len())
         })
@@ -186,9 +179,18 @@ impl Arena {
     /// Adds a run to the sums, and checks that it is in the sets that it belongs to.
     fn add_run(&self, number: u32, run: &Run, sums: &mut Sums) -> Result<(), String> {
         sums.runs += 1;
+        let (out, bytes) = Self::out(run);
         sums.cut += run.cut;
-        if let Some(id) = run.window {
-            *sums.windows.entry(id).or_default() += Self::out(run).0;
+        sums.out += bytes;
+        match run.window {
+            Some(id) => {
+                *sums.windows.entry(id).or_default() += out;
+                let known = run.class.is_none_or(|class| self.windows[id].classes & set_of(class) != 0);
+                must(known, || {
+                    format!("run {number} has segments out in a window, which does not know its class")
+                })?;
+            }
+            None => sums.unheld += Self::listed(run),
         }
         let Some(class) = run.class else { return Ok(()) };
         let known = self.partial[class.index()].contains(&(run.extent, run.first, number));
@@ -196,14 +198,8 @@ impl Arena {
         must(known == takes, || {
             format!("run {number} has {} free segments; in the set of its class: {known}", run.list.len())
         })?;
-        must(run.list.len() < run.count, || format!("run {number} is not in use: {run:?}"))?;
-        let (bytes, out) = (run.list.len() as usize * class.stride(), Self::out(run).0);
-        sums.free_slots += bytes;
+        must(out > 0, || format!("run {number} is not in use: {run:?}"))?;
         sums.carved[class.index()] += run.count;
-        if run.window.is_some() {
-            sums.held_slots += bytes;
-            sums.watched[class.index()] += out;
-        }
         Ok(())
     }
 }

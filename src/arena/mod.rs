@@ -58,7 +58,7 @@ use crate::freelist::{Chain, Descriptor, state};
 use crate::segment::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
-pub(crate) use windows::{PageRange, Window, WindowId};
+pub(crate) use windows::{ClassSet, PageRange, Window, WindowId, set_of};
 
 /// The bit of a page-map entry at the edge of a free run. The bits below [`HELD`] are the run's length in pages.
 const FREE: u32 = 1 << 31;
@@ -134,19 +134,15 @@ pub(crate) struct Arena {
     pub(crate) windows: Slab<Window>,
     /// Where the last search for a window looked: the state of a generator.
     place: u64,
-    /// Segments that are given out and lie in windows, by class.
-    watched: Vec<u32>,
     /// Segments of the runs of each class.
     carved: Vec<u32>,
     total: usize,
     unpinned: usize,
     cut: usize,
-    /// Pages in free runs outside of windows, and in windows.
-    free_pages: usize,
-    held_pages: usize,
-    /// Bytes of the segments in the runs' lists, and of these the bytes in windows.
-    free_slot_bytes: usize,
-    held_slot_bytes: usize,
+    /// Bytes of the segments that are given out.
+    out: usize,
+    /// Free bytes outside of windows: in free runs, and in the runs' lists.
+    unheld: usize,
     /// See [`take_peak`](Self::take_peak). A cell, since whoever takes it changes nothing that a waiter could have.
     peak: Cell<usize>,
     /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
@@ -167,33 +163,27 @@ impl Arena {
             partial: (0..CLASSES).map(|_| BTreeSet::new()).collect(),
             windows: Slab::new(),
             place: 0,
-            watched: vec![0; CLASSES],
             carved: vec![0; CLASSES],
             total: 0,
             unpinned: 0,
             cut: 0,
-            free_pages: 0,
-            held_pages: 0,
-            free_slot_bytes: 0,
-            held_slot_bytes: 0,
+            out: 0,
+            unheld: 0,
             peak: Cell::new(0),
             generation: 0,
         }
     }
 
     pub(crate) fn bytes(&self) -> ArenaBytes {
+        let free = self.total - self.cut - self.out;
         ArenaBytes {
             total: self.total,
             unpinned: self.unpinned,
-            free: self.free_bytes(),
-            withheld: self.held_pages * PAGE + self.held_slot_bytes,
+            free,
+            withheld: free - self.unheld,
             cut: self.cut,
             largest_free: self.largest_free_pages() * PAGE,
         }
-    }
-
-    fn free_bytes(&self) -> usize {
-        (self.free_pages + self.held_pages) * PAGE + self.free_slot_bytes
     }
 
     // --- runs --------------------------------------------------------------------------------------------------------
@@ -259,27 +249,25 @@ impl Arena {
             // SAFETY: a new descriptor of the run's table, in no list.
             unsafe { run.list.push(run.descriptors.add(i as usize)) };
         }
-        self.free_slot_bytes += segments * stride;
+        self.unheld += segments * stride;
         self.carved[class.index()] += segments as u32;
         self.partial[class.index()].insert((extent, first, number));
         Some(number)
     }
 
-    /// Frees a run's pages. All its descriptors are in its list, except that of a single segment, which is back and in
-    /// no list.
+    /// Frees a run's pages. All its descriptors are in its list.
     fn dissolve(&mut self, number: u32) {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
             self.partial[class.index()].remove(&(run.extent, run.first, number));
-            let listed = run.list.len() as usize * class.stride();
-            self.free_slot_bytes -= listed;
-            self.held_slot_bytes -= if run.window.is_some() { listed } else { 0 };
             self.carved[class.index()] -= run.count;
         }
         self.cut -= run.cut;
-        match run.window {
-            Some(_) => self.insert_held(run.extent, run.first, run.pages),
-            None => self.give_pages(run.extent, run.first, run.pages),
+        if run.window.is_some() {
+            self.insert_held(run.extent, run.first, run.pages);
+        } else {
+            self.unheld -= Self::listed(&run);
+            self.give_pages(run.extent, run.first, run.pages);
         }
         self.drop_table(&run);
     }
@@ -298,6 +286,11 @@ impl Arena {
     /// Bytes of each segment of a run.
     fn segment_bytes(run: &Run) -> usize {
         run.class.map_or(run.pages as usize * PAGE, Class::stride)
+    }
+
+    /// Bytes in a run's list.
+    fn listed(run: &Run) -> usize {
+        run.list.len() as usize * Self::segment_bytes(run)
     }
 
     /// Segments of a run that are given out, and their bytes.
@@ -325,26 +318,23 @@ impl Arena {
         };
         let run = &mut self.runs[number as usize];
         let chain = run.list.split(count);
-        self.free_slot_bytes -= chain.len() as usize * class.stride();
+        let bytes = chain.len() as usize * class.stride();
+        self.unheld -= bytes;
+        self.out += bytes;
         if run.list.is_empty() {
             self.partial[class.index()].remove(&(run.extent, run.first, number));
         }
         chain
     }
 
-    /// Bytes that were taken and did not come back.
-    fn taken(&self) -> usize {
-        self.total - self.cut - self.free_bytes()
-    }
-
-    /// Notes how many bytes are taken, for [`take_peak`](Self::take_peak).
+    /// Notes how many bytes are given out, for [`take_peak`](Self::take_peak).
     pub(crate) fn note_peak(&self) {
-        self.peak.set(self.peak.get().max(self.taken()));
+        self.peak.set(self.peak.get().max(self.out));
     }
 
     /// The most bytes that were [noted](Self::note_peak) since the call before, or ever.
     pub(crate) fn take_peak(&self) -> usize {
-        self.peak.replace(self.taken())
+        self.peak.replace(self.out)
     }
 
     /// Takes one segment for a placement. `None`: no free memory fits.
@@ -385,6 +375,7 @@ impl Arena {
         let pages = span.div_ceil(PAGE);
         let (extent, first) = self.take_pages(pages, align, true)?;
         let number = self.make_run(extent, first, pages as u32, None, 1);
+        self.out += pages * PAGE;
         Some(self.runs[number as usize].descriptors)
     }
 
@@ -414,28 +405,22 @@ impl Arena {
     /// freed when this returns.
     pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
-        let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
-        let window = self.runs[number as usize].window;
+        let number = unsafe { descriptor.as_ref() }.run();
+        let run = &mut self.runs[number as usize];
+        let (window, bytes) = (run.window, Self::segment_bytes(run));
+        self.out -= bytes;
         if let Some(id) = window {
             self.windows[id].out -= 1;
             self.windows[id].looks = 0;
+        } else {
+            self.unheld += bytes;
         }
-        let Some(class) = class else {
-            self.dissolve(number);
-            return window;
-        };
-        self.free_slot_bytes += class.stride();
-        let run = &mut self.runs[number as usize];
         // SAFETY: alive, free and in no list by this function's contract.
         unsafe { run.list.push(descriptor) };
-        if window.is_some() {
-            self.held_slot_bytes += class.stride();
-            self.watched[class.index()] -= 1;
-        } else if run.list.len() == 1 {
-            self.partial[class.index()].insert((run.extent, run.first, number));
-        }
         if run.list.len() == run.count {
             self.dissolve(number);
+        } else if let Some(class) = run.class.filter(|_| window.is_none() && run.list.len() == 1) {
+            self.partial[class.index()].insert((run.extent, run.first, number));
         }
         window
     }

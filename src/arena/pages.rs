@@ -103,12 +103,12 @@ impl Arena {
         map[first as usize] = FREE | pages;
         map[(first + pages - 1) as usize] = FREE | pages;
         self.free.insert((pages, extent, first));
-        self.free_pages += pages as usize;
+        self.unheld += pages as usize * PAGE;
     }
 
     pub(super) fn remove_free(&mut self, extent: u32, first: u32, pages: u32) {
         self.free.remove(&(pages, extent, first));
-        self.free_pages -= pages as usize;
+        self.unheld -= pages as usize * PAGE;
     }
 
     /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or the first ones. What
@@ -128,8 +128,9 @@ impl Arena {
         Some((extent, start))
     }
 
-    /// Frees pages outside of windows, and joins them with the free runs beside them.
-    pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
+    /// Frees pages outside of windows, and joins them with the free runs beside them. Returns the first page of the run
+    /// that they make.
+    pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) -> u32 {
         let e = &self.extents[extent as usize];
         let free = |entry: Option<&u32>| {
             entry.filter(|entry| **entry & (FREE | HELD) == FREE).map_or(0, |e| free_len(*e))
@@ -145,6 +146,7 @@ impl Arena {
         first -= left;
         pages += left + right;
         self.insert_free(extent, first, pages);
+        first
     }
 
     /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back, and

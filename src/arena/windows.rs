@@ -16,8 +16,6 @@
 //! runs that the set of free runs does not have; they are joined when the window ends. A range for one segment is served
 //! when all of its runs are back: if fewer were enough, a shorter range with fewer bytes out would have been chosen.
 
-use std::collections::VecDeque;
-
 use super::*;
 
 /// In a pool of more runs than these together, a search for a window compares so many ranges at so many places.
@@ -27,15 +25,30 @@ const PLACES: usize = 4;
 /// Names a window.
 pub(crate) type WindowId = usize;
 
+/// A set of classes.
+pub(crate) type ClassSet = u128;
+const _: () = assert!(CLASSES <= ClassSet::BITS as usize);
+
+/// The set of one class.
+pub(crate) fn set_of(class: Class) -> ClassSet {
+    1 << class.index()
+}
+
 /// A range of pages of an extent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PageRange {
     pub(super) extent: u32,
     pub(super) first: u32,
     pub(super) end: u32,
+    /// Where the run or the free pages begin that the first page lies in, while the range is not withheld.
+    pub(super) begin: u32,
 }
 
 impl PageRange {
+    fn whole(extent: u32, end: u32) -> Self {
+        Self { extent, first: 0, end, begin: 0 }
+    }
+
     /// Whether pages of an extent, from `first` to before `end`, meet the range.
     pub(super) fn meets(self, extent: u32, first: u32, end: u32) -> bool {
         self.extent == extent && self.first < end && first < self.end
@@ -54,11 +67,13 @@ pub(crate) struct Window {
     pub(crate) out: u32,
     /// How often the central pool has looked at it since a segment came back to it.
     pub(crate) looks: u32,
+    /// The classes of which segments in it were given out when it was withheld.
+    pub(crate) classes: ClassSet,
 }
 
 impl Window {
     pub(crate) fn new(owner: usize, ranges: Vec<PageRange>, replaces: bool) -> Self {
-        Self { owner, ranges, replaces, out: 0, looks: 0 }
+        Self { owner, ranges, replaces, out: 0, looks: 0, classes: 0 }
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -120,55 +135,45 @@ impl Arena {
     ) {
         let e = &self.extents[extent as usize];
         let base = e.base.as_ptr().addr() / PAGE;
-        let (mut items, mut sum, mut at) = (VecDeque::<Item>::new(), 0, from);
         // Alignments are powers of two.
         let mask = !(align - 1);
+        // From `head` to before `at` everything may lie in a window, and `sum` bytes of it are out.
+        let (mut head, mut at, mut sum) = (from, from, 0);
         while at < e.pages && most > 0 {
-            let item = self.item(extent, at);
-            at = item.end;
-            if !item.open || avoid.iter().any(|range| range.meets(extent, item.first, item.end)) {
-                items.clear();
-                sum = 0;
+            let last = self.item(extent, at);
+            at = last.end;
+            if !last.open || avoid.iter().any(|range| range.meets(extent, last.first, last.end)) {
+                (head, sum) = (at, 0);
                 continue;
             }
-            let (last, end) = (item.run.is_none().then_some(item.first), item.end);
-            sum += item.out;
-            items.push_back(item);
+            sum += last.out;
             // The last page from which on there are as many.
-            let Some(start) = end.checked_sub(need) else { continue };
+            let Some(start) = last.end.checked_sub(need) else { continue };
             let start = ((base + start as usize) & mask).checked_sub(base);
-            let Some(start) = start.map(|start| start as u32) else { continue };
-            while items.front().is_some_and(|item| item.end <= start) {
-                sum -= items.pop_front().map_or(0, |item| item.out);
+            let Some(start) = start.map(|start| start as u32).filter(|start| *start >= head) else {
+                continue;
+            };
+            let mut item = self.item(extent, head);
+            while item.end <= start {
+                sum -= item.out;
+                head = item.end;
+                item = self.item(extent, head);
             }
-            let Some(head) = items.front().filter(|head| head.first <= start) else { continue };
             most -= 1;
             if best.is_some_and(|best| best.0 < sum) {
                 continue;
             }
             // Of free pages at the edges only those that are needed.
-            let first = if head.run.is_none() { start } else { head.first };
-            let begin = ((base + first as usize + align - 1) & mask) - base;
-            let end = last.map_or(end, |last| last.max(begin as u32 + need));
+            let first = if item.run.is_none() { start } else { head };
+            let aligned = ((base + first as usize + align - 1) & mask) - base;
+            let end = if last.run.is_none() { last.first.max(aligned as u32 + need) } else { last.end };
             // Of equal ones the last: large segments are taken from the high end.
             let fewer =
                 |(least, range): (usize, PageRange)| (sum, end - first) <= (least, range.end - range.first);
             if best.is_none_or(fewer) {
-                *best = Some((sum, PageRange { extent, first, end }));
+                *best = Some((sum, PageRange { extent, first, end, begin: head }));
             }
         }
-    }
-
-    /// Where the run or the free pages begin that a page lies in. It looks from the high end, where most windows are: of
-    /// equal ranges the last is chosen.
-    fn item_start(&self, extent: u32, page: u32) -> u32 {
-        let e = &self.extents[extent as usize];
-        let mut at = e.pages;
-        while at > page {
-            let entry = e.map[at as usize - 1];
-            at -= if entry & FREE != 0 { free_len(entry) } else { self.runs[entry as usize].pages };
-        }
-        at
     }
 
     /// The run or the free pages that begin at a page.
@@ -200,17 +205,20 @@ impl Arena {
 
     // --- withholding -------------------------------------------------------------------------------------------------
 
-    /// Withholds the ranges of a window, which were chosen just now. Nothing in them may be cached.
-    pub(crate) fn withhold(&mut self, window: Window) -> WindowId {
+    /// Withholds the ranges of a window, which were chosen or released just now. Nothing in them may be cached.
+    pub(crate) fn withhold(&mut self, mut window: Window) -> WindowId {
+        (window.out, window.classes) = (0, 0);
+        // In this order a release knows where each begins: what is joined with it later lies behind it.
+        window.ranges.sort_unstable();
         let ranges = window.ranges.clone();
-        let id = self.windows.insert(Window { out: 0, ..window });
-        for PageRange { extent, first, end } in ranges {
-            let mut at = self.item_start(extent, first);
+        let id = self.windows.insert(window);
+        for PageRange { extent, first, end, begin } in ranges {
+            let mut at = begin;
             while at < end {
                 let Item { end: next, run, .. } = self.item(extent, at);
                 if let Some(run) = run {
                     self.mark(run, id);
-                } else {
+                } else if next > first {
                     let (from, to) = (at.max(first), next.min(end));
                     self.remove_free(extent, at, next - at);
                     self.insert_held(extent, from, to - from);
@@ -225,28 +233,29 @@ impl Arena {
 
     /// Puts a run into a window.
     fn mark(&mut self, number: u32, id: WindowId) {
-        let run = &mut self.runs[number as usize];
+        let (run, window) = (&mut self.runs[number as usize], &mut self.windows[id]);
         run.window = Some(id);
-        self.windows[id].out += Self::out(run).0;
+        window.out += Self::out(run).0;
+        self.unheld -= Self::listed(run);
         if let Some(class) = run.class {
-            self.held_slot_bytes += run.list.len() as usize * class.stride();
-            self.watched[class.index()] += Self::out(run).0;
+            window.classes |= set_of(class);
             self.partial[class.index()].remove(&(run.extent, run.first, number));
         }
     }
 
     /// Ends a window: what is free in it serves everybody.
     pub(crate) fn release_window(&mut self, id: WindowId) -> Window {
-        let window = self.windows.remove(id);
-        for &PageRange { extent, first, end } in &window.ranges {
-            let mut at = first;
-            while at < end {
+        let mut window = self.windows.remove(id);
+        for range in &mut window.ranges {
+            let (extent, mut at) = (range.extent, range.first);
+            while at < range.end {
                 let Item { end: next, run, .. } = self.item(extent, at);
-                if let Some(run) = run {
-                    self.unmark(run);
-                } else {
-                    self.held_pages -= (next - at) as usize;
-                    self.give_pages(extent, at, next - at);
+                let begin = match run {
+                    Some(run) => self.unmark(run),
+                    None => self.give_pages(extent, at, next - at),
+                };
+                if at == range.first {
+                    range.begin = begin;
                 }
                 at = next;
             }
@@ -254,17 +263,15 @@ impl Arena {
         window
     }
 
-    /// Takes a run out of its window.
-    fn unmark(&mut self, number: u32) {
+    /// Takes a run out of its window. Returns its first page.
+    fn unmark(&mut self, number: u32) -> u32 {
         let run = &mut self.runs[number as usize];
         run.window = None;
-        if let Some(class) = run.class {
-            self.held_slot_bytes -= run.list.len() as usize * class.stride();
-            self.watched[class.index()] -= Self::out(run).0;
-            if !run.list.is_empty() {
-                self.partial[class.index()].insert((run.extent, run.first, number));
-            }
+        self.unheld += Self::listed(run);
+        if let Some(class) = run.class.filter(|_| !run.list.is_empty()) {
+            self.partial[class.index()].insert((run.extent, run.first, number));
         }
+        run.first
     }
 
     /// Adds a free run in a window.
@@ -272,7 +279,6 @@ impl Arena {
         let map = &mut self.extents[extent as usize].map;
         map[first as usize] = FREE | HELD | pages;
         map[(first + pages - 1) as usize] = FREE | HELD | pages;
-        self.held_pages += pages as usize;
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
@@ -300,6 +306,7 @@ impl Arena {
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
         let mut regions = self.regions();
+        // Not those with a quarantined segment or a window.
         regions.retain(|(region, ..)| {
             let mut withheld = self.windows.iter().flat_map(|(_, window)| &window.ranges);
             let is_stuck = self.extents.iter().any(|(_, e)| e.region == *region && !e.stuck.is_empty());
@@ -316,19 +323,15 @@ impl Arena {
             if sum < bytes {
                 sum += len;
                 let extents = self.extents.iter().filter(|(_, e)| e.region == region);
-                ranges.extend(extents.map(|(extent, e)| PageRange {
-                    extent: extent as u32,
-                    first: 0,
-                    end: e.pages,
-                }));
+                ranges.extend(extents.map(|(extent, e)| PageRange::whole(extent as u32, e.pages)));
             }
         }
         (sum >= bytes && ranges.len() <= most).then_some(ranges)
     }
 
-    /// Segments of a class that are given out and lie in windows.
-    pub(crate) fn watched(&self, class: Class) -> u32 {
-        self.watched[class.index()]
+    /// The classes of which segments may be given out in windows.
+    pub(crate) fn classes_in_windows(&self) -> ClassSet {
+        self.windows.iter().fold(0, |set, (_, window)| set | window.classes)
     }
 
     /// Whether a placement could probably be taken outside of windows. `false` is certain.

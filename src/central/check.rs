@@ -89,6 +89,7 @@ impl CentralPool {
 mod tests {
 
     use super::*;
+    use crate::arena::set_of;
     use crate::central::tests::{CACHE, MIB, central, got, release};
     use crate::central::{WaitOutcome, Wake};
     use crate::freelist::{CacheTable, Chain, list_of};
@@ -205,19 +206,22 @@ mod tests {
         let central = cached();
         let wants = vec![central.place(MIB - 32, 64).unwrap()];
         let wake = || Wake::Thread(thread::current());
-        let large = central.join(wants, wake(), false, usize::MAX).unwrap();
+        let large = central.join(wants, wake(), usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
         // The window has the segment that is out, and its class is closed for that.
-        let closed = &central.closed_classes;
-        closed.set(class(), 0);
-        assert!(violation(&central).ends_with("is closed as 0, and 2 is needed"));
-        closed.set(class(), 2);
+        let (closed, this) = (&central.closed_classes, set_of(class()));
+        closed.set_classes([0, 0]);
+        assert_eq!(
+            violation(&central),
+            format!("the closed classes are [0, 0], and [0, {this:x}] are needed")
+        );
+        closed.set_classes([0, this]);
         central.check(|_, _| ()).unwrap();
-        let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), false, usize::MAX).unwrap();
+        let small = central.join(vec![central.place(4096, 64).unwrap()], wake(), usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
-        closed.set(class(), 2);
-        assert!(violation(&central).ends_with("is closed as 2, and 3 is needed"));
-        closed.set(class(), 3);
+        closed.set_classes([0, this]);
+        assert!(violation(&central).ends_with(&format!("[{this:x}, {this:x}] are needed")));
+        closed.set_classes([this, this]);
         central.check(|_, _| ()).unwrap();
         // A window of which returns do not know, and one whose owner does not wait.
         closed.set_ranges(std::iter::empty());

@@ -71,15 +71,12 @@ pub(super) fn least(wants: &[Want]) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
-/// The error of the last growth, for wants that no segment that may come back can ever serve, if no shorter growth
-/// follows. Other wants wait for segments to come back.
+/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
     let refusal = core.refused()?;
     let next = if core.queue.is_empty() { Some(wants) } else { core.next_to_grow().map(|next| next.0) };
-    if next.is_some_and(|next| refusal.allows(core.need(next))) {
-        return None;
-    }
-    core.never(wants).map(|_| refusal.error.clone())
+    let is_retried = next.is_some_and(|next| refusal.allows(core.need(next)));
+    if is_retried { None } else { Some(refusal.error.clone()) }
 }
 
 impl CentralPool {
@@ -217,7 +214,7 @@ impl CentralPool {
             core.refusal = None;
         }
         if core.growing == 0 {
-            core.fail(|core, wants| growth_failure(core, wants).or_else(|| self.hopeless(core, wants)));
+            core.fail_hopeless();
             core.extended();
         }
         let is_timed = error.is_some() && !core.config.timeless && !cfg!(loom);

@@ -116,7 +116,7 @@ impl Store {
     /// Joins the queue for these wants.
     fn join(&self, wants: Vec<Want>) -> Result<usize> {
         step();
-        self.central.join(wants, Wake::Thread(thread::current()), false, usize::MAX)
+        self.central.join(wants, Wake::Thread(thread::current()), usize::MAX)
     }
 
     /// Waits as a task does, after it has joined the queue.

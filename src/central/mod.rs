@@ -436,7 +436,7 @@ impl CentralPool {
         if let Some(window) = window {
             core.displace_window(window);
         }
-        self.fail_hopeless(&mut core);
+        core.fail_hopeless();
     }
 
     // --- threads -----------------------------------------------------------------------------------------------------
@@ -474,7 +474,9 @@ impl CentralPool {
         }
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
-        core.fail(|_, _| Some(Error::Closed));
+        while let Some(head) = core.queue.head() {
+            core.end(head, WaitOutcome::Failed(Error::Closed));
+        }
         self.reopen(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts, _) = core.tally().sums();

@@ -27,7 +27,7 @@ use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use super::CentralPool;
-use crate::arena::{Arena, PageRange};
+use crate::arena::{Arena, ClassSet, PageRange, set_of};
 use crate::error::Error;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
@@ -135,8 +135,8 @@ pub(super) type Ticket = usize;
 #[derive(Debug)]
 pub(super) struct Waiter {
     pub(super) wants: Vec<Want>,
-    size: Size,
-    wake: Option<Wake>,
+    pub(super) size: Size,
+    pub(super) wake: Option<Wake>,
     /// Idle regions were replaced for it.
     replaced: bool,
     /// How often it gave up a window, and which ranges.
@@ -176,9 +176,13 @@ impl WaitQueue {
         &self.waited
     }
 
-    /// How many requests for one segment of a class wait.
-    pub(crate) fn awaited(&self, class: Class) -> usize {
-        self.sizes.get(&Size::Class(class)).map_or(0, BTreeSet::len)
+    /// The classes of which requests for one segment wait.
+    pub(super) fn awaited(&self) -> ClassSet {
+        let classes = self.sizes.keys().map_while(|size| match size {
+            Size::Class(class) => Some(*class),
+            _ => None,
+        });
+        classes.fold(0, |set, class| set | set_of(class))
     }
 
     /// Adds a waiter at the end.
@@ -223,11 +227,6 @@ impl WaitQueue {
         self.waiting.contains_key(&ticket)
     }
 
-    /// The size of a waiter.
-    pub(super) fn size(&self, ticket: Ticket) -> Size {
-        self.waiter(ticket).size
-    }
-
     /// What a waiter asks for.
     pub(super) fn wants(&self, ticket: Ticket) -> &[Want] {
         &self.waiter(ticket).wants
@@ -263,9 +262,8 @@ impl WaitQueue {
         Some((first.1.since, &first.1.wants))
     }
 
-    /// Takes a waiter out of the queue: its size and its wake. Of several for the same class the next may choose a window
-    /// from now on. `None`: it does not wait.
-    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<(Size, Option<Wake>)> {
+    /// Takes a waiter out of the queue. `None`: it does not wait.
+    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Waiter> {
         let waiter = self.waiting.remove(&ticket)?;
         self.waited.record(waiter.since.elapsed());
         let tickets = self.sizes.get_mut(&waiter.size)?;
@@ -273,14 +271,14 @@ impl WaitQueue {
         if tickets.is_empty() {
             self.sizes.remove(&waiter.size);
         }
-        Some((waiter.size, waiter.wake))
+        Some(waiter)
     }
 
-    /// Ends a wait. Returns the size of the waiter, and the wake that follows.
-    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<(Size, Option<Wake>)> {
-        let removed = self.remove(ticket)?;
+    /// Ends a wait: the waiter finds the outcome when it [looks](Self::look).
+    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<Waiter> {
+        let waiter = self.remove(ticket)?;
         self.ended.insert(ticket, outcome);
-        Some(removed)
+        Some(waiter)
     }
 
     // --- windows -----------------------------------------------------------------------------------------------------

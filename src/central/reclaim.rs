@@ -24,6 +24,7 @@ use std::time::Instant;
 
 use super::queue::{Grant, take_all};
 use super::{Arena, CentralPool, Core, Want, lease, sum};
+use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
 use crate::segment::{Class, Placement};
@@ -103,7 +104,7 @@ impl CentralPool {
     /// possible at all, and a class with few bytes keeps its room.) A room stays as it is until then.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
-        if core.queue.awaited(class) > 0 {
+        if core.queue.awaited() & set_of(class) != 0 {
             return 0;
         }
         if held.room(class) > 0 || list_of(class) == LISTS {

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::growth::{Refusal, growth_failure, least};
+use super::growth::{Refusal, least};
 use super::*;
 use crate::freelist::{list_of, state};
 use crate::segment::PAGE;
@@ -106,9 +106,9 @@ fn a_wait_is_hopeless_if_nothing_can_end_it() {
         (1, 8 * MIB, 0, 0, 0, 7 * MIB + PAGE, [true, true], "too little is not quarantined"),
         (0, need, 0, 0, 0, 0, [false, false], "there is just enough room"),
         (0, need - PAGE, 0, 0, 0, 0, [false, true], "there is a page too little"),
-        (1, need, 0, 0, MIB, 0, [false, true], "the region and what leaves leave too little room"),
-        (0, need, 0, 0, PAGE, 0, [false, false], "what leaves makes room"),
-        (1, need, 0, 1, 0, 0, [false, false], "what is being pinned may serve it"),
+        (0, need, 0, 0, need, 0, [false, false], "what leaves makes room"),
+        (1, need, 0, 0, PAGE, 0, [false, true], "what leaves makes too little room"),
+        (0, need, 0, 1, 0, 0, [false, false], "what is being pinned may serve it"),
         (1, need, 0, 0, 0, 0, [false, true], "the region stays for good where the pool does not grow"),
         (1, need, 1, 0, 0, 0, [false, false], "the region may make way for another"),
         (1, need - PAGE, 1, 0, 0, 0, [false, true], "what the region leaves is too little"),
@@ -118,7 +118,7 @@ fn a_wait_is_hopeless_if_nothing_can_end_it() {
         let mut core = central.core.lock();
         (core.config.step, core.growing) = (step, growing);
         (core.leaving, core.quarantined) = (leaving, quarantined);
-        let found = [pages(256), long[0]].map(|want| central.hopeless(&core, &[want]).is_some());
+        let found = [pages(256), long[0]].map(|want| core.hopeless(&[want]).is_some());
         assert_eq!(found, hopeless, "{why}");
     }
 }
@@ -231,9 +231,8 @@ fn a_refused_growth_is_tried_again_at_half_the_length() {
     core.refusal = refusal();
     core.growth_is_due();
     assert!(!core.grow_for_head(), "a refusal that does not pass");
-    let key = [pages(900)];
-    assert!(growth_failure(&core, &key).is_some_and(|error| is_refusal(&error)));
-    assert!(growth_failure(&core, &[pages(256)]).is_none(), "the present region serves it");
+    assert!(core.hopeless(&[pages(300)]).is_some_and(|error| is_refusal(&error)));
+    assert!(core.hopeless(&[pages(256)]).is_none(), "the present region serves it");
 }
 
 #[test]

@@ -39,7 +39,7 @@
 //! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
 //! until all of them are free.
 //!
-//! While memory for all waiters is being pinned, nothing is closed and no window is chosen.
+//! While memory is being pinned, which may serve all waiters, no class is closed and no window is chosen.
 
 use std::ptr::NonNull;
 use std::task::Waker;
@@ -48,7 +48,7 @@ use std::time::{Duration, Instant};
 use super::growth::{growth_failure, least};
 use super::queue::{Size, Ticket, serves_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
-use crate::arena::{PageRange, Window, WindowId};
+use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
 use crate::freelist::{Descriptor, listed};
@@ -62,21 +62,38 @@ const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
 const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
-/// Why a class is closed: requests wait for it; segments of it are given out in windows.
-const AWAITED: u64 = 1;
-const WATCHED: u64 = 2;
-/// Classes in a word of [`Closed`], which has both bits of each, so that they change together.
-const IN_A_WORD: usize = 32;
-const WORDS: usize = crate::segment::CLASSES.div_ceil(IN_A_WORD);
-
-/// What returns look at. The words are written under the central pool's lock; they are read inside of the gate, where
-/// no bit is set meanwhile: the cold side sets bits while all owners are shut out. So all accesses are relaxed, and the
+/// What returns look at. It is written under the central pool's lock, and read inside of the gate, where no class is
+/// closed meanwhile: the cold side closes classes while all owners are shut out. So all accesses are relaxed, and the
 /// gate's permits order them.
 #[derive(Debug, Default)]
 pub(super) struct Closed {
-    classes: [AtomicU64; WORDS],
+    /// The classes that requests wait for.
+    awaited: AtomicClasses,
+    /// The classes of which segments are given out in windows.
+    watched: AtomicClasses,
     /// The addresses of the windows' ranges: of each the first, and that behind the last.
     ranges: [[AtomicU64; 2]; MOST_RANGES],
+}
+
+/// A [`ClassSet`] in two words.
+#[derive(Debug, Default)]
+struct AtomicClasses([AtomicU64; 2]);
+
+impl AtomicClasses {
+    fn has(&self, class: Class) -> bool {
+        let word = self.0[class.index() / 64].load(Ordering::Relaxed);
+        word >> (class.index() % 64) & 1 != 0
+    }
+
+    fn load(&self) -> ClassSet {
+        let [low, high] = [0, 1].map(|word: usize| ClassSet::from(self.0[word].load(Ordering::Relaxed)));
+        low | high << 64
+    }
+
+    fn store(&self, classes: ClassSet) {
+        self.0[0].store(classes as u64, Ordering::Relaxed);
+        self.0[1].store((classes >> 64) as u64, Ordering::Relaxed);
+    }
 }
 
 impl Closed {
@@ -86,21 +103,18 @@ impl Closed {
         ranges.take_while(|range| range[1] > 0).any(|[first, end]| first <= address && address < end)
     }
 
-    fn bits(&self, class: Class) -> u64 {
-        let word = self.classes[class.index() / IN_A_WORD].load(Ordering::Relaxed);
-        word >> (class.index() % IN_A_WORD * 2) & (AWAITED | WATCHED)
-    }
-
     /// Whether a waiter may have a right to a segment.
     fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
-        let bits = self.bits(class);
-        bits & AWAITED != 0 || bits & WATCHED != 0 && self.holds(base.as_ptr().addr())
+        self.awaited.has(class) || self.watched.has(class) && self.holds(base.as_ptr().addr())
     }
 
-    pub(super) fn set(&self, class: Class, bits: u64) {
-        let (word, shift) = (&self.classes[class.index() / IN_A_WORD], class.index() % IN_A_WORD * 2);
-        let others = word.load(Ordering::Relaxed) & !((AWAITED | WATCHED) << shift);
-        word.store(others | bits << shift, Ordering::Relaxed);
+    fn classes(&self) -> [ClassSet; 2] {
+        [self.awaited.load(), self.watched.load()]
+    }
+
+    pub(super) fn set_classes(&self, [awaited, watched]: [ClassSet; 2]) {
+        self.awaited.store(awaited);
+        self.watched.store(watched);
     }
 
     pub(super) fn set_ranges(&self, mut ranges: impl Iterator<Item = (usize, usize)>) {
@@ -109,19 +123,6 @@ impl Closed {
             range[0].store(first as u64, Ordering::Relaxed);
             range[1].store(end as u64, Ordering::Relaxed);
         }
-    }
-
-    /// The closed classes.
-    fn each(&self) -> impl Iterator<Item = Class> + '_ {
-        let words = self.classes.iter().enumerate();
-        words.flat_map(|(word, bits)| {
-            let mut left = bits.load(Ordering::Relaxed);
-            std::iter::from_fn(move || {
-                let at = (left != 0).then(|| left.trailing_zeros() / 2)?;
-                left &= !((AWAITED | WATCHED) << (at * 2));
-                Class::new(word * IN_A_WORD + at as usize)
-            })
-        })
     }
 }
 
@@ -132,10 +133,6 @@ pub(super) struct Windows {
     none_for: Option<usize>,
     /// A waiter may find a window, or needs its class closed.
     wanted: bool,
-    /// A look is due: windows that did not empty are given up.
-    look: bool,
-    /// A waiter came for which no memory was being pinned.
-    uncovered: bool,
     /// The next look is planned.
     planned: bool,
     /// Requests on the slow path since the last look, where there is no clock.
@@ -143,18 +140,17 @@ pub(super) struct Windows {
 }
 
 impl CentralPool {
-    /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. With `covered`, memory
-    /// for the request is being pinned already, so other threads keep their thread caches. `most`: how many requests may
-    /// wait at a time, this one included.
+    /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. `most`: how many
+    /// requests may wait at a time, this one included.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`] or the error of the last growth if nothing can ever
     /// serve the request; [`Error::QueueFull`].
-    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool, most: usize) -> Result<usize> {
+    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, most: usize) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut core = self.lock();
         self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants).or_else(|| growth_failure(&core, &wants)) {
+        if let Some(error) = core.hopeless(&wants) {
             return Err(error);
         }
         if core.queue.len() >= most {
@@ -163,8 +159,7 @@ impl CentralPool {
         core.stats.waits += 1;
         let (need, several) = (window_pages(&wants).0, wants.len() > 1);
         let key = core.queue.join(wants, wake);
-        core.windows.uncovered |= !covered || core.growing == 0;
-        let size = core.queue.size(key);
+        let size = core.queue.waiting[&key].size;
         core.windows.wanted |= match size {
             Size::Class(_) => core.queue.first(size) == Some(key),
             _ => {
@@ -185,7 +180,8 @@ impl CentralPool {
 
     /// Whether returns of the class need not take the slow path. Exact inside of the gate.
     pub(super) fn is_open(&self, class: Class) -> bool {
-        self.closed_classes.bits(class) == 0
+        let closed = &self.closed_classes;
+        !closed.awaited.has(class) && !closed.watched.has(class)
     }
 
     /// Whether a segment that is in flight may be lent again: no waiter has a right to it when it comes back. (A waiter
@@ -198,83 +194,73 @@ impl CentralPool {
     pub(super) fn turn(&self, core: &mut Core) -> Vec<Wake> {
         core.serve();
         // What windows that ended meanwhile had may serve others.
-        while self.settle(core) {
+        while core.windows.wanted && core.has_rights() {
+            self.arrange(core, false);
             core.serve();
         }
-        if core.config.timeless && !core.queue.is_empty() {
+        self.reopen(core);
+        if core.queue.is_empty() {
+            return std::mem::take(&mut core.wakes);
+        }
+        if core.config.timeless {
             // The next call is the end of the pause.
             core.growth_is_due();
+        } else if core.has_rights() && !core.windows.planned {
+            core.windows.planned = true;
+            core.wakes.push(Wake::Look(self.me.clone()));
         }
         std::mem::take(&mut core.wakes)
-    }
-
-    /// Opens classes, closes others, and chooses windows, as the queue needs it. Whether windows were chosen.
-    fn settle(&self, core: &mut Core) -> bool {
-        if core.queue.is_empty() {
-            let windows = &mut core.windows;
-            (windows.uncovered, windows.wanted, windows.look, windows.none_for) = (false, false, false, None);
-            self.reopen(core);
-            return false;
-        }
-        if core.growing > 0 && !core.windows.uncovered {
-            return false;
-        }
-        if !core.config.timeless {
-            core.plan_look();
-        }
-        let chosen = core.windows.wanted;
-        if chosen {
-            self.arrange(core);
-        } else {
-            self.reopen(core);
-        }
-        chosen
     }
 
     /// Without a clock: a request that is not in the queue is a tick. After many of them there is a look, before the
     /// request is tried.
     pub(super) fn tick(&self, core: &mut Core) {
-        if core.queue.is_empty() {
-            return;
-        }
-        core.windows.ticks += 1;
+        core.windows.ticks += u32::from(!core.queue.is_empty());
         if core.windows.ticks >= TICKS {
-            (core.windows.ticks, core.windows.look, core.windows.wanted) = (0, true, true);
-            core.wakes = self.turn(core);
+            core.windows.ticks = 0;
+            self.look_now(core);
+            core.serve();
+        }
+    }
+
+    /// Looks at the queue and the windows.
+    fn look_now(&self, core: &mut Core) {
+        if core.has_rights() {
+            self.arrange(core, true);
         }
     }
 
     /// Chooses windows for the waiters that have none, and at a look others for those that do not empty; closes the
     /// classes whose returns must be looked at.
-    fn arrange(&self, core: &mut Core) {
+    fn arrange(&self, core: &mut Core, look: bool) {
         self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
         core.serve();
-        if std::mem::take(&mut core.windows.look) {
+        if look {
             core.look();
         }
         core.windows.wanted = false;
         core.choose();
-        let closed = &self.closed_classes;
-        for class in listed() {
-            let bits = core.closes(class);
-            if bits != 0 {
-                core.table.quiet().for_each(|mut held| held.close(class));
-            }
-            closed.set(class, bits);
+        let classes = core.closed_classes();
+        for class in listed().filter(|class| (classes[0] | classes[1]) & set_of(*class) != 0) {
+            core.table.quiet().for_each(|mut held| held.close(class));
         }
-        closed.set_ranges(core.arena.window_addresses());
+        self.closed_classes.set_classes(classes);
+        self.closed_classes.set_ranges(core.arena.window_addresses());
         self.gate.readmit(mode::INSPECT, &core.table);
     }
 
     /// Opens the classes that need not be closed any more.
     pub(super) fn reopen(&self, core: &Core) {
-        self.closed_classes.each().for_each(|class| {
-            let bits = core.closes(class);
-            if self.closed_classes.bits(class) != bits {
-                self.closed_classes.set(class, bits);
-            }
-        });
+        let closed = self.closed_classes.classes();
+        if closed == [0; 2] {
+            return;
+        }
+        let needed = core.closed_classes();
+        let left = [0, 1].map(|why| closed[why] & needed[why]);
+        if left != closed {
+            self.closed_classes.set_classes(left);
+        }
     }
 
     /// Checks what closed classes, windows and the queue promise. `cached` tells whether segments of a class are cached.
@@ -294,18 +280,16 @@ impl CentralPool {
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
         }
-        if core.growing > 0 && !core.windows.uncovered {
+        if !core.has_rights() {
             return Ok(());
         }
         let closed = &self.closed_classes;
-        for class in listed() {
-            let (bits, needed) = (closed.bits(class), core.closes(class));
-            if needed & !bits != 0 {
-                return Err(format!("{class:?} is closed as {bits}, and {needed} is needed"));
-            }
-            if needed & AWAITED != 0 && cached(class) {
-                return Err(format!("segments of {class:?} are cached, and a request waits for one"));
-            }
+        let (is, needed) = (closed.classes(), core.closed_classes());
+        if [0, 1].iter().any(|why| needed[*why] & !is[*why] != 0) {
+            return Err(format!("the closed classes are {is:x?}, and {needed:x?} are needed"));
+        }
+        if let Some(class) = listed().find(|class| needed[0] & set_of(*class) != 0 && cached(*class)) {
+            return Err(format!("segments of {class:?} are cached, and a request waits for one"));
         }
         let mut ranges = core.arena.window_addresses();
         match ranges.find(|(first, end)| !closed.holds(*first) || !closed.holds(end - 1)) {
@@ -323,7 +307,7 @@ impl CentralPool {
             let Some(central) = central.upgrade() else { return };
             let mut core = central.lock();
             core.windows.planned = false;
-            (core.windows.look, core.windows.wanted) = (true, true);
+            central.look_now(&mut core);
         });
     }
 
@@ -457,28 +441,6 @@ impl CentralPool {
         let core = self.lock();
         Error::Exhausted(Box::new(core.shortage(len)))
     }
-
-    /// [`Error::Impossible`] if neither segments that may come back nor memory that may still be pinned can serve these
-    /// wants.
-    pub(super) fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
-        let total = sum(wants.iter().map(|w| w.placement.bytes()));
-        let error = |len| {
-            Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
-        };
-        if total > self.config.capacity.saturating_sub(core.quarantined) {
-            return error(sum(wants.iter().map(|w| w.len)));
-        }
-        // A region that is being pinned, or could still be, may serve them, also one in place of regions that get idle.
-        if core.growing > 0 || core.room() + core.leaving >= least(wants) || core.movable() >= least(wants) {
-            return None;
-        }
-        core.never(wants).and_then(|w| error(w.len))
-    }
-
-    /// Ends the waits that have become impossible.
-    pub(super) fn fail_hopeless(&self, core: &mut Core) {
-        core.fail(|core, wants| self.hopeless(core, wants));
-    }
 }
 
 /// A request that has waited for long, how many wait with it, and why growing failed.
@@ -492,6 +454,31 @@ pub(crate) struct LongWait {
 }
 
 impl Core {
+    /// Whether waiters have rights. None has while memory is being pinned: it may serve all of them.
+    fn has_rights(&self) -> bool {
+        self.growing == 0 && !self.queue.is_empty()
+    }
+
+    /// The error for wants that neither segments that may come back nor memory that may still be pinned can serve:
+    /// [`Error::Impossible`], or that of the last growth.
+    pub(super) fn hopeless(&self, wants: &[Want]) -> Option<Error> {
+        if sum(wants.iter().map(|w| w.placement.bytes()))
+            > self.config.capacity.saturating_sub(self.quarantined)
+        {
+            return Some(self.impossible(wants));
+        }
+        let never = self.never(wants)?;
+        // A region that is being pinned, or could still be, may serve them, also one in place of regions that get idle.
+        let least = least(wants);
+        let may = self.growing > 0 || self.room() + self.leaving >= least || self.movable() >= least;
+        if may { growth_failure(self, wants) } else { Some(self.impossible(std::slice::from_ref(never))) }
+    }
+
+    fn impossible(&self, wants: &[Want]) -> Error {
+        let len = sum(wants.iter().map(|w| w.len));
+        Error::Impossible { len, quarantined: self.quarantined, capacity: self.config.capacity }
+    }
+
     /// The first want that the extents cannot hold, with those of the same placement, even if every segment that is not
     /// quarantined comes back; of several that the extents cannot hold together, the first.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
@@ -512,38 +499,36 @@ impl Core {
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served.
     pub(super) fn serve(&mut self) {
-        let mut not = Vec::new();
-        while !self.queue.is_empty() {
-            while let Some(key) = self.queue.next(&self.arena, &not) {
-                // What was withheld for a waiter that is served may be what others wait for.
-                let (ends, size) = (self.window(key).is_some(), self.queue.size(key));
-                match self.grant(key) {
-                    true if ends => not.clear(),
-                    true => {}
-                    false => not.push(size),
-                }
-            }
-            let Some(head) = self.queue.head() else { break };
-            if self.growing > 0 || self.grow_for_head() {
-                break;
-            }
+        loop {
+            self.serve_from_free();
+            let Some(head) = self.queue.head() else { return };
             // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` looks
             // at one placement at a time, and does not know whether buffers of several placements fit together.)
-            if self.leaving > 0 || self.anything_out() {
-                break;
+            if self.growing > 0 || self.grow_for_head() || self.leaving > 0 || self.anything_out() {
+                return;
             }
-            not.clear();
             // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
             // are withheld to be replaced may have come back while others were being pinned.)
             self.windows().into_iter().for_each(|id| self.displace_window(id));
-            if self.grant(head) || self.grow_for_head() {
-                continue;
+            if !self.grant(head) && !self.grow_for_head() {
+                let failed = self.refused().map(|refusal| refusal.error.clone());
+                let error = failed.unwrap_or_else(|| self.impossible(self.queue.wants(head)));
+                self.end(head, WaitOutcome::Failed(error));
             }
-            let len = sum(self.queue.wants(head).iter().map(|w| w.len));
-            let (quarantined, capacity) = (self.quarantined, self.config.capacity);
-            let impossible = Error::Impossible { len, quarantined, capacity };
-            let error = self.refused().map_or(impossible, |refusal| refusal.error.clone());
-            self.end(head, WaitOutcome::Failed(error));
+        }
+    }
+
+    /// Grants waiters what is free outside of windows.
+    fn serve_from_free(&mut self) {
+        let mut not = Vec::new();
+        while let Some(key) = self.queue.next(&self.arena, &not) {
+            let (had_window, size) = (self.window(key).is_some(), self.queue.waiting[&key].size);
+            if !self.grant(key) {
+                not.push(size);
+            } else if had_window {
+                // What was withheld for it may be what others wait for.
+                not.clear();
+            }
         }
     }
 
@@ -553,13 +538,12 @@ impl Core {
         bytes.free + bytes.cut + self.quarantined < bytes.total
     }
 
-    /// Ends every wait for which `verdict` has an error. A verdict is about what is asked for, so of requests of one size
-    /// the first stands for all.
-    pub(super) fn fail(&mut self, verdict: impl Fn(&Self, &[Want]) -> Option<Error>) {
+    /// Ends the waits that have become impossible. Of requests of one size the first stands for all.
+    pub(super) fn fail_hopeless(&mut self) {
         for first in self.queue.firsts().collect::<Vec<_>>() {
-            let (size, mut next) = (self.queue.size(first), Some(first));
+            let (size, mut next) = (self.queue.waiting[&first].size, Some(first));
             while let Some(key) = next {
-                let Some(error) = verdict(self, self.queue.wants(key)) else { break };
+                let Some(error) = self.hopeless(self.queue.wants(key)) else { break };
                 self.end(key, WaitOutcome::Failed(error));
                 next = self.queue.first(size);
             }
@@ -567,18 +551,18 @@ impl Core {
     }
 
     /// Ends a wait, and what was withheld for it.
-    fn end(&mut self, key: Ticket, outcome: WaitOutcome) {
-        if let Some((size, wake)) = self.queue.finish(key, outcome) {
-            self.wakes.extend(wake);
-            self.pass_on(key, size);
+    pub(super) fn end(&mut self, key: Ticket, outcome: WaitOutcome) {
+        if let Some(waiter) = self.queue.finish(key, outcome) {
+            self.wakes.extend(waiter.wake);
+            self.pass_on(key, waiter.size);
         }
     }
 
     /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
     fn leave(&mut self, key: Ticket) -> (WaitOutcome, Option<Wake>) {
-        let Some((size, wake)) = self.queue.remove(key) else { return self.queue.look(key, None) };
-        self.pass_on(key, size);
-        (WaitOutcome::Waiting, wake)
+        let Some(waiter) = self.queue.remove(key) else { return self.queue.look(key, None) };
+        self.pass_on(key, waiter.size);
+        (WaitOutcome::Waiting, waiter.wake)
     }
 
     /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
@@ -691,10 +675,9 @@ impl Core {
 
     // --- windows -----------------------------------------------------------------------------------------------------
 
-    /// Why a class must be closed.
-    fn closes(&self, class: Class) -> u64 {
-        let awaited = if self.queue.awaited(class) > 0 { AWAITED } else { 0 };
-        awaited | if self.arena.watched(class) > 0 { WATCHED } else { 0 }
+    /// The classes that must be closed: those that are awaited, and those of which segments are given out in windows.
+    fn closed_classes(&self) -> [ClassSet; 2] {
+        [self.queue.awaited(), self.arena.classes_in_windows()]
     }
 
     /// Serves what a new request would be served with, and ends the windows to which nothing came back for long.
@@ -796,14 +779,6 @@ impl Core {
         let missing =
             replacing.map(|(_, window)| least(self.queue.wants(window.owner)).saturating_sub(window.bytes()));
         room.saturating_sub(sum(missing))
-    }
-
-    /// Plans the next look at the windows.
-    fn plan_look(&mut self) {
-        if !self.windows.planned {
-            self.windows.planned = true;
-            self.wakes.push(Wake::Look(self.me.clone()));
-        }
     }
 
     /// What there is for a request of `len` bytes that is not served.

@@ -450,7 +450,7 @@ impl Pool {
                 return got.map(Begun::Granted).ok_or_else(short);
             }
         };
-        let key = central.join(wants, wake, growing, max_waiting)?;
+        let key = central.join(wants, wake, max_waiting)?;
         self.watch_waits();
         Ok(Begun::Waits(key))
     }

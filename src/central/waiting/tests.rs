@@ -35,12 +35,8 @@ fn tick(central: &CentralPool) {
     drop(central.lock_to_take());
 }
 
-fn try_join(central: &CentralPool, wants: &[Want], covered: bool) -> Result<usize> {
-    central.join(wants.to_vec(), Wake::Thread(thread::current()), covered, usize::MAX)
-}
-
 fn join(central: &CentralPool, wants: &[Want]) -> usize {
-    try_join(central, wants, false).unwrap()
+    central.join(wants.to_vec(), Wake::Thread(thread::current()), usize::MAX).unwrap()
 }
 
 /// The segments that a waiter was granted.
@@ -107,21 +103,18 @@ fn a_fence_is_raised_for_a_waiter_and_lifted_at_the_next_return() {
 }
 
 #[test]
-fn a_request_for_which_nothing_is_being_pinned_has_a_window_at_once() {
-    for covered in [false, true] {
-        let central = pool(&[16], true);
-        let _held = out(&central, pages(16));
-        central.core.lock().growing = PAGE;
-        try_join(&central, &[small(2000)], covered).unwrap();
-        assert_eq!(windows(&central), usize::from(!covered));
-        central.check(|_, _| ()).unwrap();
-        if covered {
-            central.grown(PAGE, None);
-        }
-        assert_eq!(windows(&central), 1, "nothing is being pinned any more");
-        central.closed_classes.set(Class::of(2000).unwrap(), 0);
-        assert!(central.check(|_, _| ()).is_err());
-    }
+fn a_request_has_a_window_when_no_more_memory_is_being_pinned() {
+    let central = pool(&[16], true);
+    let _held = out(&central, pages(16));
+    central.core.lock().growing = PAGE;
+    join(&central, &[small(2000)]);
+    assert_eq!(windows(&central), 0);
+    central.check(|_, _| ()).unwrap();
+    central.grown(PAGE, None);
+    assert_eq!(windows(&central), 1);
+    central.check(|_, _| ()).unwrap();
+    central.closed_classes.set_classes([0, 0]);
+    assert!(central.check(|_, _| ()).is_err());
 }
 
 #[test]
@@ -206,7 +199,7 @@ fn equal_buffers_of_a_request_have_to_fit_together() {
     let mut join = |n: usize| core.queue.join(vec![pages(100); n], Wake::Thread(thread::current()));
     let keys = [1, 4, 6].map(&mut join);
     (core.windows.wanted, core.windows.none_for) = (true, Some(1));
-    core.fail(|core, wants| core.never(wants).map(|_| Error::empty()));
+    core.fail_hopeless();
     assert_eq!(keys.map(|key| core.queue.waits(key)), [true, true, false]);
     assert!(core.windows.wanted, "a look at the windows that is due stays due");
 }
