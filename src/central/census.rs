@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering};
-use crate::freelist::{Descriptor, ThreadCache, listed};
+use crate::freelist::{ThreadCache, listed};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::{ClassStats, ClassTally, Histogram};
 use crate::telemetry::ledger::{CheckoutSite, LedgerEntry};
@@ -26,11 +26,6 @@ pub(crate) struct OutSegment {
     pub(crate) since: Instant,
     /// The segment's entry in the ledger.
     pub(crate) entry: Option<LedgerEntry>,
-}
-
-/// The number that identifies a descriptor: its address.
-fn name(descriptor: &Descriptor) -> usize {
-    std::ptr::from_ref(descriptor).addr()
 }
 
 impl CentralPool {
@@ -78,7 +73,7 @@ impl CentralPool {
     /// Starts the ledger's entry of a segment anew, if it has one.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
         let mut core = self.lock();
-        if core.ledger.has(name(segment.descriptor())) {
+        if core.ledger.has(segment.name()) {
             core.as_is().enter(segment, origin);
         }
     }
@@ -142,8 +137,7 @@ impl CentralPool {
 
 impl Core {
     fn enter(&mut self, segment: &Segment, origin: CheckoutSite) {
-        let descriptor = segment.descriptor();
-        self.ledger.enter(name(descriptor), descriptor.run(), segment.len(), origin);
+        self.ledger.enter(segment.name(), segment.descriptor().run(), segment.len(), origin);
     }
 
     /// What was counted of each class, under the lock and by all threads. Exact while all owners are shut out.

@@ -87,16 +87,19 @@ impl CentralPool {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::ptr::NonNull;
+    use std::sync::Arc;
 
     use super::*;
     use crate::arena::set_of;
     use crate::central::tests::{CACHE, MIB, central, got, release};
     use crate::central::{WaitOutcome, Wake};
+    use crate::freelist::cache::HeldCache;
     use crate::freelist::{CacheTable, Chain, list_of};
     use crate::segment::Placement;
     use crate::sync::thread;
 
-    const STRIDE: u64 = 4096 + 64;
+    const STRIDE: usize = 4096 + 64;
 
     /// The class of the segments that [`cached`] has left in this thread's cache.
     fn class() -> Class {
@@ -104,12 +107,11 @@ mod tests {
     }
 
     /// A central pool with one segment out, and one cached by this thread.
-    fn cached() -> std::sync::Arc<CentralPool> {
+    fn cached() -> Arc<CentralPool> {
         let central = central(0);
         let (_out, back) = (got(&central, 4096), got(&central, 4096));
         release(back);
-        assert_eq!(central.cache().unwrap().cached(class()), 1);
-        assert_eq!(class().stride() as u64, STRIDE);
+        assert_eq!((central.cache().unwrap().cached(class()), class().stride()), (1, STRIDE));
         central.check(|_, _| ()).unwrap();
         central
     }
@@ -118,33 +120,40 @@ mod tests {
         central.check(|_, _| ()).expect_err("a violation goes unnoticed")
     }
 
+    /// Gives a class room for more segments than a thread cache may hold.
+    fn make_room(held: &mut HeldCache<'_>, class: Class) {
+        let chain = held.revoke(class);
+        held.grant(class, 100);
+        assert!(held.fill(class, chain).is_empty());
+    }
+
+    /// Puts a segment into a list that has room, where it may be already.
+    fn put(held: &mut HeldCache<'_>, class: Class, descriptor: NonNull<Descriptor>) {
+        let mut chain = Chain::new();
+        // SAFETY: it is alive, and this chain is its only one. If it is in a list too, that is to be noticed.
+        unsafe { chain.push(descriptor) };
+        assert!(held.fill(class, chain).is_empty());
+    }
+
     #[test]
     fn a_check_sees_what_is_cached_in_the_wrong_place() {
         for wrong in [false, true] {
             let central = cached();
             let mut held = CacheTable::mine(central.cache().unwrap());
-            let other = if wrong { Class::of(8192).unwrap() } else { class() };
-            let chain = held.revoke(other);
-            held.grant(other, 20);
-            assert!(held.fill(other, chain).is_empty());
-            let twice = if wrong {
+            let list = if wrong { Class::of(8192).unwrap() } else { class() };
+            make_room(&mut held, list);
+            let descriptor = if wrong {
                 central.core.lock().arena.take(Placement::Class(class())).unwrap()
             } else {
                 let taken = held.drain(class(), 1).pop().unwrap();
-                let mut chain = Chain::new();
-                // SAFETY: alive and in no list. Below it comes into the list a second time, which is to be noticed.
-                unsafe { chain.push(taken) };
-                assert!(held.fill(class(), chain).is_empty());
+                put(&mut held, list, taken);
                 taken
             };
-            let mut chain = Chain::new();
-            // SAFETY: as above.
-            unsafe { chain.push(twice) };
-            assert!(held.fill(other, chain).is_empty());
+            put(&mut held, list, descriptor);
             let says = violation(&central);
             assert!(says.ends_with(" is cached twice or under a wrong class"), "{says}");
             // The cache is put in order again, since it is emptied when this thread ends.
-            let _ = held.drain(other, 1).pop();
+            let _ = held.drain(list, 1).pop();
         }
     }
 
@@ -152,27 +161,22 @@ mod tests {
     fn a_check_sees_a_thread_cache_above_its_bound() {
         let central = cached();
         let mut held = CacheTable::mine(central.cache().unwrap());
-        let held_now = central.cache().unwrap().cached(class());
-        let most = CACHE as u64 / STRIDE;
-        let chain = held.revoke(class());
-        held.grant(class(), 100);
-        assert!(held.fill(class(), chain).is_empty());
-        let fill = |held: &mut crate::freelist::cache::HeldCache<'_>, n: u64| {
-            let chain = central.core.lock().arena.take_batch(class(), n as u32);
-            assert!(held.fill(class(), chain).is_empty());
+        make_room(&mut held, class());
+        let mut fill = || {
+            let taken = central.core.lock().arena.take(Placement::Class(class())).unwrap();
+            put(&mut held, class(), taken);
         };
-        for _ in held_now..most {
-            fill(&mut held, 1);
-        }
+        let most = CACHE / STRIDE;
+        (1..most).for_each(|_| fill());
         central.check(|_, _| ()).unwrap();
-        fill(&mut held, 1);
+        fill();
         let bytes = (most + 1) * STRIDE;
         assert_eq!(violation(&central), format!("a thread cache holds {bytes} bytes of at most {CACHE}"));
     }
 
     #[test]
     fn a_check_sees_a_transfer_cache_above_its_quota() {
-        const QUOTA: usize = 10 * STRIDE as usize;
+        const QUOTA: usize = 10 * STRIDE;
         let central = central(QUOTA);
         let class = class();
         let put = |count: u32| {

@@ -381,7 +381,7 @@ fn loom_ledger_closes() {
             store.central.try_take(&[store.want()], ReclaimLevel::All).unwrap().unwrap().remove(0);
         CentralPool::enter(&mut fresh, CheckoutSite::default());
         let out = store.out(fresh);
-        let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
+        let descriptor = out.segment.name();
         let other = worker(move || out.put());
         step();
         let found = store.central.out_for(Duration::ZERO);

@@ -108,17 +108,13 @@ pub(crate) struct CentralConfig {
 
 impl CentralConfig {
     /// [`Error::Mismatch`] about `what`, a pool or a buffer of one, unless the pool serves the device.
-    #[inline]
     pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
-        let serves = self.serves.iter().any(|(id, _)| *id == device.id());
-        if serves { Ok(()) } else { Err(self.does_not_serve(what, device.name())) }
-    }
-
-    #[cold]
-    fn does_not_serve(&self, what: &'static str, device: &str) -> Error {
+        if self.serves.iter().any(|(id, _)| *id == device.id()) {
+            return Ok(());
+        }
         let names: Vec<&str> = self.serves.iter().map(|(_, name)| &**name).collect();
         let remedy = "name that device to the pool too (PoolBuilder::device), or use a pool that serves it";
-        Error::Mismatch { what, of: names.join(", "), with: device.to_owned(), remedy }
+        Err(Error::Mismatch { what, of: names.join(", "), with: device.name().to_owned(), remedy })
     }
 }
 
@@ -300,10 +296,9 @@ impl CentralPool {
     }
 
     /// Turns a grant that was just made into a segment to hand out.
-    #[inline(always)]
-    fn fresh(&self, grant: Grant) -> Fresh {
+    fn fresh(&self, Grant { descriptor, len }: Grant) -> Fresh {
         // SAFETY: every caller passes a grant of this central pool, once, that it has just taken from a list.
-        unsafe { Fresh::new(self, grant) }
+        unsafe { Fresh::of_tag(self, descriptor, tag(len, descriptor.as_ref().list())) }
     }
 
     /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths and alignments are
@@ -511,13 +506,6 @@ impl CentralPool {
     /// Whether the memory at this address is the driver's managed memory. The address lies in a segment that is out.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.is_managed(at))
-    }
-
-    /// Changes the requested length of a segment that stays out.
-    fn change_requested(&self, from: usize, to: usize) {
-        let mut core = self.lock();
-        let requested = &mut core.as_is().requested;
-        *requested = requested.wrapping_add(to as u64).wrapping_sub(from as u64);
     }
 }
 

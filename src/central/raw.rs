@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::{CentralPool, Grant};
+use super::CentralPool;
 use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
@@ -46,17 +46,7 @@ unsafe impl Sync for Segment {}
 pub(crate) struct Fresh(Segment);
 
 impl Fresh {
-    /// # Safety
-    /// The grant is of this central pool, was just made, and is used nowhere else.
-    #[inline(always)]
-    pub(super) unsafe fn new(central: &CentralPool, grant: Grant) -> Self {
-        // SAFETY: granted, so alive.
-        let list = unsafe { grant.descriptor.as_ref() }.list();
-        // SAFETY: this function's contract, and the list is the descriptor's.
-        unsafe { Self::of_tag(central, grant.descriptor, tag(grant.len, list)) }
-    }
-
-    /// Makes a segment of a descriptor that [`CentralPool::hit`] or [`Segment::into_descriptor`] gave.
+    /// Makes a segment of a descriptor that was taken just now, or that [`Segment::into_descriptor`] gave.
     ///
     /// # Safety
     /// The descriptor is of a segment of this central pool, and is used once. No byte of the segment counts as written.
@@ -111,6 +101,11 @@ impl Segment {
         unsafe { self.descriptor.as_ref() }
     }
 
+    /// The address of its descriptor, which tells it from all other segments that are out.
+    pub(super) fn name(&self) -> usize {
+        self.descriptor.addr().get()
+    }
+
     pub(crate) fn central(&self) -> &CentralPool {
         // SAFETY: the invariant.
         unsafe { self.central.as_ref() }
@@ -143,7 +138,10 @@ impl Segment {
     /// Changes the requested length, in the statistics too: a segment in flight that is claimed for another request has
     /// that request's length from then on.
     pub(crate) fn rebook(&mut self, len: usize) {
-        self.central().change_requested(self.len(), len);
+        let mut core = self.central().lock();
+        let requested = &mut core.as_is().requested;
+        *requested = requested.wrapping_add(len as u64).wrapping_sub(self.len() as u64);
+        drop(core);
         self.tag = tag(len, self.list());
     }
 

@@ -467,7 +467,7 @@ fn what_is_recorded_or_quarantined_is_listed() {
     ]
     .map(|(fresh, state, is_entered)| {
         let segment = fresh.segment();
-        (std::ptr::from_ref(segment.descriptor()).addr(), state, segment.granted(), is_entered)
+        (segment.name(), state, segment.granted(), is_entered)
     });
     for fresh in [both, lost] {
         let segment = fresh.into_segment();
