@@ -230,8 +230,8 @@ impl Arena {
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The run has pages for
-    /// so many segments, up to the class's shape. Where no free run is as long, it takes the longest free run, if that
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The caller adds the run
+    /// to those of its class. It has pages for so many segments, up to the class's shape. Where no free run is as long, it takes the longest free run, if that
     /// holds a segment.
     fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
         let (stride, shape) = (class.stride(), class.shape());
@@ -251,7 +251,6 @@ impl Arena {
         }
         self.unheld += segments * stride;
         self.carved[class.index()] += segments as u32;
-        self.partial[class.index()].insert((extent, first, number));
         Some(number)
     }
 
@@ -309,20 +308,17 @@ impl Arena {
 
     /// [`Arena::take_batch`] where a new run has so many segments.
     fn take_listed(&mut self, class: Class, count: u32, segments: usize) -> Chain {
-        let number = match self.partial[class.index()].first() {
-            Some(&(_, _, number)) => number,
-            None => match self.cut_run(class, segments) {
-                Some(number) => number,
-                None => return Chain::new(),
-            },
-        };
+        let known = self.partial[class.index()].first().map(|first| first.2);
+        let Some(number) = known.or_else(|| self.cut_run(class, segments)) else { return Chain::new() };
         let run = &mut self.runs[number as usize];
         let chain = run.list.split(count);
         let bytes = chain.len() as usize * class.stride();
         self.unheld -= bytes;
         self.out += bytes;
-        if run.list.is_empty() {
-            self.partial[class.index()].remove(&(run.extent, run.first, number));
+        match (known, run.list.is_empty()) {
+            (Some(_), true) => _ = self.partial[class.index()].pop_first(),
+            (None, false) => _ = self.partial[class.index()].insert((run.extent, run.first, number)),
+            _ => {}
         }
         chain
     }

@@ -125,9 +125,9 @@ impl Store {
         loop {
             step();
             match self.central.look(key, Some(&waker)) {
-                WaitOutcome::Granted(grants) => return Ok(grants.into_iter().map(|g| self.out(g)).collect()),
-                WaitOutcome::Failed(error) => return Err(error),
-                WaitOutcome::Waiting => thread::park_until(None),
+                Some(Ok(grants)) => return Ok(grants.into_iter().map(|g| self.out(g)).collect()),
+                Some(Err(error)) => return Err(error),
+                None => thread::park_until(None),
             }
         }
     }
@@ -450,17 +450,17 @@ fn loom_wait_in_order() {
             })
         });
         step();
-        if let WaitOutcome::Granted(_) = store.central.look(second, None) {
+        if let Some(Ok(_)) = store.central.look(second, None) {
             panic!("the second waiter was served, and there is not enough for both");
         }
         for giver in givers {
             giver.join().unwrap();
         }
-        let WaitOutcome::Granted(grants) = store.central.look(first, None) else {
+        let Some(Ok(grants)) = store.central.look(first, None) else {
             panic!("the first waiter was not served")
         };
         three.put();
-        let WaitOutcome::Granted(last) = store.central.look(second, None) else {
+        let Some(Ok(last)) = store.central.look(second, None) else {
             panic!("the second waiter was not served")
         };
         grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());

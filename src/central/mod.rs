@@ -79,7 +79,7 @@ pub(crate) use lease::end as end_leases;
 use lock::CoreLock;
 use queue::Grant;
 use queue::WaitQueue;
-pub(crate) use queue::{WaitOutcome, Wake, Want};
+pub(crate) use queue::{Wake, Want};
 pub(crate) use raw::{Fresh, Segment, tag};
 pub(crate) use reclaim::ReclaimLevel;
 pub(crate) use waiting::LongWait;
@@ -301,6 +301,11 @@ impl CentralPool {
         unsafe { Fresh::of_tag(self, descriptor, tag(len, descriptor.as_ref().list())) }
     }
 
+    /// [`CentralPool::fresh`] for each of them.
+    fn all_fresh(&self, grants: Vec<Grant>) -> Vec<Fresh> {
+        grants.into_iter().map(|grant| self.fresh(grant)).collect()
+    }
+
     /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths and alignments are
     /// in bytes.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
@@ -363,7 +368,7 @@ impl CentralPool {
             grants
         });
         drop(core);
-        Ok(grants.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect()))
+        Ok(grants.map(|grants| self.all_fresh(grants)))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -470,7 +475,7 @@ impl CentralPool {
         self.gate.quiesce(mode::CLOSED, &core.table);
         self.reclaim_quiet(&mut core);
         while let Some(head) = core.queue.head() {
-            core.end(head, WaitOutcome::Failed(Error::Closed));
+            core.end(head, Err(Error::Closed));
         }
         self.reopen(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use super::CentralPool;
 use crate::arena::{Arena, ClassSet, PageRange, set_of};
-use crate::error::Error;
+use crate::error::Result;
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
 use crate::segment::RegionId;
@@ -88,14 +88,6 @@ impl Wake {
     }
 }
 
-/// What became of a waiter. `G` is a granted segment: a [`Grant`] in the queue, a [`super::Fresh`] outside of it.
-#[derive(Debug)]
-pub(crate) enum WaitOutcome<G = Grant> {
-    Waiting,
-    Granted(Vec<G>),
-    Failed(Error),
-}
-
 /// What a waiter needs. Waiters of one size are served in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Size {
@@ -153,7 +145,7 @@ pub(crate) struct WaitQueue {
     /// Their tickets, by size. No set is empty.
     sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
-    ended: BTreeMap<Ticket, WaitOutcome>,
+    ended: BTreeMap<Ticket, Result<Vec<Grant>>>,
     next: Ticket,
     /// Waiters of lower tickets were told of as waiting for long.
     told: Ticket,
@@ -210,16 +202,17 @@ impl WaitQueue {
         self.sizes.values().filter_map(|tickets| tickets.first().copied())
     }
 
-    /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. Any other
-    /// outcome is told once. The second value is a wake that the caller drops after it has released the lock.
-    pub(crate) fn look(&mut self, ticket: Ticket, wake: Option<Wake>) -> (WaitOutcome, Option<Wake>) {
-        if let Some(outcome) = self.ended.remove(&ticket) {
-            return (outcome, wake);
+    /// The outcome of a wait, which is told once. `None`: the waiter still waits, and is woken by `wake` from now on, if
+    /// that is given. The second value is a wake that the caller drops after it has released the lock.
+    pub(super) fn look(
+        &mut self,
+        ticket: Ticket,
+        mut wake: Option<Wake>,
+    ) -> (Option<Result<Vec<Grant>>>, Option<Wake>) {
+        if let Some(waiter) = self.waiting.get_mut(&ticket).filter(|_| wake.is_some()) {
+            std::mem::swap(&mut waiter.wake, &mut wake);
         }
-        match self.waiting.get_mut(&ticket).filter(|_| wake.is_some()) {
-            Some(waiter) => (WaitOutcome::Waiting, std::mem::replace(&mut waiter.wake, wake)),
-            None => (WaitOutcome::Waiting, wake),
-        }
+        (self.ended.remove(&ticket), wake)
     }
 
     /// Whether a waiter still waits.
@@ -275,7 +268,7 @@ impl WaitQueue {
     }
 
     /// Ends a wait: the waiter finds the outcome when it [looks](Self::look).
-    pub(super) fn finish(&mut self, ticket: Ticket, outcome: WaitOutcome) -> Option<Waiter> {
+    pub(super) fn finish(&mut self, ticket: Ticket, outcome: Result<Vec<Grant>>) -> Option<Waiter> {
         let waiter = self.remove(ticket)?;
         self.ended.insert(ticket, outcome);
         Some(waiter)
@@ -372,6 +365,7 @@ fn give_all(arena: &mut Arena, taken: Vec<NonNull<Descriptor>>) {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::error::Error;
     use crate::segment::RegionId;
     use crate::sync::thread;
 
@@ -405,11 +399,11 @@ mod tests {
         let mut queue = WaitQueue::default();
         let key = join(&mut queue, &[want(SMALL)]);
         let other = || Some(Wake::Thread(thread::current()));
-        assert!(matches!(queue.look(key, None), (WaitOutcome::Waiting, None)));
-        assert!(matches!(queue.look(key, other()), (WaitOutcome::Waiting, Some(_))));
-        let wake = queue.finish(key, WaitOutcome::Failed(Error::Closed));
+        assert!(matches!(queue.look(key, None), (None, None)));
+        assert!(matches!(queue.look(key, other()), (None, Some(_))));
+        let wake = queue.finish(key, Err(Error::Closed));
         assert_eq!((queue.waits(key), wake.is_some(), queue.len()), (false, true, 0));
-        assert!(matches!(queue.look(key, other()), (WaitOutcome::Failed(Error::Closed), Some(_))));
+        assert!(matches!(queue.look(key, other()), (Some(Err(Error::Closed)), Some(_))));
     }
 
     #[test]

@@ -46,8 +46,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::growth::{growth_failure, least};
-use super::queue::{Size, Ticket, serves_all, take_all, window_pages};
-use super::{CentralPool, Core, Fresh, WaitOutcome, Wake, Want, mode, sum};
+use super::queue::{Grant, Size, Ticket, serves_all, take_all, window_pages};
+use super::{CentralPool, Core, Fresh, Wake, Want, mode, sum};
 use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
@@ -311,24 +311,18 @@ impl CentralPool {
         });
     }
 
-    /// The outcome of a waiter so far. Any but [`WaitOutcome::Waiting`] ends the wait, and the key. A waiter that still
-    /// waits is woken through `waker` from now on, if that is given.
-    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> WaitOutcome<Fresh> {
+    /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken through `waker` from now on,
+    /// if that is given.
+    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Option<Result<Vec<Fresh>>> {
         // In the child of a fork a thread that no longer exists may hold the lock, and no segment comes back any more.
         if crate::os::forked() {
-            return WaitOutcome::Failed(Error::Forked);
+            return Some(Err(Error::Forked));
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
         // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
         let (outcome, replaced) = self.lock().as_is().queue.look(key, wake);
         drop(replaced);
-        match outcome {
-            WaitOutcome::Waiting => WaitOutcome::Waiting,
-            WaitOutcome::Granted(grants) => {
-                WaitOutcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect())
-            }
-            WaitOutcome::Failed(error) => WaitOutcome::Failed(error),
-        }
+        outcome.map(|granted| granted.map(|grants| self.all_fresh(grants)))
     }
 
     /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
@@ -338,27 +332,23 @@ impl CentralPool {
         self.lock().queue.waits(key)
     }
 
-    /// Ends a wait early. What was granted meanwhile goes back to its runs.
+    /// Ends a wait early, and returns what was granted meanwhile.
     pub(crate) fn leave(&self, key: usize) {
         if crate::os::forked() {
             return;
         }
         let mut core = self.lock();
         let (outcome, waker) = core.leave(key);
-        core.stats.abandoned += u64::from(matches!(outcome, WaitOutcome::Waiting));
-        let mut last = None;
-        if let WaitOutcome::Granted(grants) = outcome {
-            for grant in grants {
-                // SAFETY: granted, so out and alive, and no other code has it: the waiter never saw it.
-                unsafe { core.put(grant) };
-                last = core.came_back(1);
-            }
-        }
-        // The next waiter may be waiting for what this one gives back, or for its place at the head.
+        core.stats.abandoned += u64::from(outcome.is_none());
+        // The next waiter may be waiting for this one's place at the head.
         drop(core);
         drop(waker);
-        // After the unlock, since it may be the last reference.
-        drop(last);
+        if let Some(Ok(grants)) = outcome {
+            for fresh in self.all_fresh(grants) {
+                // SAFETY: granted, so out, and no other code has it: the waiter never saw it.
+                unsafe { fresh.into_segment().release() };
+            }
+        }
     }
 
     /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
@@ -367,27 +357,20 @@ impl CentralPool {
     /// # Errors
     /// As for [`wait`](Self::wait).
     pub(crate) fn give_up(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
-        let late = |shortage: Shortage| {
-            let (time, shortage) = (since.elapsed(), Some(Box::new(shortage)));
-            Error::Timeout(Waited { time, transfer: None, shortage })
-        };
         let mut core = self.lock();
         if core.queue.waits(key) {
             core.window(key).into_iter().for_each(|id| core.displace_window(id));
             core.grant(key);
         }
         let (outcome, waker) = core.leave(key);
-        let said = match outcome {
-            WaitOutcome::Granted(grants) => Ok(grants),
-            WaitOutcome::Failed(error) => Err(error),
-            WaitOutcome::Waiting => {
-                core.stats.timeouts += 1;
-                Err(late(core.shortage(len)))
-            }
-        };
+        let outcome = outcome.unwrap_or_else(|| {
+            core.stats.timeouts += 1;
+            let (time, shortage) = (since.elapsed(), Some(Box::new(core.shortage(len))));
+            Err(Error::Timeout(Waited { time, transfer: None, shortage }))
+        });
         drop(core);
         drop(waker);
-        said.map(|grants| grants.into_iter().map(|grant| self.fresh(grant)).collect())
+        outcome.map(|grants| self.all_fresh(grants))
     }
 
     /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
@@ -403,10 +386,8 @@ impl CentralPool {
         since: Instant,
     ) -> Result<Vec<Fresh>> {
         loop {
-            match self.look(key, None) {
-                WaitOutcome::Granted(grants) => return Ok(grants),
-                WaitOutcome::Failed(error) => return Err(error),
-                WaitOutcome::Waiting => {}
+            if let Some(outcome) = self.look(key, None) {
+                return outcome;
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 return self.give_up(key, len, since);
@@ -513,7 +494,7 @@ impl Core {
             if !self.grant(head) && !self.grow_for_head() {
                 let failed = self.refused().map(|refusal| refusal.error.clone());
                 let error = failed.unwrap_or_else(|| self.impossible(self.queue.wants(head)));
-                self.end(head, WaitOutcome::Failed(error));
+                self.end(head, Err(error));
             }
         }
     }
@@ -544,14 +525,14 @@ impl Core {
             let (size, mut next) = (self.queue.waiting[&first].size, Some(first));
             while let Some(key) = next {
                 let Some(error) = self.hopeless(self.queue.wants(key)) else { break };
-                self.end(key, WaitOutcome::Failed(error));
+                self.end(key, Err(error));
                 next = self.queue.first(size);
             }
         }
     }
 
     /// Ends a wait, and what was withheld for it.
-    pub(super) fn end(&mut self, key: Ticket, outcome: WaitOutcome) {
+    pub(super) fn end(&mut self, key: Ticket, outcome: Result<Vec<Grant>>) {
         if let Some(waiter) = self.queue.finish(key, outcome) {
             self.wakes.extend(waiter.wake);
             self.pass_on(key, waiter.size);
@@ -559,10 +540,10 @@ impl Core {
     }
 
     /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
-    fn leave(&mut self, key: Ticket) -> (WaitOutcome, Option<Wake>) {
+    fn leave(&mut self, key: Ticket) -> (Option<Result<Vec<Grant>>>, Option<Wake>) {
         let Some(waiter) = self.queue.remove(key) else { return self.queue.look(key, None) };
         self.pass_on(key, waiter.size);
-        (WaitOutcome::Waiting, waiter.wake)
+        (None, waiter.wake)
     }
 
     /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
@@ -619,7 +600,7 @@ impl Core {
     fn grant(&mut self, key: Ticket) -> bool {
         let Some(grants) = take_all(&mut self.arena, self.queue.wants(key)) else { return false };
         let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
-        self.end(key, WaitOutcome::Granted(grants));
+        self.end(key, Ok(grants));
         true
     }
 
@@ -637,7 +618,7 @@ impl Core {
         }
         let len = self.queue.wants(key)[0].len;
         let grant = self.took(descriptor, len);
-        self.end(key, WaitOutcome::Granted(vec![grant]));
+        self.end(key, Ok(vec![grant]));
         true
     }
 

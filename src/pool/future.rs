@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::{Begun, Pool, Request, Waiter};
 use crate::buffer::PinnedBuf;
-use crate::central::{self, Fresh, WaitOutcome};
+use crate::central::{self, Fresh};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::locks::Mutex;
@@ -154,12 +154,11 @@ impl<T> Checkout<T> {
             return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));
         };
         match self.pool.central().look(key, Some(cx.waker())) {
-            WaitOutcome::Waiting => {
+            Some(outcome) => Poll::Ready(outcome),
+            None => {
                 self.waiting = Some(key);
                 self.poll_late(cx)
             }
-            WaitOutcome::Granted(granted) => Poll::Ready(Ok(granted)),
-            WaitOutcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }
 

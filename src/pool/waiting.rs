@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Pool;
-use crate::central::{Fresh, WaitOutcome};
+use crate::central::Fresh;
 use crate::error::Result;
 use crate::telemetry::stuck;
 
@@ -35,10 +35,8 @@ impl Pool {
     pub(super) fn wait_stepped(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         let central = &self.0.central;
         loop {
-            match central.look(key, None) {
-                WaitOutcome::Granted(granted) => return Ok(granted),
-                WaitOutcome::Failed(error) => return Err(error),
-                WaitOutcome::Waiting => {}
+            if let Some(outcome) = central.look(key, None) {
+                return outcome;
             }
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));

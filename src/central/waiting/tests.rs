@@ -41,7 +41,7 @@ fn join(central: &CentralPool, wants: &[Want]) -> usize {
 
 /// The segments that a waiter was granted.
 fn granted(central: &CentralPool, key: usize) -> Vec<Segment> {
-    let WaitOutcome::Granted(fresh) = central.look(key, None) else { panic!("it was not served") };
+    let Some(Ok(fresh)) = central.look(key, None) else { panic!("it was not served") };
     fresh.into_iter().map(Fresh::into_segment).collect()
 }
 
