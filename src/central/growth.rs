@@ -27,7 +27,7 @@ use stable_deref_trait::StableDeref;
 use super::queue::Growth;
 use super::{CentralPool, Core, Wake, Want, sum};
 use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
-use crate::region::{Adoptee, RegionId, RegionInfo};
+use crate::region::{Adoptee, Owner, RegionId, RegionInfo};
 use crate::segment;
 
 /// The pause before the head's growth is tried again, at first and at most.
@@ -137,15 +137,7 @@ impl CentralPool {
     /// Has the region thread pin bytes that were planned. Each extent serves requests as soon as it is pinned.
     pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
         let Some(regions) = &self.regions else { return };
-        let (central, also) = (self.clone(), self.clone());
-        let serve = move |id, base, len, pinned| {
-            // SAFETY: an extent of this central pool's own regions, which live until the central pool is freed. It is
-            // handed over once.
-            unsafe { central.add_extent(id, base, len, pinned) };
-            // A pool that was closed meanwhile does not need the rest.
-            !central.closed()
-        };
-        regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
+        regions.pin(bytes, self.clone());
     }
 
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
@@ -153,7 +145,7 @@ impl CentralPool {
     /// # Errors
     /// [`Error::Exhausted`] if the capacity has no room for it now, [`Error::Impossible`] if never, [`Error::Closed`],
     /// and what the region thread answers. The error carries the memory back.
-    pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
+    pub(crate) fn adopt<T>(self: &Arc<Self>, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
@@ -175,37 +167,31 @@ impl CentralPool {
         }
         core.growing += len;
         drop(core);
-        let serve = |id, base, len, pinned| {
-            // SAFETY: an extent of a region, which lives until the central pool is freed. It is handed over once.
-            unsafe { self.add_extent(id, base, len, pinned) };
-        };
-        let info = regions.adopt(adoptee, serve).inspect_err(|_| self.grown(len, None))?;
-        self.grown(0, None);
-        Ok(info)
+        let owner: Arc<dyn Owner> = self.clone();
+        regions.adopt(adoptee, &owner)
     }
+}
 
-    /// Adds an extent and serves waiters from it.
-    ///
-    /// # Safety
-    /// As for `Arena::add_extent`. The memory stays until the central pool is freed or `Core::retire` has removed
-    /// it.
-    pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
+impl Owner for CentralPool {
+    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need the rest.
+    unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);
-        // SAFETY: this function's contract.
+        // SAFETY: this function's contract. The regions live until the central pool is freed, or `Core::retire` has
+        // removed what is in them.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
         self.extents.fetch_add(1, StdOrdering::Relaxed);
         core.extended();
+        !self.closed()
     }
 
-    /// Notes that an extent is pinned that was not.
-    pub(crate) fn pinned_after_all(&self, base: NonNull<u8>) {
+    fn pinned_after_all(&self, base: NonNull<u8>) {
         self.lock().arena.pinned_after_all(base);
     }
 
     /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
     /// no segment that may come back can serve it.
-    pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
+    fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
         if let Some(error) = error {
@@ -233,7 +219,9 @@ impl CentralPool {
             });
         }
     }
+}
 
+impl CentralPool {
     /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes while
     /// a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
     pub(crate) fn trim(&self, keep: usize) -> usize {

@@ -14,6 +14,7 @@ use loom::thread::{JoinHandle, spawn};
 
 use super::*;
 use crate::freelist::list_of;
+use crate::region::Owner;
 use crate::segment::PAGE;
 use crate::segment::RegionId;
 use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};

@@ -281,14 +281,12 @@ impl CentralPool {
     /// Gives the descriptor, which fits into a register, and not a [`Fresh`]: see the note in `Pool`.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
-        match self.gate.enter_by_permit(lease::current()?) {
-            Some(mut inside) => inside.take(class, len),
-            None => self.hit_other(class, len),
-        }
+        let hit = self.gate.enter_by_permit(lease::current()?).and_then(|mut inside| inside.take(class, len));
+        hit.or_else(|| self.hit_other(class, len))
     }
 
-    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their
-    /// own.
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their own.
+    /// (Also where the list is empty, so that a hit looks at its outcome once.)
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {

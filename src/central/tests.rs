@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::growth::{Refusal, least};
 use super::*;
 use crate::freelist::{list_of, state};
+use crate::region::Owner;
 use crate::segment::PAGE;
 use crate::segment::RegionId;
 use crate::sync::thread;

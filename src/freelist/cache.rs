@@ -285,6 +285,11 @@ impl ThreadCache {
         std::ptr::eq(self.home, gate)
     }
 
+    /// A number that differs from that of most other thread caches.
+    fn number(&self) -> usize {
+        std::ptr::from_ref(self).addr() / size_of::<Self>()
+    }
+
     /// Two numbers. Each take and each return changes one of them.
     pub(super) fn tally(&self) -> (u64, u64) {
         // Relaxed: the caller only compares them with their values at another time.
@@ -490,7 +495,9 @@ impl HeldCache<'_> {
         let at = |place: usize| unsafe {
             NonNull::new_unchecked(class_list.place(place as u64 + 1).load(Ordering::Relaxed))
         };
-        let moved = transfer.put((have.saturating_sub(count as usize)..have).rev().map(at)) as u64;
+        let moved = transfer
+            .put(self.cache.number(), (have.saturating_sub(count as usize)..have).rev().map(at))
+            as u64;
         add(&class_list.went, moved);
         note(&class_list.drained, moved);
         moved as u32
@@ -501,7 +508,7 @@ impl HeldCache<'_> {
         let class_list = self.list(class);
         let room = class_list.room.load(Ordering::Relaxed);
         let most = room.div_ceil(2).min(room.saturating_sub(class_list.count()));
-        transfer.take(most as usize, |descriptor| {
+        transfer.take(self.cache.number(), most as usize, |descriptor| {
             let pushed = class_list.push(descriptor, &class_list.room);
             debug_assert!(pushed, "the list has room for as many as it asks for");
             note(&class_list.filled, 1);

@@ -1,10 +1,14 @@
 //! Transfer caches: through them thread caches pass batches of free segments to each other.
 //!
 //! A thread that returns more than it takes fills its thread cache. A thread that takes more than it returns empties
-//! its own. Between them each class has a transfer cache: a stack of free segments under a lock of its own, which a
-//! thread holds while it copies a batch of addresses. Neither thread touches the descriptors themselves, whose cache
+//! its own. Between them each class has a transfer cache: a few stacks of free segments, each under a lock of its own, which
+//! a thread holds while it copies a batch of addresses. Neither thread touches the descriptors themselves, whose cache
 //! lines another core may have, so 32 segments change their thread for the price of a few cache lines. What a transfer
 //! cache has no room for goes back to its runs under the central pool's lock.
+//!
+//! With 16 threads that pass 1 MiB segments on, a lock takes four million holders a second, which is more than one lock
+//! can serve. So threads begin at different stacks. A thread that finds a stack locked goes on to the next, and waits for
+//! no other thread.
 //!
 //! Each class has a quota of bytes, which is worked out once, so no batch touches a sum that threads of other classes
 //! change.
@@ -15,21 +19,28 @@
 use std::ptr::NonNull;
 
 use super::descriptor::{Chain, Descriptor};
-use crate::sync::{AtomicU32, Mutex, Ordering};
+use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering};
 
-/// A transfer cache holds no more than this many batches of the size of the one that comes. There are few, because
-/// other classes cannot use the memory in them until it is reclaimed.
-const MOST_BATCHES: usize = if cfg!(loom) { 2 } else { 8 };
+/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one stack.)
+const STACKS: usize = if cfg!(loom) { 1 } else { 4 };
+
+/// A stack holds no more than this many batches of the size of the one that comes. There are few, because other classes
+/// cannot use the memory in them until it is reclaimed.
+const MOST_BATCHES: usize = 2;
 
 /// The least number of segments that a quota must have room for. With fewer of them, threads of one class would often
 /// find none.
 const LEAST_SEGMENTS: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// The transfer cache of one class. Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
+/// The transfer cache of one class.
+#[derive(Debug)]
+pub(crate) struct TransferCache([Stack; STACKS]);
+
+/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct TransferCache {
-    /// The number of segments that the quota has room for. 0 where these would be too few.
+struct Stack {
+    /// The number of segments that the stack's part of the quota has room for.
     most: usize,
     /// The number of segments that are here, for threads without the lock. Only the lock's holder writes it.
     count: AtomicU32,
@@ -42,72 +53,111 @@ struct Segments(Vec<NonNull<Descriptor>>);
 // SAFETY: a transfer cache owns its segments' descriptors, and descriptors are Send.
 unsafe impl Send for Segments {}
 
-impl TransferCache {
-    /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest segment. (Strides are a
-    /// little more than a power of two, and quotas mostly are one: eight batches are to fit where eight powers would.)
-    pub(crate) fn new(quota: usize, stride: usize) -> Self {
-        let most = (quota + stride / 2) / stride;
-        Self {
-            most: if most < LEAST_SEGMENTS { 0 } else { most },
-            count: AtomicU32::new(0),
-            segments: Mutex::new(Segments::default()),
-        }
-    }
-
-    /// Runs `change` on the stack of segments.
-    fn with<R>(&self, change: impl FnOnce(&mut Vec<NonNull<Descriptor>>) -> R) -> R {
-        let mut segments = self.segments.lock();
+impl Stack {
+    /// Runs `change` on the segments, and notes how many are left.
+    fn with<R>(
+        &self,
+        mut segments: MutexGuard<'_, Segments>,
+        change: impl FnOnce(&mut Vec<NonNull<Descriptor>>) -> R,
+    ) -> R {
         let result = change(&mut segments.0);
         // Release: pairs with the acquire in `count`.
         self.count.store(segments.0.len() as u32, Ordering::Release);
         result
     }
 
+    fn count(&self) -> usize {
+        // Acquire: pairs with the release in `with`.
+        self.count.load(Ordering::Acquire) as usize
+    }
+}
+
+impl TransferCache {
+    /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest segment. (Strides are a
+    /// little more than a power of two, and quotas mostly are one: eight batches are to fit where eight powers would.)
+    pub(crate) fn new(quota: usize, stride: usize) -> Self {
+        let all = Some((quota + stride / 2) / stride).filter(|all| *all >= LEAST_SEGMENTS).unwrap_or(0);
+        Self(std::array::from_fn(|at| Stack {
+            most: all / STACKS + usize::from(at < all % STACKS),
+            count: AtomicU32::new(0),
+            segments: Mutex::new(Segments::default()),
+        }))
+    }
+
+    /// The stacks in the order in which a thread looks at them: `first`, any number that differs from thread to thread,
+    /// names the one to begin with.
+    fn stacks(&self, first: usize) -> impl Iterator<Item = &Stack> {
+        (0..STACKS).map(move |at| &self.0[first.wrapping_add(at) % STACKS])
+    }
+
     /// Takes over the first segments of a batch, as many as there is room for. Returns their number.
-    pub(crate) fn put(&self, batch: impl ExactSizeIterator<Item = NonNull<Descriptor>>) -> usize {
-        let most = self.most.min(MOST_BATCHES * batch.len());
-        if self.count() >= most {
-            return 0;
+    pub(crate) fn put(
+        &self,
+        first: usize,
+        mut batch: impl ExactSizeIterator<Item = NonNull<Descriptor>>,
+    ) -> usize {
+        let len = batch.len();
+        for stack in self.stacks(first) {
+            let most = stack.most.min(MOST_BATCHES * len);
+            if batch.len() == 0 || stack.count() >= most {
+                continue;
+            }
+            if let Some(segments) = stack.segments.try_lock() {
+                stack.with(segments, |segments| {
+                    let room = most.saturating_sub(segments.len());
+                    segments.extend(batch.by_ref().take(room));
+                });
+            }
         }
-        self.with(|segments| {
-            let before = segments.len();
-            segments.extend(batch.take(most.saturating_sub(before)));
-            segments.len() - before
-        })
+        len - batch.len()
     }
 
     /// Gives up to `most` segments to `sink`.
-    pub(super) fn take(&self, most: usize, sink: impl FnMut(NonNull<Descriptor>)) {
-        if self.count() > 0 {
-            self.with(|segments| segments.drain(segments.len().saturating_sub(most)..).for_each(sink));
+    pub(super) fn take(&self, first: usize, mut most: usize, mut sink: impl FnMut(NonNull<Descriptor>)) {
+        for stack in self.stacks(first) {
+            if most == 0 || stack.count() == 0 {
+                continue;
+            }
+            if let Some(segments) = stack.segments.try_lock() {
+                stack.with(segments, |segments| {
+                    let stay = segments.len().saturating_sub(most);
+                    most -= segments.len() - stay;
+                    segments.drain(stay..).for_each(&mut sink);
+                });
+            }
         }
     }
 
     /// Takes all segments as one chain.
     pub(crate) fn drain(&self) -> Chain {
         let mut chain = Chain::new();
-        // SAFETY: a segment in a transfer cache is alive, free and in no other list, and it is taken out here.
-        self.take(usize::MAX, |descriptor| unsafe { chain.push(descriptor) });
+        for stack in self.0.iter().filter(|stack| stack.count() > 0) {
+            stack.with(stack.segments.lock(), |segments| {
+                // SAFETY: a segment in a transfer cache is alive, free and in no other list, and it is taken out here.
+                segments.drain(..).for_each(|descriptor| unsafe { chain.push(descriptor) });
+            });
+        }
         chain
     }
 
     /// Segments that are here. Exact while no thread moves a batch. A caller that finds none sees where those went that
     /// were here.
     pub(crate) fn count(&self) -> usize {
-        // Acquire: pairs with the release in `with`.
-        self.count.load(Ordering::Acquire) as usize
+        self.0.iter().map(Stack::count).sum()
     }
 
     /// Visits every descriptor. For `check()`: under the central pool's lock, with all owners shut out.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Descriptor)) {
-        // SAFETY: a segment in a transfer cache is alive.
-        self.segments.lock().0.iter().for_each(|descriptor| visit(unsafe { descriptor.as_ref() }));
+        for stack in &self.0 {
+            // SAFETY: a segment in a transfer cache is alive.
+            stack.segments.lock().0.iter().for_each(|descriptor| visit(unsafe { descriptor.as_ref() }));
+        }
     }
 
     /// Adds a segment, though there may be no room: for a check to see.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn exceed(&self, descriptor: NonNull<Descriptor>) {
-        self.with(|segments| segments.push(descriptor));
+        self.0[0].with(self.0[0].segments.lock(), |segments| segments.push(descriptor));
     }
 }
 
@@ -121,7 +171,7 @@ mod tests {
             let transfer = TransferCache::new(quota, 64);
             let batch = || vec![NonNull::dangling(); batch].into_iter();
             let put =
-                std::iter::from_fn(|| Some(transfer.put(batch())).filter(|put| *put > 0)).sum::<usize>();
+                std::iter::from_fn(|| Some(transfer.put(0, batch())).filter(|put| *put > 0)).sum::<usize>();
             assert_eq!(transfer.count(), put);
             put
         };
@@ -134,9 +184,9 @@ mod tests {
     #[test]
     fn a_part_of_a_batch_stays() {
         let transfer = TransferCache::new(8 * 64, 64);
-        assert_eq!(transfer.put(vec![NonNull::dangling(); 6].into_iter()), 6);
+        assert_eq!(transfer.put(1, vec![NonNull::dangling(); 6].into_iter()), 6);
         let mut taken = 0;
-        (0..3).for_each(|_| transfer.take(4, |_| taken += 1));
+        (0..3).for_each(|_| transfer.take(0, 4, |_| taken += 1));
         assert_eq!((taken, transfer.count()), (6, 0));
     }
 }

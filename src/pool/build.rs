@@ -43,10 +43,6 @@ impl PoolBuilder {
         let first = self.devices[0].context().clone();
         let regions = Regions::new(first, others, options, self.before_unpin.take());
         let central = CentralPool::new(config, Some(regions.clone()));
-        let weak = Arc::downgrade(&central);
-        regions.on_pinned_after_all(move |base| {
-            weak.upgrade().into_iter().for_each(|central| central.pinned_after_all(base));
-        });
         // From here on, the drop of the pool cleans up.
         let pool = Pool(Arc::new(PoolInner {
             central,

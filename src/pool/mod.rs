@@ -192,7 +192,9 @@ impl Pool {
     #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
-        let (descriptor, tag) = match self.hit_descriptor(request) {
+        // Loaded once: a hit's acquire would have it loaded again for the return.
+        let central = &*self.0.central;
+        let (descriptor, tag) = match Self::hit_descriptor(central, request) {
             Some(hit) => hit,
             None => {
                 let origin = CheckoutSite { tag: request.tag, site: Some(Location::caller()) };
@@ -202,20 +204,20 @@ impl Pool {
             }
         };
         // SAFETY: it was taken from this central pool just now, for this request, and its list is in the tag.
-        Ok(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
+        Ok(unsafe { Fresh::of_tag(central, descriptor, tag) }.into())
     }
 
     /// Step 1 of the module's page: a segment of this thread's cache, and its tag.
     #[inline(always)]
-    fn hit_descriptor(&self, request: Request) -> Option<(NonNull<Descriptor>, u64)> {
+    fn hit_descriptor(central: &CentralPool, request: Request) -> Option<(NonNull<Descriptor>, u64)> {
         let class = request.cached_class()?;
-        Some((self.0.central.hit(class, request.len)?, central::tag(request.len, list_of(class))))
+        Some((central.hit(class, request.len)?, central::tag(request.len, list_of(class))))
     }
 
     /// Step 1 as a buffer.
     #[allow(unsafe_code)]
     fn hit(&self, request: Request) -> Option<PinnedBuf> {
-        let (descriptor, tag) = self.hit_descriptor(request)?;
+        let (descriptor, tag) = Self::hit_descriptor(&self.0.central, request)?;
         // SAFETY: it was taken from this central pool just now, and the tag is its own.
         Some(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
     }

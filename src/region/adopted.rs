@@ -13,10 +13,9 @@ use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
-use super::make::{RegionSource, page, unpin};
-use super::{Extent, Pinned, RegionId, RegionInfo, Regions};
+use super::make::{RegionSource, page};
+use super::{Extent, Owner, Region, RegionInfo, Regions};
 use crate::amount::amount;
-use crate::device::context::Context;
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign::Owned;
 
@@ -28,13 +27,6 @@ pub(crate) struct Adoptee<T> {
     /// The whole pages in its bytes.
     base: NonNull<u8>,
     len: usize,
-}
-
-impl<T> Adoptee<T> {
-    fn at(&self, offset: usize) -> NonNull<u8> {
-        // SAFETY: callers pass offsets within the memory.
-        unsafe { self.base.add(offset) }
-    }
 }
 
 impl<T> Adoptee<T>
@@ -72,102 +64,73 @@ where
     }
 }
 
-/// An address for a job on the region thread.
-#[derive(Clone, Copy)]
-struct AdoptedAt(NonNull<u8>);
-
-// SAFETY: the adoption owns the memory, and waits for the job.
-unsafe impl Send for AdoptedAt {}
-
 impl Regions {
-    /// Pins memory, makes it a region, and hands its extents to `serve`. Waits for the region thread. After an error
+    /// Pins memory, makes it a region, and hands its extents to `owner`. Waits for the region thread. After an error
     /// nothing of it is pinned, or the memory is leaked.
     pub(crate) fn adopt<T>(
         self: &Arc<Self>,
         adoptee: Adoptee<T>,
-        mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool),
+        owner: &Arc<dyn Owner>,
     ) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let (whole, mut context) = (adoptee.len, self.context());
+        let Adoptee { memory, base, len: whole } = adoptee;
         self.begin(whole);
-        let mut extents: Vec<Extent> = Vec::new();
-        let (mut offset, mut busy, mut longest) = (0, Duration::ZERO, Duration::ZERO);
-        while offset < whole {
-            let len = self.options.extent.min(whole - offset);
-            let regions = self.clone();
-            let called = on_worker(&context, adoptee.at(offset), move |device, start| {
+        let begun = || Region::new(base, whole, RegionSource::Adopted(None), &self.context());
+        let (mut region, mut came) = (begun(), 0);
+        let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
+        while came < whole {
+            let (regions, context) = (self.clone(), region.context.clone());
+            let len = self.options.extent.min(whole - came);
+            let called = context.worker().call(move || {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
-                let (pinned, took) = unsafe { regions.pin_extent(device, start, len, true) };
-                Ok((pinned?, took))
+                let (pinned, took) =
+                    unsafe { regions.pin_extent(&region.context, region.at(came), len, true) };
+                let extent = pinned.map(|pinned| Extent { offset: came, len, pinned });
+                Ok((region, extent, took))
             });
-            match called {
-                Ok((pinned, took)) => {
+            let (back, error) = match called {
+                Ok((back, Ok(extent), took)) => {
+                    region = back;
+                    region.extents.push(extent);
+                    came += len;
                     busy += took;
                     longest = longest.max(took);
-                    extents.push(Extent { offset, len, pinned });
-                }
-                // The device was found to be lost by this very call, before it has pinned anything.
-                Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
-                    context = self.context();
                     continue;
                 }
-                Err(error) => {
-                    // A call that panicked may have pinned the piece or not.
-                    let doubtful = matches!(error, Error::Internal(_));
-                    if doubtful {
-                        context.holds().leaked(1);
-                    }
-                    let clean = roll_back(&context, &adoptee, &extents) && !doubtful;
-                    // The caller gets the error; it is no failure of the pool's own growth.
-                    self.ended(whole, None, || ());
-                    if clean {
-                        return Err(adoptee.refused(error));
-                    }
-                    std::mem::forget(adoptee.memory);
-                    return Err(SubmitError { error, buffer: None });
+                // The device was found to be lost by this very call, before it has pinned anything.
+                Ok((_, Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
+                    region = begun();
+                    continue;
                 }
+                Ok((back, Err(error), _)) => (Some(back), error),
+                // A job that panicked may have pinned its extent or not.
+                Err(error) => (None, error),
+            };
+            let undone = back.map(|region| context.worker().call(move || Ok(region.undo())));
+            // The caller gets the error; it is no failure of the pool's own growth.
+            self.ended(whole, None, Some(owner));
+            if undone == Some(Ok(true)) {
+                return Err(SubmitError { error, buffer: Some(*memory) });
             }
-            offset += len;
+            if !matches!(undone, Some(Ok(_))) {
+                context.holds().leaked(1);
+            }
+            std::mem::forget(memory);
+            return Err(SubmitError { error, buffer: None });
         }
-        let source = RegionSource::Adopted(Owned::new(adoptee.memory));
-        let info = self.add(adoptee.base, whole, extents.clone(), source, None, &context);
-        for Extent { offset, len, pinned } in extents {
-            // SAFETY: within the region.
-            serve(info.id, unsafe { info.base.add(offset) }, len, pinned == Pinned::Yes);
+        region.source = RegionSource::Adopted(Some(Owned::new(memory)));
+        let extents = region.extents.clone();
+        let info = self.add(region);
+        for extent in extents {
+            // SAFETY: within the region, which is listed, and handed over once.
+            unsafe {
+                owner.add_extent(info.id, info.base.add(extent.offset), extent.len, extent.is_pinned())
+            };
         }
-        self.served(info.id, whole, busy, longest);
-        self.ended(0, None, || ());
+        self.served(info.id, whole, busy, longest, owner);
+        self.ended(0, None, Some(owner));
         Ok(info)
     }
-}
-
-/// Calls `call` on the region thread with an address of memory that is being adopted, and waits for it.
-fn on_worker<R: Send + 'static>(
-    device: &Arc<Context>,
-    start: NonNull<u8>,
-    call: impl FnOnce(&Context, NonNull<u8>) -> Result<R> + Send + 'static,
-) -> Result<R> {
-    let (context, start) = (device.clone(), AdoptedAt(start));
-    device.worker().call(move || {
-        let AdoptedAt(start) = { start };
-        call(&context, start)
-    })
-}
-
-/// Unpins what was pinned, the last extent first. Returns whether nothing is pinned any more.
-fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
-    let mut clean = true;
-    for Extent { offset, len, .. } in extents.iter().rev().filter(|e| e.pinned == Pinned::Yes).copied() {
-        let unpinned = on_worker(device, adoptee.at(offset), move |context, start| {
-            // SAFETY: pinned once, unpinned once, and never handed out.
-            Ok(unsafe { unpin(context, start, len) })
-        });
-        clean &= unpinned.unwrap_or_else(|_| {
-            device.holds().leaked(1);
-            false
-        });
-    }
-    clean
 }

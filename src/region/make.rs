@@ -12,12 +12,13 @@
 
 use std::cell::Cell;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::touch::Toucher;
 use super::{
-    BeforeUnpin, Extent, Pinned, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, Regions, Unpinned,
+    BeforeUnpin, Extent, Owner, Pinned, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, Regions,
+    Unpinned,
 };
 use crate::device::HostKind;
 use crate::device::context::Context;
@@ -41,15 +42,9 @@ pub(super) enum RegionSource {
     Mapped,
     /// One allocation of the driver's, in which the region lies.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
-    /// A value of the program's, owned by the region.
-    Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Owned<Box<dyn Send>>),
+    /// A value of the program's, which the region owns once all of it is pinned.
+    Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Option<Owned<Box<dyn Send>>>),
 }
-
-/// Gets each extent: its region, its first byte, its length, and whether it is pinned. `false`: no more are wanted.
-type Serve = Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>;
-
-/// Gets the number of bytes that came, and if they are fewer than were asked for, why.
-type Done = Box<dyn FnOnce(usize, Option<Error>) + Send>;
 
 /// Memory that is being made.
 struct Making {
@@ -58,8 +53,7 @@ struct Making {
     len: usize,
     /// Bytes of extents that are done.
     came: usize,
-    serve: Serve,
-    done: Done,
+    owner: Arc<dyn Owner>,
     /// From the request until all memory has come or the making has ended early.
     span: Span,
 }
@@ -81,25 +75,17 @@ pub(super) fn page() -> usize {
 }
 
 impl Regions {
-    /// Makes `len` bytes on the device's region thread. Hands each extent to `serve` as soon as it is usable, until
-    /// `serve` returns `false`. `done` gets the number of bytes that came, and if it is less than `len`, why.
-    pub(crate) fn pin(
-        self: &Arc<Self>,
-        len: usize,
-        serve: impl FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send + 'static,
-        done: impl FnOnce(usize, Option<Error>) + Send + 'static,
-    ) {
+    /// Makes `len` bytes on the device's region thread. Hands each extent to `owner` as soon as it is usable, as long as
+    /// it wants more, and tells it at the end what did not come, and why.
+    pub(crate) fn pin(self: &Arc<Self>, len: usize, owner: Arc<dyn Owner>) {
         self.begin(len);
         self.progress.lock().pinning.error = None;
         let (regions, context) = (self.clone(), self.context());
         let span =
             foreign::span!(INFO, target: "pinpool::region", "grow", device = context.name(), bytes = len);
         context.clone().worker().send(move || match regions.supply(len, &context) {
-            Ok(supply) => {
-                let (serve, done) = (Box::new(serve), Box::new(done));
-                regions.go_on(Making { context, supply, len, came: 0, serve, done, span });
-            }
-            Err(error) => regions.ended(len, Some(&error), || done(0, Some(error.clone()))),
+            Ok(supply) => regions.go_on(Making { context, supply, len, came: 0, owner, span }),
+            Err(error) => regions.ended(len, Some(&error), Some(&owner)),
         });
     }
 
@@ -125,25 +111,16 @@ impl Regions {
         // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is unmapped by
         // `finish`, after the toucher was dropped.
         let toucher = unsafe { Toucher::start(base, len, if is_inline { 0 } else { threads }, huge, node) };
-        let id = self.add(base, len, Vec::new(), RegionSource::Mapped, node, context).id;
+        let region = Region::new(base, len, RegionSource::Mapped, context);
+        let id = self.add(Region { node, ..region }).id;
         Ok(Supply::Mapped { id, base, toucher })
     }
 
-    /// Adds a region, whose pages are asked of `node`. Extents may follow.
-    pub(super) fn add(
-        &self,
-        base: NonNull<u8>,
-        len: usize,
-        extents: Vec<Extent>,
-        source: RegionSource,
-        node: Option<u32>,
-        context: &Arc<Context>,
-    ) -> RegionInfo {
+    /// Lists a region. Extents may follow.
+    pub(super) fn add(&self, mut region: Region) -> RegionInfo {
         let mut progress = self.progress.lock();
         progress.last_id += 1;
-        let id = RegionId(progress.last_id);
-        let context = context.clone();
-        let region = Region { id, base, len, extents, node, ready: 0, is_going: false, source, context };
+        region.id = RegionId(progress.last_id);
         let info = region.info();
         progress.regions.push(region);
         info
@@ -199,21 +176,30 @@ impl Regions {
             Supply::Driver(kind) => {
                 let (allocated, took) = paced(|| self.allocate(&context, len, *kind));
                 let (start, source, pinned) = allocated?;
-                let extents = vec![Extent { offset: 0, len, pinned }];
-                (self.add(start, len, extents, source, None, &context).id, start, pinned, took)
+                let mut region = Region::new(start, len, source, &context);
+                region.extents.push(Extent { offset: 0, len, pinned });
+                (self.add(region).id, start, pinned, took)
             }
         };
         drop(deferral);
         making.came += len;
-        let go_on = (making.serve)(id, start, len, pinned == Pinned::Yes);
-        self.served(id, len, touching + took, took);
+        // SAFETY: an extent of a region that is listed, handed over once.
+        let go_on = unsafe { making.owner.add_extent(id, start, len, pinned == Pinned::Yes) };
+        self.served(id, len, touching + took, took, &making.owner);
         self.changed.notify_all();
         Ok(go_on && making.came < making.len)
     }
 
     /// Notes that bytes of a region were handed over. `ready` is what can be checked out, so it is raised after that. The
     /// region may have been removed already.
-    pub(super) fn served(self: &Arc<Self>, id: RegionId, len: usize, busy: Duration, longest: Duration) {
+    pub(super) fn served(
+        self: &Arc<Self>,
+        id: RegionId,
+        len: usize,
+        busy: Duration,
+        longest: Duration,
+        owner: &Arc<dyn Owner>,
+    ) {
         let mut progress = self.progress.lock();
         let mut again = false;
         if let Some(region) = progress.region(id) {
@@ -227,7 +213,7 @@ impl Regions {
         pinning.longest_call = pinning.longest_call.max(longest);
         drop(progress);
         if again {
-            self.pin_again_after(AGAIN);
+            self.pin_again_after(AGAIN, Arc::downgrade(owner));
         }
     }
 
@@ -298,8 +284,11 @@ impl Regions {
 
     /// No more extents: unmaps the rest of a mapping. The extents that are done stay.
     fn finish(self: &Arc<Self>, making: Making, error: Option<Error>) {
-        let Making { context, supply, len, came, serve, done, .. } = making;
-        let is_mapping = matches!(supply, Supply::Mapped { .. });
+        let Making { context, supply, len, came, owner, .. } = making;
+        // Memory of the driver's own takes the place of a mapping that cannot be pinned.
+        let allocates = matches!(supply, Supply::Mapped { .. })
+            && matches!(error, Some(Error::Unsupported(_)))
+            && self.kind(&context).is_some();
         if let Supply::Mapped { id, base, toucher } = supply {
             // The toucher's threads end before any of it is unmapped.
             drop(toucher);
@@ -315,19 +304,16 @@ impl Regions {
                 unmap(&context, unsafe { base.add(came) }, len - came);
             }
         }
-        // Memory of the driver's own takes the place of a mapping that cannot be pinned.
-        let allocates =
-            is_mapping && matches!(error, Some(Error::Unsupported(_))) && self.kind(&context).is_some();
         if self.goes_on_after(error.as_ref()) || allocates {
             // The next attempt is counted first, so that a waiter never sees that nothing is being made.
-            self.pin(len - came, serve, move |more, error| done(came + more, error));
-            return self.ended(len - came, None, || ());
+            self.pin(len - came, owner);
+            return self.ended(len - came, None, None);
         }
-        self.ended(len - came, error.as_ref(), || done(came, error.clone()));
+        self.ended(len - came, error.as_ref(), Some(&owner));
     }
 
     /// Has the region threads try memory that went unpinned again after a pause.
-    fn pin_again_after(self: &Arc<Self>, pause: Duration) {
+    fn pin_again_after(self: &Arc<Self>, pause: Duration, owner: Weak<dyn Owner>) {
         if self.context.worker().is_inline() || std::mem::replace(&mut self.progress.lock().again, true) {
             return;
         }
@@ -347,15 +333,22 @@ impl Regions {
                 progress.staying().flat_map(of_region).collect()
             };
             for (context, id, offset) in unpinned {
-                let regions = regions.clone();
+                let (regions, owner) = (regions.clone(), owner.clone());
                 // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(&context, id, offset, pause));
+                context.clone().worker().send(move || regions.pin_again(&context, id, offset, pause, owner));
             }
         });
     }
 
     /// Pins an extent that went unpinned, unless its region goes.
-    fn pin_again(self: &Arc<Self>, context: &Context, id: RegionId, offset: usize, pause: Duration) {
+    fn pin_again(
+        self: &Arc<Self>,
+        context: &Context,
+        id: RegionId,
+        offset: usize,
+        pause: Duration,
+        owner: Weak<dyn Owner>,
+    ) {
         let extent = self.progress.lock().region(id).and_then(|region| {
             let extent = region.unpinned().find(|extent| extent.offset == offset).copied()?;
             Some((region.at(offset), extent.len, region.is_adopted()))
@@ -366,7 +359,7 @@ impl Regions {
         let pinned = match result {
             // Counted once, when the extent was made.
             Err(error) if error.class() == ErrorClass::Transient => {
-                return self.pin_again_after((pause * 2).min(MOST_AGAIN));
+                return self.pin_again_after((pause * 2).min(MOST_AGAIN), owner);
             }
             result => match context.noting(result) {
                 Ok(()) => Pinned::Yes,
@@ -388,7 +381,7 @@ impl Regions {
             extents.filter(|extent| extent.offset == offset).for_each(|extent| extent.pinned = pinned);
         }
         if pinned == Pinned::Yes {
-            self.pinned_after_all.get().into_iter().for_each(|call| call(start));
+            owner.upgrade().into_iter().for_each(|owner| owner.pinned_after_all(start));
             foreign::info!(
                 target: "pinpool::region::unpinned", device = context.name(), bytes = len,
                 "memory that was not pinned is pinned after all"
@@ -409,7 +402,7 @@ impl Region {
         matches!(self.source, RegionSource::Adopted(_))
     }
 
-    fn at(&self, offset: usize) -> NonNull<u8> {
+    pub(super) fn at(&self, offset: usize) -> NonNull<u8> {
         // SAFETY: callers pass offsets of the region's extents.
         unsafe { self.base.add(offset) }
     }
@@ -420,25 +413,28 @@ impl Region {
             let info = self.info();
             _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&info));
         }
-        let context = &self.context;
-        if let RegionSource::Driver { base, len, kind } = self.source {
-            return free(context, base, len, kind);
+        match self.source {
+            RegionSource::Driver { base, len, kind } => free(&self.context, base, len, kind),
+            _ if self.undo() => {}
+            source => std::mem::forget(source),
         }
+    }
+
+    /// Unpins the region's extents, and unmaps them if the pool mapped them. `false`: one stays pinned, and the memory
+    /// must stay too.
+    pub(super) fn undo(&self) -> bool {
         let mut clean = true;
         for extent in &self.extents {
             let start = self.at(extent.offset);
-            let is_pinned = extent.pinned == Pinned::Yes;
             // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-            if is_pinned && !unsafe { unpin(context, start, extent.len) } {
+            if extent.is_pinned() && !unsafe { unpin(&self.context, start, extent.len) } {
                 clean = false;
             } else if matches!(self.source, RegionSource::Mapped) {
                 // One extent after the other: while memory is unmapped, no thread of the process can map any.
-                unmap(context, start, extent.len);
+                unmap(&self.context, start, extent.len);
             }
         }
-        if !clean {
-            std::mem::forget(self.source);
-        }
+        clean
     }
 }
 
@@ -472,7 +468,7 @@ unsafe fn pin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: boo
 ///
 /// # Safety
 /// [`pin`] has pinned it, and nothing can reach it any more.
-pub(super) unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize) -> bool {
+unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize) -> bool {
     let driver = context.driver();
     let (unpinned, _) = paced(|| {
         // SAFETY: this function's contract.

@@ -48,7 +48,7 @@ mod make;
 mod touch;
 
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::locks::{Condvar, Mutex};
@@ -199,6 +199,21 @@ pub(crate) struct RegionOptions {
     pub(crate) check_cgroups: bool,
 }
 
+/// What regions are made for: a central pool.
+pub(crate) trait Owner: Send + Sync {
+    /// Serves from an extent. `false`: no more is wanted.
+    ///
+    /// # Safety
+    /// The extent is handed over once, and stays until [`Regions::remove`] or the end of the [`Regions`].
+    unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool;
+
+    /// An extent is pinned that was handed over unpinned.
+    fn pinned_after_all(&self, base: NonNull<u8>);
+
+    /// Nothing more is being made. `missing` of the bytes that were asked for have not come, because of `error`.
+    fn grown(&self, missing: usize, error: Option<&Error>);
+}
+
 /// The program's function that is called before a region is unpinned.
 pub(crate) type BeforeUnpin = Box<dyn Fn(&RegionInfo) + Send + Sync>;
 
@@ -238,6 +253,12 @@ struct Extent {
     pinned: Pinned,
 }
 
+impl Extent {
+    fn is_pinned(&self) -> bool {
+        self.pinned == Pinned::Yes
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pinned {
     Yes,
@@ -266,8 +287,14 @@ struct Region {
 unsafe impl Send for Region {}
 
 impl Region {
+    /// A region that is not listed yet, without extents.
+    fn new(base: NonNull<u8>, len: usize, source: RegionSource, context: &Arc<Context>) -> Self {
+        let (id, extents, context) = (RegionId(0), Vec::new(), context.clone());
+        Self { id, base, len, extents, node: None, ready: 0, is_going: false, source, context }
+    }
+
     fn info(&self) -> RegionInfo {
-        let pinned = self.extents.iter().filter(|e| e.pinned == Pinned::Yes).map(|e| e.len).sum();
+        let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
         let len = self.extents.iter().map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
@@ -309,8 +336,6 @@ pub(crate) struct Regions {
     before_unpin: Option<Arc<BeforeUnpin>>,
     progress: Mutex<RegionProgress>,
     changed: Condvar,
-    /// Gets the first byte of an extent that was pinned after all.
-    pinned_after_all: OnceLock<Box<dyn Fn(NonNull<u8>) + Send + Sync>>,
 }
 
 impl std::fmt::Debug for Regions {
@@ -336,13 +361,7 @@ impl Regions {
             before_unpin: before_unpin.map(Arc::new),
             progress: Mutex::new(RegionProgress::default()),
             changed: Condvar::new(),
-            pinned_after_all: OnceLock::new(),
         })
-    }
-
-    /// Has `call` told of each extent that is pinned after it was handed over unpinned.
-    pub(crate) fn on_pinned_after_all(&self, call: impl Fn(NonNull<u8>) + Send + Sync + 'static) {
-        let _ = self.pinned_after_all.set(Box::new(call));
     }
 
     /// The first device that is not lost.
@@ -394,9 +413,9 @@ impl Regions {
         progress.pinning.wanted += len;
     }
 
-    /// Ends one job. `done` is called before a thread can see that nothing is being pinned: if it then asks for more, the
-    /// pool knows that this has ended.
-    fn ended(&self, missing: usize, error: Option<&Error>, done: impl FnOnce()) {
+    /// Ends what [`Regions::begin`] began. The owner is told before a thread can see that nothing is being pinned: if
+    /// that thread then asks for more, the owner knows that this has ended. It is not told where another attempt goes on.
+    fn ended(&self, missing: usize, error: Option<&Error>, owner: Option<&Arc<dyn Owner>>) {
         {
             let mut progress = self.progress.lock();
             progress.pinning.wanted -= missing;
@@ -413,7 +432,7 @@ impl Regions {
                 None => progress.failed &= missing > 0,
             }
         }
-        done();
+        owner.into_iter().for_each(|owner| owner.grown(missing, error));
         self.progress.lock().busy -= 1;
         self.changed.notify_all();
     }

@@ -25,6 +25,7 @@ use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
+use crate::region::Owner;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
 use crate::segment::RegionId;

@@ -6,6 +6,7 @@ use super::super::tests::{central, got, pages, small, with_extents};
 use super::super::{CentralConfig, ReclaimLevel, Segment};
 use super::*;
 use crate::freelist::list_of;
+use crate::region::Owner;
 use crate::segment::PAGE;
 use crate::segment::RegionId;
 use crate::sync::thread;
