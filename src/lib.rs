@@ -220,7 +220,6 @@ pub use copy::copier;
 pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, Landing, Places};
 pub use device::HostAllocFlags;
 pub use device::handle::{CloseError, Device, HeldBy};
-pub use device::holds::HeldPool;
 pub use device::memory::{DeviceSlice, StridedSlice};
 pub use error::{DeviceError, Error, ErrorClass, Result, Shortage, SubmitError, Waited};
 #[doc(hidden)]

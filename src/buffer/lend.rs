@@ -121,17 +121,8 @@ impl Lend for () {
     }
 }
 
+// Where a timeline has quarantined the segment, other holders of the `Arc` may go on reading.
 impl Retain for PinnedBuf {
-    /// The segment is never returned; other holders of the `Arc` may go on reading. Several timelines may lose the
-    /// buffer: the first one counts it.
-    fn quarantine(&self, segments: &mut Vec<Segment>) {
-        let descriptor = self.segment.descriptor();
-        let word = descriptor.word();
-        if word.state() == state::HOST && descriptor.compare_exchange(word, state::QUARANTINED).is_ok() {
-            segments.push(self.segment.alias());
-        }
-    }
-
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
         visit(&self.segment);
     }

@@ -105,7 +105,7 @@ fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
     let undone = unsafe { context.driver().unpin(range.base, range.len) };
     match &undone {
-        Ok(()) => context.holds().count_unregistered(range.len),
+        Ok(()) => context.holds().registered.sub(range.len),
         Err(error) => {
             context.holds().leaked(1);
             crate::foreign::error!(
@@ -162,7 +162,7 @@ impl Device {
     /// that are leaked. Pools have their own count.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
-        self.context().holds().registered()
+        self.context().holds().registered.get()
     }
 
     fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, SubmitError<T>>
@@ -197,7 +197,7 @@ impl Device {
             }
             Err(error) => return refused(error, value),
         }
-        context.holds().count_registered(range.len);
+        context.holds().registered.add(range.len);
         let value = UnsafeCell::new(Some(value));
         Ok(Registered(Arc::new(RegisteredInner { value, range, read_only, context })))
     }

@@ -69,14 +69,18 @@ impl StreamBuf {
         &self.segment
     }
 
-    /// What is handed to the timeline, which must be this buffer's own. The buffer is not dropped any more.
+    /// What is handed to the timeline, which must be this buffer's own.
     pub(crate) fn into_resource(self) -> (Resource, Segment) {
+        let (_, segment) = self.into_parts();
+        (Resource::Segment(segment.alias()), segment)
+    }
+
+    /// Takes the buffer apart, which is not dropped.
+    fn into_parts(self) -> (Arc<Timeline>, Segment) {
         let this = ManuallyDrop::new(self);
         // SAFETY: read once; `this` is never dropped.
         let timeline = unsafe { std::ptr::read(&this.timeline) };
-        drop(timeline);
-        let resource = if this.claimed { Resource::Claimed } else { Resource::Segment };
-        (resource(this.segment.alias()), this.segment.alias())
+        (timeline, this.segment.alias())
     }
 
     /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.
@@ -86,31 +90,23 @@ impl StreamBuf {
     /// [`InFlight::wait`](crate::InFlight::wait).
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
-        let until = if self.claimed { self.timeline.claimed_until(&self.segment) } else { None };
-        if let Some(seq) = until {
+        if let Some(seq) = self.timeline.claimed_until(&self.segment) {
             self.timeline.wait(seq, None)?;
         }
-        let this = ManuallyDrop::new(self);
-        // SAFETY: read once; `this` is never dropped.
-        let timeline = unsafe { std::ptr::read(&this.timeline) };
-        if this.claimed && this.segment.descriptor().word().state() != state::HOST {
+        let (timeline, segment) = self.into_parts();
+        if segment.descriptor().word().state() != state::HOST {
             // The timeline has quarantined it.
             return Err(timeline.context().alive().err().unwrap_or(Error::Closed));
         }
         // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment, and no
         // byte counts as written.
-        Ok(unsafe { PinnedBuf::new(this.segment.alias(), 0) })
+        Ok(unsafe { PinnedBuf::new(segment, 0) })
     }
 }
 
 impl Drop for StreamBuf {
     fn drop(&mut self) {
-        let segment = self.segment.alias();
-        if self.claimed {
-            return self.timeline.unclaim(segment);
-        }
-        // SAFETY: fresh, so host-ready; the buffer owns the segment, and this is its end.
-        unsafe { segment.release() };
+        self.timeline.unclaim(self.segment.alias());
     }
 }
 

@@ -294,7 +294,7 @@ impl Stream {
             // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
             // timeline, which has quarantined it.
             Err((error, resource)) => {
-                if let Resource::Claimed(segment) = resource {
+                if let Resource::Segment(segment) = resource {
                     std::mem::forget(pending);
                     self.timeline().unclaim(segment);
                 }

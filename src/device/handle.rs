@@ -17,8 +17,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use crate::locks::Mutex;
-
+use crate::central::CentralPool;
 use crate::device::Driver;
 use crate::device::context::Context;
 use crate::device::host::HostNode;
@@ -26,8 +25,9 @@ use crate::device::memory::DeviceSlice;
 use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
-use crate::stream::reaper::Listing;
+use crate::locks::Mutex;
 use crate::stream::timeline::Timeline;
+use crate::stream::timeline::reaper::Listing;
 pub use closing::{CloseError, HeldBy};
 
 /// A device: the thing on the other side of a copy.
@@ -68,6 +68,8 @@ struct DeviceInner {
     listing: Arc<Listing>,
     /// The adopted streams, by the driver's number for each, which no other stream has or had.
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
+    /// The pools that may keep memory which the device pinned.
+    pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
 }
 
 impl Drop for DeviceInner {
@@ -158,7 +160,8 @@ impl Device {
 
     fn start(context: Arc<Context>) -> Result<Self> {
         let listing = Listing::start(&context)?;
-        Ok(Self(Arc::new(DeviceInner { context, listing, streams: Mutex::new(HashMap::new()) })))
+        let (streams, pools) = (Mutex::default(), Arc::default());
+        Ok(Self(Arc::new(DeviceInner { context, listing, streams, pools })))
     }
 
     /// The timeline of the adopted stream with this number, or a new one.
@@ -175,6 +178,13 @@ impl Device {
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
+    }
+
+    /// Notes that the memory of a pool may keep the device open.
+    pub(crate) fn serves(&self, pool: &Arc<CentralPool>) {
+        let mut pools = self.0.pools.lock();
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.push(Arc::downgrade(pool));
     }
 
     pub(crate) fn listing(&self) -> &Arc<Listing> {

@@ -19,62 +19,40 @@ use crate::locks::{Condvar, Mutex};
 
 use crate::error::Error;
 
-/// A pool that keeps a device open: one entry of [`HeldBy::pools`](crate::HeldBy::pools).
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// let pool = Pool::builder(&device).name("kv").capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// let buffer = pool.checkout(100)?;
-/// let error = device.close(std::time::Duration::ZERO).unwrap_err();
-/// let held = &error.held_by().pools[0];
-/// assert_eq!((held.name.as_str(), held.open, held.buffers, held.quarantined), ("kv", true, 1, 0));
-/// # drop(buffer);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct HeldPool {
-    /// The pool's name.
-    pub name: String,
-    /// Whether there are handles to the pool. If not, buffers that came from it keep its memory.
-    pub open: bool,
-    /// Whether there are handles to the pool, and it was [shut down](crate::Pool::shutdown): the handles keep the device
-    /// open all the same.
-    pub shut_down: bool,
-    /// The number of its buffers that are checked out or in flight, quarantined ones included.
-    pub buffers: u64,
-    /// The number of its buffers that are quarantined: they never come back, since the device cannot be shown to be
-    /// done with them.
-    pub quarantined: u64,
-    /// The bytes of the quarantined buffers.
-    pub quarantined_bytes: usize,
-}
+/// A sum of what is still to be given back.
+#[derive(Debug, Default)]
+pub(crate) struct Count(AtomicUsize);
 
-/// Something above this layer that keeps devices open.
-pub(crate) trait Tenant: Send + Sync {
-    /// The entry for a report: what of this keeps the device with this context open. `None`: nothing does.
-    fn holds(&self, context: u64) -> Option<HeldPool>;
+impl Count {
+    // Relaxed, here and below: sums, not signals. A thread that sees the end has taken the lock of `drivers` after the
+    // drop of `Last`, and so sees all that was counted before.
+    pub(crate) fn get(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
 
-    /// Whether it has ended for good.
-    fn is_gone(&self) -> bool;
+    pub(crate) fn add(&self, amount: usize) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn sub(&self, amount: usize) {
+        self.0.fetch_sub(amount, Ordering::Relaxed);
+    }
 }
 
 /// See the module's page.
 #[derive(Default)]
 pub(crate) struct Holds {
     /// Bytes of device memory.
-    memory: AtomicUsize,
+    pub(crate) memory: Count,
     /// Bytes of callers' values that are registered.
-    registered: AtomicUsize,
+    pub(crate) registered: Count,
     /// Jobs that the worker has still to do.
-    jobs: AtomicUsize,
+    pub(crate) jobs: Count,
     /// Things that could not be given back.
     leaks: AtomicU64,
     /// Whether something that belongs to no pool never comes back.
     has_quarantined: AtomicBool,
     lost: OnceLock<Error>,
-    tenants: Mutex<Vec<Arc<dyn Tenant>>>,
     /// Drivers that have not made their last call: the one that is in use, and those that were made by a later open,
     /// which found the device open already.
     drivers: Mutex<usize>,
@@ -93,45 +71,7 @@ impl Holds {
         Last(self.clone())
     }
 
-    // Relaxed, here and below: sums, not signals. A thread that sees the end has taken the lock of `drivers` after the
-    // drop of `Last`, and so sees all that was counted before.
-
-    pub(crate) fn memory(&self) -> usize {
-        self.memory.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn count_memory(&self, bytes: usize) {
-        self.memory.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn count_memory_gone(&self, bytes: usize) {
-        self.memory.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn registered(&self) -> usize {
-        self.registered.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn count_registered(&self, bytes: usize) {
-        self.registered.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn count_unregistered(&self, bytes: usize) {
-        self.registered.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn jobs(&self) -> usize {
-        self.jobs.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn count_job(&self) {
-        self.jobs.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn count_job_done(&self) {
-        self.jobs.fetch_sub(1, Ordering::Relaxed);
-    }
-
+    // Relaxed: as in `Count`.
     pub(crate) fn leaks(&self) -> u64 {
         self.leaks.load(Ordering::Relaxed)
     }
@@ -158,27 +98,6 @@ impl Holds {
         let _ = self.lost.set(error.clone());
     }
 
-    /// Adds something that keeps the device open for as long as it says so.
-    pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
-        // The tenants that have ended are dropped after the lock is released.
-        let ended: Vec<_> = {
-            let mut tenants = self.tenants.lock();
-            let (ended, mut here): (Vec<_>, Vec<_>) =
-                std::mem::take(&mut *tenants).into_iter().partition(|tenant| tenant.is_gone());
-            here.push(tenant);
-            *tenants = here;
-            ended
-        };
-        drop(ended);
-    }
-
-    /// The pools that keep the device with this context open.
-    pub(crate) fn pools(&self, context: u64) -> Vec<HeldPool> {
-        // A statement of its own, which ends with the lock: `holds` takes locks of the pools.
-        let tenants = self.tenants.lock().clone();
-        tenants.iter().filter_map(|tenant| tenant.holds(context)).collect()
-    }
-
     /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
@@ -194,7 +113,7 @@ impl Holds {
 impl fmt::Debug for Holds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Holds")
-            .field("jobs", &self.jobs())
+            .field("jobs", &self.jobs.get())
             .field("leaks", &self.leaks())
             .finish_non_exhaustive()
     }

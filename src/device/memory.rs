@@ -36,14 +36,14 @@ enum AllocationEnd {
 
 impl Allocation {
     fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, end: AllocationEnd) -> Arc<Self> {
-        context.holds().count_memory(len);
+        context.holds().memory.add(len);
         Arc::new(Self { context: context.clone(), ptr, len, end })
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.context.holds().count_memory_gone(self.len);
+        self.context.holds().memory.sub(self.len);
         let end = std::mem::replace(&mut self.end, AllocationEnd::Nothing);
         if matches!(end, AllocationEnd::Nothing) {
             return;

@@ -47,7 +47,7 @@ impl Worker {
             drop(entering);
             for job in queue {
                 run(job);
-                count.count_job_done();
+                count.jobs.sub(1);
             }
         })
         .map_err(|e| Error::Unavailable {
@@ -71,10 +71,10 @@ impl Worker {
         }
         match &self.jobs {
             Some(jobs) => {
-                self.holds.count_job();
+                self.holds.jobs.add(1);
                 if let Err(job) = jobs.send(Box::new(job)) {
                     // The thread has ended, and no other thread may give back what the job owns.
-                    self.holds.count_job_done();
+                    self.holds.jobs.sub(1);
                     self.holds.leaked(1);
                     std::mem::forget(job);
                     foreign::error!(target: "pinpool::device::leak", "the device's worker thread has ended: what it was to free is leaked");

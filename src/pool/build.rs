@@ -1,15 +1,14 @@
 //! Making a pool: its central pool, its first memory, and the entry by which its devices know that the pool keeps them open.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 use super::name::Name;
-use super::{Pool, PoolInner, WeakPool};
+use super::{Pool, PoolInner};
 use crate::amount::amount;
 use crate::arena::MAX_EXTENT;
 use crate::central::{CentralConfig, CentralPool};
 use crate::config::PoolBuilder;
-use crate::device::holds::{HeldPool, Tenant};
 use crate::error::{Error, Result};
 use crate::region::{Backing, RegionOptions, Regions};
 use crate::segment::PAGE;
@@ -57,12 +56,7 @@ impl PoolBuilder {
             reported: crate::locks::Mutex::new(None),
             watched: AtomicBool::new(false),
         }));
-        let tenant: Arc<dyn Tenant> = Arc::new(Resident {
-            name: pool.name().to_owned(),
-            pool: pool.downgrade(),
-            central: Arc::downgrade(pool.central()),
-        });
-        pool.0.devices.iter().for_each(|device| device.context().holds().enter(tenant.clone()));
+        pool.0.devices.iter().for_each(|device| device.serves(pool.central()));
         pool.start(initial)?;
         Ok(pool)
     }
@@ -147,35 +141,5 @@ impl Pool {
             Some(error) if pinning.ready == 0 => Err(error),
             _ => Ok(()),
         }
-    }
-}
-
-/// What a pool enters with its devices. As long as it has handles it keeps all of its devices open, and after that
-/// those that pinned memory which is still out.
-struct Resident {
-    name: String,
-    pool: WeakPool,
-    central: Weak<CentralPool>,
-}
-
-impl Tenant for Resident {
-    fn holds(&self, context: u64) -> Option<HeldPool> {
-        let open = self.pool.0.strong_count() > 0;
-        let central = self.central.upgrade().filter(|central| open || central.keeps(context))?;
-        let buffers = central.outstanding();
-        let snapshot = central.snapshot();
-        // A pool without handles and buffers keeps nothing open: the region thread has been told to unpin its memory.
-        (open || buffers > 0).then(|| HeldPool {
-            name: self.name.clone(),
-            open,
-            shut_down: open && central.closed(),
-            buffers,
-            quarantined: snapshot.quarantined_segments,
-            quarantined_bytes: snapshot.quarantined,
-        })
-    }
-
-    fn is_gone(&self) -> bool {
-        self.central.strong_count() == 0
     }
 }

@@ -150,18 +150,17 @@ impl Pool {
     }
 
     /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
-    /// submission or a completion is under way.
+    /// change of shared memory in flight is under way.
     fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
         let (unlisted, is_stable, sums) = self.at_rest(|| {
-            let mut sum = (0, 0, Some(0));
+            let mut sum = (0, 0, 0);
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
                 let (flight, moves) = timeline.flight(self.central().number());
-                let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
-                sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
+                sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, sum.2 + moves);
             }
             sum
         });
-        (unlisted + sums.0, sums.1, sums.2.filter(|_| is_stable))
+        (unlisted + sums.0, sums.1, is_stable.then_some(sums.2))
     }
 
     /// The bytes that no timeline lists, whether no change of them is under way, and sums over those that timelines list.

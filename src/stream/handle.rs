@@ -61,7 +61,7 @@ impl Device {
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(make(&**maker.driver())))?;
-        let timeline = self.listing().timeline(context, handle, true, true, None);
+        let timeline = Timeline::new(context, handle, true, true, None, self.listing().clone());
         Ok(Stream { timeline, device: self.clone() })
     }
 }
@@ -78,8 +78,8 @@ impl Stream {
         confined: Option<Confined>,
     ) -> Self {
         let make = || {
-            let context = device.context().clone();
-            device.listing().timeline(context, handle, false, id.is_some(), confined)
+            let (context, listing) = (device.context().clone(), device.listing().clone());
+            Timeline::new(context, handle, false, id.is_some(), confined, listing)
         };
         let timeline = match id {
             Some(id) => device.known_stream(id, make),

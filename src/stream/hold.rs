@@ -15,7 +15,7 @@
 //!   memory, or never got it. Everything else (quarantine, a panic, a forgotten hold) leaks the reference, so the count
 //!   never comes to zero again, and the memory is neither used again nor freed.
 //! - What is quarantined counts once, however many holds are lost: the segment's state word decides which is first.
-//! - No lock is held where a hold ends, since what it kept may be the program's.
+//! - No lock is held where a hold is released, since what it kept may be the program's.
 
 #![allow(unsafe_code)]
 
@@ -30,11 +30,7 @@ use crate::freelist::{Word, state};
 
 /// What a device may use. Its drop lets go of it.
 pub(crate) trait Retain: Send + Sync {
-    /// The device can never be shown to be done with it, and a reference to it is leaked. Adds the segments whose words
-    /// this call has changed to QUARANTINED; the caller tells their central pools.
-    fn quarantine(&self, _segments: &mut Vec<Segment>) {}
-
-    /// Visits each segment that it keeps, for reports. Called under a timeline's lock.
+    /// Visits each segment that it keeps, for reports and to quarantine it. Called under a timeline's lock.
     fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) {}
 }
 
@@ -42,10 +38,6 @@ impl Retain for () {}
 impl Retain for Allocation {}
 
 impl<R: Retain + ?Sized> Retain for Vec<Arc<R>> {
-    fn quarantine(&self, segments: &mut Vec<Segment>) {
-        self.iter().for_each(|part| part.quarantine(segments));
-    }
-
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
         self.iter().for_each(|part| part.for_each_segment(visit));
     }
@@ -71,10 +63,15 @@ impl Hold {
         drop(ManuallyDrop::into_inner(self.0));
     }
 
-    /// The device can never be shown to be done with the memory. See [`Retain::quarantine`].
-    pub(crate) fn quarantine(self, segments: &mut Vec<Segment>) {
-        // The reference is leaked: dropping a hold does not drop it.
-        self.0.quarantine(segments);
+    /// The device can never be shown to be done with the memory: the reference is never dropped. Adds the bytes of each
+    /// segment that this call has quarantined.
+    pub(crate) fn quarantine(&self, bytes: &mut Vec<usize>) {
+        self.0.for_each_segment(&mut |segment| {
+            // One that is lent is in flight by its word, and no entry counts it.
+            if let Some(state::FLIGHT | state::DETACHED) = give_up(segment, bytes) {
+                segment.central().unlisted_in_flight(-(segment.granted() as isize));
+            }
+        });
     }
 
     pub(crate) fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
@@ -85,10 +82,8 @@ impl Hold {
 /// What is handed to a timeline to be kept.
 #[derive(Debug)]
 pub(crate) enum Resource {
-    /// A segment that is checked out.
+    /// A segment that is checked out, or claimed from this timeline.
     Segment(Segment),
-    /// A segment claimed from this timeline.
-    Claimed(Segment),
     Object(Arc<dyn Retain>),
     Nothing,
 }
@@ -100,8 +95,7 @@ impl Resource {
         match self {
             Self::Segment(segment) => Arc::new(Loan::new(segment)),
             Self::Object(object) => object,
-            // A claim belongs to its timeline, and is shared by nobody.
-            Self::Claimed(_) | Self::Nothing => Arc::new(()),
+            Self::Nothing => Arc::new(()),
         }
     }
 }
@@ -154,14 +148,25 @@ impl Flown {
         self.exchange(state::CLAIMED, state::HOST);
         None
     }
+}
 
-    /// The device can never be shown to be done with it. Returns the segment if this call has quarantined it.
-    pub(super) fn quarantine(&self) -> Option<Segment> {
-        [state::FLIGHT, state::DETACHED, state::CLAIMED]
-            .into_iter()
-            .any(|from| self.exchange(from, state::QUARANTINED))
-            .then(|| self.segment.alias())
+/// Quarantines a segment that a device may use for good, and adds its bytes. Returns its state until then; `None`: it was
+/// quarantined before. (A waiter that its central pool wakes for it is woken when the caller's lock is released.)
+pub(super) fn give_up(segment: &Segment, bytes: &mut Vec<usize>) -> Option<u16> {
+    let descriptor = segment.descriptor();
+    let mut word = descriptor.word();
+    while word.state() != state::QUARANTINED {
+        match descriptor.compare_exchange(word, state::QUARANTINED) {
+            Ok(_) => {
+                bytes.push(segment.granted());
+                segment.alias().quarantine();
+                return Some(word.state());
+            }
+            // The handle was dropped at this moment, or another hold is lost.
+            Err(now) => word = now,
+        }
     }
+    None
 }
 
 /// A segment in flight that is no entry's. Its drop completes the flight. The central pool counts its bytes as in
@@ -194,13 +199,6 @@ impl Drop for Loan {
 }
 
 impl Retain for Loan {
-    fn quarantine(&self, segments: &mut Vec<Segment>) {
-        segments.extend(self.0.segment.central().in_one(|central| {
-            let first = self.0.quarantine();
-            first.inspect(|_| central.unlisted_in_flight(-(self.0.bytes as isize)))
-        }));
-    }
-
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
         visit(&self.0.segment);
     }
@@ -211,34 +209,25 @@ impl Retain for Loan {
 pub(super) struct After {
     pub(super) returned: Vec<Segment>,
     pub(super) released: Vec<Hold>,
-    pub(super) quarantined: Vec<Segment>,
-    /// Holds that the device may need for good. Quarantining them calls their pools, which can wake waiters.
-    pub(super) lost: Vec<Hold>,
+    /// The bytes of each segment that was quarantined.
+    pub(super) quarantined: Vec<usize>,
     pub(super) wakes: BTreeMap<(u64, u64), Wake>,
 }
 
 impl After {
     /// Returns, drops and wakes. The calling thread may have the role of asking, or be submitting, and have more to do;
-    /// so a waker that runs in here must not wait for a copy, and is refused (`sync::finds_out`).
+    /// so it does this inside of [`crate::sync::landing`], where a waker that waits for a copy is refused.
     pub(super) fn run(self) {
-        crate::sync::landing(|| self.run_all());
-    }
-
-    fn run_all(mut self) {
         for segment in self.returned {
             // SAFETY: completed: the handle is gone and every event that covers it was seen complete.
             unsafe { segment.release() };
         }
-        self.lost.into_iter().for_each(|hold| hold.quarantine(&mut self.quarantined));
-        let (buffers, mut bytes) = (self.quarantined.len(), 0);
-        for segment in self.quarantined {
-            bytes += segment.granted();
-            segment.quarantine();
-        }
-        if buffers > 0 {
+        if !self.quarantined.is_empty() {
             // For the operator: the memory is not used again until the process ends.
             foreign::error!(
-                target: "pinpool::stream::quarantine", buffers, bytes,
+                target: "pinpool::stream::quarantine",
+                buffers = self.quarantined.len(),
+                bytes = self.quarantined.iter().sum::<usize>(),
                 "buffers are quarantined: the device cannot be shown to be done with them"
             );
         }

@@ -16,7 +16,7 @@ use std::task::{Poll, Wake as TaskWake, Waker};
 use loom::thread::JoinHandle;
 
 use super::hold::{Hold, Resource};
-use super::reaper::Listing;
+use super::timeline::reaper::Listing;
 use super::timeline::{Ticket, Timeline};
 use crate::buffer::Lend;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
@@ -196,7 +196,7 @@ impl Setup {
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Arc::new(Listing::default());
-        let timeline = listing.timeline(context, StreamHandle(0), true, true, None);
+        let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -533,7 +533,6 @@ fn loom_lost_hold_keeps() {
         let mut quarantined = Vec::new();
         lost.quarantine(&mut quarantined);
         assert_eq!(quarantined.len(), 1);
-        quarantined.into_iter().for_each(Segment::quarantine);
         for thread in [releasing, dropping] {
             thread.join().unwrap();
         }

@@ -18,7 +18,7 @@
 //! # Files, in the order to read them
 //!
 //! [`hold`] says how memory is kept for a device. [`timeline`] is the core: how the crate knows that a copy is done.
-//! [`reaper`] is the thread that finds it out. [`handle`] has [`Stream`], the public handle, above
+//! [`timeline::reaper`] is the thread that finds it out. [`handle`] has [`Stream`], the public handle, above
 //! [`Device`](crate::Device). `loom_models` has the models of all this.
 //!
 //! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
@@ -28,7 +28,6 @@ mod handle;
 pub(crate) mod hold;
 #[cfg(all(test, loom))]
 mod loom_models;
-pub(crate) mod reaper;
 pub(crate) mod timeline;
 
 pub use handle::Stream;

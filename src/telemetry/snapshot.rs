@@ -139,7 +139,7 @@ impl Device {
         DeviceStats {
             name: self.name().into(),
             lost: self.lost(),
-            registered_bytes: context.holds().registered(),
+            registered_bytes: context.holds().registered.get(),
             errors: context.errors().read(),
             submitted,
             completed,

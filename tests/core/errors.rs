@@ -180,20 +180,6 @@ fn a_lost_device_is_closed_with_a_text_that_tells_no_one_to_wait() {
 }
 
 #[test]
-fn a_pool_that_was_shut_down_is_not_called_open() {
-    let pair = Pair::new();
-    let (buf, name) = (pair.pool.checkout(LEN).unwrap(), pair.pool.name().to_owned());
-    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
-    assert!(text.contains(&format!("the pool {name} (open, 1 buffers out)")), "{text}");
-    assert!(!pair.pool.shutdown(Duration::ZERO).drained);
-    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
-    assert!(text.contains(&format!("the pool {name} (shut down, handles left, 1 buffers out)")), "{text}");
-    drop(buf);
-    let text = pair.first.clone().close(Duration::ZERO).unwrap_err().to_string();
-    assert!(text.contains(&format!("the pool {name} (shut down, handles left, 0 buffers out)")), "{text}");
-}
-
-#[test]
 fn a_pool_and_a_stuck_buffer_print_what_helps() {
     let pair = Pair::new();
     let buf = pair.pool.checkout(pinpool::Request::new(LEN).tag("kv")).unwrap();

@@ -37,10 +37,6 @@ impl Drop for Lent {
 }
 
 impl Retain for Lent {
-    fn quarantine(&self, segments: &mut Vec<Segment>) {
-        self.blocks.quarantine(segments);
-    }
-
     fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
         self.blocks.for_each_segment(visit);
     }

@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 
 use super::{Device, DeviceInner};
 use crate::amount::amount;
-use crate::device::holds::{HeldPool, Holds};
+use crate::central::CentralPool;
+use crate::device::holds::Holds;
 use crate::error::Error;
-use crate::stream::reaper::Listing;
+use crate::locks::Mutex;
+use crate::stream::timeline::reaper::Listing;
 
 /// The time between two looks at whether waiting can help at all.
 const CLOSE_POLL: Duration = Duration::from_millis(20);
@@ -32,8 +34,14 @@ pub struct HeldBy {
     pub streams: usize,
     /// The number of streams on which something is in flight.
     pub busy_streams: usize,
-    /// Pools that are open or whose buffers have not all come back.
-    pub pools: Vec<HeldPool>,
+    /// The number of buffers that are checked out or in flight and whose memory the device pinned, quarantined ones
+    /// included. [`Pool::stuck`](crate::Pool::stuck) tells of each.
+    pub buffers: u64,
+    /// Of the buffers, the number of those that are quarantined: they never come back, since the device cannot be shown
+    /// to be done with them.
+    pub quarantined: u64,
+    /// The bytes of the quarantined buffers.
+    pub quarantined_bytes: usize,
     /// Bytes of device memory that has a handle, or that is kept for good, since the device cannot be shown to be done
     /// with it. The memory of [`Device::raw_memory`] counts.
     pub memory_bytes: usize,
@@ -58,70 +66,51 @@ impl HeldBy {
     fn is_calls_alone(&self) -> bool {
         self.handles == 0
             && self.busy_streams == 0
-            && self.pools.is_empty()
+            && self.buffers == 0
             && self.memory_bytes + self.registered_bytes == 0
     }
 
     /// Whether all that is left is what never comes back.
     fn is_hopeless(&self, has_quarantined: bool) -> bool {
-        let never: u64 = self.pools.iter().map(|pool| pool.quarantined).sum();
         let moves = self.handles > 0
             || self.busy_streams > 0
             || self.jobs > 0
-            || self.pools.iter().any(|pool| pool.open || pool.buffers > pool.quarantined)
+            || self.buffers > self.quarantined
             || (self.memory_bytes + self.registered_bytes > 0 && !has_quarantined);
-        !moves && (never > 0 || has_quarantined)
+        !moves && (self.quarantined > 0 || has_quarantined)
     }
 }
 
 impl fmt::Display for HeldBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts = Vec::new();
-        if self.forked {
-            parts.push("this is a child of the process that opened it".into());
-        }
-        if let Some(error) = &self.lost {
-            parts.push(format!("it was lost, and what it had may be leaked ({error})"));
-        }
-        if self.leaked > 0 {
-            parts.push(format!("{} things could not be given back (the log names each)", self.leaked));
-        }
-        for HeldPool { name, open, shut_down, buffers, quarantined, quarantined_bytes } in &self.pools {
-            let open = match (open, shut_down) {
-                (_, true) => "shut down, handles left, ",
-                (true, false) => "open, ",
-                (false, false) => "",
-            };
-            let mut text = format!("the pool {name} ({open}{buffers} buffers out");
-            if *quarantined > 0 {
-                let bytes = amount(*quarantined_bytes);
-                text += &format!(", {quarantined} of them quarantined with {bytes}, which never come back");
-            }
-            parts.push(text + ")");
-        }
-        if self.streams > 0 {
-            parts
-                .push(format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams));
-        }
-        for (bytes, what) in
-            [(self.memory_bytes, "device memory"), (self.registered_bytes, "registered values")]
-        {
-            if bytes > 0 {
-                parts.push(format!("{} of {what}", amount(bytes)));
-            }
-        }
-        for (count, what) in
-            [(self.handles, "handles to it in all"), (self.jobs, "jobs of its worker thread")]
-        {
-            if count > 0 {
-                parts.push(format!("{count} {what}"));
-            }
-        }
-        if parts.is_empty() {
+        let lost = self.lost.as_ref().map(ToString::to_string).unwrap_or_default();
+        let never = amount(self.quarantined_bytes);
+        let (memory, registered) = (amount(self.memory_bytes), amount(self.registered_bytes));
+        let parts = [
+            (self.forked, "this is a child of the process that opened it".into()),
+            (self.lost.is_some(), format!("it was lost, and what it had may be leaked ({lost})")),
+            (self.leaked > 0, format!("{} things could not be given back (the log names each)", self.leaked)),
+            (self.buffers > 0, format!("{} buffers out", self.buffers)),
+            (
+                self.quarantined > 0,
+                format!("{} quarantined buffers with {never}, which never come back", self.quarantined),
+            ),
+            (
+                self.streams > 0,
+                format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams),
+            ),
+            (self.memory_bytes > 0, format!("{memory} of device memory")),
+            (self.registered_bytes > 0, format!("{registered} of registered values")),
+            (self.handles > 0, format!("{} handles to it in all", self.handles)),
+            (self.jobs > 0, format!("{} jobs of its worker thread", self.jobs)),
+        ];
+        let mut said: Vec<String> =
+            parts.into_iter().filter_map(|(is_so, text)| is_so.then_some(text)).collect();
+        if said.is_empty() {
             // What was in the way has ended during the look, or is about to.
-            parts.push("its last calls".into());
+            said.push("its last calls".into());
         }
-        f.write_str(&parts.join("; "))
+        f.write_str(&said.join("; "))
     }
 }
 
@@ -149,6 +138,7 @@ struct Closing {
     context: u64,
     holds: Arc<Holds>,
     device: Weak<DeviceInner>,
+    pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
     listing: Arc<Listing>,
     /// Whether the device does nothing by itself.
     stepped: bool,
@@ -224,14 +214,24 @@ impl Closing {
         }
         // A reference that is held for a moment here may be the last one: its drop only sends a job.
         let streams = self.listing.known();
+        let pools: Vec<_> = self.pools.lock().iter().filter_map(Weak::upgrade).collect();
+        let (mut buffers, mut quarantined, mut quarantined_bytes) = (0, 0, 0);
+        for pool in pools.iter().filter(|pool| pool.keeps(self.context)) {
+            buffers += pool.outstanding();
+            let snapshot = pool.snapshot();
+            quarantined += snapshot.quarantined_segments;
+            quarantined_bytes += snapshot.quarantined;
+        }
         self.held = HeldBy {
             handles: self.device.strong_count(),
             streams: streams.len(),
             busy_streams: streams.iter().filter(|timeline| !timeline.is_idle()).count(),
-            pools: self.holds.pools(self.context),
-            memory_bytes: self.holds.memory(),
-            registered_bytes: self.holds.registered(),
-            jobs: self.holds.jobs(),
+            buffers,
+            quarantined,
+            quarantined_bytes,
+            memory_bytes: self.holds.memory.get(),
+            registered_bytes: self.holds.registered.get(),
+            jobs: self.holds.jobs.get(),
             leaked: self.holds.leaks(),
             lost: self.holds.lost().cloned(),
             forked: false,
@@ -315,6 +315,7 @@ impl Device {
             context: context.id(),
             holds: context.holds().clone(),
             device: Arc::downgrade(&self.0),
+            pools: self.0.pools.clone(),
             listing: self.listing().clone(),
             stepped: context.driver().stepped().is_some(),
             held: HeldBy::default(),

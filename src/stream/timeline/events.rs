@@ -5,11 +5,12 @@
 //! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
 use super::super::hold::After;
-use super::{EVENT_TRIES, Timeline, TimelineState};
+use super::{EVENT_TRIES, EventState, Mark, Timeline, TimelineState};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::Instant;
 
 impl Timeline {
     // --- closing and recording ---------------------------------------------------------------------------------------
@@ -20,12 +21,12 @@ impl Timeline {
         // A capture may have begun since the stream was shared, or since an event failed.
         let capturing = match self.elsewhere() {
             None => self.is_capturing(),
-            Some(_) if self.state.lock().unpublished == 0 => return Ok(()),
+            Some(_) if !self.state.lock().is_failing() => return Ok(()),
             // The driver says if a capture is in the way of the stream that covers this one.
             Some(confined) => self.context.noting(self.context.driver().capturing(confined.covering)),
         };
         match capturing {
-            Ok(false) => self.close_with(false, |_| Ok(())),
+            Ok(false) => self.close_now(None),
             Ok(true) => Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" }),
             Err(error) => {
                 self.not_recorded(&error);
@@ -37,63 +38,43 @@ impl Timeline {
     /// Makes later work of `waiter`, a stream of the same device, start only after everything submitted here so far.
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
-        // An event is recorded even if nothing is in flight: work that the crate does not see may be on the stream.
-        let closed = self
-            .close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)));
+        let closed = self.close_now(Some(waiter));
         // After an error too: the event may have been recorded, or is due.
         if !std::mem::replace(&mut self.state.lock().listed, true) {
-            self.watcher.list(self);
+            self.listing.list(self);
         }
         closed
     }
 
-    /// Closes the open sequence number and records its event, with `always` also if nothing waits for one. `recorded`
-    /// gets the event before it can be recycled.
-    pub(super) fn close_with(
-        &self,
-        always: bool,
-        recorded: impl FnOnce(EventHandle) -> Result<()>,
-    ) -> Result<()> {
+    /// Closes the open sequence number and records its event. A `waiter` waits for that event, which is then recorded
+    /// even if nothing is in flight: work that the crate does not see may be on the stream.
+    pub(super) fn close_now(&self, waiter: Option<StreamHandle>) -> Result<()> {
         crate::os::check_fork()?;
-        // The event comes first: without one nothing is closed.
+        // The event comes first: where none can be made, the number is closed without one, and another is due.
         let event = self.context.event().inspect_err(|error| self.not_recorded(error))?;
-        let seq = {
+        let mut recording = {
             let mut state = self.state.lock();
-            let nothing = state.open_entries == 0 && state.unpublished == 0 && !always;
+            let nothing = state.open_entries == 0 && !state.is_failing() && waiter.is_none();
             if nothing || self.lost.get().is_some() {
                 drop(state);
                 self.context.recycle(event);
                 return self.not_lost();
             }
-            let seq = state.open;
-            state.open += 1;
-            (state.open_entries, state.open_bytes) = (0, 0);
+            state.close(EventState::Due, Some(event));
             state.under_way += 1;
-            seq
+            Recording { timeline: self, seq: state.open - 1, event, recorded: false }
         };
-        let recording = Recording { timeline: self, seq, event };
         let stream = self.elsewhere().map_or(self.stream, |confined| confined.covering);
         if let Err(error) = self.context.noting(self.context.driver().record(event, stream)) {
             drop(recording);
             self.not_recorded(&error);
             return Err(error);
         }
-        let used = recorded(event);
-        std::mem::forget(recording);
-        let mut state = self.state.lock();
-        state.under_way -= 1;
-        if self.lost.get().is_some() {
-            // Given up meanwhile: nothing removes events from the list any more. For the event see `keep_back`.
-            drop(state);
-            self.keep_back(event);
-            return used;
-        }
-        state.events.push_back((seq, event));
-        state.record_failures = 0;
-        if state.unpublished <= seq {
-            state.unpublished = 0;
-        }
-        used
+        // Before the event is published, since it may be used again from then on.
+        let waits = waiter
+            .map_or(Ok(()), |waiter| self.context.noting(self.context.driver().wait_event(waiter, event)));
+        recording.recorded = true;
+        waits
     }
 
     /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
@@ -110,11 +91,11 @@ impl Timeline {
     fn not_recorded(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
-            if state.open_entries > 0 && state.unpublished == 0 {
-                state.unpublished = state.open;
+            if state.open_entries > 0 && self.lost.get().is_none() {
+                state.close(EventState::Failing, None);
             }
-            // On a device with a limited number of events, published events are free again as the stream goes on.
-            let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();
+            // On a device with a limited number of events, recorded ones are free again as the stream goes on.
+            let comes_back = error.class() == ErrorClass::Transient && state.recorded().is_some();
             !comes_back && gives_up(&mut state.record_failures, error)
         };
         crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
@@ -138,13 +119,11 @@ impl Timeline {
         let role = Asking(&self.asking);
         let mut progress = false;
         loop {
-            let Some((seq, event)) = self.state.lock().events.front().copied() else { break };
+            let Some((seq, event)) = self.state.lock().recorded() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
                     // If the stream was lost meanwhile, `lose` has dealt with its events.
-                    if self.complete(seq) {
-                        self.context.recycle(event);
-                    }
+                    self.complete(seq);
                     progress = true;
                 }
                 Ok(false) => break,
@@ -153,7 +132,7 @@ impl Timeline {
                 // The event was recorded into a capture, so it will never be complete. A new event covers the same
                 // sequence numbers.
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
-                    self.forget_event(seq, event);
+                    self.state.lock().fail(seq);
                     break;
                 }
                 Err(error) => {
@@ -169,46 +148,36 @@ impl Timeline {
         progress
     }
 
-    /// The front event is void: it was recorded into a capture, which may go on. A later event is due.
-    fn forget_event(&self, seq: u64, event: EventHandle) {
-        let mut state = self.state.lock();
-        // `lose` has dealt with the events of a lost stream.
-        if self.lost.get().is_none() && state.events.front() == Some(&(seq, event)) {
-            state.events.pop_front();
-            state.void(seq, event);
-        }
-    }
-
-    /// The front event was seen complete, and covers all sequence numbers up to `seq`. `false`: the stream was lost
-    /// meanwhile.
-    fn complete(&self, seq: u64) -> bool {
+    /// The event of a mark was seen complete, and covers all sequence numbers up to `seq`.
+    fn complete(&self, seq: u64) {
         let mut after = After::default();
         let mut state = self.state.lock();
-        if self.lost.get().is_some() {
-            return false;
-        }
-        state.events.pop_front();
+        // If the stream was lost meanwhile, `lose` has dealt with its events.
+        let Some(mark) = state.place(seq).and_then(|at| state.marks.remove(at)) else { return };
+        let free = state.free_before(seq);
         (state.record_failures, state.ask_failures) = (0, 0);
         if seq > self.completed.load(Ordering::Relaxed) {
-            let flights = self.context.flights();
-            state.complete(seq, &mut after, |since| flights.record(since.elapsed()));
+            state.complete(seq, self.context.flights(), &mut after);
             // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
             // completed.
             self.completed.store(seq, Ordering::Release);
             let later = state.waiting.split_off(&(seq + 1, 0));
             after.wakes = std::mem::replace(&mut state.waiting, later);
         }
-        let (free, aside): (Vec<_>, _) =
-            std::mem::take(&mut state.aside).into_iter().partition(|(open, _)| *open <= seq);
-        state.aside = aside;
         drop(state);
-        free.into_iter().for_each(|(_, event)| self.context.recycle(event));
-        after.run();
-        true
+        for event in mark.event.into_iter().chain(free) {
+            self.context.recycle(event);
+        }
+        crate::sync::landing(|| after.run());
     }
 
     /// What is complete on this stream can never be known: quarantines what is in flight, and wakes all waiters.
     pub(crate) fn lose(&self, error: &Error) {
+        // What is quarantined wakes waiters when the lock is released, and these must not wait for a copy either.
+        crate::sync::landing(|| self.lose_landing(error));
+    }
+
+    fn lose_landing(&self, error: &Error) {
         let mut after = After::default();
         let mut state = self.state.lock();
         if self.lost.set(error.clone()).is_ok() {
@@ -217,24 +186,26 @@ impl Timeline {
                 device = self.context.name(),
                 stream = self.number,
                 %error,
-                entries = state.joined(),
+                entries = state.entries.len(),
                 "a stream is lost; what is in flight on it is quarantined"
             );
         }
-        let events = std::mem::take(&mut state.events);
-        let aside = std::mem::take(&mut state.aside);
-        state.quarantining += 1;
-        state.quarantine(self.is_dead(), &mut after);
-        if !after.lost.is_empty() {
+        let marks = std::mem::take(&mut state.marks);
+        if state.quarantine(self.is_dead(), &mut after) {
             // They keep the device open. (Quarantined segments do that by way of their pool.)
             self.context.holds().note_quarantined();
         }
         after.wakes = std::mem::take(&mut state.waiting);
         drop(state);
-        aside.into_iter().for_each(|(_, event)| self.context.set_aside(event));
-        events.into_iter().for_each(|(_, event)| self.keep_back(event));
+        for Mark { state, event, .. } in marks {
+            match (state, event) {
+                (EventState::Recorded, Some(event)) => self.keep_back(event),
+                (EventState::Failing, Some(event)) => self.context.set_aside(event),
+                // The thread that records it finds the mark gone.
+                _ => {}
+            }
+        }
         after.run();
-        self.state.lock().quarantining -= 1;
     }
 
     /// The reaper's look: closes the open sequence number if it was open at the last look already (with `now`, in any
@@ -242,10 +213,9 @@ impl Timeline {
     pub(crate) fn advance(&self, now: bool) -> bool {
         self.look_at(|| {
             let mut state = self.state.lock();
-            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unpublished > 0;
+            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.is_failing();
             state.seen = state.open;
-            // Relaxed: only changed under the lock, which is held here.
-            state.note_date(self.completed.load(Ordering::Relaxed));
+            state.date_marks();
             due.then(|| UnderWay::new(self, &mut state))
         })
     }
@@ -255,8 +225,7 @@ impl Timeline {
     pub(super) fn glance(&self, seq: u64) {
         self.look_at(|| {
             let mut state = self.state.try_lock()?;
-            let due = (state.open_entries > 0 && seq >= state.open)
-                || (state.unpublished > 0 && seq <= state.unpublished);
+            let due = (state.open_entries > 0 && seq >= state.open) || state.is_failing();
             due.then(|| UnderWay::new(self, &mut state))
         });
     }
@@ -286,7 +255,7 @@ impl Timeline {
         while self.state.lock().under_way > 0 {
             crate::sync::yield_now();
         }
-        match self.state.lock().unpublished > 0 {
+        match self.state.lock().is_failing() {
             true => Err(Error::Capturing {
                 what: "an event of the stream",
                 remedy: "end the capture, and call again",
@@ -312,25 +281,31 @@ impl Timeline {
     }
 }
 
-/// An event that is being recorded. Its drop, after an error or by a panic, leaves the sequence number to a later event.
-/// The event itself may have been recorded all the same.
+/// An event that is being recorded. Its drop, after an error or by a panic too, says how that ended: where it was not
+/// recorded for certain, the sequence number is left to a later event.
 struct Recording<'a> {
     timeline: &'a Timeline,
     seq: u64,
     event: EventHandle,
+    recorded: bool,
 }
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
-        let Self { timeline, seq, event } = *self;
-        let mut state = timeline.state.lock();
+        let mut state = self.timeline.state.lock();
         state.under_way -= 1;
-        // For a stream that was given up meanwhile no event is due any more.
-        if timeline.lost.get().is_some() {
-            drop(state);
-            return timeline.keep_back(event);
+        match state.place(self.seq) {
+            Some(at) if self.recorded => {
+                state.marks[at].state = EventState::Recorded;
+                state.record_failures = 0;
+            }
+            Some(_) => state.fail(self.seq),
+            // For a stream that was given up meanwhile no event is due any more.
+            None => {
+                drop(state);
+                self.timeline.keep_back(self.event);
+            }
         }
-        state.void(seq, event);
     }
 }
 
@@ -361,10 +336,54 @@ impl Drop for Asking<'_> {
 }
 
 impl TimelineState {
-    /// An event may be recorded and does not count: another one is due for the numbers up to `seq`.
-    fn void(&mut self, seq: u64, event: EventHandle) {
-        self.unpublished = self.unpublished.max(seq);
-        self.aside.push((self.open, event));
+    /// Opens the next sequence number, and marks the one that was open until now.
+    fn close(&mut self, state: EventState, event: Option<EventHandle>) {
+        self.marks.push_back(Mark { seq: self.open, state, event, since: None });
+        self.open += 1;
+        (self.open_entries, self.open_bytes) = (0, 0);
+    }
+
+    /// The place of the mark of a number, unless that has failed or the stream was lost.
+    fn place(&self, seq: u64) -> Option<usize> {
+        let at = self.marks.partition_point(|mark| mark.seq < seq);
+        let mark = self.marks.get(at)?;
+        (mark.seq == seq && mark.state != EventState::Failing).then_some(at)
+    }
+
+    /// The oldest event that was recorded, with its number.
+    pub(super) fn recorded(&self) -> Option<(u64, EventHandle)> {
+        let mark = self.marks.iter().find(|mark| mark.state == EventState::Recorded)?;
+        mark.event.map(|event| (mark.seq, event))
+    }
+
+    /// The event of a mark may be recorded and does not count: another one is due.
+    fn fail(&mut self, seq: u64) {
+        if let Some(mark) = self.place(seq).and_then(|at| self.marks.remove(at)) {
+            let (seq, state) = (self.open - 1, EventState::Failing);
+            self.marks.push_back(Mark { seq, state, since: None, ..mark });
+        }
+    }
+
+    /// Whether entries wait for an event in place of one that failed.
+    pub(super) fn is_failing(&self) -> bool {
+        let last = self.marks.iter().rev().find(|mark| mark.state != EventState::Due);
+        last.is_some_and(|mark| mark.state == EventState::Failing) && !self.entries.is_empty()
+    }
+
+    /// The events that failed before the number `seq` was closed, whose own event was seen complete: they are free.
+    fn free_before(&mut self, seq: u64) -> Vec<EventHandle> {
+        let before = self.marks.partition_point(|mark| mark.seq < seq);
+        let (failed, others): (Vec<_>, Vec<_>) =
+            self.marks.drain(..before).partition(|mark| mark.state == EventState::Failing);
+        others.into_iter().rev().for_each(|mark| self.marks.push_front(mark));
+        failed.into_iter().filter_map(|mark| mark.event).collect()
+    }
+
+    /// Notes when the reaper found the marks that are new, for reports.
+    fn date_marks(&mut self) {
+        for mark in self.marks.iter_mut().rev().take_while(|mark| mark.since.is_none()) {
+            mark.since = Some(Instant::now());
+        }
     }
 }
 

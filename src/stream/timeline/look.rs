@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Flight, PENDING, Timeline, TimelineEntry, TimelineState};
+use super::{Flight, Timeline, TimelineEntry, TimelineState};
 use crate::central::Segment;
 use crate::sync::Ordering;
 
@@ -79,20 +79,17 @@ pub struct StreamStats {
 }
 
 impl Timeline {
-    /// Whether another thread is asking, completing, quarantining or recording an event at this moment.
+    /// Whether another thread is asking, completing or recording an event at this moment.
     pub(crate) fn is_busy(&self) -> bool {
         // Acquire: pairs with the release of the role of asking, so that what the last asker completed is seen.
-        self.asking.load(Ordering::Acquire) || {
-            let state = self.state.lock();
-            state.under_way + state.quarantining > 0
-        }
+        self.asking.load(Ordering::Acquire) || self.state.lock().under_way > 0
     }
 
     /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes so
-    /// far, or `None` while a change is half done.
-    pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
+    /// far.
+    pub(crate) fn flight(&self, central: u64) -> (Flight, u64) {
         let state = self.state.lock();
-        (state.flight(Some(central)), (state.quarantining == 0).then_some(state.moves))
+        (state.flight(Some(central)), state.moves)
     }
 
     /// The counts now. Not in the child of a fork.
@@ -103,13 +100,13 @@ impl Timeline {
             stream: self.number(),
             submitted: state.submitted,
             completed: state.completed,
-            in_flight: state.entries.len(),
+            in_flight: state.entries.len() + state.pending.len(),
             in_flight_bytes: flight.bytes,
             claimed_bytes: flight.claimed,
             seq: state.open,
             // Only changed under the lock, which is held here.
             completed_seq: self.completed.load(Ordering::Relaxed),
-            events: state.events.len(),
+            events: state.marks.iter().filter(|mark| mark.state == EventState::Recorded).count(),
             lost: self.lost.get().is_some(),
         }
     }
@@ -119,19 +116,23 @@ impl Timeline {
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
         // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.
-        let recorded = state.events.iter().map(|(covers, _)| *covers).max();
+        let highest = |state_of: EventState| {
+            let last = state.marks.iter().rev().find(|mark| mark.state == state_of);
+            last.map_or(0, |mark| mark.seq)
+        };
+        let (recorded, failing) = (highest(EventState::Recorded), highest(EventState::Failing));
         let event = |seq: u64| match () {
-            () if recorded.is_some_and(|covers| covers >= seq) => EventState::Recorded,
-            () if seq <= state.unpublished => EventState::Failing,
+            () if seq <= recorded => EventState::Recorded,
+            () if seq <= failing => EventState::Failing,
             () => EventState::Due,
         };
         let since = |seq: u64| {
-            let first = state.dates.partition_point(|(closed, _)| *closed < seq);
-            state.dates.get(first).map(|(_, seen)| *seen)
+            let first = state.marks.partition_point(|mark| mark.seq < seq);
+            state.marks.get(first).and_then(|mark| mark.since)
         };
-        for TimelineEntry { seq, flown, host, .. } in &state.entries {
+        for TimelineEntry { seq, flown, host, .. } in state.entries.iter().chain(&state.pending) {
             let (seq, event, since) = match *seq {
-                PENDING => (state.open, EventState::Submitting, None),
+                0 => (state.open, EventState::Submitting, None),
                 seq => (seq, event(seq), since(seq)),
             };
             flown.iter().for_each(|flown| visit(&flown.segment, seq, event, since));
@@ -145,7 +146,8 @@ impl TimelineState {
     /// What is in flight, of one central pool or of all.
     fn flight(&self, central: Option<u64>) -> Flight {
         let mut flight = Flight::default();
-        for flown in self.entries.iter().filter_map(|entry| entry.flown.as_ref()) {
+        let entries = self.entries.iter().chain(&self.pending);
+        for flown in entries.filter_map(|entry| entry.flown.as_ref()) {
             if central.is_none_or(|number| number == flown.segment.central().number()) {
                 flight.bytes += flown.bytes;
                 flight.claimed += if flown.is_claimed() { flown.bytes } else { 0 };

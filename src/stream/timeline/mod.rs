@@ -17,8 +17,8 @@
 //!
 //! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
 //! recording fails, the entries wait for a later event, which covers them as well. The driver may have recorded the
-//! failed one all the same, so that one is put aside until the later event is complete. If no event can be made, the
-//! entries are quarantined.
+//! failed one all the same, so that one is not used again before the later event is complete. If no event can be made,
+//! the entries are quarantined.
 //!
 //! # Asking the driver
 //!
@@ -54,25 +54,27 @@
 //!
 //! # Invariants
 //!
-//! - `entries` is in the order of sequence numbers. An entry whose driver call is under way has none yet, and is behind
-//!   all others.
+//! - `entries` is in the order of sequence numbers. An entry whose driver call is under way has none yet, and is in
+//!   `pending`.
 //! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline change its word under
 //!   the timeline's lock only.
-//! - `completed` only grows. `events` has only events whose recording succeeded.
-//! - A closed number that no published event covers is at most `unpublished`, or its event is being recorded. So an
-//!   event for it is due or under way.
-//! - A lost timeline (`lost`) has no published events, its only entries are those whose driver calls are under way, and
-//!   it gets no event any more. An entry that joins it is quarantined by the thread that submitted it.
+//! - `completed` only grows. The driver is asked only about marks whose event was recorded.
+//! - `marks` is in the order of sequence numbers. Each closed number that is not complete has a mark of its number or a
+//!   higher one. If the last mark that is not being recorded has failed, another event is due.
+//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event any more. An entry that
+//!   joins it is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
 //! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing, recording, asking,
-//! completing. [`waits`]: how threads and tasks wait. [`look`]: what statistics and reports see.
+//! completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread that looks when nobody waits. [`look`]: what
+//! statistics and reports see.
 
 #![allow(unsafe_code)]
 
 mod events;
 mod look;
+pub(crate) mod reaper;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod waits;
@@ -84,7 +86,8 @@ use std::time::Instant;
 use crossbeam::utils::CachePadded;
 
 pub use self::look::{EventState, StreamStats};
-use super::hold::{After, Flown, Hold, Resource, Retain};
+use self::reaper::Listing;
+use super::hold::{After, Flown, Hold, Resource, Retain, give_up};
 use crate::central::{CentralPool, Segment, Wake};
 use crate::device::confined::Confined;
 use crate::device::context::Context;
@@ -94,6 +97,7 @@ use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
 use crate::segment::Class;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
+use crate::telemetry::counters::SharedHistogram;
 
 /// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
 const SEQ_ENTRIES: usize = 16;
@@ -103,10 +107,7 @@ const SEQ_BYTES: usize = 4 << 20;
 const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// One in this many submissions to a stream is timed, the first among them: a clock read for each would be noticeable
 /// beside the cost of recording an event.
-pub(crate) const TIMED: u64 = 16;
-
-/// The place of an entry's number while its driver call is under way.
-const PENDING: u64 = u64::MAX;
+const TIMED: u64 = 16;
 
 /// Bytes of segments in flight on a timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,7 +121,7 @@ pub(crate) struct Flight {
 /// What was submitted: it keeps what its copy uses until its sequence number is complete.
 #[derive(Debug)]
 struct TimelineEntry {
-    /// The sequence number, or [`PENDING`].
+    /// The sequence number, or 0 while the driver call is under way.
     seq: u64,
     /// How many entries came before it: by this its submission finds it.
     number: u64,
@@ -139,24 +140,18 @@ struct TimelineState {
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest sequence number for which another event is due, since recording one failed; or 0. It is the open one
-    /// where there was not even an event to record.
-    unpublished: u64,
     /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
     under_way: u32,
-    /// Threads that have quarantined segments here and have not yet told the central pools.
-    quarantining: u32,
     /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both, nothing
     /// was seen complete.
     record_failures: u32,
     ask_failures: u32,
-    /// What is in flight, oldest first, and behind it what is being submitted.
+    /// What is being submitted: its driver call has not returned.
+    pending: Vec<TimelineEntry>,
+    /// What is in flight, oldest first.
     entries: VecDeque<TimelineEntry>,
-    /// Published events in the order of their publication, each with the highest sequence number that it covers.
-    events: VecDeque<(u64, EventHandle)>,
-    /// Events that may be recorded and never seen complete, or that a capture had, each with the number that was open
-    /// then. They are free again when an event of that number or a later one is complete.
-    aside: Vec<(u64, EventHandle)>,
+    /// The closed sequence numbers that are not known to be complete, in order.
+    marks: VecDeque<Mark>,
     /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used twice.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
@@ -169,20 +164,19 @@ struct TimelineState {
     listed: bool,
     /// The open sequence number at the reaper's last look.
     seen: u64,
-    /// When a look of the reaper's found that the sequence numbers up to this one were closed and not all complete.
-    dates: VecDeque<(u64, Instant)>,
 }
 
-/// Who looks at timelines until they are idle: the reaper. Called under no lock of a timeline.
-pub(crate) trait Watcher: std::fmt::Debug + Send + Sync {
-    /// A timeline has become busy.
-    fn list(&self, timeline: &Arc<Timeline>);
-
-    /// A thread or a task begins to wait for the timeline: it is looked at now, and after the shortest pause again.
-    fn expedite(&self, timeline: &Timeline);
-
-    /// A timeline ends: no counted reference to it is left.
-    fn ended(&self) {}
+/// A closed sequence number, with the event that covers all numbers up to it.
+#[derive(Debug)]
+struct Mark {
+    seq: u64,
+    /// `Due` while the event is being recorded. A `Failing` mark has an event that may be recorded all the same, or that
+    /// a capture had, or none; the event is free again when one that was recorded later is complete. So the mark moves
+    /// to the highest closed number when it fails.
+    state: EventState,
+    event: Option<EventHandle>,
+    /// When a look of the reaper's first found the mark.
+    since: Option<Instant>,
 }
 
 /// A stream's timeline. The module's page describes it.
@@ -205,7 +199,8 @@ pub(crate) struct Timeline {
     confined: Option<Confined>,
     /// What keeps an adopted stream alive, if the program gave it.
     keep_alive: OnceLock<KeepAlive>,
-    watcher: Arc<dyn Watcher>,
+    /// Looks at the timeline until it is idle. Called under no lock of a timeline.
+    listing: Arc<Listing>,
     /// The highest sequence number that is known to be complete.
     completed: CachePadded<AtomicU64>,
     /// The error with which the stream was given up. Set under the state's lock, before any waiter is woken.
@@ -223,10 +218,10 @@ impl Timeline {
         own: bool,
         claims: bool,
         confined: Option<Confined>,
-        watcher: Arc<dyn Watcher>,
+        listing: Arc<Listing>,
     ) -> Arc<Self> {
         static NUMBERS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        Arc::new(Self {
+        let timeline = Arc::new(Self {
             number: NUMBERS.fetch_add(1, std::sync::atomic::Ordering::Relaxed),
             context,
             stream,
@@ -235,12 +230,14 @@ impl Timeline {
             destroy: own,
             confined,
             keep_alive: OnceLock::new(),
-            watcher,
+            listing,
             completed: CachePadded::new(AtomicU64::new(0)),
             lost: OnceLock::new(),
             asking: AtomicBool::new(false),
             state: Mutex::new(TimelineState { open: 1, ..TimelineState::default() }),
-        })
+        });
+        timeline.listing.know(&timeline);
+        timeline
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -346,15 +343,13 @@ impl Timeline {
         }
         let (mut flown, mut host) = (None, None);
         match retained {
-            Resource::Segment(segment) => flown.insert(Flown::new(segment)).count(1, 0),
-            Resource::Claimed(segment) => match state.claimed(&segment) {
-                // What the claim follows is still to be seen complete, and may use device memory.
-                Some(entry) => {
-                    entry.flown = None;
-                    flown.insert(Flown::new(segment)).count(0, -1);
-                }
-                None => flown.insert(Flown::new(segment)).count(1, 0),
-            },
+            Resource::Segment(segment) => {
+                let claimed = state.claimed(&segment);
+                let (bytes, claims) = if claimed.is_some() { (0, -1) } else { (1, 0) };
+                // What a claim follows is still to be seen complete, and may use device memory.
+                claimed.into_iter().for_each(|entry| entry.flown = None);
+                flown.insert(Flown::new(segment)).count(bytes, claims);
+            }
             Resource::Object(object) => host = Some(Hold::new(object)),
             Resource::Nothing => {}
         }
@@ -365,7 +360,7 @@ impl Timeline {
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = memory.map(Hold::new);
-        state.entries.push_back(TimelineEntry { seq: PENDING, number, flown, host, memory, since });
+        state.pending.push(TimelineEntry { seq: 0, number, flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
@@ -378,9 +373,7 @@ impl Timeline {
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
         let shared = self.is_shared();
         let seq = state.open;
-        let bytes = state.join(number, seq);
-        state.open_entries += 1;
-        state.open_bytes += bytes;
+        state.join(number, seq);
         // Where recording may block, the submitting thread closes each number, so that the reaper need not.
         let lingers = !self.context.driver().record_may_block()
             && (!shared || patient && self.confined.is_none())
@@ -389,14 +382,14 @@ impl Timeline {
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
         if list {
-            self.watcher.list(self);
+            self.listing.list(self);
         }
         if let Some(error) = self.lost.get() {
             self.lose(error);
         }
         if !lingers {
             // A failure leaves the entry to a later event. The submitter has asked about a capture before.
-            _ = self.close_with(false, |_| Ok(()));
+            _ = self.close_now(None);
         }
         seq
     }
@@ -424,8 +417,7 @@ impl Timeline {
                 && central.may_claim(class, segment.base())
                 && flown.exchange(state::DETACHED, state::CLAIMED)
         };
-        let joined = state.joined();
-        let entries = state.entries.range_mut(..joined).rev();
+        let entries = state.entries.iter_mut().rev();
         let flown = entries.filter_map(|entry| entry.flown.as_mut()).find(fits)?;
         flown.segment.rebook(len);
         flown.count(0, 1);
@@ -440,8 +432,8 @@ impl Timeline {
         self.state.lock().claimed(segment).map(|entry| entry.seq)
     }
 
-    /// Gives up a claim that was not used: the segment stays in flight under its sequence number, or goes back to its
-    /// central pool if that number is complete.
+    /// Gives up a segment that was not used. A claimed one stays in flight under its sequence number. One that is
+    /// host-ready, since it was fresh or its number is complete, goes back to its central pool.
     pub(crate) fn unclaim(&self, segment: Segment) {
         if crate::os::forked() {
             return;
@@ -455,7 +447,7 @@ impl Timeline {
         }
         drop(state);
         if segment.descriptor().word().state() == state::HOST {
-            // SAFETY: completed: every event that covers it was seen complete, and the claimer gives it up here.
+            // SAFETY: fresh, or every event that covers it was seen complete; and its owner gives it up here.
             unsafe { segment.release() };
         }
     }
@@ -469,7 +461,7 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
-        self.watcher.ended();
+        self.listing.ended();
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
         let idle = self.state.get_mut().is_idle();
@@ -478,7 +470,8 @@ impl Drop for Timeline {
             self.context.holds().leaked(1);
         }
         let state = self.state.get_mut();
-        state.aside.drain(..).for_each(|(_, event)| self.context.set_aside(event));
+        let failed = state.marks.drain(..).filter_map(|mark| mark.event);
+        failed.for_each(|event| self.context.set_aside(event));
         self.context.count_past(state.submitted, state.completed);
         if !idle {
             return std::mem::forget(keep_alive);
@@ -503,53 +496,37 @@ impl Drop for Timeline {
 impl TimelineState {
     fn is_idle(&self) -> bool {
         // (A later event may have been published before one that is still being recorded.)
-        self.entries.is_empty() && self.events.is_empty() && self.unpublished == 0 && self.under_way == 0
+        self.entries.is_empty() && self.pending.is_empty() && self.under_way == 0 && self.recorded().is_none()
     }
 
-    /// The number of entries in flight: those behind them are being submitted.
-    fn joined(&self) -> usize {
-        self.entries.iter().rposition(|entry| entry.seq != PENDING).map_or(0, |last| last + 1)
+    /// Gives a pending entry its sequence number, the highest so far.
+    fn join(&mut self, number: u64, seq: u64) {
+        let Some(at) = self.pending.iter().position(|entry| entry.number == number) else { return };
+        let entry = TimelineEntry { seq, ..self.pending.swap_remove(at) };
+        self.open_entries += 1;
+        self.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
+        self.entries.push_back(entry);
     }
 
-    /// Gives an entry its sequence number, the highest so far. Returns the bytes of its segment.
-    fn join(&mut self, number: u64, seq: u64) -> usize {
-        let first = self.joined();
-        let Some(behind) = self.entries.range(first..).position(|entry| entry.number == number) else {
-            return 0;
-        };
-        self.entries.swap(first, first + behind);
-        let entry = &mut self.entries[first];
-        entry.seq = seq;
-        entry.flown.as_ref().map_or(0, |flown| flown.bytes)
-    }
-
-    /// The entry with a segment that is claimed, unless that was seen complete.
+    /// The entry with a segment that is claimed. `None` for one that is not, and for one that was seen complete.
     fn claimed(&mut self, segment: &Segment) -> Option<&mut TimelineEntry> {
+        // A claim ends under the lock, so a word that says CLAIMED goes on saying so.
+        if segment.descriptor().word().state() != state::CLAIMED {
+            return None;
+        }
         let is = |flown: &Flown| std::ptr::eq(flown.segment.descriptor(), segment.descriptor());
         self.entries.iter_mut().rev().find(|entry| entry.flown.as_ref().is_some_and(is))
     }
 
-    /// Notes when the reaper found entries in flight, for reports. An open sequence number may get entries later, so only
-    /// closed ones are noted.
-    fn note_date(&mut self, completed: u64) {
-        let closed = self.open - 1;
-        if closed > completed && self.dates.back().is_none_or(|(noted, _)| *noted < closed) {
-            self.dates.push_back((closed, Instant::now()));
-        }
-    }
-
-    /// Completes the entries up to a sequence number. `timed` gets when the timed ones were submitted.
-    fn complete(&mut self, seq: u64, after: &mut After, mut timed: impl FnMut(Instant)) {
-        while self.dates.front().is_some_and(|(closed, _)| *closed <= seq) {
-            self.dates.pop_front();
-        }
+    /// Completes the entries up to a sequence number. `flights` gets how long the timed ones took.
+    fn complete(&mut self, seq: u64, flights: &SharedHistogram, after: &mut After) {
         self.moves += 1;
         while self.entries.front().is_some_and(|entry| entry.seq <= seq) {
             let Some(TimelineEntry { flown, host, memory, since, .. }) = self.entries.pop_front() else {
                 break;
             };
             self.completed += 1;
-            since.into_iter().for_each(&mut timed);
+            since.into_iter().for_each(|since| flights.record(since.elapsed()));
             if let Some(flown) = flown {
                 // Counted before the word changes: from then on the handle may return the segment, and with the last
                 // segment of a closed pool the central pool is freed.
@@ -564,20 +541,24 @@ impl TimelineState {
     ///
     /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
     /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
-    fn quarantine(&mut self, dead: bool, after: &mut After) {
-        let After { quarantined, released, lost, .. } = after;
-        let joined = self.joined();
-        for TimelineEntry { flown, host, memory, .. } in self.entries.drain(..joined) {
+    /// Returns whether a hold was lost, on whatever memory.
+    fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
+        let mut keeps = false;
+        for TimelineEntry { flown, host, memory, .. } in self.entries.drain(..) {
             if let Some(flown) = flown {
                 flown.count(-1, -isize::from(flown.is_claimed()));
-                quarantined.extend(flown.quarantine());
+                give_up(&flown.segment, &mut after.quarantined);
             }
-            lost.extend(host);
-            if dead { &mut *released } else { &mut *lost }.extend(memory);
+            let kept = if dead { None } else { memory.as_ref() };
+            keeps |= host.is_some() || kept.is_some();
+            for hold in host.iter().chain(kept) {
+                hold.quarantine(&mut after.quarantined);
+            }
+            after.released.extend(memory.filter(|_| dead));
         }
         self.moves += 1;
-        (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
-        self.dates.clear();
+        (self.open_entries, self.open_bytes) = (0, 0);
+        keeps
     }
 }
 

@@ -240,12 +240,12 @@ fn what_is_in_flight_is_dated_by_the_reapers_looks() {
     let [(1, Some(before)), (2, Some(second))] = dates()[..] else { panic!("{:?}", dates()) };
     assert!(before == first && second > first);
     rig.settle();
-    assert!(dates().is_empty() && timeline.state.lock().dates.is_empty());
+    assert!(dates().is_empty() && timeline.state.lock().marks.is_empty());
     hold();
     (0..2).for_each(|_| _ = rig.device.reap());
-    assert!(!timeline.state.lock().dates.is_empty());
+    assert!(matches!(dates()[..], [(3, Some(third))] if third > second));
     timeline.lose(&MISTAKE);
-    assert!(timeline.state.lock().dates.is_empty());
+    assert!(timeline.state.lock().marks.is_empty());
 }
 
 /// While an event is being recorded, it is due, and no other is recorded in its place. It fails when the driver has
@@ -334,7 +334,7 @@ fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     let rig = Rig::stepped();
     rig.fail(Call::CreateEvent, Failure::Transient);
     assert!(rig.device.stream().unwrap().wait_for(&rig.stream).is_err());
-    assert_eq!(rig.stream.timeline().state.lock().unpublished, 0);
+    assert!(rig.stream.timeline().state.lock().marks.is_empty());
 }
 
 #[test]
@@ -398,21 +398,21 @@ fn failures_to_record_with_successes_in_between_lose_no_stream() {
 
 /// Otherwise a thread that steps the device would take another thread's work under way for the end of all work.
 #[test]
-fn a_timeline_is_busy_while_a_thread_asks_records_or_quarantines() {
-    let rig = Rig::stepped();
-    let timeline = rig.stream.timeline();
-    let seen = || (timeline.is_busy(), timeline.flight(0).1.is_none());
-    assert_eq!(seen(), (false, false));
-    timeline.asking.store(true, Ordering::Relaxed);
-    assert_eq!(seen(), (true, false));
-    timeline.asking.store(false, Ordering::Relaxed);
-    timeline.state.lock().under_way = 1;
-    assert_eq!(seen(), (true, false));
-    timeline.state.lock().under_way = 0;
-    // The segments' words have changed, and the central pools do not know yet.
-    timeline.state.lock().quarantining = 1;
-    assert_eq!(seen(), (true, true));
-    timeline.state.lock().quarantining = 0;
+fn a_timeline_is_busy_while_a_thread_asks_or_records() {
+    for call in [Call::Record, Call::Query] {
+        let rig = Rig::stepped();
+        let timeline = rig.stream.timeline();
+        rig.hold();
+        assert!(!timeline.is_busy());
+        let (began, go_on) = rig.pause(call);
+        let looking = timeline.clone();
+        let looks = std::thread::spawn(move || _ = looking.advance(true));
+        began.recv().unwrap();
+        assert!(timeline.is_busy(), "{call:?}");
+        go_on.send(()).unwrap();
+        looks.join().unwrap();
+        assert!(!timeline.is_busy());
+    }
 }
 
 /// It keeps what the device may use for good, and thereby the device open; and nothing else.

@@ -66,13 +66,13 @@ impl Timeline {
     /// # Errors
     /// [`Error::Capturing`]: no event can be recorded before the capture ends.
     fn flush(&self, seq: u64) -> Result<()> {
-        let (open, unpublished) = {
+        let (is_open, is_failing) = {
             let state = self.state.lock();
-            (state.open, state.unpublished)
+            (seq >= state.open, state.is_failing())
         };
         // The reaper repeats a recording that failed. On a shared stream this thread tries too: if a capture is in the
         // way that only this thread can end, the wait must be refused.
-        if seq >= open || (seq <= unpublished && self.is_shared()) {
+        if is_open || is_failing && self.is_shared() {
             // (The capture is of this stream; or of another one, if this is the legacy default stream.)
             let closed = self.close();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
@@ -187,7 +187,7 @@ impl Timeline {
         let key = state.next_wait;
         state.waiting.insert((seq, key), wake());
         drop(state);
-        self.watcher.expedite(self);
+        self.listing.expedite(self);
         Some(key)
     }
 

@@ -36,14 +36,11 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crate::locks::{Condvar, Mutex};
-
-use super::timeline::{Timeline, Watcher};
-use crate::device::StreamHandle;
-use crate::device::confined::Confined;
+use super::Timeline;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::foreign;
+use crate::locks::{Condvar, Mutex};
 
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
@@ -83,8 +80,9 @@ pub(crate) struct Listing {
     known: Mutex<Vec<Weak<Timeline>>>,
 }
 
-impl Watcher for Listing {
-    fn list(&self, timeline: &Arc<Timeline>) {
+impl Listing {
+    /// Lists a timeline that has become busy.
+    pub(super) fn list(&self, timeline: &Arc<Timeline>) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
         queue.listed.push(Listed::new(timeline, now));
@@ -93,7 +91,8 @@ impl Watcher for Listing {
         }
     }
 
-    fn expedite(&self, timeline: &Timeline) {
+    /// A thread or a task begins to wait for the timeline: it is looked at now, and after the shortest pause again.
+    pub(super) fn expedite(&self, timeline: &Timeline) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
         let Some(listed) = queue.find(timeline) else { return };
@@ -103,12 +102,11 @@ impl Watcher for Listing {
         }
     }
 
-    fn ended(&self) {
+    /// Forgets a timeline that ends: no counted reference to it is left.
+    pub(super) fn ended(&self) {
         self.known.lock().retain(|timeline| timeline.strong_count() > 0);
     }
-}
 
-impl Listing {
     /// Starts the reaper of a device. A stepped device has none.
     pub(crate) fn start(context: &Context) -> Result<Arc<Self>> {
         let listing = Arc::new(Self::default());
@@ -143,18 +141,8 @@ impl Listing {
         self.doorbell.notify_one();
     }
 
-    /// Makes the timeline of a stream: see [`Timeline::new`].
-    pub(crate) fn timeline(
-        self: &Arc<Self>,
-        context: Arc<Context>,
-        stream: StreamHandle,
-        own: bool,
-        claims: bool,
-        confined: Option<Confined>,
-    ) -> Arc<Timeline> {
-        let timeline = Timeline::new(context, stream, own, claims, confined, self.clone());
-        self.known.lock().push(Arc::downgrade(&timeline));
-        timeline
+    pub(super) fn know(&self, timeline: &Arc<Timeline>) {
+        self.known.lock().push(Arc::downgrade(timeline));
     }
 
     /// All timelines of the device that are alive.
@@ -408,12 +396,13 @@ mod tests {
         // Whether this comes before the pause or in it.
         listing.expedite(timeline);
         assert_eq!(pausing.join().unwrap(), Some(1));
-        let now = Instant::now();
         let mut queue = listing.queue.lock();
-        assert!(now < far && !queue.rung);
+        assert!(!queue.rung);
         // It is news as well.
-        queue.note(timeline, NOTHING, now);
-        assert!(queue.listed[0].next_look < now + LONGEST_PAUSE);
+        let since = queue.listed[0].since;
+        assert!(since < far);
+        queue.note(timeline, NOTHING, since);
+        assert_eq!(queue.listed[0].next_look, since + SHORTEST_PAUSE);
     }
 
     #[test]
