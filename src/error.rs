@@ -1,14 +1,11 @@
 //! All errors of the crate, in one type.
 //!
-//! A caller needs to know first what it may still do. [`Error::class`] says that, and is the one place in the crate
-//! where errors are classified. A variant stands for what a program does about an error and not for its cause: the
-//! message names the cause, whose it is, how much, and the remedy.
+//! A variant stands for what a program does about an error and not for its cause: the message names the cause, whose it
+//! is, how much, and the remedy. [`Error::class`] alone says what a caller may still do.
 //!
-//! Text from a file, a driver or the system is kept in the fields as it was. In the message it is escaped and cut to a
-//! bounded length ([`crate::escape`]): each field of text goes through `shown`. A test makes every variant with hostile
-//! text and checks that.
-//!
-//! This module knows no others but `escape` and `amount`; every module may use it.
+//! Text from a file, a driver or the system is kept in the fields as it was. In the message each field of text goes
+//! through `shown`: escaped and cut to a bounded length ([`crate::escape`]). A test makes every variant with hostile text
+//! and checks that.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -90,9 +87,8 @@ pub enum Error {
     /// A buffer, or device memory, of length zero was asked for.
     #[error("0 bytes were asked for; ask for at least 1")]
     ZeroLength,
-    /// An argument, a setting or a combination of them is refused: a range that is empty or leaves its buffer, an
-    /// alignment that is no power of two, an address that copies cannot use, a buffer without a written byte. The text
-    /// names the argument and its limit, and says which values do.
+    /// An argument, a setting or a combination of them is refused: a range that leaves its buffer, an alignment that is
+    /// no power of two, a buffer without a written byte. The text names the argument, and says which values do.
     #[error("{}", shown(.0))]
     Argument(String),
     /// The length is more than any segment of this pool can have. A segment takes 32 bytes more of the pool than it
@@ -151,8 +147,8 @@ pub enum Error {
         /// The names there are.
         known: String,
     },
-    /// The device has a valid name, but cannot be used here: a driver or a device is missing, or a thread could not be
-    /// started. `pinpool doctor --device NAME` tells more.
+    /// The device cannot be used here: its driver or itself is missing, or a thread could not be started. `pinpool doctor
+    /// --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -188,9 +184,8 @@ pub enum Error {
     /// what is out.
     #[error("no room now in the {_0}; {}, or raise the capacity", remedy(_0))]
     Exhausted(Box<Shortage>),
-    /// As many requests wait for the pool's memory as it allows to wait
-    /// ([`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting)), so this one did not join them. A
-    /// server answers that it is busy.
+    /// As many requests wait for the pool's memory as [`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting)
+    /// allows, so this one did not join them. A server answers that it is busy.
     #[error(
         "{limit} requests wait for the pool's memory, as many as PoolBuilder::max_waiting allows; try again later, or \
          raise that or the capacity"
@@ -233,7 +228,7 @@ pub enum Error {
         total: u64,
     },
     /// This process is the child of a fork, and its parent had begun to open a device before. Nothing of this crate can
-    /// be used here, devices that the child would open itself included.
+    /// be used here.
     #[error(
         "this process was forked from one that had opened a device, and can use none: fork before the first device is \
          opened, or start another program"
@@ -272,9 +267,8 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// A file is not as it describes itself: its header does not agree with what follows, or an index not with its
-    /// files. Or it was written to since it was opened. Mostly the remedy is to get the file again from where it can be
-    /// trusted.
+    /// A file is not as it describes itself: its header does not agree with what follows, an index not with its files, or
+    /// it was written to since it was opened. Get it again from where it can be trusted.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
@@ -282,8 +276,7 @@ pub enum Error {
     Malformed {
         /// The file.
         what: String,
-        /// The tensor that the fault is in, where it is in one: its name as messages show it, escaped and cut to 200
-        /// characters.
+        /// The tensor that the fault is in, where it is in one: its name, escaped and cut to 200 characters.
         tensor: Option<Box<str>>,
         /// The cause and the remedy.
         why: String,
@@ -308,17 +301,16 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. The tensors that
-    /// come out before it are on the device, in the memory that the caller gave for them too; no tensor behind it can be
-    /// relied on.
+    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. The tensors before
+    /// it are on the device; no tensor behind it can be relied on.
     #[error(
         "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
         shown(tensor)
     )]
     Tensor {
-        /// The tensor: its name as messages show it, escaped and cut to 200 characters.
+        /// Its name, escaped and cut to 200 characters.
         tensor: Box<str>,
-        /// Tensors of the load that are on the device: those before this one, in the order of the load.
+        /// Tensors that are on the device: those before this one, in the order of the load.
         landed: usize,
         /// Tensors that were to be loaded.
         total: usize,
@@ -328,8 +320,7 @@ pub enum Error {
     /// A driver call failed. [`DeviceError::class`] says whether the device can still be used.
     #[error("{0}")]
     Device(DeviceError),
-    /// A mistake in this crate, noticed by the crate itself; the text says where. What was in flight there is
-    /// quarantined.
+    /// A mistake in this crate; the text says where. What was in flight there is quarantined.
     #[error(
         "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
     )]
@@ -429,22 +420,20 @@ impl Error {
     #[cold]
     pub(crate) fn wrong_memory(of: &str, with: &str) -> Self {
         let remedy =
-            "copy on a stream or a copier of the memory's own device; between devices, by way of the host";
+            "copy by a stream or a copier of the memory's device; between devices, by way of the host";
         Self::Mismatch { what: "device memory", of: of.into(), with: with.into(), remedy }
     }
 
     #[cold]
     pub(crate) fn wrong_stream(of: &str, with: &str) -> Self {
-        let remedy =
-            "only streams and transfers of one device are ordered behind each other; wait on the host";
+        let remedy = "only streams and transfers of one device are ordered; wait on the host";
         Self::Mismatch { what: "a stream", of: of.into(), with: with.into(), remedy }
     }
 
     #[cold]
     #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn wrong_context(with: &str) -> Self {
-        let remedy =
-            "adopt it with the device of its own context (adopt_context in the module cuda or acl gives it)";
+        let remedy = "adopt it with the device of its own context (adopt_context of the module cuda or acl)";
         Self::Mismatch { what: "a stream", of: "another context".into(), with: with.into(), remedy }
     }
 
@@ -484,8 +473,8 @@ impl Error {
         Self::Unavailable { device: device.to_owned(), why }
     }
 
-    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows
-    /// its own alone, which began later than the time that the deadline counts from.
+    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows its
+    /// own alone.
     pub(crate) fn waited(mut self, since: Instant) -> Self {
         if let Self::Timeout(waited) = &mut self {
             waited.time = since.elapsed();
@@ -612,9 +601,7 @@ fn outlook(class: ErrorClass) -> &'static str {
 fn remedy(shortage: &Shortage) -> String {
     match shortage.room {
         None => "wait, return buffers".into(),
-        Some(room) => {
-            format!("{} are left for memory to adopt; trim the pool", amount(room))
-        }
+        Some(room) => format!("{} are left for memory to adopt; trim the pool", amount(room)),
     }
 }
 

@@ -48,7 +48,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Waker;
@@ -245,36 +245,19 @@ pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
 }
 
 /// A waiting task: its waker, or nothing if cloning the waker panicked.
-#[derive(Debug)]
-pub(crate) struct Task(Option<Owned<Waker>>);
+#[derive(Clone, Debug)]
+pub(crate) struct Task(Option<Arc<Owned<Waker>>>);
 
 impl Task {
     /// Clones the waker. Must not be called where foreign code must be put off.
     pub(crate) fn of(waker: &Waker) -> Self {
-        Self(call("cloning a waker panicked: its task is not woken", || waker.clone()).map(Owned::new))
+        let waker = call("cloning a waker panicked: its task is not woken", || waker.clone());
+        Self(waker.map(|waker| Arc::new(Owned::new(waker))))
     }
 
     pub(crate) fn wake(self) {
-        later(
-            |state| &state.wakes,
-            move || {
-                if let Some(waker) = self.0 {
-                    _ = call(WAKER_PANICKED, || waker.into_inner().wake());
-                }
-            },
-        );
-    }
-
-    /// Wakes a task that other threads may wake too.
-    pub(crate) fn wake_shared(self: Arc<Self>) {
-        later(
-            |state| &state.wakes,
-            move || {
-                if let Some(waker) = &self.0 {
-                    _ = call(WAKER_PANICKED, || waker.wake_by_ref());
-                }
-            },
-        );
+        let Some(waker) = self.0 else { return };
+        later(|state| &state.wakes, move || _ = call(WAKER_PANICKED, || waker.wake_by_ref()));
     }
 }
 
@@ -338,12 +321,6 @@ impl<T: Send + 'static> Deref for Owned<T> {
     }
 }
 
-impl<T: Send + 'static> DerefMut for Owned<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
-    }
-}
-
 impl<T: Send + 'static> fmt::Debug for Owned<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Owned")
@@ -372,18 +349,11 @@ pub(crate) fn tell_now(event: impl FnOnce()) {
     _ = guard(event);
 }
 
-/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: like
-/// `tracing`'s macro of that name. The fields' values are taken at once; the subscriber gets them when foreign code may
-/// run.
+/// `event!(LEVEL, target: "…", field = value, %field, field, "message")`: like `tracing`'s macro of that name. The fields'
+/// values are taken at once; the subscriber gets them when foreign code may run.
 macro_rules! event {
     (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($name.to_string()))] $($rest)+)
-    };
-    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = % $value:expr, $($rest:tt)+) => {
-        $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($value.to_string()))] $($rest)+)
-    };
-    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = ? $value:expr, $($rest:tt)+) => {
-        $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display(format!("{:?}", $value)))] $($rest)+)
     };
     (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = $value:expr, $($rest:tt)+) => {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, $value.to_owned())] $($rest)+)

@@ -115,22 +115,13 @@ impl Condvar {
         }
     }
 
-    pub(crate) fn wait_for<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) -> Waited {
-        Waited(!guard.catch_up() && self.0.wait_for(&mut guard.inner, timeout).timed_out())
+    /// `true`: the time passed without a notification.
+    pub(crate) fn wait_for<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) -> bool {
+        !guard.catch_up() && self.0.wait_for(&mut guard.inner, timeout).timed_out()
     }
 
-    pub(crate) fn wait_until<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> Waited {
-        Waited(!guard.catch_up() && self.0.wait_until(&mut guard.inner, deadline).timed_out())
-    }
-}
-
-/// How a wait with a time limit ended.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Waited(bool);
-
-impl Waited {
-    /// Whether the limit passed without a notification.
-    pub(crate) fn timed_out(self) -> bool {
-        self.0
+    /// `true`: the deadline passed without a notification.
+    pub(crate) fn wait_until<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> bool {
+        !guard.catch_up() && self.0.wait_until(&mut guard.inner, deadline).timed_out()
     }
 }

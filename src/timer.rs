@@ -29,14 +29,9 @@ static CHANGED: Condvar = Condvar::new();
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Planned(Instant, u64);
 
-/// The clock of deadlines and pauses.
-pub(crate) fn now() -> Instant {
-    Instant::now()
-}
-
 /// Runs `work` after a time.
 pub(crate) fn after(time: Duration, work: impl FnOnce() + Send + 'static) {
-    if let Some(at) = now().checked_add(time) {
+    if let Some(at) = Instant::now().checked_add(time) {
         at_time(at, work);
     }
 }
@@ -69,7 +64,7 @@ fn run() {
     crate::sync::enter(crate::sync::Own::Timer);
     let mut timer = TIMER.lock();
     loop {
-        let now = now();
+        let now = Instant::now();
         let time = match timer.planned.first_entry() {
             Some(entry) if entry.key().0 <= now => {
                 let work = entry.remove();
@@ -81,8 +76,8 @@ fn run() {
             Some(entry) => entry.key().0 - now,
             None => IDLE,
         };
-        let waited = CHANGED.wait_for(&mut timer, time);
-        if timer.planned.is_empty() && waited.timed_out() {
+        let timed_out = CHANGED.wait_for(&mut timer, time);
+        if timer.planned.is_empty() && timed_out {
             timer.running = false;
             return;
         }

@@ -479,7 +479,6 @@ impl Stream {
 
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        crate::os::check_fork()?;
         let slice = range.get(KEY)?.clone();
         slice.check_is_of(self.timeline().context())?;
         Ok(slice)

@@ -14,7 +14,7 @@ use super::holds::Holds;
 use super::worker::Worker;
 use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
-use crate::telemetry::counters::{ErrorTally, SharedHistogram};
+use crate::telemetry::counters::{ErrorTally, Histogram};
 
 /// Events that are kept for reuse. More than these were in use at once only in a burst.
 const KEPT_EVENTS: usize = 1024;
@@ -36,7 +36,7 @@ pub(crate) struct Context {
     /// The errors that the driver answered with.
     errors: ErrorTally,
     /// Times from a submit until it was seen complete, of a sample.
-    flights: SharedHistogram,
+    flights: Mutex<Histogram>,
     /// The counts of streams that have ended: submitted, and completed.
     past: [AtomicU64; 2],
     /// Bytes of the copies that the driver accepted, to the device and from it. On a cache line of their own: every
@@ -60,7 +60,7 @@ impl Context {
             poison: OnceLock::new(),
             holds,
             errors: ErrorTally::default(),
-            flights: SharedHistogram::new(),
+            flights: Mutex::default(),
             past: Default::default(),
             copied: Default::default(),
         }))
@@ -92,7 +92,7 @@ impl Context {
         &self.errors
     }
 
-    pub(crate) fn flights(&self) -> &SharedHistogram {
+    pub(crate) fn flights(&self) -> &Mutex<Histogram> {
         &self.flights
     }
 

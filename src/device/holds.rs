@@ -102,7 +102,7 @@ impl Holds {
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
         while *drivers > 0 {
-            if self.news.wait_until(&mut drivers, until).timed_out() {
+            if self.news.wait_until(&mut drivers, until) {
                 break;
             }
         }

@@ -179,28 +179,27 @@ mod tests {
     }
 
     #[test]
-    fn the_path_of_a_group_begins_at_what_is_mounted() {
-        let container = [("/docker/abc", "/sys/fs/cgroup")];
-        assert_eq!(left("/docker/abc", &container), Some(1000));
-        assert_eq!(left("/docker/abc/worker", &container), Some(100), "a group below the container's");
-        assert_eq!(left("/worker", &[("/", "/sys/fs/cgroup")]), Some(100));
-        assert_eq!(
-            left("/worker", &[("/", "/elsewhere")]),
-            Some(100),
-            "the mount point is what is mounted there"
-        );
-        assert_eq!(left("/worker", &[]), None);
-        assert_eq!(left("/../abc", &container), Some(1000), "outside of what its namespace shows");
-    }
-
-    #[test]
-    fn a_group_of_others_that_is_mounted_is_not_ones_own() {
-        let container = ("/docker/abc", "/sys/fs/cgroup");
-        for other in ["/user.slice/shell", "/docker/abcd", "/docker", "/"] {
-            assert_eq!(left(other, &[container]), None, "{other}");
+    fn ones_own_group_is_looked_up_below_what_is_mounted() {
+        let (container, all) = (("/docker/abc", "/sys/fs/cgroup"), ("/", "/sys/fs/cgroup"));
+        for (own, mounted, expected) in [
+            ("/docker/abc", &[container][..], Some(1000)),
+            ("/docker/abc/worker", &[container], Some(100)),
+            ("/worker", &[all], Some(100)),
+            ("/worker", &[("/", "/elsewhere")], Some(100)),
+            ("/worker", &[], None),
+            // Outside of what its namespace shows.
+            ("/../abc", &[container], Some(1000)),
+            // Groups of others are mounted, and then its own too.
+            ("/user.slice/shell", &[container], None),
+            ("/docker/abcd", &[container], None),
+            ("/docker", &[container], None),
+            ("/", &[container], None),
+            ("/worker", &[container, ("/", "/host")], Some(101)),
+            // What cannot be told is unknown.
+            ("/a b", &[("/a\\040b", "/sys/fs/cgroup")], None),
+        ] {
+            assert_eq!(left(own, mounted), expected, "{own} {mounted:?}");
         }
-        assert_eq!(left("/worker", &[container, ("/", "/host")]), Some(101), "its own is mounted, too");
-        assert_eq!(left("/a b", &[("/a\\040b", "/sys/fs/cgroup")]), None, "what cannot be told is unknown");
     }
 
     #[test]

@@ -27,9 +27,8 @@ impl PoolBuilder {
     /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
-        crate::os::check_fork()?;
-        let (config, options, initial) = self.plan()?;
         self.devices[0].context().alive()?;
+        let (config, options, initial) = self.plan()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
         let name = Name::take(&self.name.take().unwrap_or_else(number));

@@ -121,7 +121,7 @@ impl<T> Checkout<T> {
     /// ```
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.deadline = crate::timer::now().checked_add(timeout);
+        self.deadline = Instant::now().checked_add(timeout);
         // It was set for another deadline.
         self.alarm = None;
         self
@@ -171,7 +171,7 @@ impl<T> Checkout<T> {
         let alarm = self.alarm.get_or_insert_with(|| Alarm::at(deadline));
         // Dropped after the unlock, since the task may be dropped with it.
         let _before = alarm.task.lock().replace(task);
-        if crate::timer::now() < deadline {
+        if Instant::now() < deadline {
             return Poll::Pending;
         }
         let Some(key) = self.waiting.take() else { return Poll::Pending };

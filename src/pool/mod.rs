@@ -523,7 +523,7 @@ impl Pool {
 
     /// Whether a wait may be reported: one is in [`stuck::REPORT_INTERVAL`]. The caller makes the report.
     fn may_report(&self) -> bool {
-        let (mut reported, now) = (self.0.reported.lock(), crate::timer::now());
+        let (mut reported, now) = (self.0.reported.lock(), Instant::now());
         let may = reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL);
         if may {
             *reported = Some(now);

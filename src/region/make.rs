@@ -233,7 +233,8 @@ impl Regions {
         let pinned = match context.noting(pinned) {
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
                 foreign::warn!(
-                    target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
+                    target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+                    error = e.to_string(),
                     "memory is not pinned: copies from it are slower and may block"
                 );
                 Ok(Pinned::NotYet)
@@ -268,7 +269,8 @@ impl Regions {
                     && e.class() == ErrorClass::Transient =>
             {
                 foreign::warn!(
-                    target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
+                    target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+                    error = e.to_string(),
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
                 return Ok((map(len)?, RegionSource::Mapped, Pinned::NotYet));

@@ -469,7 +469,7 @@ impl Regions {
         while progress.busy > 0 && !enough(&progress.pinning) {
             match deadline {
                 Some(deadline) => {
-                    if self.changed.wait_until(&mut progress, deadline).timed_out() {
+                    if self.changed.wait_until(&mut progress, deadline) {
                         return Err(Error::Timeout(since.elapsed().into()));
                     }
                 }

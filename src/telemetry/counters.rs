@@ -5,9 +5,8 @@
 //!
 //! - A hit touches nothing here. Durations are taken on slow paths only, and of a sample of known size where all of
 //!   them would cost too much.
-//! - A count under a lock that is held anyway is a plain number ([`Histogram`], [`ClassTally`]). A count that many
-//!   threads make without a lock is a relaxed atomic ([`ErrorTally`]); a duration, of which there is one in many calls,
-//!   has a lock of its own ([`SharedHistogram`]).
+//! - A count under a lock is a plain number ([`Histogram`], [`ClassTally`]). A count that many threads make without a
+//!   lock is a relaxed atomic ([`ErrorTally`]).
 //!
 //! # Buckets
 //!
@@ -20,7 +19,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::error::{Error, ErrorClass};
-use crate::locks::Mutex;
 use crate::segment::{CLASSES, Class};
 
 /// Buckets with an upper bound.
@@ -141,25 +139,6 @@ impl Histogram {
             below >= rank
         });
         BOUNDS.get(at?).copied()
-    }
-}
-
-/// A histogram that many threads count into. No lock is taken, and no code of the program runs, under its lock.
-#[derive(Debug)]
-pub(crate) struct SharedHistogram(Mutex<Histogram>);
-
-impl SharedHistogram {
-    pub(crate) fn new() -> Self {
-        Self(Mutex::new(Histogram::default()))
-    }
-
-    pub(crate) fn record(&self, duration: Duration) {
-        self.0.lock().record(duration);
-    }
-
-    /// Not in the child of a fork.
-    pub(crate) fn read(&self) -> Histogram {
-        *self.0.lock()
     }
 }
 
@@ -354,12 +333,7 @@ mod tests {
             assert_eq!((both.buckets().next().unwrap().count >= 2, both.count()), (true, 5));
         }
         assert_eq!(BOUNDS[20], Duration::from_nanos(1_048_576_000), "a bound of some 1.05 s");
-    }
-
-    #[test]
-    fn an_empty_one_has_no_quantile() {
-        let empty = Histogram::default();
-        assert_eq!((empty.quantile(0.5), empty.count()), (None, 0));
+        assert_eq!(Histogram::default().quantile(0.5), None);
     }
 
     fn durations() -> impl Strategy<Value = Vec<u64>> {

@@ -93,21 +93,3 @@ impl Ledger {
         &self.holding
     }
 }
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_entered_is_counted_once() {
-        let mut ledger = Ledger::default();
-        ledger.close(1);
-        let tag = Tag { name: Some("a"), long_lived: true };
-        ledger.enter(1, 7, 10, CheckoutSite { tag, site: None });
-        let [(1, entry)] = ledger.entries().collect::<Vec<_>>()[..] else { panic!("{ledger:?}") };
-        assert_eq!((entry.run, entry.len, entry.origin.tag), (7, 10, tag));
-        [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
-        assert_eq!(ledger.holding().count(), 1);
-        assert!(!ledger.has(1));
-    }
-}

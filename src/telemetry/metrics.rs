@@ -2,9 +2,9 @@
 //!
 //! A row has the kind, name and labels of a metric, how it is read from a sample, and what it measures. Four
 //! things are made of it: [`METRICS`] with its page, for authors of dashboards; what a poll reads; the events, which
-//! tracing-opentelemetry's `MetricsLayer` turns into metrics (it looks at the first part of a field's name:
-//! `monotonic_counter.`, `gauge.`, `histogram.`); and what the `metrics` facade is given. The table is a macro, since a
-//! field's name has to be known when the crate is compiled.
+//! tracing-opentelemetry's `MetricsLayer` turns into metrics; and what the `metrics` facade is given. The table is a
+//! macro, since the name of an event's field has to be known when the crate is compiled. A kind is written in the table
+//! as that layer expects it before the name: `monotonic_counter`, `gauge`, `histogram`.
 //!
 //! The first label says what the metric is of, a `pool` or a `device`. A row with a second label reads a list of label
 //! values, each with its value. CONTRIBUTING.md has all steps to a new metric.
@@ -33,6 +33,17 @@ pub enum MetricKind {
     Gauge,
     /// Durations.
     Histogram,
+}
+
+impl MetricKind {
+    /// The kind that a row of the table names.
+    const fn of(word: &str) -> Self {
+        match word.as_bytes() {
+            b"monotonic_counter" => Self::Counter,
+            b"gauge" => Self::Gauge,
+            _ => Self::Histogram,
+        }
+    }
 }
 
 /// One metric. [`METRICS`] lists all of them.
@@ -75,7 +86,7 @@ pub(super) struct PoolSample {
 }
 
 impl PoolSample {
-    fn by_stride(&self, of: fn(&ClassStats) -> u64) -> impl Iterator<Item = (String, u64)> {
+    fn by_stride<V>(&self, of: fn(&ClassStats) -> V) -> impl Iterator<Item = (String, V)> {
         let label = |class: &ClassStats| class.stride.map_or("large".to_owned(), |stride| stride.to_string());
         self.snapshot.classes.iter().map(move |class| (label(class), of(class)))
     }
@@ -85,20 +96,13 @@ impl PoolSample {
 pub(super) struct DeviceSample {
     pub(super) stats: DeviceStats,
     pub(super) stuck_streams: usize,
-    pub(super) streams: Vec<StreamSample>,
-}
-
-/// What is in flight on one stream, or on all streams that have no label of their own.
-#[derive(Default)]
-pub(super) struct StreamSample {
-    pub(super) label: Cow<'static, str>,
-    pub(super) bytes: usize,
-    pub(super) entries: usize,
+    /// Bytes and entries in flight on a stream, or on all streams together that have no label of their own.
+    pub(super) streams: Vec<(Cow<'static, str>, [usize; 2])>,
 }
 
 impl DeviceSample {
-    fn by_stream(&self, of: fn(&StreamSample) -> usize) -> impl Iterator<Item = (Cow<'static, str>, usize)> {
-        self.streams.iter().map(move |stream| (stream.label.clone(), of(stream)))
+    fn by_stream(&self, of: fn([usize; 2]) -> usize) -> impl Iterator<Item = (Cow<'static, str>, f64)> {
+        self.streams.iter().map(move |(label, flying)| (label.clone(), of(*flying) as f64))
     }
 }
 
@@ -118,87 +122,87 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// The value to send: what was counted after the earlier reading `before`, or a gauge's level.
-    pub(super) fn since(&self, before: Option<&Self>) -> Self {
+    /// What to send: what was counted after the reading before, or a gauge's level. Keeps what the next reading is to be
+    /// compared with, the higher of two counts. A later reading may be lower, since a call that refills a thread's list
+    /// may count its segments as checked out and returned for a moment, and since a stream that ends may be counted late;
+    /// and what was sent cannot be taken back.
+    pub(super) fn since(&mut self, before: Option<Self>) -> Self {
         match (self, before) {
-            (Self::Counter(now), Some(Self::Counter(before))) => Self::Counter(now.saturating_sub(*before)),
-            (Self::Histogram(now), Some(Self::Histogram(before))) => {
-                Self::Histogram(now.since(before).into())
+            (Self::Counter(now), Some(Self::Counter(before))) => {
+                let new = now.saturating_sub(before);
+                *now = before.max(*now);
+                Self::Counter(new)
             }
-            _ => self.clone(),
-        }
-    }
-
-    /// The value to subtract from the next reading: the higher of two counts. A later reading may be lower, since a call
-    /// that refills a thread's list may count its segments as checked out and returned for a moment, and since a stream
-    /// that ends may be counted late; and what was sent cannot be taken back.
-    pub(super) fn or_later(self, before: Option<Self>) -> Self {
-        match (self, before) {
-            (Self::Counter(now), Some(Self::Counter(before))) => Self::Counter(now.max(before)),
-            (now, _) => now,
+            (Self::Histogram(now), Some(Self::Histogram(before))) => now.since(&before).into(),
+            (now, _) => now.clone(),
         }
     }
 }
 
-/// Values of one metric, each with its second label, which is empty where the metric has none.
-type Readings = Vec<(Cow<'static, str>, Value)>;
+impl From<u64> for Value {
+    fn from(count: u64) -> Self {
+        Self::Counter(count)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(level: f64) -> Self {
+        Self::Gauge(level)
+    }
+}
+
+impl From<Histogram> for Value {
+    fn from(durations: Histogram) -> Self {
+        Self::Histogram(durations.into())
+    }
+}
+
+/// A value that was read.
+#[derive(Debug)]
+pub(super) struct Reading {
+    /// The metric's place in the table.
+    pub(super) row: usize,
+    /// The value of the metric's second label. Empty: it has none.
+    pub(super) label: Cow<'static, str>,
+    pub(super) value: Value,
+}
+
+/// Takes what rows read.
+struct Readings {
+    /// The row that reads.
+    row: usize,
+    all: Vec<Reading>,
+}
+
+impl Readings {
+    /// Takes the value of a metric with one label.
+    fn one(&mut self, value: impl Into<Value>) {
+        self.each([("", value)]);
+    }
+
+    /// Takes the values of a metric with two labels, each with its second label.
+    fn each<L: Into<Cow<'static, str>>, V: Into<Value>>(&mut self, list: impl IntoIterator<Item = (L, V)>) {
+        let row = self.row;
+        let readings = list.into_iter();
+        self.all.extend(readings.map(|(label, value)| Reading {
+            row,
+            label: label.into(),
+            value: value.into(),
+        }));
+    }
+}
 
 /// The part of a row that only this module needs.
 struct Row {
-    read: fn(Sample) -> Option<Readings>,
-    /// Sends a value as events, with the values of the first and the second label.
-    send: fn(&Value, &str, &str),
-}
-
-macro_rules! send {
-    (Counter, $value:ident, $($rest:tt)*) => {
-        if let Value::Counter(count) = $value {
-            event!(monotonic_counter, *count, $($rest)*)
-        }
-    };
-    (Gauge, $value:ident, $($rest:tt)*) => {
-        if let Value::Gauge(level) = $value {
-            event!(gauge, *level, $($rest)*)
-        }
-    };
-    (Histogram, $value:ident, $($rest:tt)*) => {
-        if let Value::Histogram(durations) = $value {
-            for seconds in thinned(durations) {
-                event!(histogram, seconds, $($rest)*)
-            }
-        }
-    };
-}
-
-macro_rules! event {
-    ($prefix:ident, $value:expr, [$($part:ident).+], $($label:ident),+) => {
-        // Without a message, which would become a label.
-        tracing::event!(target: TARGET, LEVEL, { $prefix.$($part).+ = $value, $($label),+ })
-    };
-}
-
-macro_rules! value {
-    (Histogram, $value:expr) => {
-        Value::Histogram($value.into())
-    };
-    ($kind:ident, $value:expr) => {
-        Value::$kind($value as _)
-    };
-}
-
-macro_rules! readings {
-    ($kind:ident, $read:expr, $scope:ident) => {
-        vec![(Cow::Borrowed(""), value!($kind, $read))]
-    };
-    ($kind:ident, $read:expr, $scope:ident, $label:ident) => {
-        $read.into_iter().map(|(label, value)| (Cow::from(label), value!($kind, value))).collect()
-    };
+    read: fn(Sample, &mut Readings),
+    /// Sends a number as an event, with the values of the first and the second label.
+    send: fn(&dyn tracing::Value, &str, &str),
 }
 
 macro_rules! table {
     ($(
         $kind:ident [$first:ident $(.$rest:ident)*] [$scope:ident $(, $label:ident)?]
-        |$at:ident| $read:expr, $help:literal;
+        |$at:ident, $to:ident| $read:expr, $help:literal;
     )*) => {
         /// Every metric that a [`Sampler`](super::Sampler) sends.
         ///
@@ -211,7 +215,7 @@ macro_rules! table {
         pub const METRICS: &[Metric] = &[
             $(Metric {
                 name: concat!(stringify!($first) $(, ".", stringify!($rest))*),
-                kind: MetricKind::$kind,
+                kind: MetricKind::of(stringify!($kind)),
                 labels: &[stringify!($scope) $(, stringify!($label))?],
                 help: $help,
             },)*
@@ -220,13 +224,17 @@ macro_rules! table {
         /// The rows of [`METRICS`], in its order.
         const ROWS: &[Row] = &[
             $(Row {
-                read: |sample| {
-                    let $at = sample.$scope?;
-                    Some(readings!($kind, $read, $scope $(, $label)?))
+                read: |sample, $to| {
+                    if let Some($at) = sample.$scope {
+                        $read;
+                    }
                 },
-                send: |value, $scope, _label| {
+                send: |number, $scope, _label| {
                     $(let $label = _label;)?
-                    send!($kind, value, [$first $(.$rest)*], $scope $(, $label)?);
+                    // Without a message, which would become a label.
+                    tracing::event!(target: TARGET, LEVEL, {
+                        $kind.$first $(.$rest)* = number, $scope $(, $label)?
+                    });
                 },
             },)*
         ];
@@ -234,117 +242,127 @@ macro_rules! table {
 }
 
 table! {
-    Gauge [pinpool.memory.bytes] [pool, state]
-        |p| [
-            ("free", p.snapshot.pool.free_bytes),
-            ("checked_out", p.snapshot.pool.checked_out_bytes),
-            ("in_flight", p.snapshot.pool.in_flight_bytes),
-            ("quarantined", p.snapshot.pool.quarantined_bytes),
-            ("cut", p.snapshot.pool.cut_bytes),
-        ],
+    gauge [pinpool.memory.bytes] [pool, state]
+        |p, to| to.each([
+            ("free", p.snapshot.pool.free_bytes as f64),
+            ("checked_out", p.snapshot.pool.checked_out_bytes as f64),
+            ("in_flight", p.snapshot.pool.in_flight_bytes as f64),
+            ("quarantined", p.snapshot.pool.quarantined_bytes as f64),
+            ("cut", p.snapshot.pool.cut_bytes as f64),
+        ]),
         "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
-    Gauge [pinpool.memory.pinned.bytes] [pool] |p| p.snapshot.pool.pinned_bytes,
+    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.snapshot.pool.pinned_bytes as f64),
         "Bytes that are pinned.";
-    Gauge [pinpool.memory.unpinned.bytes] [pool] |p| p.snapshot.pool.unpinned_bytes,
+    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.snapshot.pool.unpinned_bytes as f64),
         "Bytes that the pool serves and that are not pinned.";
-    Gauge [pinpool.memory.capacity.bytes] [pool] |p| p.snapshot.pool.capacity_bytes,
+    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.snapshot.pool.capacity_bytes as f64),
         "Bytes that the pool may hold at most.";
-    Gauge [pinpool.memory.cached.bytes] [pool] |p| p.snapshot.pool.cached_bytes,
+    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.snapshot.pool.cached_bytes as f64),
         "Of the free bytes, those that are cached for the next checkouts.";
-    Gauge [pinpool.memory.claimed.bytes] [pool] |p| p.snapshot.pool.claimed_bytes,
+    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.snapshot.pool.claimed_bytes as f64),
         "Of the bytes in flight, those that a stream-ready buffer has claimed.";
-    Gauge [pinpool.memory.requested.bytes] [pool] |p| p.snapshot.pool.requested_bytes,
+    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.snapshot.pool.requested_bytes as f64),
         "The lengths asked for, of all buffers that are out.";
-    Gauge [pinpool.memory.rounding.bytes] [pool] |p| p.snapshot.pool.rounding_bytes,
+    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.snapshot.pool.rounding_bytes as f64),
         "Bytes given to buffers that are out beyond the lengths asked for.";
-    Gauge [pinpool.memory.largest_free.bytes] [pool] |p| p.snapshot.pool.largest_free_bytes,
+    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.snapshot.pool.largest_free_bytes as f64),
         "The longest free range in one piece.";
-    Gauge [pinpool.memory.peak.bytes] [pool] |p| p.peak_bytes,
+    gauge [pinpool.memory.peak.bytes] [pool] |p, to| to.one(p.peak_bytes as f64),
         "The most bytes at a time since the poll before that were in use or cached by threads.";
-    Counter [pinpool.checkouts.total] [pool] |p| p.snapshot.pool.checkouts,
+    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.snapshot.pool.checkouts),
         "Segments checked out.";
-    Counter [pinpool.returns.total] [pool] |p| p.snapshot.pool.returns,
+    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.snapshot.pool.returns),
         "Segments that came back.";
-    Counter [pinpool.misses.total] [pool] |p| p.snapshot.pool.misses,
+    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.snapshot.pool.misses),
         "Requests that the thread's own cache could not serve.";
-    Counter [pinpool.reclaims.total] [pool] |p| p.snapshot.pool.reclaims,
+    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.snapshot.pool.reclaims),
         "Times that cached segments were taken back from the threads.";
-    Counter [pinpool.growths.total] [pool] |p| p.snapshot.pool.growths,
+    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.snapshot.pool.growths),
         "Regions that the pool began to pin because a request found nothing.";
-    Counter [pinpool.growth_failures.total] [pool] |p| p.snapshot.pool.growth_failures,
+    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.snapshot.pool.growth_failures),
         "Times that pinning ended before all of a region was pinned.";
-    Counter [pinpool.waits.total] [pool] |p| p.snapshot.pool.waits,
+    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.snapshot.pool.waits),
         "Requests that had to wait.";
-    Counter [pinpool.timeouts.total] [pool] |p| p.snapshot.pool.timeouts,
+    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.snapshot.pool.timeouts),
         "Waits that were given up at their deadline.";
-    Counter [pinpool.abandoned.total] [pool] |p| p.snapshot.pool.abandoned,
+    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.snapshot.pool.abandoned),
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
-    Counter [pinpool.refused.total] [pool, reason] |p| p.snapshot.pool.refused.by_reason(),
+    monotonic_counter [pinpool.refused.total] [pool, reason]
+        |p, to| to.each(p.snapshot.pool.refused.by_reason()),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
-    Gauge [pinpool.waiting.requests] [pool] |p| p.snapshot.pool.waiting,
+    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.snapshot.pool.waiting as f64),
         "Requests that wait now.";
-    Counter [pinpool.errors.total] [pool, class] |p| p.snapshot.pool.errors.by_class(),
+    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.snapshot.pool.errors.by_class()),
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
-    Histogram [pinpool.wait.seconds] [pool] |p| p.snapshot.waiting,
+    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.snapshot.waiting),
         "How long requests waited for memory.";
-    Histogram [pinpool.holding.seconds] [pool] |p| p.snapshot.holding,
+    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.snapshot.holding),
         "How long buffers were out; of a sample, one in eight of those that no cache served.";
-    Gauge [pinpool.pinning.bytes_per_second] [pool]
-        |p| p.snapshot.pinning.bytes_per_second().unwrap_or(0.0),
+    gauge [pinpool.pinning.bytes_per_second] [pool]
+        |p, to| to.one(p.snapshot.pinning.bytes_per_second().unwrap_or(0.0)),
         "Bytes pinned per second spent in pinning.";
-    Gauge [pinpool.pinning.longest_call.seconds] [pool]
-        |p| p.snapshot.pinning.longest_call.as_secs_f64(), "The longest single call that pinned.";
-    Gauge [pinpool.sampled.timestamp.seconds] [pool] |p| p.at_seconds,
+    gauge [pinpool.pinning.longest_call.seconds] [pool]
+        |p, to| to.one(p.snapshot.pinning.longest_call.as_secs_f64()),
+        "The longest single call that pinned.";
+    gauge [pinpool.sampled.timestamp.seconds] [pool] |p, to| to.one(p.at_seconds),
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
-    Gauge [pinpool.stuck.buffers] [pool] |p| p.stuck_buffers,
+    gauge [pinpool.stuck.buffers] [pool] |p, to| to.one(p.stuck_buffers as f64),
         "Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    Gauge [pinpool.stuck.bytes] [pool] |p| p.stuck_bytes,
+    gauge [pinpool.stuck.bytes] [pool] |p, to| to.one(p.stuck_bytes as f64),
         "Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    Gauge [pinpool.class.free.segments] [pool, stride] |p| p.by_stride(|class| class.free),
+    gauge [pinpool.class.free.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.free as f64)),
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
-    Gauge [pinpool.class.out.segments] [pool, stride] |p| p.by_stride(|class| class.out),
+    gauge [pinpool.class.out.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.out as f64)),
         "Segments of a size class that are checked out, in flight or quarantined.";
-    Gauge [pinpool.class.cached.segments] [pool, stride] |p| p.by_stride(|class| class.cached),
+    gauge [pinpool.class.cached.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.cached as f64)),
         "Of the free segments of a size class, those that are cached for the next checkouts.";
-    Counter [pinpool.class.checkouts.total] [pool, stride] |p| p.by_stride(|class| class.checkouts),
+    monotonic_counter [pinpool.class.checkouts.total] [pool, stride]
+        |p, to| to.each(p.by_stride(|class| class.checkouts)),
         "Segments of a size class checked out.";
-    Histogram [pinpool.flight.seconds] [device] |d| d.stats.flight,
+    histogram [pinpool.flight.seconds] [device] |d, to| to.one(d.stats.flight),
         "From submitting to being seen complete; of a sample, one in sixteen of each stream.";
-    Counter [pinpool.device.errors.total] [device, class] |d| d.stats.errors.by_class(),
+    monotonic_counter [pinpool.device.errors.total] [device, class]
+        |d, to| to.each(d.stats.errors.by_class()),
         "Driver calls that failed, by the class of the error.";
-    Counter [pinpool.device.submitted.total] [device] |d| d.stats.submitted,
+    monotonic_counter [pinpool.device.submitted.total] [device] |d, to| to.one(d.stats.submitted),
         "Copies and holds submitted.";
-    Counter [pinpool.device.completed.total] [device] |d| d.stats.completed,
+    monotonic_counter [pinpool.device.completed.total] [device] |d, to| to.one(d.stats.completed),
         "Copies and holds known to be complete.";
-    Counter [pinpool.device.copied.bytes.total] [device, direction]
-        |d| [("upload", d.stats.uploaded_bytes), ("download", d.stats.downloaded_bytes)],
+    monotonic_counter [pinpool.device.copied.bytes.total] [device, direction]
+        |d, to| to.each([("upload", d.stats.uploaded_bytes), ("download", d.stats.downloaded_bytes)]),
         "Bytes of copies that the driver accepted; direction is upload or download.";
-    Gauge [pinpool.device.registered.bytes] [device] |d| d.stats.registered_bytes,
+    gauge [pinpool.device.registered.bytes] [device] |d, to| to.one(d.stats.registered_bytes as f64),
         "Bytes of values registered with the device.";
-    Gauge [pinpool.device.lost] [device] |d| u64::from(d.stats.lost.is_some()),
+    gauge [pinpool.device.lost] [device] |d, to| to.one(f64::from(d.stats.lost.is_some())),
         "1 if the device is lost, else 0.";
-    Gauge [pinpool.device.stuck.streams] [device] |d| d.stuck_streams,
+    gauge [pinpool.device.stuck.streams] [device] |d, to| to.one(d.stuck_streams as f64),
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
-    Gauge [pinpool.stream.in_flight.bytes] [device, stream] |d| d.by_stream(|stream| stream.bytes),
+    gauge [pinpool.stream.in_flight.bytes] [device, stream]
+        |d, to| to.each(d.by_stream(|[bytes, _]| bytes)),
         "Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together.";
-    Gauge [pinpool.stream.in_flight.entries] [device, stream]
-        |d| d.by_stream(|stream| stream.entries),
+    gauge [pinpool.stream.in_flight.entries] [device, stream]
+        |d, to| to.each(d.by_stream(|[_, entries]| entries)),
         "Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together.";
 }
 
-/// A value that was read, by the metric's place in the table and the value of its second label.
-pub(super) type Key = (usize, Cow<'static, str>);
-
 /// Reads all metrics of a sample.
-pub(super) fn read(sample: Sample<'_>) -> impl Iterator<Item = (Key, Value)> + '_ {
-    let rows = ROWS.iter().enumerate();
-    rows.filter_map(move |(row, Row { read, .. })| Some((row, read(sample)?)))
-        .flat_map(|(row, readings)| readings.into_iter().map(move |(label, value)| ((row, label), value)))
+pub(super) fn read(sample: Sample) -> Vec<Reading> {
+    let mut readings = Readings { row: 0, all: Vec::new() };
+    for (row, Row { read, .. }) in ROWS.iter().enumerate() {
+        readings.row = row;
+        read(sample, &mut readings);
+    }
+    readings.all
 }
 
 /// Sends a value as events. `first`: the value of the first label.
-pub(super) fn send_event(key: &Key, value: &Value, first: &str) {
-    (ROWS[key.0].send)(value, first, &key.1);
+pub(super) fn send_event(reading: &Reading, first: &str) {
+    let send = |number: &dyn tracing::Value| (ROWS[reading.row].send)(number, first, &reading.label);
+    match &reading.value {
+        Value::Counter(count) => send(count),
+        Value::Gauge(level) => send(level),
+        Value::Histogram(durations) => thinned(durations).iter().for_each(|seconds| send(seconds)),
+    }
 }
 
 /// The duration that is sent for each one of a bucket, in seconds: three quarters of the bucket's upper bound.
@@ -390,15 +408,15 @@ pub(super) fn describe() {
 /// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have the bounds of
 /// [`Histogram::bounds_seconds`].
 #[cfg(feature = "metrics")]
-pub(super) fn send_to_recorder(key: &Key, value: &Value, first: &str) {
+pub(super) fn send_to_recorder(reading: &Reading, first: &str) {
     static RECORDER_METADATA: metrics::Metadata<'static> =
         metrics::Metadata::new(TARGET, metrics::Level::INFO, Some(module_path!()));
-    let metric = &METRICS[key.0];
-    let labels = metric.labels.iter().zip([first, &*key.1]);
+    let metric = &METRICS[reading.row];
+    let labels = metric.labels.iter().zip([first, &*reading.label]);
     let labels: Vec<metrics::Label> =
         labels.map(|(name, value)| metrics::Label::new(*name, value.to_owned())).collect();
     let key = metrics::Key::from_parts(metric.name, labels);
-    metrics::with_recorder(|recorder| match value {
+    metrics::with_recorder(|recorder| match &reading.value {
         Value::Counter(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
         Value::Gauge(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level),
         Value::Histogram(durations) => {

@@ -135,7 +135,6 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        let found = stuck::find(threshold, self.central(), self.devices()).into_iter();
-        found.map(|(_, buffer)| buffer).collect()
+        stuck::find(threshold, self.central(), self.devices())
     }
 }

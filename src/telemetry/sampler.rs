@@ -9,14 +9,16 @@
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
+use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::metrics::{self, DeviceSample, Key, PoolSample, Sample, StreamSample, Value};
+use super::metrics::{self, DeviceSample, PoolSample, Reading, Sample, Value};
 use super::snapshot::{DeviceStats, StreamStats};
-use super::stuck::{self, BufferState, Known, StuckBuffer};
+use super::stuck::{self, BufferState, StuckBuffer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::{Pool, WeakPool};
@@ -67,7 +69,7 @@ struct WatchedPool {
     pool: WeakPool,
     sent: Sent,
     /// The stuck buffers that were logged.
-    logged: HashSet<Known>,
+    logged: HashSet<(usize, Instant)>,
 }
 
 #[derive(Debug, Default)]
@@ -92,7 +94,7 @@ struct WatchedStream {
 #[derive(Debug, Default)]
 struct Sent {
     name: String,
-    values: HashMap<Key, Value>,
+    values: Vec<Reading>,
 }
 
 /// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and waits for a poll
@@ -127,7 +129,7 @@ impl Sampler {
     pub fn pool(mut self, pool: &Pool) -> Self {
         self.pools.push(WatchedPool {
             pool: pool.downgrade(),
-            sent: Sent { name: pool.name().to_owned(), values: HashMap::new() },
+            sent: Sent { name: pool.name().to_owned(), values: Vec::new() },
             logged: HashSet::new(),
         });
         self
@@ -257,13 +259,13 @@ struct Receivers {
 }
 
 impl Receivers {
-    fn send(self, key: &Key, value: &Value, first: &str) {
+    fn send(self, reading: &Reading, first: &str) {
         if self.events {
-            foreign::tell_now(|| metrics::send_event(key, value, first));
+            foreign::tell_now(|| metrics::send_event(reading, first));
         }
         #[cfg(feature = "metrics")]
         if self.recorder {
-            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(key, value, first));
+            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(reading, first));
         }
     }
 }
@@ -272,17 +274,28 @@ impl Sent {
     /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then and
     /// is read no more is sent as zero, once, since a recorder keeps the last value of each.
     fn send(&mut self, sample: Sample, to: Receivers) {
-        let mut before = std::mem::take(&mut self.values);
-        for (key, now) in metrics::read(sample) {
-            let was = before.remove(&key);
-            to.send(&key, &now.since(was.as_ref()), &self.name);
-            self.values.insert(key, now.or_later(was));
+        let mut before: Vec<Option<Reading>> =
+            std::mem::take(&mut self.values).into_iter().map(Some).collect();
+        // Readings come in the order of the poll before, but for labels that came or went: so the search begins behind
+        // the one that was found last.
+        let mut at = 0;
+        for mut reading in metrics::read(sample) {
+            let is_same = |was: &Reading| (was.row, &was.label) == (reading.row, &reading.label);
+            let found = (at..before.len()).chain(0..at).find(|at| before[*at].as_ref().is_some_and(is_same));
+            let was = found.and_then(|found| before[found].take().map(|was| was.value));
+            at = found.map_or(at, |found| found + 1);
+            let new = reading.value.since(was);
+            let now = std::mem::replace(&mut reading.value, new);
+            to.send(&reading, &self.name);
+            self.values.push(Reading { value: now, ..reading });
         }
-        for (key, last) in before {
-            match last {
-                Value::Gauge(_) => to.send(&key, &Value::Gauge(0.0), &self.name),
+        for mut last in before.into_iter().flatten() {
+            if let Value::Gauge(level) = &mut last.value {
+                *level = 0.0;
+                to.send(&last, &self.name);
+            } else {
                 // Kept for the difference, should it be read again.
-                counted => _ = self.values.insert(key, counted),
+                self.values.push(last);
             }
         }
     }
@@ -294,7 +307,7 @@ impl WatchedPool {
         let mut stuck =
             stuck_after.map_or(Vec::new(), |after| stuck::find(after, pool.central(), pool.devices()));
         // Nothing keeps a quarantined buffer that could let go of it.
-        stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
+        stuck.retain(|buffer| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
         let mut snapshot = pool.snapshot();
         let devices = std::mem::take(&mut snapshot.devices);
@@ -302,27 +315,27 @@ impl WatchedPool {
             snapshot,
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
-            stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
+            stuck_bytes: stuck.iter().map(|buffer| buffer.granted).sum(),
             at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         };
         self.sent.send(Sample { pool: Some(&sample), device: None }, to);
         devices
     }
 
-    fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
+    fn log(&mut self, pool: &str, stuck: &[StuckBuffer]) {
         // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
         // `BUFFERS_LOGGED` are not entered, so that one of the next polls logs them.
         let before = std::mem::take(&mut self.logged);
         let mut left = BUFFERS_LOGGED;
-        for (known, buffer) in stuck {
-            let is_logged = before.contains(known);
+        for buffer in stuck {
+            let is_logged = before.contains(&buffer.known);
             if !is_logged && left > 0 {
                 left -= 1;
                 stuck::emit(pool, buffer);
             } else if !is_logged {
                 continue;
             }
-            self.logged.insert(*known);
+            self.logged.insert(buffer.known);
         }
     }
 }
@@ -341,28 +354,26 @@ impl WatchedDevice {
 
     /// Chooses the streams that have gauges of their own, and adds up all others. A chosen one stays for as long as it
     /// has work in flight, or nothing else needs its place; a server with few streams sees all of them.
-    fn divide(&mut self, streams: &[StreamStats]) -> Vec<StreamSample> {
+    fn divide(&mut self, streams: &[StreamStats]) -> Vec<(Cow<'static, str>, [usize; 2])> {
         let before = std::mem::take(&mut self.shown);
         let mut streams: Vec<&StreamStats> = streams.iter().collect();
         streams.sort_by_key(|s| {
-            std::cmp::Reverse((s.in_flight > 0, before.contains(&s.stream), s.in_flight_bytes, s.in_flight))
+            Reverse((s.in_flight > 0, before.contains(&s.stream), s.in_flight_bytes, s.in_flight))
         });
-        let mut samples: Vec<StreamSample> = Vec::new();
-        let mut others = StreamSample { label: OTHER_STREAMS.into(), ..StreamSample::default() };
+        let (mut samples, mut others) = (Vec::new(), [0; 2]);
         for stream in &streams {
             let is_new = !before.contains(&stream.stream);
-            let (bytes, entries) = (stream.in_flight_bytes, stream.in_flight);
+            let flying = [stream.in_flight_bytes, stream.in_flight];
             if self.shown.len() < STREAMS_SHOWN && (!is_new || self.named < STREAMS_NAMED) {
                 self.named += usize::from(is_new);
                 self.shown.insert(stream.stream);
-                samples.push(StreamSample { label: stream.stream.to_string().into(), bytes, entries });
+                samples.push((stream.stream.to_string().into(), flying));
             } else {
-                others.bytes += bytes;
-                others.entries += entries;
+                others.iter_mut().zip(flying).for_each(|(sum, more)| *sum += more);
             }
         }
         if self.shown.len() < streams.len() {
-            samples.push(others);
+            samples.push((OTHER_STREAMS.into(), others));
         }
         samples
     }

@@ -128,7 +128,7 @@ impl Device {
         let [uploaded_bytes, downloaded_bytes] = context.copied();
         let (known, flight) = match crate::os::forked() {
             true => Default::default(),
-            false => (self.listing().known(), context.flights().read()),
+            false => (self.listing().known(), *context.flights().lock()),
         };
         let mut streams: Vec<StreamStats> = known.iter().map(|timeline| timeline.look()).collect();
         for stream in &streams {

@@ -14,7 +14,6 @@
 //! listed, or be listed without its stream.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -99,6 +98,9 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
+    /// The descriptor, and since when its segment is out: by these a checkout is told from the next one of the same
+    /// descriptor.
+    pub(super) known: (usize, Instant),
     /// Bytes that it takes of the pool, rounding included.
     pub granted: usize,
     /// Bytes that were asked for, if the pool [recorded](crate::PoolBuilder::track_checkouts) its checkout.
@@ -123,16 +125,16 @@ pub struct StuckBuffer {
 }
 
 impl StuckBuffer {
-    /// A buffer of which the ledger may have an entry; what it waits for is not known yet.
-    fn new(of: OutSegment) -> Self {
+    fn new(of: OutSegment, now: Instant, awaited: Vec<Awaited>) -> Self {
         let origin = of.entry.map(|entry| entry.origin).unwrap_or_default();
         Self {
+            known: (of.descriptor, of.since),
             granted: of.granted,
             requested: of.entry.map(|entry| entry.len),
-            age: Duration::ZERO,
+            age: now.saturating_duration_since(of.since),
             exact: of.entry.is_some(),
             state: BufferState::of(of.state),
-            awaited: Vec::new(),
+            awaited,
             long_lived: origin.tag.long_lived,
             tag: origin.tag.name,
             site: origin.site,
@@ -140,23 +142,15 @@ impl StuckBuffer {
     }
 }
 
-/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same descriptor.
-pub(super) type Known = (usize, Instant);
-
 /// The buffers that are known to have been out for at least `threshold`, oldest first.
-pub(super) fn find(
-    threshold: Duration,
-    central: &CentralPool,
-    devices: &[Device],
-) -> Vec<(Known, StuckBuffer)> {
+pub(super) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
     if crate::os::forked() {
         return Vec::new();
     }
-    let recorded = central.out_for(threshold).into_iter();
-    let mut found: HashMap<usize, (Instant, StuckBuffer)> =
-        recorded.map(|segment| (segment.descriptor, (segment.since, StuckBuffer::new(segment)))).collect();
+    let mut out = central.out_for(threshold);
+    out.sort_unstable_by_key(|segment| segment.descriptor);
     let now = Instant::now();
-    let is_old = |since: Instant| now.saturating_duration_since(since) >= threshold;
+    let mut flying: Vec<(OutSegment, Awaited)> = Vec::new();
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
@@ -168,32 +162,42 @@ pub(super) fn find(
                 let (word, since) = (segment.descriptor(), since.unwrap_or(now));
                 let descriptor = std::ptr::from_ref(word).addr();
                 // Most are young. The timeline is locked meanwhile, so nothing is done for them.
-                if !is_old(since) && !found.contains_key(&descriptor) {
+                let is_old = now.saturating_duration_since(since) >= threshold;
+                if !is_old && place(&out, descriptor).is_err() {
                     return;
                 }
                 let (state, granted) = (word.word().state(), segment.granted());
                 let unrecorded = OutSegment { descriptor, state, granted, since, entry: None };
-                let (first, buffer) =
-                    found.entry(descriptor).or_insert_with(|| (since, StuckBuffer::new(unrecorded)));
-                if !buffer.exact {
-                    *first = since.min(*first);
-                }
-                let at = Awaited { device: name.clone(), stream, seq, completed, event };
-                // A batch that copies several parts of a buffer has an entry for each part.
-                if !buffer.awaited.contains(&at) {
-                    buffer.awaited.push(at);
-                }
+                flying.push((unrecorded, Awaited { device: name.clone(), stream, seq, completed, event }));
             });
         }
     }
-    let aged = found.into_iter().map(|(descriptor, (since, buffer))| {
-        let age = now.saturating_duration_since(since);
-        ((descriptor, since), StuckBuffer { age, ..buffer })
-    });
-    let mut found: Vec<(Known, StuckBuffer)> = aged.filter(|(_, buffer)| buffer.age >= threshold).collect();
+    // A stable sort: the entries of one buffer stay in the order of the streams. A batch that copies several parts of a
+    // buffer has an entry for each part.
+    flying.sort_by_key(|(segment, _)| segment.descriptor);
+    flying.dedup_by(|(segment, next), (other, last)| segment.descriptor == other.descriptor && next == last);
+    let recorded = out.len();
+    for entries in flying.chunk_by(|(segment, _), (next, _)| segment.descriptor == next.descriptor) {
+        let Some((oldest, _)) = entries.iter().min_by_key(|(segment, _)| segment.since) else { continue };
+        match place(&out[..recorded], oldest.descriptor) {
+            Ok(at) if out[at].entry.is_some() => {}
+            Ok(at) => out[at].since = out[at].since.min(oldest.since),
+            Err(_) => out.push(*oldest),
+        }
+    }
     // The oldest first, and of these the largest.
-    found.sort_by_cached_key(|(_, buffer)| Reverse((buffer.age, buffer.granted)));
-    found
+    out.sort_by_cached_key(|segment| (segment.since, Reverse(segment.granted)));
+    let buffers = out.into_iter().map(|segment| {
+        let first = flying.partition_point(|(of, _)| of.descriptor < segment.descriptor);
+        let own = flying[first..].iter().take_while(|(of, _)| of.descriptor == segment.descriptor);
+        StuckBuffer::new(segment, now, own.map(|(_, awaited)| awaited.clone()).collect())
+    });
+    buffers.collect()
+}
+
+/// The place of a descriptor's segment in a list that is sorted by descriptors.
+fn place(out: &[OutSegment], descriptor: usize) -> Result<usize, usize> {
+    out.binary_search_by_key(&descriptor, |segment| segment.descriptor)
 }
 
 /// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.
@@ -210,8 +214,8 @@ pub(crate) fn report(
     }
     let mut all = find(Duration::ZERO, central, devices);
     // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
-    all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
-    let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
+    all.retain(|buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
+    let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
     let growth = long.and_then(|wait| wait.growth.as_ref()).map(ToString::to_string);
     crate::foreign::warn!(
@@ -227,9 +231,7 @@ pub(crate) fn report(
         hint = (!central.tracks()).then_some(UNTRACKED),
         "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
-    for (_, buffer) in all.iter().take(BUFFERS_LISTED) {
-        emit(pool, buffer);
-    }
+    all.iter().take(BUFFERS_LISTED).for_each(|buffer| emit(pool, buffer));
 }
 
 /// What an event says about buffers whose checkout was not recorded.

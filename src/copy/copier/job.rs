@@ -188,7 +188,7 @@ struct JobState {
     over: Option<Duration>,
     /// Threads and tasks that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
-    wakers: Vec<(u64, Arc<Task>)>,
+    wakers: Vec<(u64, Task)>,
     next_waiter: u64,
 }
 
@@ -235,13 +235,13 @@ pub(super) fn late(
 /// Who is to be told of a change, after the lock.
 struct Told {
     threads: Vec<(u64, Thread)>,
-    wakers: Vec<Arc<Task>>,
+    wakers: Vec<Task>,
 }
 
 impl Told {
     fn tell(self) {
         self.threads.iter().for_each(|(_, thread)| thread.unpark());
-        self.wakers.into_iter().for_each(Task::wake_shared);
+        self.wakers.into_iter().for_each(Task::wake);
     }
 }
 
@@ -482,7 +482,7 @@ impl Job {
     /// Leaves a waker, in place of the one that was left under `key`. The job's next change wakes it.
     pub(super) fn wake_later(&self, key: &mut Option<u64>, waker: &Waker) {
         // Before the lock: cloning a waker is foreign code.
-        let task = Arc::new(Task::of(waker));
+        let task = Task::of(waker);
         let mut state = self.state.lock();
         let known = key.and_then(|key| state.wakers.iter().position(|(other, _)| *other == key));
         let old = known.map(|place| state.wakers.swap_remove(place));
@@ -495,7 +495,7 @@ impl Job {
     }
 
     pub(super) fn forget_waker(&self, key: &mut Option<u64>) {
-        let Some(key) = key.take().filter(|_| !crate::os::forked()) else { return };
+        let Some(key) = key.take() else { return };
         let mut state = self.state.lock();
         let known = state.wakers.iter().position(|(other, _)| *other == key);
         let old = known.map(|place| state.wakers.swap_remove(place));

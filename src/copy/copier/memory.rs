@@ -226,7 +226,6 @@ impl Copier {
 
     /// Device memory of this device.
     pub(super) fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        crate::os::check_fork()?;
         let slice = range.get(KEY)?;
         slice.check_is_of(self.device().context())?;
         Ok(slice.clone())

@@ -616,7 +616,7 @@ fn delay(stream: &HostStream, queue: &mut MutexGuard<'_, StreamQueue>, delays: &
     }
     let until = Instant::now() + Duration::from_nanos(delays.random.below(max.saturating_add(1)));
     while matches!(queue.end, StreamEnd::Open | StreamEnd::Destroyed) {
-        if stream.wake.wait_until(queue, until).timed_out() {
+        if stream.wake.wait_until(queue, until) {
             return;
         }
     }

@@ -131,13 +131,13 @@ impl HostUnit {
         }
         self.streams.lock().retain(|_, stream| !stream.is_destroyed());
         self.state.store(DEAD, Ordering::SeqCst);
-        crate::foreign::debug!(target: "pinpool::device", device = %self.name, cause, dropped, "host device died");
+        crate::foreign::debug!(target: "pinpool::device", device = self.name.to_string(), cause, dropped, "host device died");
     }
 
     /// Stops all streams before their next operation.
     pub(super) fn hang(&self) {
         self.hung.store(true, Ordering::Release);
-        crate::foreign::debug!(target: "pinpool::device", device = %self.name, "host device hangs");
+        crate::foreign::debug!(target: "pinpool::device", device = self.name.to_string(), "host device hangs");
     }
 
     /// Lets all streams go on: those of a hung device, hung streams, and stalled operations.

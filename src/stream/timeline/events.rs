@@ -110,8 +110,7 @@ impl Timeline {
     pub(crate) fn ask(&self) -> bool {
         // A plain load first: a compare-and-swap, failing or not, would take the cache line away from the asking
         // thread. Acquire: pairs with the release in `Asking`, so that the threads that ask follow one another.
-        if crate::os::forked()
-            || self.asking.load(Ordering::Relaxed)
+        if self.asking.load(Ordering::Relaxed)
             || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
             return false;

@@ -97,7 +97,7 @@ use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
 use crate::segment::Class;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
-use crate::telemetry::counters::SharedHistogram;
+use crate::telemetry::counters::Histogram;
 
 /// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
 const SEQ_ENTRIES: usize = 16;
@@ -405,7 +405,7 @@ impl Timeline {
     /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then on.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
         // During a capture, newly submitted work does not come after what is in flight.
-        if crate::os::forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
+        if !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();
@@ -519,14 +519,14 @@ impl TimelineState {
     }
 
     /// Completes the entries up to a sequence number. `flights` gets how long the timed ones took.
-    fn complete(&mut self, seq: u64, flights: &SharedHistogram, after: &mut After) {
+    fn complete(&mut self, seq: u64, flights: &crate::locks::Mutex<Histogram>, after: &mut After) {
         self.moves += 1;
         while self.entries.front().is_some_and(|entry| entry.seq <= seq) {
             let Some(TimelineEntry { flown, host, memory, since, .. }) = self.entries.pop_front() else {
                 break;
             };
             self.completed += 1;
-            since.into_iter().for_each(|since| flights.record(since.elapsed()));
+            since.into_iter().for_each(|since| flights.lock().record(since.elapsed()));
             if let Some(flown) = flown {
                 // Counted before the word changes: from then on the handle may return the segment, and with the last
                 // segment of a closed pool the central pool is freed.
